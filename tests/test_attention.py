@@ -1,0 +1,542 @@
+"""Attention against torch, timm, a numpy reference and itself written out by hand."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import Attention as TimmAttention
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+
+from vit.model.attention import (
+    MultiHeadSelfAttention,
+    causal_mask,
+    padding_mask,
+    scaled_dot_product_attention,
+)
+
+QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
+
+# Leading dimensions of query, key and value, and the shape of the mask.
+SHAPES = [
+    ((), None),
+    ((), (5, 7)),
+    ((2,), None),
+    ((2,), (5, 7)),
+    ((2,), (2, 1, 7)),
+    ((2, 3), None),
+    ((2, 3), (5, 7)),
+    ((2, 3), (5, 1)),
+    ((2, 3), (2, 1, 1, 7)),
+    ((2, 3), (2, 1, 5, 7)),
+    ((2, 3), (1, 3, 5, 7)),
+    ((2, 3), (2, 3, 5, 7)),
+    ((2, 1, 3), (2, 1, 3, 5, 7)),
+]
+
+# Each is for 3 sequences of 5 tokens; None is no mask.
+MASKS = {
+    "none": None,
+    "causal": causal_mask(5),
+    "padding": padding_mask(torch.tensor([1, 3, 5]), 5),
+    "causal and padding": causal_mask(5) & padding_mask(torch.tensor([1, 3, 5]), 5),
+}
+with_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+property_test = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def draw_qkv(*leading: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (QUERIES, WIDTH), (KEYS, WIDTH), (KEYS, VALUE_WIDTH)
+    query, key, value = (
+        torch.randn(*leading, *size, generator=generator, dtype=torch.float64).to(dtype)
+        for size in sizes
+    )
+    return query, key, value
+
+
+def draw_mask(shape: tuple[int, ...] | None) -> Tensor | None:
+    """Draw a mask that lets about half through; its last query attends to nothing."""
+    if shape is None:
+        return None
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[..., -1, :] = False
+    return mask
+
+
+def numpy_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention in float64: exp(q·k / √d) over its sum over the keys that are allowed."""
+    q, k, v = (x.detach().double().numpy() for x in (query, key, value))
+    scores = np.einsum("...nd,...md->...nm", q, k) / np.sqrt(q.shape[-1])
+    allowed = True if mask is None else mask.numpy()
+    scores = np.where(allowed, scores, -1e9)
+    exponentials = allowed * np.exp(scores - scores.max(-1, keepdims=True))
+    sums = exponentials.sum(-1, keepdims=True)
+    weights = exponentials / np.where(sums > 0, sums, 1)
+    return torch.from_numpy(np.einsum("...nm,...me->...ne", weights, v)), torch.from_numpy(weights)
+
+
+def draw_attention(dim: int, num_heads: int, *args, **kwargs) -> MultiHeadSelfAttention:
+    """Build a module in float64, in eval mode, all of whose parameters are random."""
+    module = MultiHeadSelfAttention(dim, num_heads, *args, **kwargs).double().eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return module
+
+
+def torch_twin(module: MultiHeadSelfAttention) -> nn.MultiheadAttention:
+    """Build torch's module with the same weights."""
+    twin = nn.MultiheadAttention(module.proj.out_features, module.num_heads, batch_first=True)
+    twin = twin.double().eval()
+    with torch.no_grad():
+        twin.in_proj_weight.copy_(module.qkv.weight)
+        twin.in_proj_bias.zero_()
+        if module.qkv.bias is not None:
+            twin.in_proj_bias.copy_(module.qkv.bias)
+        twin.out_proj.load_state_dict(module.proj.state_dict())
+    return twin
+
+
+def draw_tokens(batch: int = 3, tokens: int = 5, dim: int = 12) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, tokens, dim, generator=generator, dtype=torch.float64)
+
+
+def gradients(module: nn.Module, x: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Return the gradients of a weighted sum of the output: first to x, then to the parameters."""
+    x = x.clone().requires_grad_()
+    output = module(x, mask)
+    factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).to(output)
+    return list(torch.autograd.grad((output * factors).sum(), [x, *module.parameters()]))
+
+
+# --- scaled_dot_product_attention ---
+
+
+@pytest.mark.parametrize(("leading", "mask_shape"), SHAPES)
+def test_attention_equals_torch_and_numpy(leading, mask_shape):
+    query, key, value = draw_qkv(*leading)
+    mask = draw_mask(mask_shape)
+
+    output, weights = scaled_dot_product_attention(query, key, value, mask)
+
+    expected_output, expected_weights = numpy_attention(query, key, value, mask)
+    assert_close(output, expected_output, rtol=0, atol=1e-12)
+    assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+    torch_output = F.scaled_dot_product_attention(query, key, value, mask)
+    assert_close(output, torch_output, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("leading", "mask_shape"), SHAPES)
+def test_rows_of_weights_sum_to_one_unless_all_is_masked(leading, mask_shape):
+    mask = draw_mask(mask_shape)
+    _, weights = scaled_dot_product_attention(*draw_qkv(*leading, dtype=torch.float32), mask)
+
+    allowed = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
+    allowed = allowed.expand_as(weights)
+    assert (weights >= 0).all()
+    assert (weights[~allowed] == 0).all()
+    assert_close(weights.sum(-1), allowed.any(-1).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_fully_masked_row_gives_zeros_and_no_gradient(dtype):
+    query, key, value = (x.requires_grad_() for x in draw_qkv(2, dtype=dtype))
+    mask = torch.ones(QUERIES, KEYS, dtype=torch.bool)
+    mask[2] = False
+
+    output, weights = scaled_dot_product_attention(query, key, value, mask)
+    (output.sum() + (weights * torch.arange(KEYS)).sum()).backward()
+
+    assert (output[:, 2] == 0).all()
+    assert (weights[:, 2] == 0).all()
+    assert (query.grad[:, 2] == 0).all()
+    assert (query.grad[:, 0] != 0).any()
+    assert all(x.isfinite().all() for x in (output, weights, query.grad, key.grad, value.grad))
+
+
+def test_everything_masked_gives_zeros_and_zero_gradients():
+    qkv = [x.requires_grad_() for x in draw_qkv(2)]
+    mask = torch.zeros(QUERIES, KEYS, dtype=torch.bool)
+
+    output, weights = scaled_dot_product_attention(*qkv, mask)
+    (output.sum() + weights.sum()).backward()
+
+    assert all((x == 0).all() for x in (output, weights, *(x.grad for x in qkv)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)],
+)
+def test_large_logits_stay_finite_and_right(dtype, tolerance, masked):
+    # Multiples of 32, so that all scores are multiples of 512 and exact in every dtype: what is
+    # left to get wrong is the softmax of scores up to 3e4.
+    generator = torch.Generator().manual_seed(5)
+    query, key = torch.randint(-4, 5, (2, 64, 4), generator=generator) * 32.0
+    value = torch.randn(64, 8, generator=generator).to(dtype)
+    mask = torch.rand(64, 64, generator=generator) < 0.5 if masked else None
+
+    output, weights = scaled_dot_product_attention(query.to(dtype), key.to(dtype), value, mask)
+
+    scores = query @ key.T / 2
+    assert 1e4 < scores.abs().max() < torch.finfo(torch.float16).max
+    expected_output, expected_weights = numpy_attention(query, key, value, mask)
+    assert_close(weights.double(), expected_weights, rtol=0, atol=tolerance)
+    assert_close(output.double(), expected_output, rtol=0, atol=4 * tolerance)
+
+
+def test_product_of_query_and_key_may_exceed_float16_if_the_score_does_not():
+    query = torch.full((1, 16), 100.0, dtype=torch.float16)
+    key = torch.stack([query[0], -query[0], query[0]])  # products ±160,000, scores ±40,000
+    value = torch.tensor([[1.0], [10.0], [3.0]], dtype=torch.float16)
+
+    output, weights = scaled_dot_product_attention(query, key, value)
+
+    assert weights.tolist() == [[0.5, 0, 0.5]]
+    assert output.item() == 2
+
+
+def test_dropout_scales_what_it_keeps_and_returns_the_weights_before_it():
+    torch.manual_seed(0)
+    query, key, _ = draw_qkv()
+    draws = 5000
+    query = query.expand(draws, QUERIES, WIDTH)
+
+    # With the identity as value the output is the weights after dropout.
+    kept, weights = scaled_dot_product_attention(query, key, torch.eye(KEYS).double(), None, 0.25)
+
+    _, expected = scaled_dot_product_attention(query, key, torch.eye(KEYS).double())
+    assert_close(weights, expected, rtol=0, atol=1e-12)
+    dropped = kept == 0
+    assert_close(kept[~dropped], (expected / 0.75)[~dropped], rtol=0, atol=1e-12)
+    five_deviations = 5 * (0.25 * 0.75 / draws) ** 0.5  # of the share of draws
+    share = torch.full((QUERIES, KEYS), 0.25).double()
+    assert_close(dropped.double().mean(0), share, rtol=0, atol=five_deviations)
+    assert_close(kept.mean(0), expected[0], rtol=five_deviations / 0.75, atol=0)
+
+
+@pytest.mark.parametrize("mask_shape", [None, (2, 5, 7)])
+def test_attention_gradcheck(mask_shape):
+    inputs = [x.requires_grad_() for x in draw_qkv(2)]
+    mask = draw_mask(mask_shape)
+    assert torch.autograd.gradcheck(
+        lambda *qkv: scaled_dot_product_attention(*qkv, mask), inputs, atol=1e-7
+    )
+
+
+# --- masks ---
+
+
+def test_causal_mask_lets_a_token_see_itself_and_those_before():
+    assert causal_mask(3).tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+
+
+def test_padding_mask_shows_as_many_tokens_as_are_real():
+    assert padding_mask(torch.tensor([0, 2, 3]), 3).tolist() == [
+        [[False, False, False]],
+        [[True, True, False]],
+        [[True, True, True]],
+    ]
+
+
+# --- MultiHeadSelfAttention against others ---
+
+
+@with_masks
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_module_equals_torch_multihead_attention(mask, num_heads, qkv_bias):
+    ours = draw_attention(12, num_heads, qkv_bias=qkv_bias)
+    x = draw_tokens()
+
+    output, weights = ours(x, mask, need_weights=True)
+
+    if mask is not None:  # True hides there; one mask for each sequence and head
+        mask = ~mask.expand(3, 5, 5).repeat_interleave(num_heads, dim=0)
+    expected_output, expected_weights = torch_twin(ours)(
+        x, x, x, attn_mask=mask, average_attn_weights=False
+    )
+    assert_close(output, expected_output, rtol=0, atol=1e-12)
+    assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+
+
+def test_padding_mask_is_the_inverse_of_torch_key_padding_mask():
+    ours = draw_attention(12, 3)
+    x, mask = draw_tokens(), MASKS["padding"]
+
+    output, weights = ours(x, causal_mask(5) & mask, need_weights=True)
+
+    expected_output, expected_weights = torch_twin(ours)(
+        x, x, x, attn_mask=~causal_mask(5), key_padding_mask=~mask[:, 0], average_attn_weights=False
+    )
+    assert_close(output, expected_output, rtol=0, atol=1e-12)
+    assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+
+
+@with_masks
+@pytest.mark.parametrize("kernel", ["auto", "math", "fused"])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "qkv_bias", "qk_norm"),
+    [(1, None, True, False), (3, None, False, False), (3, None, True, True), (2, 5, True, True)],
+)
+def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm):
+    ours = draw_attention(12, num_heads, head_dim, qkv_bias, qk_norm, kernel=kernel)
+    theirs = TimmAttention(
+        12,
+        num_heads,
+        attn_head_dim=head_dim,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        norm_layer=partial(nn.LayerNorm, eps=1e-6),
+    ).double()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = draw_tokens()
+    timm_mask = None if mask is None else mask.expand(3, 5, 5)[:, None]
+
+    assert_close(ours(x, mask), theirs(x, timm_mask), rtol=0, atol=1e-12)
+
+
+def test_single_head_is_attention_written_out():
+    module = draw_attention(6, 1)
+    x = draw_tokens(batch=1, tokens=4, dim=6)
+
+    output, weights = module(x, need_weights=True)
+
+    weight_q, weight_k, weight_v = module.qkv.weight.chunk(3)
+    bias_q, bias_k, bias_v = module.qkv.bias.chunk(3)
+    for i in range(4):
+        query = weight_q @ x[0, i] + bias_q
+        exponentials = [
+            torch.exp(query.dot(weight_k @ x[0, j] + bias_k) / 6**0.5) for j in range(4)
+        ]
+        attended = torch.zeros(6).double()
+        for j in range(4):
+            share = exponentials[j] / sum(exponentials)
+            assert_close(weights[0, 0, i, j], share, rtol=0, atol=1e-12)
+            attended += share * (weight_v @ x[0, j] + bias_v)
+        expected = module.proj.weight @ attended + module.proj.bias
+        assert_close(output[0, i], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.mark.parametrize("kernel", ["auto", "fused"])
+@pytest.mark.parametrize("mask", [*MASKS.values(), "full row"], ids=[*MASKS, "full row"])
+def test_kernels_agree(mask, kernel, device):
+    if mask == "full row":
+        mask = padding_mask(torch.tensor([0, 3, 5]), 5).expand(3, 5, 5).clone()
+        mask[1, 2] = False
+    mask = mask if mask is None else mask.to(device)
+    written_out = draw_attention(12, 3, qk_norm=True, kernel="math").float().to(device)
+    other = draw_attention(12, 3, qk_norm=True, kernel=kernel).float().to(device)
+    x = draw_tokens().float().to(device)
+
+    assert_close(other(x, mask), written_out(x, mask), rtol=0, atol=1e-5)
+    for gradient, expected in zip(
+        gradients(other, x, mask), gradients(written_out, x, mask), strict=True
+    ):
+        assert expected.isfinite().all()
+        assert_close(gradient, expected, rtol=1e-5, atol=5e-5)
+
+
+class RecordCalls(TorchFunctionMode):
+    """Remember which functions of torch were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.called.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "need_weights", "fused"),
+    [
+        ("auto", False, False),
+        ("math", False, False),
+        ("fused", False, True),
+        ("fused", True, False),
+    ],
+)
+def test_only_the_fused_kernel_on_a_cpu_is_torchs(kernel, need_weights, fused):
+    with RecordCalls() as record:
+        draw_attention(12, 3, kernel=kernel)(draw_tokens(), need_weights=need_weights)
+    assert (F.scaled_dot_product_attention in record.called) == fused
+
+
+# --- MultiHeadSelfAttention's own properties ---
+
+
+@property_test
+@given(order=st.permutations(range(6)), num_heads=st.sampled_from([1, 2, 4]))
+def test_permuting_tokens_permutes_output_and_weights(order, num_heads):
+    module = draw_attention(8, num_heads, qk_norm=True)
+    x = draw_tokens(batch=2, tokens=6, dim=8)
+
+    output, weights = module(x, need_weights=True)
+    permuted_output, permuted_weights = module(x[:, order], need_weights=True)
+
+    assert_close(permuted_output, output[:, order], rtol=0, atol=1e-12)
+    assert_close(permuted_weights, weights[:, :, order][..., order], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["math", "fused"])
+@pytest.mark.parametrize("changed", range(5))
+def test_causal_mask_keeps_a_token_from_those_before_it(changed, kernel):
+    module = draw_attention(12, 3, kernel=kernel)
+    x = draw_tokens()
+    other = x.clone()
+    other[:, changed] += 1
+
+    difference = (module(other, causal_mask(5)) - module(x, causal_mask(5))).abs().amax(dim=(0, 2))
+
+    assert (difference[:changed] < 1e-12).all()
+    assert (difference[changed:] > 1e-3).all()
+
+
+@pytest.mark.parametrize("kernel", ["math", "fused"])
+def test_padding_changes_nothing(kernel):
+    module = draw_attention(12, 3, kernel=kernel)
+    lengths = [1, 3, 5]
+    mask = padding_mask(torch.tensor(lengths), 5)
+    x = draw_tokens()
+    other = torch.where(mask.mT, x, 1e3 * torch.randn(x.shape).double())
+
+    output, weights = module(x, mask, need_weights=True)
+    other_output, other_weights = module(other, mask, need_weights=True)
+
+    for i, length in enumerate(lengths):
+        unpadded_output, unpadded_weights = module(x[i : i + 1, :length], need_weights=True)
+        assert (weights[i, :, :, length:] == 0).all()
+        for padded in (output, other_output, module(other, mask)):
+            assert_close(padded[i, :length], unpadded_output[0], rtol=0, atol=1e-12)
+        for padded in (weights, other_weights):
+            assert_close(padded[i, :, :length, :length], unpadded_weights[0], rtol=0, atol=1e-12)
+
+
+def test_sequence_of_padding_only_gets_the_bias_of_the_output():
+    module = draw_attention(12, 3)
+    output = module(draw_tokens(), padding_mask(torch.tensor([0, 2, 5]), 5))
+    assert_close(output[0], module.proj.bias.expand(5, 12), rtol=0, atol=0)
+
+
+@with_masks
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_every_parameter_gets_a_gradient(mask, qk_norm):
+    module = draw_attention(12, 3, qk_norm=qk_norm)
+    names = ["x", *(name for name, _ in module.named_parameters())]
+    for name, gradient in zip(names, gradients(module, draw_tokens(), mask), strict=True):
+        if name == "k_norm.bias":  # adds the same to all scores of a row, which softmax ignores
+            assert gradient.abs().max() < 1e-12
+        else:
+            assert gradient.abs().max() > 1e-3, name
+            assert gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("kernel", ["math", "fused"])
+@pytest.mark.parametrize("place", ["attn_drop", "proj_drop"])
+def test_dropout_acts_in_training_only(place, kernel):
+    torch.manual_seed(0)
+    module = draw_attention(12, 3, kernel=kernel, **{place: 0.25})
+    expected = draw_attention(12, 3)(draw_tokens(batch=1))
+    draws = 3000
+    x = draw_tokens(batch=1).expand(draws, 5, 12)
+
+    assert_close(module(x), expected.expand_as(x), rtol=0, atol=1e-12)
+    outputs = module.train()(x)
+
+    share_of_zeros = (outputs == 0).double().mean().item()
+    assert share_of_zeros == pytest.approx(0.25 if place == "proj_drop" else 0, abs=0.01)
+    deviation = (outputs.mean(0) - expected[0]) / (outputs.std(0) / draws**0.5)
+    assert deviation.abs().max() < 5
+
+
+def test_weights_in_training_are_those_before_dropout():
+    torch.manual_seed(0)
+    module = draw_attention(12, 3, attn_drop=0.5)
+    x = draw_tokens()
+    _, expected = module(x, need_weights=True)
+    _, weights = module.train()(x, need_weights=True)
+    assert_close(weights, expected, rtol=0, atol=0)
+
+
+@property_test
+@given(
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 6),
+    num_heads=st.integers(1, 4),
+    head_dim=st.integers(1, 5),
+    dim=st.none() | st.integers(1, 9),
+)
+def test_shapes(batch, tokens, num_heads, head_dim, dim):
+    if dim is None:  # left to the module: dim / num_heads
+        module = MultiHeadSelfAttention(num_heads * head_dim, num_heads)
+    else:
+        module = MultiHeadSelfAttention(dim, num_heads, head_dim)
+    x = torch.randn(batch, tokens, module.proj.out_features)
+
+    output, weights = module(x, need_weights=True)
+
+    assert module.qkv.weight.shape == (3 * num_heads * head_dim, x.shape[-1])
+    assert output.shape == module(x).shape == x.shape
+    assert weights.shape == (batch, num_heads, tokens, tokens)
+    assert_close(weights.sum(-1), torch.ones(batch, num_heads, tokens), rtol=0, atol=1e-5)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ValueError, match="num_heads: 5 does not divide dim=12; set head_dim"):
+        MultiHeadSelfAttention(12, 5)
+
+
+def test_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="kernel: 'flash' is not auto, math or fused"):
+        MultiHeadSelfAttention(12, 3, kernel="flash")
+
+
+@with_masks
+def test_module_gradcheck(mask):
+    module = draw_attention(4, 2, qk_norm=True)
+    names = [name for name, _ in module.named_parameters()]
+    inputs = [draw_tokens(dim=4), *(parameter.detach() for parameter in module.parameters())]
+
+    def forward(x, *parameters):
+        named = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(module, named, (x, mask, True))
+
+    assert torch.autograd.gradcheck(
+        forward, [x.clone().requires_grad_() for x in inputs], atol=1e-7, fast_mode=True
+    )
+
+
+@with_masks
+@pytest.mark.parametrize("kernel", ["math", "fused"])
+def test_bfloat16_autocast_is_close_to_float32(mask, kernel):
+    module = draw_attention(12, 3, qk_norm=True, kernel=kernel).float()
+    x = draw_tokens().float()
+    expected_output, expected_weights = module(x, mask, need_weights=True)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(x, mask)
+        output_too, weights = module(x, mask, need_weights=True)
+
+    assert output.dtype == torch.bfloat16
+    assert_close(output.float(), expected_output, rtol=0.02, atol=0.05)
+    assert_close(output_too.float(), expected_output, rtol=0.02, atol=0.05)
+    assert_close(weights.float(), expected_weights, rtol=0, atol=0.02)

@@ -1,0 +1,172 @@
+"""Patch and position embedding against hand-cut patches, torch's layers one by one and timm."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timm.layers import PatchEmbed as TimmPatchEmbed
+from timm.layers import build_sincos2d_pos_embed
+from torch import nn
+from torch.testing import assert_close
+
+from vit.model.embed import PatchEmbed, conv_stem, sincos_pos_embed
+
+property_test = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def draw_images(batch=2, channels=3, size=16):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, channels, size, size, generator=generator)
+
+
+# --- linear stem ---
+
+
+@pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
+def test_linear_stem_is_each_patch_times_a_matrix(patch_size):
+    embed = PatchEmbed(16, patch_size, 3, 10)
+    images = draw_images()
+
+    tokens = embed(images)
+
+    side = 16 // patch_size
+    matrix = embed.proj.weight.reshape(10, -1)
+    assert tokens.shape == (2, side * side, 10)
+    for place in range(side * side):
+        top, left = place // side * patch_size, place % side * patch_size
+        patches = images[:, :, top : top + patch_size, left : left + patch_size]
+        expected = patches.reshape(2, -1) @ matrix.T + embed.proj.bias
+        assert_close(tokens[:, place], expected, rtol=0, atol=1e-5)
+
+
+def test_linear_stem_equals_timm():
+    ours, theirs = PatchEmbed(16, 4, 3, 10), TimmPatchEmbed(16, 4, 3, 10)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    assert_close(ours(draw_images()), theirs(draw_images()), rtol=0, atol=1e-6)
+
+
+@property_test
+@given(row=st.integers(0, 3), column=st.integers(0, 3), y=st.integers(0, 3), x=st.integers(0, 3))
+def test_pixel_of_a_patch_changes_the_token_at_its_row_and_column_only(row, column, y, x):
+    embed = PatchEmbed(16, 4, 1, 6)
+    dark = torch.zeros(1, 1, 16, 16)
+    lit = dark.clone()
+    lit[0, 0, 4 * row + y, 4 * column + x] = 1
+
+    changed = (embed(lit) != embed(dark)).any(-1)[0]
+
+    assert changed.nonzero().flatten().tolist() == [4 * row + column]
+
+
+# --- convolutional stem ---
+
+
+@pytest.mark.parametrize(
+    ("patch_size", "embed_dim", "widths"),
+    [(1, 96, [96]), (2, 96, [48, 96]), (4, 96, [32, 64, 96]), (8, 10, [2, 5, 7, 10])],
+)
+def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, embed_dim, widths):
+    stem = conv_stem(patch_size, 3, embed_dim)
+    for norm in stem[1::3]:
+        nn.init.uniform_(norm.weight)
+        nn.init.normal_(norm.bias)
+    images = draw_images()
+
+    expected = images
+    for step, (conv, norm) in enumerate(zip(stem[::3], stem[1::3], strict=True)):
+        assert conv.weight.shape[2:] == (3, 3)
+        expected = F.conv2d(expected, conv.weight, stride=2 if step else 1, padding=1)
+        expected = F.batch_norm(expected, None, None, norm.weight, norm.bias, training=True)
+        expected = expected.clamp(min=0)
+
+    assert [conv.weight.shape[0] for conv in stem[::3]] == widths
+    assert_close(stem(images), expected, rtol=0, atol=1e-5)
+
+
+def test_conv_stem_sees_beyond_the_border_of_the_patch():
+    torch.manual_seed(0)
+    embed = PatchEmbed(16, 4, 1, 12, stem="conv").eval()
+    dark = torch.zeros(1, 1, 16, 16)
+    lit = dark.clone()
+    lit[0, 0, 3, 3] = 1  # the lower right corner of patch 0
+
+    changed = (embed(lit) != embed(dark)).any(-1)[0]
+
+    assert changed.nonzero().flatten().tolist() == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+@pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
+def test_grid_and_tokens(stem, patch_size):
+    embed = PatchEmbed(16, patch_size, 3, 8, stem)
+    side = 16 // patch_size
+    assert embed.grid_size == (side, side)
+    assert embed.num_patches == side**2
+    assert embed(draw_images()).shape == (2, side**2, 8)
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+def test_tokens_are_row_by_row(stem):
+    torch.manual_seed(0)
+    embed = PatchEmbed(16, 4, 3, 8, stem).eval()
+    images = draw_images()
+    assert_close(embed(images)[:, 4 * 1 + 2], embed.proj(images)[:, :, 1, 2], rtol=0, atol=0)
+
+
+# --- positions ---
+
+
+@pytest.mark.parametrize("grid_size", [(4, 4), (3, 5), (1, 7)])
+@pytest.mark.parametrize("dim", [4, 12, 20, 96, 192])
+def test_sincos_equals_timm(grid_size, dim):
+    ours = sincos_pos_embed(grid_size, dim)
+    theirs = build_sincos2d_pos_embed(list(grid_size), dim, interleave_sin_cos=True)
+    down, across = theirs.chunk(2, dim=1)  # timm puts the row before the column
+    assert_close(ours, torch.cat([across, down], dim=1), rtol=0, atol=1e-6)
+
+
+def test_sincos_at_a_place_written_out():
+    row, column = 2, 3
+    embedding = sincos_pos_embed((4, 5), 8)[row * 5 + column].double()
+    slow = 10000**-0.5  # of the second of two frequencies
+    phases = torch.tensor([column, column * slow, row, row * slow]).double().reshape(2, 2)
+    across, down = phases
+    expected = torch.cat([across.sin(), across.cos(), down.sin(), down.cos()])
+    assert_close(embedding, expected, rtol=0, atol=1e-6)
+
+
+@property_test
+@given(rows=st.integers(1, 16), columns=st.integers(1, 16), quarter=st.integers(1, 48))
+def test_sincos_tells_every_place_apart(rows, columns, quarter):
+    positions = sincos_pos_embed((rows, columns), 4 * quarter)
+    assert positions.shape == (rows * columns, 4 * quarter)
+    assert positions.abs().max() <= 1
+    distances = torch.cdist(positions.double(), positions.double()).fill_diagonal_(torch.inf)
+    assert distances.min() > 0.1
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+def test_patch_that_does_not_divide_the_image_is_refused(stem):
+    with pytest.raises(ValueError, match="patch_size: 5 does not divide img_size=32"):
+        PatchEmbed(32, 5, stem=stem)
+
+
+@pytest.mark.parametrize("patch_size", [3, 6, 12])
+def test_conv_stem_refuses_what_is_no_power_of_two(patch_size):
+    with pytest.raises(ValueError, match=f"patch_size: {patch_size} is not a power of two"):
+        PatchEmbed(48, patch_size, stem="conv")
+
+
+def test_unknown_stem_is_refused():
+    with pytest.raises(ValueError, match="stem: 'mlp' is not linear or conv"):
+        PatchEmbed(stem="mlp")
+
+
+@pytest.mark.parametrize("dim", [2, 6, 97])
+def test_sincos_refuses_what_is_no_multiple_of_four(dim):
+    with pytest.raises(ValueError, match=f"dim: {dim} is not a multiple of 4"):
+        sincos_pos_embed((4, 4), dim)

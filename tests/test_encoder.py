@@ -1,0 +1,156 @@
+"""The encoder block against timm's and written out."""
+
+from itertools import product
+
+import pytest
+import torch
+from timm.models.vision_transformer import Block as TimmBlock
+from torch import Tensor
+from torch.testing import assert_close
+
+from vit.model.attention import causal_mask
+from vit.model.encoder import EncoderBlock, LayerScale, Mlp
+
+VARIANTS = {
+    "plain": {},
+    "single head": {"num_heads": 1},
+    "no qkv bias": {"qkv_bias": False},
+    "qk norm": {"qk_norm": True},
+    "layer scale": {"init_values": 0.1},
+    "thin mlp": {"mlp_ratio": 0.5},
+    "all": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.5},
+}
+with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def draw_block(dim: int = 12, num_heads: int = 3, **kwargs) -> EncoderBlock:
+    """Build a block in float64, in eval mode, all of whose parameters are random."""
+    block = EncoderBlock(dim, num_heads, **kwargs).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return block
+
+
+def draw_tokens(batch: int = 3, tokens: int = 5, dim: int = 12) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, tokens, dim, generator=generator, dtype=torch.float64)
+
+
+@with_variants
+@pytest.mark.parametrize("mask", [None, causal_mask(5)], ids=["no mask", "causal"])
+def test_block_equals_timm(variant, mask):
+    ours = draw_block(**variant)
+    theirs = TimmBlock(12, **({"num_heads": 3, "qkv_bias": True} | variant)).double()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = draw_tokens()
+    assert_close(ours(x, mask), theirs(x, mask), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rate", ["attn_drop", "proj_drop", "drop_path"])
+def test_block_in_training_equals_timm_at_the_same_seed(rate):
+    ours = draw_block(kernel="fused", **{rate: 0.3}).train()
+    theirs = TimmBlock(12, 3, qkv_bias=True, **{rate: 0.3}).double().train()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = draw_tokens()
+
+    torch.manual_seed(2)
+    output = ours(x)
+    torch.manual_seed(2)
+    expected = theirs(x)
+
+    assert_close(output, expected, rtol=0, atol=1e-12)
+    assert (output - ours.eval()(x)).abs().max() > 1e-3
+
+
+@with_variants
+@pytest.mark.parametrize("kernel", ["math", "fused"])
+@pytest.mark.parametrize("mask", [None, causal_mask(5)], ids=["no mask", "causal"])
+def test_asking_for_weights_does_not_change_the_output(variant, kernel, mask):
+    block = draw_block(kernel=kernel, **variant)
+    x = draw_tokens()
+
+    output, weights = block(x, mask, need_weights=True)
+
+    assert_close(output, block(x, mask), rtol=0, atol=1e-12)
+    _, expected = block.attn(block.norm1(x), mask, need_weights=True)
+    assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_drop_path_drops_whole_branches_per_image():
+    torch.manual_seed(3)
+    rate, images = 0.25, 2000
+    block = draw_block(drop_path=rate)
+    x = draw_tokens(batch=1)
+
+    def outcome(attention_kept: bool, mlp_kept: bool) -> Tensor:
+        """What an image becomes when it keeps these branches, which then count 1 / (1 - rate)."""
+        y = x + attention_kept / (1 - rate) * block.attn(block.norm1(x))
+        return y + mlp_kept / (1 - rate) * block.mlp(block.norm2(y))
+
+    outputs = block.train()(x.expand(images, -1, -1))
+
+    shares = []
+    for attention_kept, mlp_kept in product([True, False], repeat=2):
+        expected = outcome(attention_kept, mlp_kept)
+        same = (outputs - expected).abs().amax(dim=(1, 2)) < 1e-9
+        shares.append(same.double().mean().item())
+    assert sum(shares) == pytest.approx(1)
+    expected_shares = [0.75**2, 0.75 * 0.25, 0.25 * 0.75, 0.25**2]
+    assert shares == pytest.approx(expected_shares, abs=5 * 0.5 / images**0.5)
+
+
+def test_drop_path_keeps_the_expectation_of_a_branch():
+    torch.manual_seed(4)
+    block = draw_block(drop_path=0.25).train()
+    branch = draw_tokens(batch=1).expand(4000, -1, -1)
+    for drop_path in (block.drop_path1, block.drop_path2):
+        share = 5 * (0.25 / 0.75 / 4000) ** 0.5  # 5 standard deviations, of the value
+        assert_close(drop_path(branch).mean(0), branch[0], rtol=share, atol=0)
+
+
+def test_drop_path_acts_in_training_only():
+    x = draw_tokens()
+    assert_close(draw_block(drop_path=0.9)(x), draw_block()(x), rtol=0, atol=0)
+
+
+def test_mlp_is_for_each_token_on_its_own():
+    torch.manual_seed(5)
+    mlp = Mlp(12, 7)
+    x = draw_tokens().float()
+    assert mlp.fc1.out_features == 7
+    assert_close(mlp(x)[1, 2], mlp(x[1, 2]), rtol=0, atol=1e-6)
+
+
+def test_layer_scale_starts_from_its_value_for_each_channel():
+    scale = LayerScale(12, 0.25)
+    x = draw_tokens().float()
+    assert_close(scale(x), 0.25 * x, rtol=0, atol=0)
+    with torch.no_grad():
+        scale.gamma[3] = 2
+    assert_close(scale(x)[..., 3], 2 * x[..., 3], rtol=0, atol=0)
+
+
+@with_variants
+def test_every_parameter_gets_a_gradient(variant):
+    block = draw_block(**variant)
+    x = draw_tokens().requires_grad_()
+    (block(x) * torch.randn(x.shape, generator=torch.Generator().manual_seed(6))).sum().backward()
+    for name, parameter in [("x", x), *block.named_parameters()]:
+        if name == "attn.k_norm.bias":  # adds the same to all scores of a row: softmax ignores it
+            assert parameter.grad.abs().max() < 1e-12
+        else:
+            assert parameter.grad.abs().max() > 1e-4, name
+
+
+def test_head_width_is_free():
+    block = draw_block(head_dim=5)
+    assert block.attn.proj.in_features == 15
+    assert block(draw_tokens()).shape == (3, 5, 12)
+
+
+def test_unfitting_number_of_heads_is_refused():
+    with pytest.raises(ValueError, match="num_heads: 5 does not divide dim=12; set head_dim"):
+        EncoderBlock(12, 5)

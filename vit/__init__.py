@@ -1,0 +1,1 @@
+"""Vision Transformers with hand-written attention: train, evaluate, look inside."""

@@ -1,0 +1,330 @@
+"""What a run is made of: frozen dataclasses, filled from YAML files and flags by jsonargparse.
+
+Values out of range and impossible combinations are refused when the objects are made, with one
+line that names key, value and what is allowed. Heavy libraries are not imported here, so that
+`--help` and a mistyped flag answer at once.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+DataName = Literal["cifar10", "cifar100", "shapes"]
+
+IMAGE_SIZE = 32  # pixels; the images of every data set here are 32 x 32
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick.yaml"
+
+
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{key}: {value} is not allowed; it must be {allowed}")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images.
+
+    Attributes:
+        name: data set; "shapes" is drawn on the fly and needs no download
+        root: folder that holds, or will hold, the downloaded data
+        download: fetch the data set if it is not in root
+        val_size: training images held out for the curves; 0 holds out none
+        train_size: use only so many training images (after holding out); null uses all
+    """
+
+    name: DataName = "cifar10"
+    root: str = "data"
+    download: bool = True
+    val_size: int = 1000
+    train_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.val_size >= 0, "data.val_size", self.val_size, "0 or more")
+        _require(
+            self.train_size is None or self.train_size >= 1,
+            "data.train_size",
+            self.train_size,
+            "1 or more, or null",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Vision Transformer; names are timm's.
+
+    Attributes:
+        patch_size: pixels on a side of a patch
+        stem: how patches become tokens: one linear map, or a few 3 x 3 convolutions
+        embed_dim: width of a token
+        depth: encoder blocks
+        num_heads: attention heads; 1 is single-head attention
+        head_dim: width of a head; null means embed_dim / num_heads
+        mlp_ratio: hidden width of the MLP over embed_dim
+        qkv_bias: bias in the query, key and value projections
+        qk_norm: layer norm on queries and keys
+        init_values: initial layer scale; null leaves layer scale out
+        zero_init: start the output projections of attention and MLP at zero
+        class_token: prepend a learned class token
+        reg_tokens: register tokens (arXiv 2309.16588)
+        global_pool: classify from the class token or from the mean of the patch tokens
+        pos_embed: position embedding
+        drop_rate: dropout before the head
+        attn_drop_rate: dropout on attention weights
+        proj_drop_rate: dropout after the projections of attention and MLP
+        drop_path_rate: stochastic depth of the last block, rising linearly from 0
+        attn_kernel: math is written out by hand, fused is torch's kernel (same result), auto takes
+            what is faster on the device
+    """
+
+    patch_size: int = 4
+    stem: Literal["linear", "conv"] = "conv"
+    embed_dim: int = 96
+    depth: int = 5
+    num_heads: int = 3
+    head_dim: int | None = None
+    mlp_ratio: float = 2.0
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    init_values: float | None = None
+    zero_init: bool = True
+    class_token: bool = False
+    reg_tokens: int = 0
+    global_pool: Literal["token", "avg"] = "avg"
+    pos_embed: Literal["learned", "sincos", "none"] = "learned"
+    drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    attn_kernel: Literal["auto", "math", "fused"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "embed_dim", "depth", "num_heads"):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "1 or more")
+        _require(
+            self.head_dim is None or self.head_dim >= 1,
+            "model.head_dim",
+            self.head_dim,
+            "1 or more, or null",
+        )
+        _require(self.mlp_ratio > 0, "model.mlp_ratio", self.mlp_ratio, "above 0")
+        _require(self.reg_tokens >= 0, "model.reg_tokens", self.reg_tokens, "0 or more")
+        for name in ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"model.{name}", value, "from 0 up to, not including, 1")
+        _require(
+            IMAGE_SIZE % self.patch_size == 0,
+            "model.patch_size",
+            self.patch_size,
+            f"a divisor of the image size, {IMAGE_SIZE}: {_divisors(IMAGE_SIZE)}",
+        )
+        _require(
+            self.stem == "linear" or self.patch_size in (1, 2, 4, 8, 16, 32),
+            "model.patch_size",
+            self.patch_size,
+            "a power of two with model.stem=conv",
+        )
+        _require(
+            self.head_dim is not None or self.embed_dim % self.num_heads == 0,
+            "model.num_heads",
+            self.num_heads,
+            f"a divisor of model.embed_dim={self.embed_dim}: {_divisors(self.embed_dim)}; "
+            "or set model.head_dim",
+        )
+        _require(
+            self.class_token or self.global_pool != "token",
+            "model.global_pool",
+            self.global_pool,
+            "avg where model.class_token=false; or set model.class_token=true",
+        )
+        _require(
+            self.pos_embed != "sincos" or self.embed_dim % 4 == 0,
+            "model.embed_dim",
+            self.embed_dim,
+            "a multiple of 4 with model.pos_embed=sincos",
+        )
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """Changes to training images; every image draws its own.
+
+    Attributes:
+        crop_padding: random crop after padding so many reflected pixels on each side
+        flip: mirror half of the images
+        erasing: probability of overwriting a random rectangle with noise (arXiv 1708.04896)
+        mixup: alpha of mixup (arXiv 1710.09412); 0 is off
+        cutmix: alpha of cutmix (arXiv 1905.04899); 0 is off; with both on, each step picks one
+    """
+
+    crop_padding: int = 4
+    flip: bool = True
+    erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.crop_padding < IMAGE_SIZE,
+            "augment.crop_padding",
+            self.crop_padding,
+            f"0 to {IMAGE_SIZE - 1} pixels",
+        )
+        _require(0 <= self.erasing <= 1, "augment.erasing", self.erasing, "0 to 1")
+        _require(self.mixup >= 0, "augment.mixup", self.mixup, "0 or more")
+        _require(self.cutmix >= 0, "augment.cutmix", self.cutmix, "0 or more")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its schedule.
+
+    Attributes:
+        name: adamw for everything, or muon for the blocks' matrices and adamw for the rest
+        lr: peak learning rate of AdamW
+        weight_decay: of AdamW; norms, biases, tokens and positions have none
+        muon_lr: peak learning rate of Muon
+        muon_weight_decay: of Muon
+        schedule: how the learning rate falls to zero after the warm-up
+        warmup: share of all steps in which the learning rate rises
+        label_smoothing: share of the target spread over all classes
+        clip_grad: largest norm of the gradient; null does not clip
+        ema_decay: keep and use an exponential moving average of the weights; null does not
+    """
+
+    name: Literal["adamw", "muon"] = "muon"
+    lr: float = 2e-3
+    weight_decay: float = 0.05
+    muon_lr: float = 0.02
+    muon_weight_decay: float = 0.05
+    schedule: Literal["linear", "cosine"] = "linear"
+    warmup: float = 0.05
+    label_smoothing: float = 0.1
+    clip_grad: float | None = None
+    ema_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "muon_lr"):
+            _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
+        for name in ("weight_decay", "muon_weight_decay"):
+            _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "0 or more")
+        for name in ("warmup", "label_smoothing"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optim.{name}", value, "from 0 up to, not including, 1")
+        _require(
+            self.clip_grad is None or self.clip_grad > 0,
+            "optim.clip_grad",
+            self.clip_grad,
+            "above 0, or null",
+        )
+        _require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            "optim.ema_decay",
+            self.ema_decay,
+            "between 0 and 1, or null",
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is trained.
+
+    Attributes:
+        epochs: passes over the training images
+        batch_size: images per optimizer step
+        accumulate: parts a batch is computed in, one after the other, to save memory
+        seed: of everything random: the same seed gives the same run
+        device: where it runs; auto takes a GPU if there is one
+        precision: of matrix products; auto takes bfloat16 where the hardware computes it natively
+        compile: torch.compile the model
+    """
+
+    epochs: int = 15
+    batch_size: int = 128
+    accumulate: int = 1
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulate"):
+            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
+        _require(
+            self.batch_size % self.accumulate == 0,
+            "train.accumulate",
+            self.accumulate,
+            f"a divisor of train.batch_size={self.batch_size}: {_divisors(self.batch_size)}",
+        )
+        _require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 to 2^63 - 1")
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    """What is written down while it trains.
+
+    Attributes:
+        every: steps between two points of the training curves
+        probes: held-out images whose attention is followed through training
+    """
+
+    every: int = 50
+    probes: int = 8
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, "track.every", self.every, "1 or more")
+        _require(self.probes >= 0, "track.probes", self.probes, "0 or more")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run.
+
+    Attributes:
+        out: run folder
+    """
+
+    out: str = "runs/quick"
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return a config as nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Make a config from nested dictionaries as `to_dict` returns them.
+
+    Raises:
+        ValueError: A key is not known or a value is not allowed.
+    """
+    parts = {}
+    for part in dataclasses.fields(Config):
+        value = values.get(part.name, {} if part.name != "out" else Config.out)
+        try:
+            parts[part.name] = value if part.name == "out" else part.type(**value)  # type: ignore[operator]
+        except TypeError as error:
+            raise ValueError(f"{part.name}: {error}") from None
+    return Config(**parts)
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """List the keys whose values differ, each as `key: old -> new`."""
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changes += changed_keys(before, after, f"{prefix}{key}.")
+        elif before != after:
+            changes.append(f"{prefix}{key}: {before} -> {after}")
+    return changes

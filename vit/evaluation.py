@@ -1,0 +1,175 @@
+"""How good a model is: accuracy with its interval, per class, confusion, calibration.
+
+Shapes: B batch, C classes, N images.
+"""
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit.data.augment import normalize
+from vit.training.hardware import autocast
+
+CALIBRATION_BINS = 15  # as in arXiv 1706.04599
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    images: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    precision: torch.dtype = torch.float32,
+    batch_size: int = 500,
+) -> Tensor:
+    """Classify images in batches.
+
+    Args:
+        model: In evaluation mode.
+        images: (N, 3, H, W) uint8, on the model's device.
+        mean: (3, 1, 1), in units of 0 to 1, on the same device.
+        std: (3, 1, 1), likewise.
+        precision: Of matrix products.
+        batch_size: Images at a time.
+
+    Returns:
+        Logits (N, C), float32, on the same device.
+    """
+    with autocast(images.device, precision):
+        parts = [model(normalize(part, mean, std)) for part in images.split(batch_size)]
+    return torch.cat(parts).float()
+
+
+def evaluate(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    classes: tuple[str, ...],
+    mean: Tensor,
+    std: Tensor,
+    precision: torch.dtype = torch.float32,
+    batch_size: int = 500,
+) -> dict[str, Any]:
+    """Classify images and report how well; arguments as for `predict` and `report`.
+
+    Returns:
+        The report, with images_per_second.
+    """
+    start = time.perf_counter()
+    logits = predict(model, images, mean, std, precision, batch_size).cpu()
+    seconds = time.perf_counter() - start
+    return {**report(logits, labels.cpu(), classes), "images_per_second": len(labels) / seconds}
+
+
+def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:
+    """Measure predictions.
+
+    Args:
+        logits: (N, C) float32.
+        labels: (N,) int64.
+        classes: The C class names.
+
+    Returns:
+        n, accuracy (0 to 1) with its 95 % interval accuracy_95, loss (cross entropy, nats),
+        top5_accuracy, ece (0 to 1), per_class (recall, precision and n by class name),
+        confusion_matrix (C rows of true classes, C columns of predicted ones, counts) and
+        reliability (see `reliability`).
+    """
+    count, num_classes = logits.shape
+    predicted = logits.argmax(dim=1)
+    confusion = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    confusion = confusion.view(num_classes, num_classes)
+    hits, true, guessed = confusion.diag(), confusion.sum(dim=1), confusion.sum(dim=0)
+    top = logits.topk(min(5, num_classes), dim=1).indices
+    bins = reliability(logits.softmax(dim=1), labels)
+    return {
+        "n": count,
+        "accuracy": hits.sum().item() / count,
+        "accuracy_95": wilson_interval(int(hits.sum()), count),
+        "loss": F.cross_entropy(logits, labels).item(),
+        "top5_accuracy": (top == labels[:, None]).any(dim=1).float().mean().item(),
+        "ece": sum(b["n"] * abs(b["accuracy"] - b["confidence"]) for b in bins) / count,
+        "per_class": {
+            name: {"recall": _share(hit, n), "precision": _share(hit, g), "n": n}
+            for name, hit, n, g in zip(
+                classes, hits.tolist(), true.tolist(), guessed.tolist(), strict=True
+            )
+        },
+        "confusion_matrix": confusion.tolist(),
+        "reliability": bins,
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def wilson_interval(hits: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `count` tries (Wilson 1927, without correction)."""
+    z = 1.959964
+    share = hits / count
+    centre = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
+    """Compare confidence with accuracy in 15 bins of equal width (arXiv 1706.04599).
+
+    The mean gap, weighted by n, is the expected calibration error.
+
+    Args:
+        probabilities: (N, C).
+        labels: (N,) int64.
+
+    Returns:
+        For each bin that holds images: their number n, mean confidence and accuracy, each 0 to 1.
+    """
+    confidence, predicted = probabilities.max(dim=1)
+    hit = (predicted == labels).double()
+    where = (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
+    bins = []
+    for number in where.unique().tolist():
+        inside = where == number
+        bins.append(
+            {
+                "n": int(inside.sum()),
+                "confidence": confidence[inside].double().mean().item(),
+                "accuracy": hit[inside].mean().item(),
+            }
+        )
+    return bins
+
+
+def as_table(result: dict[str, Any]) -> str:
+    """Lay a report out as text: the whole set first, then class by class."""
+    low, high = result["accuracy_95"]
+    lines = [
+        f"accuracy        {result['accuracy']:7.2%}   95 % interval {low:.2%} to {high:.2%}, "
+        f"{result['n']:,} images",
+        f"top-5 accuracy  {result['top5_accuracy']:7.2%}",
+        f"loss            {result['loss']:7.4f}",
+        f"calibration     {result['ece']:7.4f}   expected error (ECE, {CALIBRATION_BINS} bins)",
+        f"speed           {result['images_per_second']:7,.0f}   images/s",
+        "",
+        f"{'class':<20}{'recall':>9}{'precision':>11}{'images':>9}   most often taken for",
+    ]
+    names = list(result["per_class"])
+    for row, (name, values) in enumerate(result["per_class"].items()):
+        wrong = [0 if c == row else n for c, n in enumerate(result["confusion_matrix"][row])]
+        worst = max(range(len(wrong)), key=wrong.__getitem__)
+        mistaken = f"{names[worst]} ({wrong[worst]})" if wrong[worst] else "–"
+        lines.append(
+            f"{name:<20}{_percent(values['recall']):>9}{_percent(values['precision']):>11}"
+            f"{values['n']:>9,}   {mistaken}"
+        )
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"

@@ -1,0 +1,1 @@
+"""Looking inside: attention maps and their pictures."""

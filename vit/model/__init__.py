@@ -1,0 +1,1 @@
+"""The Vision Transformer, from attention up."""

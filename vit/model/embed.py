@@ -1,0 +1,111 @@
+"""From pixels to tokens: patch embedding and position embedding.
+
+Shapes: B batch, C colour channels, D width of a token, P patches.
+"""
+
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+
+class PatchEmbed(nn.Module):
+    """Cut an image into patches and embed each as a token.
+
+    Args:
+        img_size: Pixels on a side of the square image.
+        patch_size: Pixels on a side of a patch; divides img_size.
+        in_chans: Colour channels.
+        embed_dim: D, width of a token.
+        stem: "linear" maps each patch on its own (arXiv 2010.11929, eq. 1); "conv" is a stack of
+            3 x 3 convolutions, which sees beyond the patch's border (arXiv 2106.14881); its
+            patch_size is a power of two.
+
+    Raises:
+        ValueError: img_size is not divisible by patch_size, or stem is not known.
+    """
+
+    def __init__(
+        self,
+        img_size: int = 32,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        embed_dim: int = 96,
+        stem: Literal["linear", "conv"] = "linear",
+    ) -> None:
+        super().__init__()
+        if img_size % patch_size:
+            raise ValueError(f"patch_size: {patch_size} does not divide img_size={img_size}")
+        self.grid_size = (img_size // patch_size, img_size // patch_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.proj: nn.Module
+        if stem == "linear":
+            self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+        elif stem == "conv":
+            self.proj = conv_stem(patch_size, in_chans, embed_dim)
+        else:
+            raise ValueError(f"stem: {stem!r} is not linear or conv")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (B, C, height, width) to tokens (B, P, D), row by row."""
+        return rearrange(self.proj(images), "b d h w -> b (h w) d")
+
+
+def conv_stem(patch_size: int, in_chans: int, embed_dim: int) -> nn.Sequential:
+    """Build 3 x 3 convolutions with batch norm and ReLU that shrink an image patch_size times.
+
+    One convolution keeps the size and log2(patch_size) halve it, while the width rises evenly to
+    embed_dim: for patches of 4 pixels and 96 channels 3 → 32, 32 → 64 / 2, 64 → 96 / 2.
+
+    Args:
+        patch_size: A power of two.
+        in_chans: Colour channels.
+        embed_dim: Channels that come out.
+
+    Returns:
+        A module from (B, in_chans, h, w) to (B, embed_dim, h / patch_size, w / patch_size).
+
+    Raises:
+        ValueError: patch_size is not a power of two.
+    """
+    halvings = patch_size.bit_length() - 1
+    if patch_size != 2**halvings:
+        raise ValueError(f"patch_size: {patch_size} is not a power of two, which stem=conv needs")
+    steps = halvings + 1
+    widths = [in_chans, *(embed_dim * step // steps for step in range(1, steps + 1))]
+    layers: list[nn.Module] = []
+    for step in range(steps):
+        layers += [
+            nn.Conv2d(
+                widths[step], widths[step + 1], 3, stride=2 if step else 1, padding=1, bias=False
+            ),
+            nn.BatchNorm2d(widths[step + 1]),
+            nn.ReLU(inplace=True),
+        ]
+    return nn.Sequential(*layers)
+
+
+def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
+    """Return fixed 2-d sine-cosine position embeddings (arXiv 2104.02057, section 4.3).
+
+    A quarter of the channels each: sine and cosine of the column, sine and cosine of the row, at
+    wavelengths from 2π to 10,000 · 2π patches.
+
+    Args:
+        grid_size: Rows and columns of patches.
+        dim: D, a multiple of 4.
+
+    Returns:
+        (P, D), values -1 to 1, row by row.
+
+    Raises:
+        ValueError: dim is not a multiple of 4.
+    """
+    if dim % 4:
+        raise ValueError(f"dim: {dim} is not a multiple of 4, which sine-cosine positions need")
+    frequencies = 10000.0 ** -torch.arange(0, 1, 4 / dim)[: dim // 4]
+    rows, columns = torch.meshgrid(*(torch.arange(n).float() for n in grid_size), indexing="ij")
+    across = columns.flatten()[:, None] * frequencies
+    down = rows.flatten()[:, None] * frequencies
+    return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)

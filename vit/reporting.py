@@ -1,0 +1,124 @@
+"""What a model leaves behind when it is looked at: report.json, pictures, TensorBoard.
+
+Training ends with the same report that eval.py writes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vit.data.augment import normalize
+from vit.data.datasets import NORMALIZATION, ImageSet, balanced_subset
+from vit.evaluation import evaluate
+from vit.explain.figures import attention_picture, confusion_picture, reliability_picture
+from vit.explain.rollout import rollout_maps
+from vit.model.vit import VisionTransformer
+from vit.tracking import ROLLOUT_TAG, Tracker
+from vit.training.checkpoint import write_atomically
+
+REPORT_FILE = "report.json"
+
+
+def normalization(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of a data set's channels, (3, 1, 1) each, on a device."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION[name])
+    return mean.to(device), std.to(device)
+
+
+def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
+    """Choose images to follow attention on, spread over the classes; all if there are fewer."""
+    return images.select(
+        balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
+    )
+
+
+def probe_pictures(
+    model: VisionTransformer, probes: ImageSet, mean: Tensor, std: Tensor
+) -> list[np.ndarray]:
+    """Draw the attention rollout of each probe.
+
+    Args:
+        model: In evaluation mode.
+        probes: Images with labels, on any device.
+        mean: (3, 1, 1), on the model's device.
+        std: (3, 1, 1), likewise.
+
+    Returns:
+        Pictures, (height, width, 3) uint8, with the true and the predicted class.
+    """
+    if len(probes) == 0:
+        return []
+    logits, maps = rollout_maps(model, normalize(probes.images.to(mean.device), mean, std))
+    shares, predicted = logits.softmax(dim=1).max(dim=1)
+    captions = [
+        f"{probes.classes[label]}, seen as {probes.classes[guess]} ({share:.0%})"
+        for label, guess, share in zip(
+            probes.labels.tolist(), predicted.tolist(), shares.tolist(), strict=True
+        )
+    ]
+    return [
+        attention_picture(probes.images[i : i + 1], maps[i : i + 1], captions[i : i + 1])
+        for i in range(len(probes))
+    ]
+
+
+def write_report(
+    model: VisionTransformer,
+    images: ImageSet,
+    data_name: str,
+    folder: Path,
+    *,
+    step: int,
+    device: torch.device,
+    precision: torch.dtype,
+    batch_size: int = 500,
+    probes: int = 8,
+) -> dict[str, Any]:
+    """Evaluate a model and write all that is worth seeing into a folder.
+
+    Args:
+        model: In evaluation mode, on the device.
+        images: What it is evaluated on.
+        data_name: The data set it was trained on, which fixes how images are normalised.
+        folder: Gets report.json, confusion_matrix.png, reliability.png, attention/*.png and
+            TensorBoard events; what an earlier report left there is replaced.
+        step: Steps the model was trained for.
+        device: Where to compute.
+        precision: Of matrix products.
+        batch_size: Images at a time.
+        probes: How many images' attention to draw.
+
+    Returns:
+        The report, see `vit.evaluation.report`.
+    """
+    mean, std = normalization(data_name, device)
+    result = evaluate(
+        model, images.images.to(device), images.labels, images.classes, mean, std, precision,
+        batch_size,
+    )  # fmt: skip
+    pictures = {
+        "evaluation/confusion_matrix": confusion_picture(
+            result["confusion_matrix"], images.classes
+        ),
+        "evaluation/reliability": reliability_picture(result["reliability"], result["ece"]),
+    }
+    drawn = probe_pictures(model, choose_probes(images, probes, seed=0), mean, std)
+    pictures |= {ROLLOUT_TAG.format(number): picture for number, picture in enumerate(drawn)}
+    (folder / "attention").mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.png"), *folder.glob("attention/*.png"), *folder.glob("events.*")):
+        old.unlink()
+    tracker = Tracker(folder, step)
+    keys = ("accuracy", "top5_accuracy", "loss", "ece")
+    tracker.scalars(step, {f"test/{key}": result[key] for key in keys})
+    for tag, pixels in pictures.items():
+        tracker.picture(step, tag, pixels)
+        part = "attention" if tag.startswith("attention") else "."
+        Image.fromarray(pixels).save(folder / part / f"{tag.rpartition('/')[2]}.png")
+    tracker.close()
+    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
+    return result

@@ -1,0 +1,67 @@
+"""What goes to TensorBoard under which tag, and to metrics.jsonl.
+
+Steps count optimizer steps done: step 0 is the untrained model.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from vit.training.run import METRICS_FILE
+
+ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
+MILESTONES = 10  # pictures TensorBoard keeps of one tag, unless it is told otherwise
+
+
+def milestones(total_steps: int) -> list[int]:
+    """Choose the steps at which attention is drawn: 0, the last, and up to 8 between.
+
+    They lie closer together at the start, where attention changes fastest.
+    """
+    last = MILESTONES - 1
+    return sorted({round(total_steps * (number / last) ** 2) for number in range(MILESTONES)})
+
+
+class Tracker:
+    """Writes scalars, pictures and texts of one run.
+
+    Args:
+        run: The run folder.
+        step: The step that is resumed from; what an earlier process wrote beyond it is dropped.
+    """
+
+    def __init__(self, run: Path, step: int = 0) -> None:
+        path = run / METRICS_FILE
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut one
+            path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+        self._metrics = path.open("a")
+        self._writer = SummaryWriter(str(run), purge_step=step + 1 if step else None)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write numbers by tag."""
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+        self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+
+    def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        """Write a picture, (height, width, 3) uint8."""
+        self._writer.add_image(tag, pixels, step, dataformats="HWC")
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Write preformatted text."""
+        indented = "".join(f"    {line}\n" for line in text.splitlines())
+        self._writer.add_text(tag, indented, step)
+
+    def flush(self) -> None:
+        """Bring everything to the disk; before a checkpoint, so that it is never ahead."""
+        self._metrics.flush()
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._metrics.close()
+        self._writer.close()

@@ -1,0 +1,160 @@
+"""Files that hold a model: checkpoints to resume from, and the finished model with its config.
+
+Every file is written whole or not at all, and only tensors and plain values are read back: nothing
+in a file is ever executed.
+"""
+
+import io
+import json
+import os
+import pickle
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from vit.config import Config, from_dict, to_dict
+from vit.model.vit import VisionTransformer
+
+MODEL_FILE = "model.safetensors"
+CHECKPOINT_FOLDER = "checkpoints"
+KEEP = 2  # checkpoints; the older one is there in case the newer cannot be read
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model as it comes out of a file.
+
+    Attributes:
+        model: In evaluation mode, on the CPU.
+        config: What it was trained with.
+        classes: The names of what it tells apart.
+        path: The file.
+    """
+
+    model: VisionTransformer
+    config: Config
+    classes: tuple[str, ...]
+    path: Path
+
+
+def build_model(config: Config, num_classes: int) -> VisionTransformer:
+    """Make the untrained model of a config."""
+    return VisionTransformer(num_classes=num_classes, **asdict(config.model))
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves either the old one or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
+    """Write RUN/checkpoints/step_N.pt and delete all but the last two.
+
+    Args:
+        run: The run folder.
+        step: Steps done.
+        state: Tensors and plain values.
+    """
+    folder = run / CHECKPOINT_FOLDER
+    folder.mkdir(exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save({"step": step, **state}, buffer)
+    write_atomically(folder / f"step_{step:08d}.pt", buffer.getvalue())
+    for old in sorted(folder.glob("step_*.pt"))[:-KEEP]:
+        old.unlink()
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint without executing anything in it.
+
+    Raises:
+        ValueError: The file is not a whole checkpoint.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is not a checkpoint, or is damaged: {reason}") from None
+    if not isinstance(state, dict) or not {"step", "config", "classes", "model"} <= state.keys():
+        raise ValueError(f"{path} is not a checkpoint of this project")
+    return state
+
+
+def latest_checkpoint(run: Path) -> dict[str, Any] | None:
+    """Read the newest checkpoint of a run that can be read, or return None where there is none."""
+    for path in sorted((run / CHECKPOINT_FOLDER).glob("step_*.pt"), reverse=True):
+        try:
+            return read_checkpoint(path)
+        except ValueError as error:
+            print(f"warning: {error}; taking the one before", file=sys.stderr)
+    return None
+
+
+def save_model(
+    path: Path, model: VisionTransformer, config: Config, classes: tuple[str, ...]
+) -> None:
+    """Write the weights as safetensors, with config and class names inside."""
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
+    }
+    metadata = {"config": json.dumps(to_dict(config)), "classes": json.dumps(classes)}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
+
+
+def load_model(path: Path) -> SavedModel:
+    """Load the model of a run folder or of a file.
+
+    Args:
+        path: A run folder (its finished model, or else its newest checkpoint), a model.safetensors,
+            or a checkpoint.
+
+    Raises:
+        ValueError: There is no such thing, or it is not a model of this project.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; it must be a run folder or a model file")
+    if path.is_dir():
+        files = [path / MODEL_FILE, *sorted((path / CHECKPOINT_FOLDER).glob("*.pt"), reverse=True)]
+        path = next((file for file in files if file.exists()), path)
+        if path.is_dir():
+            raise ValueError(f"{path} holds neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
+    if path.suffix == ".safetensors":
+        tensors, values, classes = _read_safetensors(path)
+    else:
+        state = read_checkpoint(path)
+        tensors, values, classes = state["ema"] or state["model"], state["config"], state["classes"]
+    config = from_dict(values)
+    model = build_model(config, len(classes))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
+    return SavedModel(model.eval(), config, tuple(classes), path)
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
+    if not {"config", "classes"} <= metadata.keys():
+        raise ValueError(f"{path} holds no config of this project, only weights")
+    return tensors, json.loads(metadata["config"]), json.loads(metadata["classes"])
