@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
-from vit.config import DEFAULT_CONFIG, Config
+from vit.config import DEFAULT_CONFIG, Config, EvalConfig
 
 
 def fail(message: str) -> NoReturn:
@@ -40,7 +40,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, bool]:
         arguments: The words after `train.py`. Without `--config`, configs/quick.yaml is read.
 
     Returns:
-        The config, and whether a finished run may be overwritten.
+        The config, and whether a run that is there may be overwritten.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -60,41 +60,74 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, bool]:
     parser.add_argument(
         "--overwrite", action="store_true", help="delete what the run folder holds and start anew"
     )
-    parser.add_class_arguments(Config)
     if not any(word == "--config" or word.startswith("--config=") for word in arguments):
         arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
-    values = _parse(parser, arguments)
-    overwrite = values.pop("overwrite")
-    values.pop("config")
-    for part in dataclasses.fields(Config):
-        if part.name != "out" and not isinstance(values[part.name], Namespace):
-            raise ValueError(f"{part.name}: {values[part.name]!r} is not a group of keys")
-    built = parser.instantiate(values)
-    return Config(**{part.name: built[part.name] for part in dataclasses.fields(Config)}), overwrite
+    values = _parse(parser, Config, arguments)
+    return Config(**_fields(values, Config)), values["overwrite"]
 
 
-def _parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """Parse, with jsonargparse's messages put into one line that names key, value and allowed."""
+def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
+    """Read eval.py's command line.
+
+    Args:
+        arguments: The words after `eval.py`.
+
+    Returns:
+        The run folder or model file, and how to evaluate it.
+
+    Raises:
+        ValueError: A key is not known, or a value is not allowed.
+        SystemExit: `--help` was asked for.
+    """
+    parser = ArgumentParser(
+        prog="eval.py",
+        description="Evaluate a trained Vision Transformer on the test images and draw its "
+        "attention.",
+        exit_on_error=False,
+    )
+    parser.add_argument("run", help="run folder, model.safetensors or checkpoint")
+    values = _parse(parser, EvalConfig, arguments)
+    return values["run"], EvalConfig(**_fields(values, EvalConfig))
+
+
+def _parse(parser: ArgumentParser, config: type, arguments: Sequence[str]) -> Namespace:
+    """Parse a config's fields and what else the parser takes; make the groups' dataclasses.
+
+    jsonargparse's messages are put into one line that names key, value and what is allowed.
+    """
+    parser.add_class_arguments(config)
+    groups = {
+        field.name: field.type
+        for field in dataclasses.fields(config)
+        if dataclasses.is_dataclass(field.type)
+    }
+    keys = [field.name for field in dataclasses.fields(config)]
+    for name, group in groups.items():
+        keys += [f"{name}.{field.name}" for field in dataclasses.fields(group)]
     try:
-        return parser.parse_args(list(arguments))
+        values = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise ValueError(_in_one_line(str(error), _known_keys())) from None
+        raise ValueError(_in_one_line(str(error), keys)) from None
+    for name in groups:
+        if not isinstance(values[name], Namespace):
+            raise ValueError(f"{name}: {values[name]!r} is not a group of keys")
+    return parser.instantiate(values)
 
 
-def _known_keys() -> list[str]:
-    keys = ["out", "config", "overwrite"]
-    for part in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(part.type):
-            keys += [f"{part.name}.{key.name}" for key in dataclasses.fields(part.type)]
-    return keys
+def _fields(values: Namespace, config: type) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in dataclasses.fields(config)}
 
 
 def _in_one_line(message: str, keys: list[str]) -> str:
     text = " ".join(message.split())
     if found := re.search(r'Parser key "([\w.]+)": (.*)', text):
         key, problem = found.groups()
-        value, allowed = re.search(r"Got value: (.*)$", problem), _allowed(problem)
-        return f"{key}: {value.group(1)!r} is not {allowed}" if value and allowed else problem
+        value, allowed = re.search(r"(?:Got|Given) value: (.*)$", problem), _allowed(problem)
+        if value and allowed:
+            problem = f"{value.group(1)!r} is not {allowed}"
+        return f"{key}: {problem}"
+    if found := re.search(r"Option '([\w.]+)' is not accepted", text):
+        return _unknown(found.group(1), keys)
     if found := re.search(r"[Uu]nrecognized arguments: (\S+)", text):
         return _unknown(found.group(1).lstrip("-").split("=")[0], keys)
     if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):

@@ -297,6 +297,44 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
 
 
+@dataclass(frozen=True)
+class EvalDataConfig:
+    """Where the test images are.
+
+    Attributes:
+        root: folder that holds, or will hold, the data set; null takes the one of the training
+        download: fetch the data set if it is not in root
+    """
+
+    root: str | None = None
+    download: bool = True
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """An evaluation.
+
+    Attributes:
+        data: where the test images are
+        out: where report and pictures go; null is eval/ beside the model
+        device: where it runs; auto takes a GPU if there is one
+        precision: of matrix products; auto takes bfloat16 where the hardware computes it natively
+        batch_size: images at a time
+        probes: test images whose attention is drawn
+    """
+
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    out: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    batch_size: int = 500
+    probes: int = 8
+
+    def __post_init__(self) -> None:
+        _require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
+        _require(self.probes >= 0, "probes", self.probes, "0 or more")
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Return a config as nested dictionaries of plain values."""
     return dataclasses.asdict(config)

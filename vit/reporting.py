@@ -12,14 +12,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vit.config import EvalConfig
 from vit.data.augment import normalize
-from vit.data.datasets import NORMALIZATION, ImageSet, balanced_subset
-from vit.evaluation import evaluate
+from vit.data.datasets import NORMALIZATION, ImageSet, balanced_subset, load
+from vit.evaluation import as_table, evaluate
 from vit.explain.figures import attention_picture, confusion_picture, reliability_picture
 from vit.explain.rollout import rollout_maps
 from vit.model.vit import VisionTransformer
 from vit.tracking import ROLLOUT_TAG, Tracker
-from vit.training.checkpoint import write_atomically
+from vit.training.checkpoint import load_model, write_atomically
+from vit.training.hardware import choose_device, choose_precision, describe
+from vit.training.run import EVAL_FOLDER
 
 REPORT_FILE = "report.json"
 
@@ -56,7 +59,7 @@ def probe_pictures(
     logits, maps = rollout_maps(model, normalize(probes.images.to(mean.device), mean, std))
     shares, predicted = logits.softmax(dim=1).max(dim=1)
     captions = [
-        f"{probes.classes[label]}, seen as {probes.classes[guess]} ({share:.0%})"
+        f"true {probes.classes[label]}, predicted {probes.classes[guess]} {share:.0%}"
         for label, guess, share in zip(
             probes.labels.tolist(), predicted.tolist(), shares.tolist(), strict=True
         )
@@ -121,4 +124,34 @@ def write_report(
         Image.fromarray(pixels).save(folder / part / f"{tag.rpartition('/')[2]}.png")
     tracker.close()
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
+    return result
+
+
+def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
+    """Evaluate the model of a run folder or file on the test images, print and write the report.
+
+    Args:
+        run: A run folder, a model.safetensors or a checkpoint.
+        options: How.
+
+    Returns:
+        The report, see `vit.evaluation.report`.
+
+    Raises:
+        ValueError: The model or the data cannot be read.
+    """
+    saved = load_model(Path(run))
+    device = choose_device(options.device)
+    precision = choose_precision(options.precision, device)
+    data = saved.config.data
+    test = load(data.name, options.data.root or data.root, False, options.data.download)
+    home = saved.path.parent.parent if saved.path.suffix == ".pt" else saved.path.parent
+    folder = Path(options.out) if options.out else home / EVAL_FOLDER
+    result = write_report(
+        saved.model.to(device), test, data.name, folder, step=saved.step, device=device,
+        precision=precision, batch_size=options.batch_size, probes=options.probes,
+    )  # fmt: skip
+    print(f"{saved.path}: {data.name} test images, {describe(device)}, {str(precision)[6:]}\n")
+    print(as_table(result))
+    print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png, {folder / 'attention'}/*.png")
     return result

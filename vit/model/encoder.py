@@ -105,4 +105,4 @@ class EncoderBlock(nn.Module):
         attended, weights = attended if need_weights else (attended, None)
         x = x + self.drop_path1(self.ls1(attended))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return (x, weights) if need_weights else x
+        return x if weights is None else (x, weights)

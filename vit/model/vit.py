@@ -83,6 +83,7 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
         num_tokens = self.num_prefix_tokens + self.patch_embed.num_patches
+        self.pos_embed: Tensor | None
         if pos_embed == "learned":
             self.pos_embed = nn.Parameter(torch.zeros(1, num_tokens, embed_dim))
         elif pos_embed == "sincos":
@@ -123,9 +124,9 @@ class VisionTransformer(nn.Module):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
         if zero_init:
-            for block in self.blocks:
-                nn.init.zeros_(block.attn.proj.weight)
-                nn.init.zeros_(block.mlp.fc2.weight)
+            for name, parameter in self.blocks.named_parameters():
+                if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+                    nn.init.zeros_(parameter)
 
     def forward_features(
         self, images: Tensor, mask: Tensor | None = None, need_weights: bool = False
@@ -168,4 +169,4 @@ class VisionTransformer(nn.Module):
         """
         tokens, weights = self.forward_features(images, mask, need_weights)
         logits = self.forward_head(tokens)
-        return (logits, weights) if need_weights else logits
+        return logits if weights is None else (logits, weights)

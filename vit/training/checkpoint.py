@@ -21,6 +21,7 @@ from vit.config import Config, from_dict, to_dict
 from vit.model.vit import VisionTransformer
 
 MODEL_FILE = "model.safetensors"
+METADATA_KEY = "vit"  # in model.safetensors: config, classes and step as JSON
 CHECKPOINT_FOLDER = "checkpoints"
 KEEP = 2  # checkpoints; the older one is there in case the newer cannot be read
 
@@ -33,12 +34,14 @@ class SavedModel:
         model: In evaluation mode, on the CPU.
         config: What it was trained with.
         classes: The names of what it tells apart.
+        step: Steps it was trained for.
         path: The file.
     """
 
     model: VisionTransformer
     config: Config
     classes: tuple[str, ...]
+    step: int
     path: Path
 
 
@@ -106,14 +109,14 @@ def latest_checkpoint(run: Path) -> dict[str, Any] | None:
 
 
 def save_model(
-    path: Path, model: VisionTransformer, config: Config, classes: tuple[str, ...]
+    path: Path, model: VisionTransformer, config: Config, classes: tuple[str, ...], step: int
 ) -> None:
-    """Write the weights as safetensors, with config and class names inside."""
+    """Write the weights as safetensors, with config, class names and step inside."""
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    metadata = {"config": json.dumps(to_dict(config)), "classes": json.dumps(classes)}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    about = {"config": to_dict(config), "classes": classes, "step": step}
+    write_atomically(path, safetensors.torch.save(tensors, {METADATA_KEY: json.dumps(about)}))
 
 
 def load_model(path: Path) -> SavedModel:
@@ -129,32 +132,29 @@ def load_model(path: Path) -> SavedModel:
     if not path.exists():
         raise ValueError(f"{path} does not exist; it must be a run folder or a model file")
     if path.is_dir():
+        folder = path
         files = [path / MODEL_FILE, *sorted((path / CHECKPOINT_FOLDER).glob("*.pt"), reverse=True)]
-        path = next((file for file in files if file.exists()), path)
-        if path.is_dir():
+        path = next((file for file in files if file.exists()), folder)
+        if path == folder:
             raise ValueError(f"{path} holds neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
-    if path.suffix == ".safetensors":
-        tensors, values, classes = _read_safetensors(path)
-    else:
-        state = read_checkpoint(path)
-        tensors, values, classes = state["ema"] or state["model"], state["config"], state["classes"]
-    config = from_dict(values)
+    state = _read_model(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+    config, classes = from_dict(state["config"]), tuple(state["classes"])
     model = build_model(config, len(classes))
     try:
-        model.load_state_dict(tensors)
+        model.load_state_dict(state.get("ema") or state["model"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
-    return SavedModel(model.eval(), config, tuple(classes), path)
+    return SavedModel(model.eval(), config, classes, state["step"], path)
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:
+def _read_model(path: Path) -> dict[str, Any]:
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
-    if not {"config", "classes"} <= metadata.keys():
-        raise ValueError(f"{path} holds no config of this project, only weights")
-    return tensors, json.loads(metadata["config"]), json.loads(metadata["classes"])
+    if METADATA_KEY not in metadata:
+        raise ValueError(f"{path} holds weights only, without the config of a run of this project")
+    return {"model": tensors, **json.loads(metadata[METADATA_KEY])}

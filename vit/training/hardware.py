@@ -20,7 +20,9 @@ def has_native_bfloat16(device: torch.device) -> bool:
     """Tell whether the hardware multiplies bfloat16 matrices itself, and so faster than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    able = getattr(torch.cpu, "get_capabilities", dict)()  # not in every release of torch
+    able: dict[str, bool] = getattr(
+        torch.cpu, "get_capabilities", dict
+    )()  # not in every release of torch
     return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
@@ -34,3 +36,10 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
 def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
     """Return the context in which matrix products run in a precision."""
     return torch.autocast(device.type, precision, enabled=precision != torch.float32)
+
+
+def describe(device: torch.device) -> str:
+    """Name the hardware for the person who reads the output."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.get_num_threads()} threads"

@@ -24,7 +24,7 @@ from vit.reporting import REPORT_FILE, choose_probes, normalization, probe_pictu
 from vit.seeding import fold_in, generator
 from vit.tracking import ROLLOUT_TAG, Tracker, milestones
 from vit.training.checkpoint import MODEL_FILE, save_checkpoint, save_model
-from vit.training.hardware import choose_device, choose_precision
+from vit.training.hardware import choose_device, choose_precision, describe
 from vit.training.optim import lr_at, set_lr
 from vit.training.run import EVAL_FOLDER, check_run, prepare_run
 from vit.training.state import TrainState, build_state, train_step
@@ -74,7 +74,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
         state.evaluated(), test, config.data.name, run / EVAL_FOLDER, step=total, device=device,
         precision=precision, probes=config.track.probes,
     )  # fmt: skip
-    save_model(run / MODEL_FILE, state.evaluated(), config, training.classes)
+    save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, total)
     _print_end(run, result, state.seconds)
     return result
 
@@ -127,8 +127,8 @@ class Trainer:
             for epoch in range(first, self.config.train.epochs):
                 begin = time.perf_counter()
                 loss, accuracy = self._train_epoch(epoch, bar)
-                speed = self.steps_per_epoch * self.config.train.batch_size
-                speed /= time.perf_counter() - begin
+                images = self.steps_per_epoch * self.config.train.batch_size
+                speed = images / (time.perf_counter() - begin)
                 validation = self._validate()
                 self.state.seconds = done_before + time.perf_counter() - start
                 left = self.config.train.epochs - epoch - 1
@@ -236,7 +236,6 @@ def _print_start(
         state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     model, train = config.model, config.train
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     kernel = {"auto": "fused" if device.type == "cuda" else "math"}.get(
         model.attn_kernel, model.attn_kernel
     )
@@ -246,7 +245,7 @@ def _print_start(
         f"model    ViT, depth {model.depth}, width {model.embed_dim}, heads {model.num_heads}: "
         f"{parameters:,} parameters, "
         f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per image forward\n"
-        f"device   {where}, {torch.get_num_threads()} threads, {str(precision)[6:]}, "
+        f"device   {describe(device)}, {str(precision)[6:]}, "
         f"{kernel} attention{', compiled' if train.compile else ''}\n"
         f"steps    {total:,} of {train.batch_size} images ({train.epochs} epochs)"
         + (f", resumed after {state.step:,}" if state.step else "")

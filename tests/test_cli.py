@@ -1,0 +1,184 @@
+"""Bad inputs end in one line and exit code 2, without a traceback and before anything is touched."""
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vit.cli import parse_eval, parse_train
+from vit.config import Config, EvalConfig, changed_keys, from_dict, to_dict
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+# What is typed after train.py, and what the one line must name: key, value, what is allowed.
+BAD_FLAGS = [
+    ("--model.embed_dim 97", "model.num_heads: 3", "divisor of model.embed_dim=97: 1, 97"),
+    ("--model.patch_size 5", "model.patch_size: 5", "1, 2, 4, 8, 16, 32"),
+    ("--model.patch_size 64", "model.patch_size: 64", "1, 2, 4, 8, 16, 32"),
+    ("--model.class_token false --model.global_pool token", "model.global_pool: token", "avg"),
+    ("--model.pos_embed sincos --model.embed_dim 99", "model.embed_dim: 99", "multiple of 4"),
+    ("--model.embed_dim x", "model.embed_dim: 'x'", "a whole number"),
+    ("--model.depth 1.5", "model.depth: '1.5'", "a whole number"),
+    ("--model.depth 0", "model.depth: 0", "1 or more"),
+    ("--model.head_dim big", "model.head_dim: 'big'", "a whole number or null"),
+    ("--model.stem convolution", "model.stem: 'convolution'", "linear, conv"),
+    ("--model.attn_kernel flash", "model.attn_kernel: 'flash'", "auto, math, fused"),
+    ("--model.qkv_bias maybe", "model.qkv_bias: 'maybe'", "true or false"),
+    ("--model.drop_path_rate 1.0", "model.drop_path_rate: 1.0", "from 0"),
+    ("--data.name imagenet", "data.name: 'imagenet'", "cifar10, cifar100, shapes"),
+    ("--data.val_size -1", "data.val_size: -1", "0 or more"),
+    ("--augment.crop_padding 32", "augment.crop_padding: 32", "0 to 31"),
+    ("--optim.lr -1", "optim.lr: -1", "above 0"),
+    ("--optim.lr nan", "optim.lr: 'nan'", "a number"),
+    ("--optim.warmup 1", "optim.warmup: 1", "from 0"),
+    ("--optim.ema_decay 1", "optim.ema_decay: 1", "between 0 and 1, or null"),
+    ("--train.accumulate 3", "train.accumulate: 3", "divisor of train.batch_size=128"),
+    ("--train.epochs 0", "train.epochs: 0", "1 or more"),
+    ("--train.seed -1", "train.seed: -1", "0 to 2^63 - 1"),
+    ("--modle.depth 3", "modle.depth", "did you mean model.depth?"),
+    ("--model.embed_dims=3", "model.embed_dims", "did you mean model.embed_dim?"),
+    ("--depth 3", "depth", "no such key"),
+    ("--model.depth", "--model.depth", "expected one argument"),
+    ("stray", "stray", "no such key"),
+    ("--config nowhere.yaml", "config", "nowhere.yaml"),
+]
+
+BAD_FILES = [
+    ("model:\n  embed_dims: 96\n", "model.embed_dims", "did you mean model.embed_dim?"),
+    ("modle:\n  depth: 3\n", "modle.depth", "did you mean model.depth?"),
+    ("model: 3\n", "model", "3"),
+    ("model:\n  depth: many\n", "model.depth: 'many'", "a whole number"),
+    ("train: [1\n", "config", "did not find"),
+]
+
+
+def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / script), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("flags", "given", "allowed"), BAD_FLAGS, ids=[b[0] for b in BAD_FLAGS])
+def test_bad_flag_is_one_line_that_names_key_value_and_allowed(
+    flags: str, given: str, allowed: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert_refused(run("train.py", "--out", str(out), *flags.split()), given, allowed)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("text", "given", "allowed"), BAD_FILES, ids=[b[0] for b in BAD_FILES])
+def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert_refused(run("train.py", "--config", str(file)), given, allowed)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "run"),
+        (["runs/nowhere"], "runs/nowhere does not exist"),
+        (["x", "--data.rot", "y"], "did you mean data.root?"),
+        (["x", "--batch_size", "0"], "batch_size: 0"),
+        (["x", "--device", "tpu"], "auto, cpu, cuda"),
+        ([str(ROOT / "README.md")], "README.md is not a checkpoint"),
+        ([str(ROOT / "configs")], "holds neither"),
+    ],
+)
+def test_bad_eval_is_one_line(words: list[str], part: str) -> None:
+    assert_refused(run("eval.py", *words), part)
+
+
+def test_missing_data_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None:
+    out, data = tmp_path / "run", tmp_path / "data"
+    done = run("train.py", "--data.root", str(data), "--data.download", "false", "--out", str(out))
+    assert_refused(
+        done, "CIFAR10", str(data), "cifar-10-python.tar.gz", "cifar-10-batches-py/",
+        "--data.root", "make demo",
+    )  # fmt: skip
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_help_names_every_key(script: str) -> None:
+    done = run(script, "--help")
+    assert done.returncode == 0
+    for key in keys(Config if script == "train.py" else EvalConfig):
+        assert f"--{key} " in done.stdout
+
+
+def keys(config: type, prefix: str = "") -> list[str]:
+    names = []
+    for field in fields(config):
+        if is_dataclass(field.type):
+            names += keys(field.type, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        else:
+            names.append(prefix + field.name)
+    return names
+
+
+def test_printed_config_is_a_config_that_gives_the_same_run(tmp_path: Path) -> None:
+    printed = run("train.py", "--model.depth", "7", "--print_config")
+    file = tmp_path / "printed.yaml"
+    file.write_text(printed.stdout)
+    again, overwrite = parse_train(["--config", str(file)])
+    assert again == parse_train(["--model.depth", "7"])[0]
+    assert again.model.depth == 7
+    assert not overwrite
+
+
+def test_later_config_wins_and_flags_win_over_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("model: {depth: 2, embed_dim: 48}\n")
+    second.write_text("model: {depth: 3}\n")
+    words = ["--config", str(first), "--config", str(second)]
+    config, _ = parse_train(words)
+    assert (config.model.depth, config.model.embed_dim) == (3, 48)
+    config, _ = parse_train([*words, "--model.depth", "4"])
+    assert (config.model.depth, config.model.embed_dim) == (4, 48)
+
+
+def test_without_a_config_quick_is_taken_and_with_one_it_is_not(tmp_path: Path) -> None:
+    quick = yaml.safe_load((ROOT / "configs" / "quick.yaml").read_text())
+    assert parse_train([])[0].out == quick["out"] == "runs/quick"
+    other = tmp_path / "other.yaml"
+    other.write_text("out: elsewhere\n")
+    assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=[file.stem for file in CONFIGS])
+def test_every_recipe_is_whole_and_named_after_its_run(file: Path) -> None:
+    config, _ = parse_train(["--config", str(file)])
+    assert config.out == f"runs/{file.stem}"
+    assert file.read_text().startswith("# ")
+
+
+def test_config_survives_the_way_through_dictionaries() -> None:
+    config, _ = parse_train(["--model.init_values", "0.1", "--optim.clip_grad", "1"])
+    assert from_dict(to_dict(config)) == config
+    with pytest.raises(ValueError, match="depht"):
+        from_dict({"model": {"depht": 3}})
+
+
+def test_changed_keys_names_key_and_both_values() -> None:
+    old, new = to_dict(Config()), to_dict(parse_train(["--model.depth", "7", "--out", "x"])[0])
+    assert changed_keys(old, new) == ["model.depth: 5 -> 7", "out: runs/quick -> x"]
+
+
+def test_eval_flags() -> None:
+    run_folder, options = parse_eval(["runs/x", "--data.root", "there", "--probes", "3"])
+    assert run_folder == "runs/x"
+    assert options.data.root == "there"
+    assert options.probes == 3

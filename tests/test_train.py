@@ -1,0 +1,340 @@
+"""Whole runs, small: what a run leaves behind, that it resumes exactly, that it refuses."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from vit.config import Config, EvalConfig, from_dict, to_dict
+from vit.data.augment import normalize
+from vit.data.datasets import load
+from vit.reporting import evaluate_run, normalization
+from vit.tracking import milestones
+from vit.training.checkpoint import latest_checkpoint, load_model
+from vit.training.state import build_state, train_step
+from vit.training.trainer import train
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Everything that draws random numbers or keeps state is on: what a resumed run could get wrong.
+SMALL: dict[str, Any] = {
+    "data": {"name": "shapes", "val_size": 60, "train_size": 320},
+    "model": {
+        "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
+        "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.2,
+    },
+    "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
+    "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
+    "train": {"epochs": 6, "batch_size": 64, "accumulate": 2},
+    "track": {"every": 2, "probes": 3},
+}  # fmt: skip
+STEPS = 6 * (320 // 64)
+
+
+def small(out: Path, **changes: dict[str, Any]) -> Config:
+    parts = {part: {**values, **changes.get(part, {})} for part, values in SMALL.items()}
+    return from_dict({"out": str(out), **parts})
+
+
+def command(config: Config, folder: Path) -> list[str]:
+    file = folder / "config.yaml"
+    folder.mkdir(exist_ok=True)
+    file.write_text(yaml.safe_dump(to_dict(config)))
+    return [sys.executable, str(ROOT / "train.py"), "--config", str(file)]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What was logged, without what depends on the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if key != "train/images_per_second"}
+        for row in rows
+    ]
+
+
+def events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run, made by the command, and what the command printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = small(folder / "run")
+    done = subprocess.run(
+        command(config, folder / "config"), capture_output=True, text=True, check=True, timeout=200
+    )
+    return folder / "run", done.stdout
+
+
+def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    assert from_dict(yaml.safe_load((run / "config.yaml").read_text())) == small(run)
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
+        f"step_{STEPS - 5:08d}.pt", f"step_{STEPS:08d}.pt"
+    ]  # fmt: skip
+    assert len(list(run.glob("events.out.tfevents.*"))) == 1
+    assert {p.name for p in (run / "eval").glob("*.png")} == {
+        "confusion_matrix.png", "reliability.png"
+    }  # fmt: skip
+    assert len(list((run / "eval" / "attention").glob("probe_0[0-2].png"))) == 3
+
+
+def test_report_has_the_promised_keys(finished: tuple[Path, str]) -> None:
+    report = json.loads((finished[0] / "eval" / "report.json").read_text())
+    assert {
+        "accuracy", "accuracy_95", "loss", "top5_accuracy", "ece", "per_class",
+        "confusion_matrix", "images_per_second", "n",
+    } <= report.keys()  # fmt: skip
+    assert report["n"] == 2000 == sum(map(sum, report["confusion_matrix"]))
+    low, high = report["accuracy_95"]
+    assert low < report["accuracy"] < high
+
+
+def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
+    run, printed = finished
+    state = build_state(small(run), 10, torch.device("cpu"))
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    for part in (
+        "320 images to train on, 60 held out", f"{parameters:,} parameters", "GFLOPs per image",
+        f"{torch.get_num_threads()} threads", f"steps    {STEPS} of 64 images", "epoch   6/6",
+        "95 % interval", "of training", f"python eval.py {run}",
+        f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000",
+    ):  # fmt: skip
+        assert part in printed
+    assert "\r" not in printed  # no bar where there is no terminal
+
+
+def test_curves_stand_at_the_same_steps_in_both_logs(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    accumulator = events(run)
+    for tag in ("train/loss", "train/accuracy", "train/lr", "val/loss", "val/accuracy"):
+        logged = [(row["step"], row[tag]) for row in metrics(run) if tag in row]
+        shown = [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        assert [step for step, _ in logged] == [step for step, _ in shown]
+        assert [v for _, v in shown] == pytest.approx([v for _, v in logged], rel=1e-6)
+    assert [event.step for event in accumulator.Scalars("val/loss")] == list(range(5, STEPS + 1, 5))
+
+
+def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path, str]) -> None:
+    accumulator = events(finished[0])
+    tags = [f"attention/rollout/probe_{number:02d}" for number in range(3)]
+    assert sorted(accumulator.Tags()["images"]) == tags
+    for tag in tags:
+        pictures = accumulator.Images(tag)
+        assert [picture.step for picture in pictures] == milestones(STEPS)
+        assert {(p.width, p.height) for p in pictures} == {(700, 245)}
+        assert pictures[0].encoded_image_string != pictures[-1].encoded_image_string
+
+
+def test_eval_gives_the_same_numbers_as_the_end_of_training(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, printed = finished
+    report = json.loads((run / "eval" / "report.json").read_text())
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), str(run), "--out", str(tmp_path / "again")],
+        capture_output=True, text=True, check=True, timeout=100,
+    )  # fmt: skip
+    again = json.loads((tmp_path / "again" / "report.json").read_text())
+    for key in report.keys() - {"images_per_second"}:
+        assert again[key] == report[key], key
+    assert f"{report['accuracy']:.2%}" in done.stdout
+    assert f"{report['accuracy']:.2%}" in printed
+    for name in report["per_class"]:
+        assert name in done.stdout
+    shown = events(tmp_path / "again")
+    assert {"evaluation/confusion_matrix", "evaluation/reliability"} < {*shown.Tags()["images"]}
+    assert "attention/rollout/probe_07" in shown.Tags()["images"]
+    assert shown.Scalars("test/accuracy")[0].value == pytest.approx(report["accuracy"])
+
+
+def test_model_file_and_last_checkpoint_are_the_same_model(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    whole = load_model(run)
+    from_checkpoint = load_model(run / "checkpoints" / f"step_{STEPS:08d}.pt")
+    assert whole.path == run / "model.safetensors"
+    assert whole.config == from_checkpoint.config == small(run)
+    assert whole.classes == from_checkpoint.classes
+    assert whole.step == from_checkpoint.step == STEPS
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, from_checkpoint.model.state_dict()[name]), name
+
+
+def test_killed_run_resumes_bit_for_bit(finished: tuple[Path, str], tmp_path: Path) -> None:
+    reference, _ = finished
+    config = small(tmp_path / "run")
+    words = command(config, tmp_path / "config")
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000010.pt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert checkpoint.exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
+    assert "resumed after" in done.stdout
+    resumed = load_file(tmp_path / "run" / "model.safetensors")
+    expected = load_file(reference / "model.safetensors")
+    assert resumed.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(resumed[name], tensor), name
+    last, last_expected = latest_checkpoint(tmp_path / "run"), latest_checkpoint(reference)
+    assert last is not None and last_expected is not None
+    for part in ("model", "optimizers", "ema"):
+        torch.testing.assert_close(last[part], last_expected[part], rtol=0, atol=0)
+    assert metrics(tmp_path / "run") == metrics(reference)
+    reports = [
+        json.loads((r / "eval/report.json").read_text()) for r in (tmp_path / "run", reference)
+    ]
+    assert reports[0]["loss"] == reports[1]["loss"]
+    steps = [event.step for event in events(tmp_path / "run").Scalars("val/loss")]
+    assert steps == list(range(5, STEPS + 1, 5))
+
+
+def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(ValueError, match=r"finished run.*eval\.py.*--out.*--overwrite"):
+        train(small(run))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    quick = {
+        "data": {"val_size": 0, "train_size": 64},
+        "train": {"epochs": 1},
+        "track": {"probes": 0},
+    }
+    train(small(run, **quick))
+    (run / "notes.txt").write_text("mine")
+    report = train(small(run, **quick, optim={"lr": 1e-3}), overwrite=True)
+    assert (run / "notes.txt").read_text() == "mine"
+    assert len(list(run.glob("events.out.tfevents.*"))) == 1
+    assert load_model(run).config.optim.lr == 1e-3
+    assert report["n"] == 2000
+
+
+def test_unfinished_run_with_another_config_is_refused_by_key(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(small(run))))
+    with pytest.raises(ValueError, match=r"model.depth: 2 -> 3.*--overwrite"):
+        train(small(run, model={"depth": 3}))
+    assert [path.name for path in run.iterdir()] == ["config.yaml"]
+
+
+def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="other things than a run"):
+            train(small(tmp_path), overwrite=overwrite)
+    with pytest.raises(ValueError, match="is a file"):
+        train(small(tmp_path / "thesis.tex"))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"batch_size": 1000}}, "train.batch_size: 1000 is more than the 320"),
+        ({"data": {"val_size": 10_000, "train_size": None}}, "data.val_size: 10000"),
+        ({"train": {"device": "cuda"}}, "train.device: cuda"),
+    ],
+)
+def test_impossible_run_leaves_no_folder(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if "device" in changes.get("train", {}) and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=message):
+        train(small(tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_interrupted_run_ends_with_130_and_says_that_it_resumes(tmp_path: Path) -> None:
+    words = command(small(tmp_path / "run", train={"epochs": 200}), tmp_path / "config")
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("run/checkpoints/*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command resumes" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_overfits_one_batch(name: str) -> None:
+    """A model that cannot learn 64 images by heart is broken."""
+    config = Config()
+    config = replace(
+        config,
+        model=replace(config.model, embed_dim=48, depth=2),
+        optim=replace(config.optim, name=name, label_smoothing=0.0),  # type: ignore[arg-type]
+    )
+    state = build_state(config, 10, torch.device("cpu"))
+    data = load("shapes", "", train=True, count=64)
+    images = normalize(data.images, *normalization("shapes", torch.device("cpu")))
+    targets = torch.eye(10)[data.labels]
+    for _ in range(60):
+        loss, accuracy = train_step(state, state.model, images, targets)
+    assert accuracy == 1.0
+    assert loss < 0.1
+
+
+def test_accumulated_step_equals_the_whole_one() -> None:
+    config = small(
+        Path("unused"), model={"stem": "linear"}, optim={"ema_decay": None, "name": "adamw"}
+    )
+    no_dropout = {k: 0.0 for k in asdict(config.model) if k.endswith("_rate")}
+    config = replace(config, model=replace(config.model, **no_dropout))
+    images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
+    results = []
+    for parts in (1, 4):
+        state = build_state(config, 10, torch.device("cpu"))
+        step = train_step(state, state.model, images, targets, clip_grad=1.0, accumulate=parts)
+        results.append((*step, *state.model.parameters()))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_model_trains(tmp_path: Path) -> None:
+    changes = {"train": {"epochs": 1, "compile": True, "accumulate": 1}, "track": {"probes": 1}}
+    report = train(small(tmp_path / "run", **changes))
+    assert report["n"] == 2000
+
+
+@pytest.mark.skipif(
+    not (ROOT / "data" / "cifar-10-batches-py").exists(),
+    reason="CIFAR-10 is not in data/cifar-10-batches-py",
+)
+def test_cifar10_run_learns(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "run",
+        data={"name": "cifar10", "root": str(ROOT / "data"), "train_size": 2000, "val_size": 100},
+        model={"embed_dim": 48, "drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0},
+        augment={"erasing": 0, "mixup": 0, "cutmix": 0},
+        train={"epochs": 4, "accumulate": 1},
+    )  # fmt: skip
+    report = train(config)
+    assert report["n"] == 10_000
+    assert report["accuracy_95"][0] > 0.25  # chance is 0.10
+    again = evaluate_run(str(tmp_path / "run"), EvalConfig(batch_size=1000, probes=0))
+    assert again["accuracy"] == pytest.approx(report["accuracy"], abs=2e-4)
