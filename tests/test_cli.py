@@ -1,4 +1,4 @@
-"""Bad inputs end in one line and exit code 2, without a traceback and before anything is touched."""
+"""Bad input ends in one line and exit code 2, with no traceback, before anything is touched."""
 
 import subprocess
 import sys

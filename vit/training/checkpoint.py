@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import sys
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: The file is not a whole checkpoint.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of foreign pickles; the error says it all
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is not a checkpoint, or is damaged: {reason}") from None
