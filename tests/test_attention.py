@@ -48,6 +48,8 @@ MASKS = {
 }
 with_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
 
 
@@ -208,6 +210,20 @@ def test_product_of_query_and_key_may_exceed_float16_if_the_score_does_not():
     assert output.item() == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masked_key_gets_nothing_even_where_all_other_scores_are_far_below(dtype):
+    query = torch.full((1, 1), 256.0, dtype=dtype)
+    key = torch.tensor([[-128.0], [0.0], [-128.0]], dtype=dtype)  # scores -32,768, 0, -32,768
+    value = torch.tensor([[1.0], [10.0], [3.0]], dtype=dtype)
+
+    output, weights = scaled_dot_product_attention(
+        query, key, value, torch.tensor([True, False, True])
+    )
+
+    assert weights.tolist() == [[0.5, 0, 0.5]]
+    assert output.item() == 2
+
+
 def test_dropout_scales_what_it_keeps_and_returns_the_weights_before_it():
     torch.manual_seed(0)
     query, key, _ = draw_qkv()
@@ -232,7 +248,7 @@ def test_attention_gradcheck(mask_shape):
     inputs = [x.requires_grad_() for x in draw_qkv(2)]
     mask = draw_mask(mask_shape)
     assert torch.autograd.gradcheck(
-        lambda *qkv: scaled_dot_product_attention(*qkv, mask), inputs, atol=1e-7
+        lambda *qkv: torch.cat(scaled_dot_product_attention(*qkv, mask), dim=-1), inputs, atol=1e-7
     )
 
 
@@ -334,7 +350,7 @@ def test_single_head_is_attention_written_out():
         assert_close(output[0, i], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", ["auto", "fused"])
 @pytest.mark.parametrize("mask", [*MASKS.values(), "full row"], ids=[*MASKS, "full row"])
 def test_kernels_agree(mask, kernel, device):
@@ -366,19 +382,15 @@ class RecordCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "need_weights", "fused"),
-    [
-        ("auto", False, False),
-        ("math", False, False),
-        ("fused", False, True),
-        ("fused", True, False),
-    ],
-)
-def test_only_the_fused_kernel_on_a_cpu_is_torchs(kernel, need_weights, fused):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("kernel", ["auto", "math", "fused"])
+def test_torchs_kernel_is_used_where_asked_for_and_on_a_gpu(kernel, need_weights, device):
+    module = draw_attention(12, 3, kernel=kernel).to(device)
     with RecordCalls() as record:
-        draw_attention(12, 3, kernel=kernel)(draw_tokens(), need_weights=need_weights)
-    assert (F.scaled_dot_product_attention in record.called) == fused
+        module(draw_tokens().to(device), need_weights=need_weights)
+    expected = not need_weights and (kernel == "fused" or (kernel == "auto" and device == "cuda"))
+    assert (F.scaled_dot_product_attention in record.called) == expected
 
 
 # --- MultiHeadSelfAttention's own properties ---
@@ -518,7 +530,8 @@ def test_module_gradcheck(mask):
 
     def forward(x, *parameters):
         named = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(module, named, (x, mask, True))
+        output, weights = torch.func.functional_call(module, named, (x, mask, True))
+        return torch.cat([output.flatten(), weights.flatten()])
 
     assert torch.autograd.gradcheck(
         forward, [x.clone().requires_grad_() for x in inputs], atol=1e-7, fast_mode=True

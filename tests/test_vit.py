@@ -165,6 +165,15 @@ def test_fresh_weights_are_drawn_as_in_timm():
         assert_close(parameter.mean(), expected.mean(), rtol=0, atol=0.5 * deviation, msg=name)
 
 
+@with_all
+def test_bfloat16_autocast_is_close_to_float32(variant):
+    model = draw_vit(**variant).float()
+    images = draw_images(channels=variant.get("in_chans", 3)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    assert_close(logits.float(), model(images), rtol=0.05, atol=0.1)
+
+
 # --- attention weights ---
 
 
@@ -192,6 +201,15 @@ def test_weights_are_in_order_of_the_layers(layer):
     _, after = model(draw_images(), need_weights=True)
     changed = [bool((a - b).abs().max() > 1e-6) for a, b in zip(after, before, strict=True)]
     assert changed == [other >= layer for other in range(3)]
+
+
+def test_weights_of_every_layer_can_be_differentiated():
+    model = draw_vit()
+    _, weights = model(draw_images(), need_weights=True)
+    for layer in range(3):
+        qkv = model.blocks[layer].attn.qkv.weight
+        (gradient,) = torch.autograd.grad(weights[layer].square().sum(), qkv, retain_graph=True)
+        assert gradient.abs().max() > 1e-6
 
 
 # --- gradients and initialisation ---
@@ -285,6 +303,7 @@ def test_learned_positions_are_a_parameter():
     ("arguments", "message"),
     [
         ({"class_token": False}, "global_pool: token needs class_token=True; or use avg"),
+        ({"global_pool": "max"}, "global_pool: 'max' is not token or avg"),
         ({"patch_size": 5}, "patch_size: 5 does not divide img_size=16"),
         ({"num_heads": 5}, "num_heads: 5 does not divide dim=12; set head_dim"),
         ({"pos_embed": "rotary"}, "pos_embed: 'rotary' is not learned, sincos or none"),
@@ -308,9 +327,10 @@ def test_model_config_builds_a_model():
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"img_size": 32, "patch_size": 2, "num_classes": 100}])
-def test_sizes(arguments):
-    sizes = TINY | arguments
-    model = VisionTransformer(**sizes)
-    logits = model(torch.randn(2, 3, sizes["img_size"], sizes["img_size"]))
-    assert logits.shape == (2, sizes["num_classes"])
+def test_sizes_reach_every_block():
+    model = VisionTransformer(**(TINY | {"img_size": 32, "num_classes": 100}), head_dim=5)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+    assert len(model.blocks) == 3
+    for block in model.blocks:
+        assert block.attn.qkv.weight.shape == (3 * 3 * 5, 12)
+        assert block.mlp.fc1.weight.shape == (24, 12)

@@ -47,8 +47,12 @@ class PatchEmbed(nn.Module):
         else:
             raise ValueError(f"stem: {stem!r} is not linear or conv")
 
+        # With channels last a convolution's output is the tokens, without moving anything.
+        self.proj.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
     def forward(self, images: Tensor) -> Tensor:
         """Map images (B, C, height, width) to tokens (B, P, D), row by row."""
+        images = images.contiguous(memory_format=torch.channels_last)
         return rearrange(self.proj(images), "b d h w -> b (h w) d")
 
 
@@ -90,7 +94,7 @@ def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
     """Return fixed 2-d sine-cosine position embeddings (arXiv 2104.02057, section 4.3).
 
     A quarter of the channels each: sine and cosine of the column, sine and cosine of the row, at
-    wavelengths from 2π to 10,000 · 2π patches.
+    wavelengths from 2π to just under 10,000 · 2π patches.
 
     Args:
         grid_size: Rows and columns of patches.
@@ -104,7 +108,7 @@ def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
     """
     if dim % 4:
         raise ValueError(f"dim: {dim} is not a multiple of 4, which sine-cosine positions need")
-    frequencies = 10000.0 ** -torch.arange(0, 1, 4 / dim)[: dim // 4]
+    frequencies = 10000.0 ** -(torch.arange(dim // 4) / (dim // 4))
     rows, columns = torch.meshgrid(*(torch.arange(n).float() for n in grid_size), indexing="ij")
     across = columns.flatten()[:, None] * frequencies
     down = rows.flatten()[:, None] * frequencies

@@ -75,6 +75,8 @@ class VisionTransformer(nn.Module):
         attn_kernel: Literal["auto", "math", "fused"] = "auto",
     ) -> None:
         super().__init__()
+        if global_pool not in ("token", "avg"):
+            raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool: token needs class_token=True; or use avg")
         self.global_pool = global_pool
@@ -134,7 +136,8 @@ class VisionTransformer(nn.Module):
         """Return the tokens after the last block, (B, N, D), and the weights or None."""
         x = self.patch_embed(images)
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
-        x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
+        if prefix:
+            x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
         if self.pos_embed is not None:
             x = x + self.pos_embed
         layers = []
