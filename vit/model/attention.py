@@ -61,6 +61,14 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
+def uses_fused_kernel(kernel: str, device: torch.device) -> bool:
+    """Tell whether a kernel setting means torch's fused kernel on a device.
+
+    "auto" does on a GPU; on a CPU the backward pass of the fused kernel is the slower one.
+    """
+    return kernel == "fused" or (kernel == "auto" and device.type == "cuda")
+
+
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2); parameter names are timm's.
 
@@ -76,8 +84,8 @@ class MultiHeadSelfAttention(nn.Module):
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projection.
         kernel: "math" is `scaled_dot_product_attention` above; "fused" is torch's kernel, with the
-            same result; "auto" takes the fused one on a GPU and the written-out one on a CPU, where
-            the backward pass of the fused one is the slower. Weights come from "math" always.
+            same result; "auto" chooses by device, see `uses_fused_kernel`. When weights are needed
+            it is always "math".
 
     Raises:
         ValueError: dim is not divisible by num_heads and head_dim is not given.
@@ -131,8 +139,7 @@ class MultiHeadSelfAttention(nn.Module):
         if mask is not None:
             mask = mask.unsqueeze(-3)  # the same for all heads
         dropout_p = self.attn_drop if self.training else 0.0
-        fused = self.kernel == "fused" or (self.kernel == "auto" and x.is_cuda)
-        if fused and not need_weights:
+        if uses_fused_kernel(self.kernel, x.device) and not need_weights:
             heads = F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
         else:
             heads, weights = scaled_dot_product_attention(query, key, value, mask, dropout_p)

@@ -48,7 +48,7 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"stem: {stem!r} is not linear or conv")
 
         # With channels last a convolution's output is the tokens, without moving anything.
-        self.proj.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.proj.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (B, C, height, width) to tokens (B, P, D), row by row."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -20,6 +19,7 @@ from vit.data.augment import augment
 from vit.data.batches import epoch_batches, steps_per_epoch
 from vit.data.datasets import ImageSet, hold_out, load
 from vit.evaluation import evaluate
+from vit.model.attention import uses_fused_kernel
 from vit.reporting import REPORT_FILE, choose_probes, normalization, probe_pictures, write_report
 from vit.seeding import fold_in, generator
 from vit.tracking import ROLLOUT_TAG, Tracker, milestones
@@ -48,35 +48,48 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     checkpoint = check_run(config, overwrite)
     device = choose_device(config.train.device)
     precision = choose_precision(config.train.precision, device)
-    everything = load(
-        config.data.name, config.data.root, train=True, download=config.data.download,
-        count=config.data.train_size and config.data.train_size + config.data.val_size,
-    )  # fmt: skip
-    training, held_out = hold_out(everything, config.data.val_size, config.train.seed)
-    if config.data.train_size is not None:
-        training = training.select(torch.arange(min(config.data.train_size, len(training))))
-    total = config.train.epochs * steps_per_epoch(len(training), config.train.batch_size)
+    training, held_out = load_training(config)
     state = build_state(config, len(training.classes), device)
+    trainer = Trainer(config, state, training, held_out, device, precision)
     if checkpoint is not None:
         state.load_state_dict(checkpoint)
     run = prepare_run(config, resume=checkpoint is not None)
-    _print_start(config, state, training, held_out, total, device, precision)
+    trainer.announce()
     tracker = Tracker(run, state.step)
     try:
-        Trainer(config, state, tracker, training.to(device), held_out, device, precision).fit()
+        trainer.fit(tracker)
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command resumes", file=sys.stderr)
+        print("\ninterrupted: the same command resumes from the last whole epoch", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         tracker.close()
     test = load(config.data.name, config.data.root, train=False, download=False)
     result = write_report(
-        state.evaluated(), test, config.data.name, run / EVAL_FOLDER, step=total, device=device,
-        precision=precision, probes=config.track.probes,
+        state.evaluated(), test, config.data.name, run / EVAL_FOLDER, step=state.step,
+        device=device, precision=precision, probes=config.track.probes,
     )  # fmt: skip
-    save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, total)
+    save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, state.step)
     _print_end(run, result, state.seconds)
     return result
+
+
+def load_training(config: Config) -> tuple[ImageSet, ImageSet]:
+    """Load what a run trains on and what it holds out.
+
+    Raises:
+        ValueError: The data is not there, or there are fewer images than the config asks for.
+    """
+    data = config.data
+    count = None if data.train_size is None else data.train_size + data.val_size
+    everything = load(data.name, data.root, train=True, download=data.download, count=count)
+    training, held_out = hold_out(everything, data.val_size, config.train.seed)
+    if data.train_size is None:
+        return training, held_out
+    if data.train_size > len(training):
+        raise ValueError(
+            f"data.train_size: {data.train_size} is more than the {len(training)} training images"
+        )
+    return training.select(torch.arange(data.train_size)), held_out
 
 
 class Trainer:
@@ -85,25 +98,27 @@ class Trainer:
     Args:
         config: The run.
         state: Where it stands; is changed in place.
-        tracker: Where curves and pictures go.
-        training: Images to train on, on the device.
+        training: Images to train on.
         held_out: Images for the curves; may be empty.
-        device: Where to compute.
+        device: Where to compute; the images are moved there.
         precision: Of matrix products.
+
+    Raises:
+        ValueError: There are fewer images than a batch has.
     """
 
     def __init__(
         self,
         config: Config,
         state: TrainState,
-        tracker: Tracker,
         training: ImageSet,
         held_out: ImageSet,
         device: torch.device,
         precision: torch.dtype,
     ) -> None:
-        self.config, self.state, self.tracker = config, state, tracker
-        self.training, self.held_out = training, held_out.to(device)
+        self.config, self.state = config, state
+        self.training, self.held_out = training.to(device), held_out.to(device)
+        self.one_hot = torch.eye(len(training.classes), device=device)
         self.device, self.precision = device, precision
         self.steps_per_epoch = steps_per_epoch(len(training), config.train.batch_size)
         self.total_steps = config.train.epochs * self.steps_per_epoch
@@ -114,10 +129,37 @@ class Trainer:
         )
         self.milestones = milestones(self.total_steps)
 
-    def fit(self) -> None:
-        """Train to the end; a checkpoint is written after each epoch."""
+    def announce(self) -> None:
+        """Print what is going to happen, with what and where."""
+        config, state = self.config, self.state
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=self.device))
+        parameters = sum(parameter.numel() for parameter in state.model.parameters())
+        fused = uses_fused_kernel(config.model.attn_kernel, self.device)
+        print(
+            f"data     {config.data.name}: {len(self.training):,} images to train on, "
+            f"{len(self.held_out):,} held out; the test images are used once, at the end\n"
+            f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
+            f"heads {config.model.num_heads}: {parameters:,} parameters, "
+            f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per image forward\n"
+            f"device   {describe(self.device)}, {str(self.precision)[6:]}, "
+            f"{'fused' if fused else 'math'} attention"
+            f"{', compiled' if config.train.compile else ''}\n"
+            f"steps    {self.total_steps:,} of {config.train.batch_size} images "
+            f"({config.train.epochs} epochs)"
+            f"{f', resumed after {state.step:,}' if state.step else ''}\n"
+            f"run      {config.out}; follow it with: {tensorboard_command(Path(config.out))}",
+            flush=True,
+        )
+
+    def fit(self, tracker: Tracker) -> None:
+        """Train to the end; a checkpoint is written after each epoch.
+
+        Args:
+            tracker: Where curves and pictures go.
+        """
         if self.state.step == 0:
-            self._draw_attention()
+            self._draw_attention(tracker)
         done_before, start = self.state.seconds, time.perf_counter()
         first = self.state.step // self.steps_per_epoch
         with tqdm(
@@ -126,10 +168,10 @@ class Trainer:
         ) as bar:  # fmt: skip
             for epoch in range(first, self.config.train.epochs):
                 begin = time.perf_counter()
-                loss, accuracy = self._train_epoch(epoch, bar)
+                loss, accuracy = self._train_epoch(epoch, tracker, bar)
                 images = self.steps_per_epoch * self.config.train.batch_size
                 speed = images / (time.perf_counter() - begin)
-                validation = self._validate()
+                validation = self._validate(tracker)
                 self.state.seconds = done_before + time.perf_counter() - start
                 left = self.config.train.epochs - epoch - 1
                 bar.write(
@@ -138,9 +180,10 @@ class Trainer:
                     f"{clock(self.state.seconds)}, "
                     f"{clock(self.state.seconds / (epoch + 1) * left)} left"
                 )
+                tracker.flush()
                 self._save()
 
-    def _train_epoch(self, epoch: int, bar: tqdm) -> tuple[float, float]:
+    def _train_epoch(self, epoch: int, tracker: Tracker, bar: tqdm) -> tuple[float, float]:
         """Train on every image once; return mean loss and accuracy."""
         config, state = self.config, self.state
         batches = epoch_batches(
@@ -167,19 +210,19 @@ class Trainer:
                     "train/lr": state.optimizers[0].param_groups[0]["lr"],
                     "train/images_per_second": speed / (time.perf_counter() - since),
                 }
-                self.tracker.scalars(state.step, values)
+                tracker.scalars(state.step, values)
                 bar.set_postfix_str(
                     "loss {:.3f}  acc {:.1%}  lr {:.2g}  {:,.0f} images/s".format(*values.values())
                 )
                 logged, since = number, time.perf_counter()
             if state.step in self.milestones:
-                self._draw_attention()
+                self._draw_attention(tracker)
         return torch.stack(losses).mean().item(), torch.stack(accuracies).mean().item()
 
     def _train_batch(self, batch: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Gather, augment and learn the images at `batch` (B,) with a share of the peak rates."""
         config, state = self.config, self.state
-        targets = F.one_hot(self.training.labels[batch], len(self.training.classes)).float()
+        targets = self.one_hot[self.training.labels[batch]]
         images, targets = augment(
             self.training.images[batch], targets, self.mean, self.std,
             generator(config.train.seed, "augment", state.step, device=self.device),
@@ -193,7 +236,7 @@ class Trainer:
             accumulate=config.train.accumulate,
         )  # fmt: skip
 
-    def _validate(self) -> str:
+    def _validate(self, tracker: Tracker) -> str:
         """Evaluate on the held-out images; return their accuracy as text."""
         if len(self.held_out) == 0:
             return "none"
@@ -203,16 +246,15 @@ class Trainer:
             self.precision,
         )  # fmt: skip
         values = {"val/loss": result["loss"], "val/accuracy": result["accuracy"]}
-        self.tracker.scalars(self.state.step, values)
+        tracker.scalars(self.state.step, values)
         return f"{result['accuracy']:6.2%}"
 
-    def _draw_attention(self) -> None:
+    def _draw_attention(self, tracker: Tracker) -> None:
         pictures = probe_pictures(self.state.evaluated(), self.probes, self.mean, self.std)
         for number, picture in enumerate(pictures):
-            self.tracker.picture(self.state.step, ROLLOUT_TAG.format(number), picture)
+            tracker.picture(self.state.step, ROLLOUT_TAG.format(number), picture)
 
     def _save(self) -> None:
-        self.tracker.flush()
         state = self.state.state_dict()
         state |= {"config": to_dict(self.config), "classes": list(self.training.classes)}
         save_checkpoint(Path(self.config.out), self.state.step, state)
@@ -221,37 +263,6 @@ class Trainer:
 def clock(seconds: float) -> str:
     """Write a duration as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def _print_start(
-    config: Config,
-    state: TrainState,
-    training: ImageSet,
-    held_out: ImageSet,
-    total: int,
-    device: torch.device,
-    precision: torch.dtype,
-) -> None:
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
-    parameters = sum(parameter.numel() for parameter in state.model.parameters())
-    model, train = config.model, config.train
-    kernel = {"auto": "fused" if device.type == "cuda" else "math"}.get(
-        model.attn_kernel, model.attn_kernel
-    )
-    print(
-        f"data     {config.data.name}: {len(training):,} images to train on, {len(held_out):,} "
-        f"held out; the test images are used once, at the end\n"
-        f"model    ViT, depth {model.depth}, width {model.embed_dim}, heads {model.num_heads}: "
-        f"{parameters:,} parameters, "
-        f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per image forward\n"
-        f"device   {describe(device)}, {str(precision)[6:]}, "
-        f"{kernel} attention{', compiled' if train.compile else ''}\n"
-        f"steps    {total:,} of {train.batch_size} images ({train.epochs} epochs)"
-        + (f", resumed after {state.step:,}" if state.step else "")
-        + f"\nrun      {config.out}; follow it with: {tensorboard_command(Path(config.out))}",
-        flush=True,
-    )
 
 
 def _print_end(run: Path, result: dict[str, Any], seconds: float) -> None:
