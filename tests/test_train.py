@@ -135,7 +135,7 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
     for tag in tags:
         pictures = accumulator.Images(tag)
         assert [picture.step for picture in pictures] == milestones(STEPS)
-        assert {(p.width, p.height) for p in pictures} == {(700, 245)}
+        assert {(p.width, p.height) for p in pictures} == {(700, 234)}
         assert pictures[0].encoded_image_string != pictures[-1].encoded_image_string
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -26,32 +29,45 @@ def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> 
         captions: B lines of text.
 
     Returns:
-        About 700 pixels wide and 245 high per row. Pixels and patches are enlarged as they are,
+        700 pixels wide and 234 high per row. Pixels and patches are enlarged as they are,
         without smoothing.
     """
-    count, _, height, width = images.shape
-    figure = Figure(figsize=(7.0, 2.45 * count), dpi=DPI, layout="constrained")
-    axes = figure.subplots(count, 3, squeeze=False)
-    whole = (-0.5, width - 0.5, height - 0.5, -0.5)
-    for row, image, heat, caption in zip(axes, images.cpu(), maps.cpu(), captions, strict=True):
-        pixels = image.permute(1, 2, 0).numpy()
-        # Darkening what is not attended to keeps the colours of what is.
-        light = (heat / SCALE[1]).clamp(0, 1).repeat_interleave(height // len(heat), 0)
-        light = light.repeat_interleave(width // heat.shape[1], 1)[..., None].numpy()
-        row[0].imshow(pixels, interpolation="nearest")
-        shown = row[1].imshow(
-            heat.numpy(), cmap=COLOURS, vmin=SCALE[0], vmax=SCALE[1], extent=whole,
-            interpolation="nearest",
-        )  # fmt: skip
-        row[2].imshow((pixels * (0.15 + 0.85 * light)).astype(np.uint8), interpolation="nearest")
-        for axis in row:
+    panel, title, gap, wide = 208, 26, 6, 700  # pixels
+    tall = (panel + title) * len(images)
+    figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
+
+    def axes_at(left: float, top: float, width: float, height: float) -> Axes:
+        # Placed by hand: matplotlib's own layout takes three times as long as the drawing.
+        return figure.add_axes(
+            (left / wide, 1 - (top + height) / tall, width / wide, height / tall)
+        )
+
+    for row, (image, heat, caption) in enumerate(zip(images, maps, captions, strict=True)):
+        top = row * (panel + title) + title - gap
+        plain, mapped, overlaid = (
+            axes_at(gap + i * (panel + gap), top, panel, panel) for i in range(3)
+        )
+        pixels = image.permute(1, 2, 0).cpu().numpy()
+        plain.imshow(pixels, interpolation="nearest")
+        # Grey below the map, so that every colour in the overlay is the map's.
+        overlaid.imshow(
+            pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=255, interpolation="nearest"
+        )
+        for axis, alpha in ((mapped, 1.0), (overlaid, 0.6)):
+            axis.imshow(
+                heat.cpu().numpy(), cmap=COLOURS, vmin=SCALE[0], vmax=SCALE[1], alpha=alpha,
+                extent=(-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5),
+                interpolation="nearest",
+            )  # fmt: skip
+        bar = axes_at(gap + 3 * (panel + gap), top + 4, 12, panel - 8)
+        for axis in (plain, mapped, overlaid):
             axis.set_axis_off()
-        row[0].set_title(caption, fontsize=9, loc="left")
-        row[1].set_title("attention rollout", fontsize=9)
-        row[2].set_title("overlay", fontsize=9)
-        bar = figure.colorbar(shown, ax=row.tolist(), extend="max", pad=0.01, aspect=15)
-        bar.set_label("× uniform attention", fontsize=8)
-        bar.ax.tick_params(labelsize=8)
+        plain.set_title(caption, fontsize=9, loc="left")
+        mapped.set_title("attention rollout (class-agnostic)", fontsize=9)
+        overlaid.set_title("overlay", fontsize=9)
+        colours = ScalarMappable(Normalize(*SCALE), COLOURS)
+        figure.colorbar(colours, cax=bar, extend="max").set_label("× uniform", fontsize=8)
+        bar.tick_params(labelsize=8, pad=1)
     return _pixels(figure)
 
 
