@@ -65,6 +65,8 @@ class ModelConfig:
         num_heads: attention heads; 1 is single-head attention
         head_dim: width of a head; null means embed_dim / num_heads
         mlp_ratio: hidden width of the MLP over embed_dim
+        mlp_conv: depthwise 3 x 3 convolution over neighbouring patches in the MLP
+            (arXiv 2210.05844)
         qkv_bias: bias in the query, key and value projections
         qk_norm: layer norm on queries and keys
         init_values: initial layer scale; null leaves layer scale out
@@ -88,6 +90,7 @@ class ModelConfig:
     num_heads: int = 3
     head_dim: int | None = None
     mlp_ratio: float = 2.0
+    mlp_conv: bool = True
     qkv_bias: bool = True
     qk_norm: bool = False
     init_values: float | None = None

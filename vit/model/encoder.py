@@ -1,12 +1,41 @@
-"""The encoder block: attention and an MLP, each normalised before and added after."""
+"""The encoder block: attention and an MLP, each normalised before and added after.
+
+Shapes: B batch, D width of a token, H heads, N tokens (prefix and patches).
+"""
 
 from typing import Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from vit.model.attention import MultiHeadSelfAttention
+
+
+class NeighbourConv(nn.Module):
+    """Adds to each channel of a patch a 3 x 3 convolution over the patches around it.
+
+    Tokens before the patches pass unchanged.
+
+    Args:
+        dim: D, width of a token.
+        grid_size: Rows and columns of patches.
+        num_prefix_tokens: Tokens before the patches.
+    """
+
+    def __init__(self, dim: int, grid_size: tuple[int, int], num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.grid_size = grid_size
+        self.num_prefix_tokens = num_prefix_tokens
+        self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, N, D) to (B, N, D)."""
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        grid = rearrange(patches, "b (h w) d -> b d h w", h=self.grid_size[0])
+        patches = patches + rearrange(self.conv(grid), "b d h w -> b (h w) d")
+        return torch.cat([prefix, patches], dim=1) if self.num_prefix_tokens else patches
 
 
 class Mlp(nn.Module):
@@ -16,11 +45,16 @@ class Mlp(nn.Module):
         dim: Width of a token.
         hidden_dim: Width between the layers.
         drop: Dropout probability after each layer.
+        conv: What mixes neighbouring patches after the first layer (arXiv 2210.05844); None keeps
+            each token on its own.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, drop: float = 0.0, conv: NeighbourConv | None = None
+    ) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
+        self.conv = nn.Identity() if conv is None else conv
         self.act = nn.GELU()
         self.drop1 = nn.Dropout(drop)
         self.fc2 = nn.Linear(hidden_dim, dim)
@@ -28,7 +62,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, D) to (B, N, D)."""
-        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+        return self.drop2(self.fc2(self.drop1(self.act(self.conv(self.fc1(x))))))
 
 
 class LayerScale(nn.Module):
@@ -63,6 +97,8 @@ class EncoderBlock(nn.Module):
         proj_drop: Dropout probability after the projections of attention and MLP.
         drop_path: Probability of skipping a branch, drawn per image (arXiv 1603.09382).
         kernel: "auto", "math" or "fused", see `MultiHeadSelfAttention`.
+        conv_grid: Rows and columns of patches, for a `NeighbourConv` in the MLP; None has none.
+        num_prefix_tokens: Tokens before the patches, which that convolution leaves out.
     """
 
     def __init__(
@@ -78,6 +114,8 @@ class EncoderBlock(nn.Module):
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
         kernel: Literal["auto", "math", "fused"] = "auto",
+        conv_grid: tuple[int, int] | None = None,
+        num_prefix_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
@@ -87,7 +125,9 @@ class EncoderBlock(nn.Module):
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path1 = StochasticDepth(drop_path, "row")
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), proj_drop)
+        hidden_dim = int(dim * mlp_ratio)
+        conv = NeighbourConv(hidden_dim, conv_grid, num_prefix_tokens) if conv_grid else None
+        self.mlp = Mlp(dim, hidden_dim, proj_drop, conv)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path2 = StochasticDepth(drop_path, "row")
 

@@ -15,8 +15,8 @@ from vit.model.encoder import EncoderBlock
 class VisionTransformer(nn.Module):
     """A Vision Transformer with timm's parameter names.
 
-    With the linear stem and without head_dim, weights go to and come from timm's VisionTransformer
-    with `load_state_dict(..., strict=True)`.
+    With the linear stem, without head_dim and mlp_conv, weights go to and come from timm's
+    VisionTransformer with `load_state_dict(..., strict=True)`.
 
     Args:
         img_size: Pixels on a side of the square image.
@@ -29,6 +29,8 @@ class VisionTransformer(nn.Module):
         num_heads: H.
         head_dim: Width of a head; None means embed_dim / num_heads.
         mlp_ratio: Hidden width of the MLP over embed_dim.
+        mlp_conv: Whether the MLPs mix neighbouring patches by a depthwise 3 x 3 convolution, see
+            `NeighbourConv`; timm has none.
         qkv_bias: Whether the qkv projections have a bias.
         qk_norm: Whether queries and keys are normalised.
         init_values: Initial layer scale; None leaves layer scale out.
@@ -60,6 +62,7 @@ class VisionTransformer(nn.Module):
         num_heads: int = 3,
         head_dim: int | None = None,
         mlp_ratio: float = 4.0,
+        mlp_conv: bool = False,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         init_values: float | None = None,
@@ -103,6 +106,8 @@ class VisionTransformer(nn.Module):
                 embed_dim, num_heads, head_dim, mlp_ratio, qkv_bias, qk_norm, init_values,
                 attn_drop_rate, proj_drop_rate, drop_path_rate * layer / max(depth - 1, 1),
                 attn_kernel,
+                self.patch_embed.grid_size if mlp_conv else None,
+                self.num_prefix_tokens,
             )
             for layer in range(depth)
         )  # fmt: skip
