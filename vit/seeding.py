@@ -4,9 +4,8 @@ Nothing keeps a generator's state between steps, so a run that is resumed at ste
 uninterrupted run would have drawn there, with no state to save.
 """
 
-import zlib
+import hashlib
 
-import numpy as np
 import torch
 
 
@@ -20,8 +19,8 @@ def fold_in(seed: int, *keys: int | str) -> int:
     Returns:
         A seed of 32 bits: torch's CPU generator keeps no more of it.
     """
-    words = [zlib.crc32(key.encode()) if isinstance(key, str) else key for key in keys]
-    return int(np.random.SeedSequence([seed, *words]).generate_state(1)[0])
+    digest = hashlib.blake2b(repr((seed, *keys)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def generator(seed: int, *keys: int | str, device: torch.device | str = "cpu") -> torch.Generator:

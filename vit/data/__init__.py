@@ -1,0 +1,1 @@
+"""Images: data sets, batches, augmentation."""

@@ -1,0 +1,183 @@
+"""Augmentation of whole batches on their device; every image draws its own parameters.
+
+All randomness comes from the generator that is passed. Shapes: B batch, C classes.
+"""
+
+import torch
+from torch import Generator, Tensor
+
+
+def augment(
+    images: Tensor,
+    targets: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    generator: Generator,
+    crop_padding: int = 0,
+    flip: bool = False,
+    erasing: float = 0.0,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Make a batch ready to train on: crop, flip, normalise, erase, mix.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        targets: (B, C) float, probabilities.
+        mean: (3, 1, 1), in units of 0 to 1.
+        std: (3, 1, 1), in units of 0 to 1.
+        generator: On the images' device.
+        crop_padding: Pixels, see `random_crop`; 0 is off.
+        flip: Whether half of the images are mirrored.
+        erasing: Probability, see `random_erasing`; 0 is off.
+        mixup: Alpha; 0 is off.
+        cutmix: Alpha; 0 is off. With mixup on as well, each image takes one of the two.
+
+    Returns:
+        Images (B, 3, H, W) float32, normalised, and targets (B, C).
+    """
+    if crop_padding:
+        images = random_crop(images, crop_padding, generator)
+    if flip:
+        images = random_flip(images, generator)
+    images = normalize(images, mean, std)
+    if erasing:
+        images = random_erasing(images, erasing, generator)
+    if mixup and cutmix:
+        one = _coin(images, 0.5, generator)
+        shares = torch.where(
+            one, mixup_shares(images, mixup, generator), cutmix_shares(images, cutmix, generator)
+        )
+        return mix(images, targets, shares, generator)
+    if mixup:
+        return mix(images, targets, mixup_shares(images, mixup, generator), generator)
+    if cutmix:
+        return mix(images, targets, cutmix_shares(images, cutmix, generator), generator)
+    return images, targets
+
+
+def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Turn uint8 images (B, 3, H, W) into float32 of mean 0 and deviation 1 per channel.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        mean: (3, 1, 1), in units of 0 to 1.
+        std: (3, 1, 1), in units of 0 to 1.
+    """
+    return images.float().mul_(1 / (255 * std)).sub_(mean / std)
+
+
+def random_crop(images: Tensor, padding: int, generator: Generator) -> Tensor:
+    """Shift each image by up to `padding` pixels each way, filling in by reflection.
+
+    Args:
+        images: (B, 3, H, W), any dtype.
+        padding: Pixels, less than H and W.
+        generator: On the images' device.
+
+    Returns:
+        Images of the same shape and dtype.
+    """
+    batch, channels, height, width = images.shape
+    shifts = torch.randint(
+        -padding, padding + 1, (2, batch, 1), generator=generator, device=images.device
+    )
+    rows = _reflected(torch.arange(height, device=images.device) + shifts[0], height)
+    columns = _reflected(torch.arange(width, device=images.device) + shifts[1], width)
+    # Looking each pixel up where it comes from pads nothing and reads every pixel once.
+    sources = (rows[:, :, None] * width + columns[:, None, :]).view(batch, 1, -1)
+    return images.flatten(2).gather(2, sources.expand(-1, channels, -1)).view_as(images)
+
+
+def _reflected(places: Tensor, size: int) -> Tensor:
+    """Fold places beyond 0 or size - 1 back, without repeating the border."""
+    return size - 1 - (size - 1 - places.abs()).abs()
+
+
+def random_flip(images: Tensor, generator: Generator) -> Tensor:
+    """Mirror each image (B, 3, H, W) left to right with probability 1/2."""
+    return torch.where(_coin(images, 0.5, generator), images.flip(-1), images)
+
+
+def random_erasing(images: Tensor, probability: float, generator: Generator) -> Tensor:
+    """Overwrite a random rectangle with noise (arXiv 1708.04896).
+
+    It covers 2 to 33 % of the image, is up to 3.3 times as long as wide, and may be cut by the
+    border.
+
+    Args:
+        images: (B, 3, H, W) float, normalised.
+        probability: That an image is changed, 0 to 1.
+        generator: On the images' device.
+    """
+    height, width = images.shape[2:]
+    area = _uniform(images, 0.02, 0.33, generator)
+    stretch = _uniform(images, -1.0, 1.0, generator).mul(torch.tensor(3.3).log() / 2).exp()
+    side = area.sqrt()
+    inside = _box(images, side * stretch * height, side / stretch * width, generator)
+    erased = inside & _coin(images, probability, generator)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    return torch.where(erased, noise, images)
+
+
+def mixup_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
+    """Draw how much of each image stays in mixup (arXiv 1710.09412): (B, 1, H, W), constant."""
+    share = _beta(images, alpha, generator)
+    return share.expand(-1, 1, *images.shape[2:])
+
+
+def cutmix_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
+    """Draw what stays in cutmix (arXiv 1905.04899): (B, 1, H, W), 0 in a random box, else 1."""
+    side = (1 - _beta(images, alpha, generator)).sqrt()
+    height, width = images.shape[2:]
+    return 1 - _box(images, side * height, side * width, generator).float()
+
+
+def mix(
+    images: Tensor, targets: Tensor, shares: Tensor, generator: Generator
+) -> tuple[Tensor, Tensor]:
+    """Blend each image, and its target, with those of a random other one.
+
+    Args:
+        images: (B, 3, H, W) float.
+        targets: (B, C) float.
+        shares: (B, 1, H, W), 0 to 1: how much of the image itself stays at each pixel.
+        generator: On the images' device.
+
+    Returns:
+        Images and targets, weighted with the mean share of each image.
+    """
+    other = torch.randperm(len(images), generator=generator, device=images.device)
+    share = shares.mean(dim=(1, 2, 3))[:, None]
+    return torch.lerp(images[other], images, shares), torch.lerp(targets[other], targets, share)
+
+
+def _uniform(images: Tensor, low: float, high: float, generator: Generator) -> Tensor:
+    """Draw a number for each image: (B, 1, 1, 1)."""
+    drawn = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device)
+    return low + (high - low) * drawn
+
+
+def _coin(images: Tensor, probability: float, generator: Generator) -> Tensor:
+    """Draw true with a probability for each image: (B, 1, 1, 1) bool."""
+    return _uniform(images, 0.0, 1.0, generator) < probability
+
+
+def _beta(images: Tensor, alpha: float, generator: Generator) -> Tensor:
+    """Draw from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
+
+    torch.distributions takes no generator, so this calls what its Dirichlet is made of.
+    """
+    both = torch.full((len(images), 2), alpha, device=images.device)
+    return torch._sample_dirichlet(both, generator=generator)[:, :1, None, None]
+
+
+def _box(images: Tensor, height: Tensor, width: Tensor, generator: Generator) -> Tensor:
+    """Place a box of given height and width, pixels (B, 1, 1, 1), at random: (B, 1, H, W) bool.
+
+    Its centre is anywhere in the image; what lies outside is cut off.
+    """
+    rows, columns = (torch.arange(n, device=images.device) + 0.5 for n in images.shape[2:])
+    down = _uniform(images, 0.0, images.shape[2], generator)
+    across = _uniform(images, 0.0, images.shape[3], generator)
+    return ((rows[:, None] - down).abs() < height / 2) & ((columns - across).abs() < width / 2)

@@ -1,0 +1,30 @@
+"""Which images make a step: a pure function of seed and epoch."""
+
+import torch
+from torch import Tensor
+
+from vit.seeding import generator
+
+
+def steps_per_epoch(num_images: int, batch_size: int) -> int:
+    """Count the full batches in an epoch; the images left over wait for another epoch's order.
+
+    Raises:
+        ValueError: There is not even one full batch.
+    """
+    if batch_size > num_images:
+        raise ValueError(
+            f"train.batch_size: {batch_size} is more than the {num_images} training images"
+        )
+    return num_images // batch_size
+
+
+def epoch_batches(num_images: int, batch_size: int, seed: int, epoch: int) -> Tensor:
+    """Shuffle an epoch into batches.
+
+    Returns:
+        (steps, batch_size) int64 indices, none twice.
+    """
+    steps = steps_per_epoch(num_images, batch_size)
+    order = torch.randperm(num_images, generator=generator(seed, "epoch", epoch))
+    return order[: steps * batch_size].view(steps, batch_size)

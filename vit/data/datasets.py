@@ -1,0 +1,160 @@
+"""Data sets as whole tensors: uint8 images, labels, class names.
+
+torchvision downloads CIFAR and checks its sums; shapes are drawn on the fly.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+
+from vit.data.shapes import KINDS, draw_shapes
+from vit.seeding import fold_in, generator
+
+SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn where no number is asked for
+
+# Mean and standard deviation of each channel over the training images, in units of 0 to 1.
+# tests/test_datasets.py measures them again.
+NORMALIZATION = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "shapes": ((0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
+}
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images with labels.
+
+    Attributes:
+        images: (N, 3, H, W) uint8.
+        labels: (N,) int64, 0 to C - 1.
+        classes: The C class names.
+        masks: (N, H, W) bool, True on the object, where the data set knows it.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    masks: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, indices: Tensor) -> "ImageSet":
+        """Return the images at `indices` (n,), in that order."""
+        return dataclasses.replace(
+            self,
+            images=self.images[indices],
+            labels=self.labels[indices],
+            masks=None if self.masks is None else self.masks[indices],
+        )
+
+    def to(self, device: torch.device) -> "ImageSet":
+        """Return the set with images and labels on a device."""
+        return dataclasses.replace(
+            self, images=self.images.to(device), labels=self.labels.to(device)
+        )
+
+
+def load(
+    name: str, root: str | Path, train: bool, download: bool = True, count: int | None = None
+) -> ImageSet:
+    """Load the training or the test images of a data set.
+
+    Args:
+        name: "cifar10", "cifar100" or "shapes".
+        root: Folder that holds, or will hold, the downloaded data; shapes need none.
+        train: Training images, or else test images.
+        download: Whether to fetch what root does not hold.
+        count: How many shapes to draw; None draws 10,000 to train and 2,000 to test. CIFAR is
+            always whole.
+
+    Returns:
+        The images, in the data set's own order.
+
+    Raises:
+        ValueError: The name is not known, or the data is neither there nor could be fetched.
+    """
+    if name == "shapes":
+        split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
+        images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
+        return ImageSet(images, labels, KINDS, masks)
+    if name not in NORMALIZATION:
+        raise ValueError(f"data.name: {name!r} is not one of {', '.join(NORMALIZATION)}")
+    dataset = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
+    root = Path(root).expanduser()
+    try:
+        raw = dataset(root, train=train)
+    except RuntimeError:  # not there, or not whole
+        archive = root / dataset.filename
+        if not check_integrity(archive, dataset.tgz_md5):
+            if not download:
+                what = "data.download=false, so nothing was fetched"
+                raise _no_data(dataset, root, what) from None
+            print(f"{name} is not in {root}: downloading {dataset.url}", flush=True)
+        try:
+            download_and_extract_archive(
+                dataset.url, root, filename=dataset.filename, md5=dataset.tgz_md5
+            )
+            raw = dataset(root, train=train)
+        except (OSError, HTTPException, RuntimeError) as error:
+            raise _no_data(dataset, root, f"tried {dataset.url}: {error}") from None
+    images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
+    return ImageSet(images, torch.tensor(raw.targets), tuple(raw.classes))
+
+
+def _no_data(dataset: type, root: Path, what: str) -> ValueError:
+    archive, folder = dataset.filename, dataset.base_folder  # type: ignore[attr-defined]
+    return ValueError(
+        f"{dataset.__name__} is not in {root}, or is damaged there ({what}). "
+        f"Put {archive} or the unpacked {folder}/ into {root.resolve()}, or point "
+        f"--data.root at the folder that holds it; `make demo` needs no download."
+    )
+
+
+def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
+    """Choose images at random, as evenly over the classes as their sizes allow.
+
+    Args:
+        labels: (N,) int64.
+        count: How many, 0 to N.
+        seed: Of the run.
+        purpose: What they are for; another purpose is another draw.
+
+    Returns:
+        (count,) int64, ascending indices into labels.
+
+    Raises:
+        ValueError: count is larger than N.
+    """
+    if count > len(labels):
+        raise ValueError(f"{purpose}: {count} images are asked for, {len(labels)} are there")
+    order = torch.randperm(len(labels), generator=generator(seed, purpose))
+    turn = torch.empty_like(labels)  # of an image in its class: the first of each come first
+    for label in labels.unique():
+        members = order[labels[order] == label]
+        turn[members] = torch.arange(len(members))
+    chosen = order[turn[order].argsort(stable=True)[:count]]
+    return chosen.sort().values
+
+
+def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
+    """Split a set into what is trained on and `count` images, balanced over classes, held out.
+
+    Raises:
+        ValueError: Nothing would be left to train on.
+    """
+    if count >= len(images):
+        raise ValueError(
+            f"data.val_size: {count} leaves nothing of {len(images)} training images to train on"
+        )
+    held = balanced_subset(images.labels, count, seed, "data.val_size")
+    kept = torch.ones(len(images), dtype=torch.bool)
+    kept[held] = False
+    return images.select(kept.nonzero().squeeze(1)), images.select(held)

@@ -1,0 +1,173 @@
+"""The embedded data set "shapes": ten kinds of object on textured clutter, drawn from a seed.
+
+It needs no download, so training and its tests run anywhere, and every image comes with the true
+mask of its object, so an attention map can be checked against where the object really is. Place,
+size, rotation and colours are random: neither a single pixel nor the colour tells the kind, only
+the outline does.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+SIZE = 32  # height and width of an image, pixels
+SUBSAMPLES = 3  # sample points per pixel and axis; their mean makes the edges anti-aliased
+CHUNK = 500  # images drawn at once; bounds the memory and keeps the work inside the CPU caches
+RADIUS = (9.0, 13.0)  # of the circle around an object, pixels
+MAX_SEED = 2**63 - 1
+
+
+def draw_shapes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw images of random objects; on one machine the same arguments give the same bytes.
+
+    Args:
+        count: Number of images, at least 1.
+        seed: 0 to 2**63 - 1. PyTorch's CPU generator keeps only the low 32 bits, so a caller who
+            derives seeds from each other must mix them into those bits.
+
+    Returns:
+        images: (count, 3, 32, 32) uint8, RGB.
+        labels: (count,) int64, indices into KINDS in random order; no kind occurs more than once
+            more often than another.
+        masks: (count, 32, 32) bool, True where the object covers at least half of the pixel.
+
+    Raises:
+        ValueError: If count or seed is out of range.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}, must be at least 1")
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed}, must be from 0 to 2**63 - 1")
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.arange(count) % len(KINDS))[torch.randperm(count, generator=generator)]
+    images = torch.empty(count, 3, SIZE, SIZE, dtype=torch.uint8)
+    masks = torch.empty(count, SIZE, SIZE, dtype=torch.bool)
+    for start in range(0, count, CHUNK):
+        part = slice(start, start + CHUNK)
+        images[part], masks[part] = _draw_chunk(labels[part], generator)
+    return images, labels, masks
+
+
+def _draw_chunk(labels: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Return the images (n, 3, 32, 32) uint8 and masks (n, 32, 32) bool for labels (n,)."""
+    count = len(labels)
+    ground = torch.rand(count, 3, 1, 1, generator=generator)
+    # About half the circular colour range away in every channel: the object always stands out,
+    # and yet its colour alone is uniform and says nothing.
+    colour = (ground + _uniform((count, 3, 1, 1), 0.35, 0.65, generator)) % 1
+    thing = colour + 0.1 * _smooth_noise(count, 4, generator)
+    alpha = _draw_coverage(labels, generator)
+    image = torch.lerp(_draw_clutter(ground, generator), thing, alpha[:, None])
+    image += 0.03 * torch.randn(image.shape, generator=generator)
+    return (image.clamp_(0, 1) * 255).round_().to(torch.uint8), alpha >= 0.5
+
+
+def _draw_coverage(labels: Tensor, generator: Generator) -> Tensor:
+    """Return how much of each pixel the object covers, (n, 32, 32) in [0, 1], for labels (n,)."""
+    shape = (len(labels), 1)
+    radius = _uniform(shape, *RADIUS, generator)
+    # One pixel of margin on every side, so that no object touches the border.
+    centre_x = _uniform(shape, radius + 1, SIZE - 1 - radius, generator)
+    centre_y = _uniform(shape, radius + 1, SIZE - 1 - radius, generator)
+    angle = _uniform(shape, 0, 2 * math.pi, generator)
+    grid = (torch.arange(SIZE * SUBSAMPLES) + 0.5) / SUBSAMPLES
+    across, down = (grid - centre_x) / radius, (grid - centre_y) / radius
+    turn = angle.cos(), angle.sin()
+    coverage = torch.empty(len(labels), SIZE, SIZE)
+    for kind, inside in enumerate(_OUTLINES.values()):
+        rows = labels == kind
+        dx, dy, cos, sin = (part[rows] for part in (across, down, *turn))
+        x = (cos * dx)[:, None, :] + (sin * dy)[:, :, None]
+        y = (cos * dy)[:, :, None] - (sin * dx)[:, None, :]
+        samples = (inside(x, y) > 0).float()[:, None]
+        coverage[rows] = F.avg_pool2d(samples, SUBSAMPLES)[:, 0]
+    return coverage
+
+
+def _draw_clutter(ground: Tensor, generator: Generator) -> Tensor:
+    """Return textured backgrounds (n, 3, 32, 32) around the ground colours (n, 3, 1, 1)."""
+    count = len(ground)
+    clutter = ground + 0.2 * _smooth_noise(count, 7, generator)
+    pixel = torch.arange(SIZE) + 0.5
+    for _ in range(4):
+        x, y = _uniform((2, count, 1, 1), 0, SIZE, generator)
+        angle = _uniform((count, 1, 1), 0, math.pi, generator)
+        half_length = _uniform((count, 1, 1), 1, 12, generator)
+        half_width = _uniform((count, 1, 1), 0.5, 2.5, generator)
+        along = (pixel - x) * angle.cos() + (pixel[:, None] - y) * angle.sin()
+        aside = (pixel[:, None] - y) * angle.cos() - (pixel - x) * angle.sin()
+        depth = torch.minimum(half_length - along.abs(), half_width - aside.abs())
+        # At most half-way to any colour, so that no bar can be mistaken for the object.
+        alpha = 0.5 * (depth + 0.5).clamp(0, 1)[:, None]
+        clutter = torch.lerp(clutter, torch.rand(ground.shape, generator=generator), alpha)
+    return clutter
+
+
+def _smooth_noise(count: int, cells: int, generator: Generator) -> Tensor:
+    """Return noise (count, 3, 32, 32) in [-1, 1] that varies over about 32 / cells pixels."""
+    coarse = _uniform((count, 3, cells, cells), -1, 1, generator)
+    return F.interpolate(coarse, size=(SIZE, SIZE), mode="bilinear", align_corners=True)
+
+
+def _uniform(
+    shape: tuple[int, ...], low: float | Tensor, high: float | Tensor, generator: Generator
+) -> Tensor:
+    return low + (high - low) * torch.rand(shape, generator=generator)
+
+
+# The outlines: x and y are object coordinates, in which every object just fits the unit circle;
+# the result is positive inside. The proportions keep the kinds apart at a radius of 9 pixels.
+
+
+def _fold(x: Tensor, y: Tensor, sectors: int) -> tuple[Tensor, Tensor]:
+    """Turn and mirror every point into the half sector above the x axis."""
+    width = 2 * math.pi / sectors
+    angle = torch.remainder(torch.atan2(y, x) + width / 2, width) - width / 2
+    radius = torch.hypot(x, y)
+    return radius * angle.cos(), (radius * angle.sin()).abs()
+
+
+def _polygon(x: Tensor, y: Tensor, sides: int) -> Tensor:
+    return math.cos(math.pi / sides) - _fold(x, y, sides)[0]
+
+
+def _disc(x: Tensor, y: Tensor, radius: float) -> Tensor:
+    return radius**2 - x * x - y * y
+
+
+def _box(x: Tensor, y: Tensor, half_width: float, half_height: float) -> Tensor:
+    return torch.minimum(half_width - x.abs(), half_height - y.abs())
+
+
+def _star(x: Tensor, y: Tensor) -> Tensor:
+    x, y = _fold(x, y, 5)
+    notch_x, notch_y = 0.4 * math.cos(math.pi / 5), 0.4 * math.sin(math.pi / 5)
+    return notch_y * (1 - x) - (1 - notch_x) * y  # left of the edge from the tip to the notch
+
+
+def _heart(x: Tensor, y: Tensor) -> Tensor:
+    x, y = 1.2 * x, 1.2 * y + 0.36  # puts the middle of the heart at the origin
+    return 1 - x * x - (1.2 * y - x.abs().sqrt()) ** 2
+
+
+def _arrow(x: Tensor, y: Tensor) -> Tensor:
+    head = torch.minimum(x, 0.85 * (1 - x) - y.abs())
+    return torch.maximum(head, _box(x + 0.45, y, 0.5, 0.2))
+
+
+_OUTLINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "circle": lambda x, y: _disc(x, y, 1),
+    "square": lambda x, y: _polygon(x, y, 4),
+    "triangle": lambda x, y: _polygon(x, y, 3),
+    "star": _star,
+    "cross": lambda x, y: torch.maximum(_box(x, y, 0.96, 0.24), _box(x, y, 0.24, 0.96)),
+    "ring": lambda x, y: torch.minimum(_disc(x, y, 1), -_disc(x, y, 0.6)),
+    "heart": _heart,
+    "crescent": lambda x, y: torch.minimum(_disc(x, y, 1), -_disc(x - 0.4, y, 0.8)),
+    "arrow": _arrow,
+    "hexagon": lambda x, y: _polygon(x, y, 6),
+}
+KINDS: tuple[str, ...] = tuple(_OUTLINES)
