@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from vit.model.attention import causal_mask
-from vit.model.encoder import EncoderBlock, LayerScale, Mlp
+from vit.model.encoder import EncoderBlock, LayerScale, Mlp, NeighbourConv
 
 VARIANTS = {
     "plain": {},
@@ -154,3 +154,39 @@ def test_head_width_is_free():
 def test_unfitting_number_of_heads_is_refused():
     with pytest.raises(ValueError, match="num_heads: 5 does not divide dim=12; set head_dim"):
         EncoderBlock(12, 5)
+
+
+# --- the convolution in the MLP ---
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1, 3])
+def test_neighbour_conv_adds_what_the_neighbours_weigh(num_prefix_tokens: int) -> None:
+    rows, columns, dim = 3, 4, 5
+    torch.manual_seed(0)
+    layer = NeighbourConv(dim, (rows, columns), num_prefix_tokens).double()
+    tokens = torch.randn(2, num_prefix_tokens + rows * columns, dim, dtype=torch.float64)
+    expected = tokens.clone()
+    for row in range(rows):
+        for column in range(columns):
+            here = num_prefix_tokens + row * columns + column
+            expected[:, here] += layer.conv.bias
+            for down in (-1, 0, 1):
+                for across in (-1, 0, 1):
+                    if 0 <= row + down < rows and 0 <= column + across < columns:
+                        there = here + down * columns + across
+                        weight = layer.conv.weight[:, 0, down + 1, across + 1]
+                        expected[:, here] += weight * tokens[:, there]
+    assert_close(layer(tokens), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(layer(tokens)[:, :num_prefix_tokens], tokens[:, :num_prefix_tokens])
+
+
+def test_block_has_the_convolution_only_where_it_is_asked_for() -> None:
+    plain = EncoderBlock(8, 2)
+    mixing = EncoderBlock(8, 2, mlp_ratio=2, conv_grid=(2, 3), num_prefix_tokens=1)
+    assert not any("conv" in name for name in plain.state_dict())
+    assert mixing.mlp.conv.conv.weight.shape == (16, 1, 3, 3)
+    torch.manual_seed(0)
+    tokens = torch.randn(1, 7, 8, requires_grad=True)
+    mixing.mlp(tokens)[0, 6].sum().backward()  # the patch at the lower right
+    reached = tokens.grad[0].abs().sum(dim=1) > 0
+    assert reached.tolist() == [False, False, True, True, False, True, True]

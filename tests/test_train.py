@@ -135,7 +135,7 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
     for tag in tags:
         pictures = accumulator.Images(tag)
         assert [picture.step for picture in pictures] == milestones(STEPS)
-        assert {(p.width, p.height) for p in pictures} == {(700, 234)}
+        assert {(p.width, p.height) for p in pictures} == {(700, 250)}
         assert pictures[0].encoded_image_string != pictures[-1].encoded_image_string
 
 
@@ -159,6 +159,20 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     assert {"evaluation/confusion_matrix", "evaluation/reliability"} < {*shown.Tags()["images"]}
     assert "attention/rollout/probe_07" in shown.Tags()["images"]
     assert shown.Scalars("test/accuracy")[0].value == pytest.approx(report["accuracy"])
+
+
+def test_report_replaces_its_own_files_and_no_others(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, _ = finished
+    (tmp_path / "holiday.png").write_bytes(b"mine")
+    for _ in range(2):
+        evaluate_run(str(run), EvalConfig(out=str(tmp_path), probes=1))
+    assert (tmp_path / "holiday.png").read_bytes() == b"mine"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
+    with pytest.raises(ValueError, match="is a run folder"):
+        evaluate_run(str(run), EvalConfig(out=str(run)))
 
 
 def test_model_file_and_last_checkpoint_are_the_same_model(finished: tuple[Path, str]) -> None:

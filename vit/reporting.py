@@ -22,9 +22,13 @@ from vit.model.vit import VisionTransformer
 from vit.tracking import ROLLOUT_TAG, Tracker
 from vit.training.checkpoint import load_model, write_atomically
 from vit.training.hardware import choose_device, choose_precision, describe
-from vit.training.run import EVAL_FOLDER
+from vit.training.run import CONFIG_FILE, EVAL_FOLDER, METRICS_FILE
 
 REPORT_FILE = "report.json"
+_WRITTEN = (
+    REPORT_FILE, METRICS_FILE, "confusion_matrix.png", "reliability.png", "attention/probe_*.png",
+    "events.out.tfevents.*",
+)  # fmt: skip
 
 
 def normalization(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -59,7 +63,7 @@ def probe_pictures(
     logits, maps = rollout_maps(model, normalize(probes.images.to(mean.device), mean, std))
     shares, predicted = logits.softmax(dim=1).max(dim=1)
     captions = [
-        f"true {probes.classes[label]}, predicted {probes.classes[guess]} {share:.0%}"
+        f"true {probes.classes[label]}\npredicted {probes.classes[guess]} {share:.0%}"
         for label, guess, share in zip(
             probes.labels.tolist(), predicted.tolist(), shares.tolist(), strict=True
         )
@@ -113,8 +117,9 @@ def write_report(
     drawn = probe_pictures(model, choose_probes(images, probes, seed=0), mean, std)
     pictures |= {ROLLOUT_TAG.format(number): picture for number, picture in enumerate(drawn)}
     (folder / "attention").mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("*.png"), *folder.glob("attention/*.png"), *folder.glob("events.*")):
-        old.unlink()
+    for pattern in _WRITTEN:
+        for old in folder.glob(pattern):
+            old.unlink()
     tracker = Tracker(folder, step)
     keys = ("accuracy", "top5_accuracy", "loss", "ece")
     tracker.scalars(step, {f"test/{key}": result[key] for key in keys})
@@ -147,6 +152,8 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     test = load(data.name, options.data.root or data.root, False, options.data.download)
     home = saved.path.parent.parent if saved.path.suffix == ".pt" else saved.path.parent
     folder = Path(options.out) if options.out else home / EVAL_FOLDER
+    if (folder / CONFIG_FILE).exists():
+        raise ValueError(f"out: {folder} is a run folder; a report goes into one of its own")
     result = write_report(
         saved.model.to(device), test, data.name, folder, step=saved.step, device=device,
         precision=precision, batch_size=options.batch_size, probes=options.probes,

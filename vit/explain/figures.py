@@ -11,9 +11,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
+
+from vit.evaluation import wilson_interval
 
 DPI = 100
 COLOURS = "inferno"
@@ -26,13 +28,13 @@ def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> 
     Args:
         images: (B, 3, H, W) uint8.
         maps: (B, rows, columns), in units of uniform attention.
-        captions: B lines of text.
+        captions: B texts, of up to two lines of 30 characters.
 
     Returns:
-        700 pixels wide and 234 high per row. Pixels and patches are enlarged as they are,
+        700 pixels wide and 250 high per row. Pixels and patches are enlarged as they are,
         without smoothing.
     """
-    panel, title, gap, wide = 208, 26, 6, 700  # pixels
+    panel, title, gap, wide = 208, 42, 6, 700  # pixels
     tall = (panel + title) * len(images)
     figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
 
@@ -62,8 +64,8 @@ def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> 
         bar = axes_at(gap + 3 * (panel + gap), top + 4, 12, panel - 8)
         for axis in (plain, mapped, overlaid):
             axis.set_axis_off()
-        plain.set_title(caption, fontsize=9, loc="left")
-        mapped.set_title("attention rollout (class-agnostic)", fontsize=9)
+        plain.set_title(caption, fontsize=9, loc="left", pad=4)
+        mapped.set_title("attention rollout\n(class-agnostic)", fontsize=9)
         overlaid.set_title("overlay", fontsize=9)
         colours = ScalarMappable(Normalize(*SCALE), COLOURS)
         figure.colorbar(colours, cax=bar, extend="max").set_label("× uniform", fontsize=8)
@@ -74,13 +76,16 @@ def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
     """Draw a confusion matrix (C x C counts, rows are true classes) with shares of each row."""
     counts = torch.tensor(confusion, dtype=torch.float64)
-    shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+    shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
     few = len(classes) <= 20
     figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
     axis = figure.subplots()
-    shown = axis.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    axis.set_facecolor("0.85")
+    # The square root makes rare confusions visible beside the diagonal.
+    shown = axis.imshow(shares.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     figure.colorbar(shown, ax=axis, label="share of the true class")
     axis.set(xlabel="predicted", ylabel="true")
+    axis.set_title("confusion, % of each true class", fontsize=10)
     if few:
         axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
         axis.set_yticks(range(len(classes)), classes)
@@ -89,7 +94,6 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
                 colour = "white" if share > 0.5 else "black"
                 text = f"{share:.0%}".rstrip("%")
                 axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
-        axis.set_title("confusion, % of each true class", fontsize=10)
     return _pixels(figure)
 
 
@@ -99,7 +103,12 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     confidence = [b["confidence"] for b in bins]
     upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="calibrated")
-    upper.plot(confidence, [b["accuracy"] for b in bins], marker="o", markersize=4, label="model")
+    accuracy = np.array([b["accuracy"] for b in bins])
+    low, high = np.array([wilson_interval(round(b["accuracy"] * b["n"]), b["n"]) for b in bins]).T
+    upper.errorbar(
+        confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
+        capsize=2, elinewidth=1, label="model, 95 % interval",
+    )  # fmt: skip
     upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
     upper.set_title(f"reliability, expected calibration error {ece:.3f}", fontsize=10)
     upper.legend(fontsize=8, frameon=False)

@@ -17,7 +17,14 @@ from vit.training.checkpoint import (
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 EVAL_FOLDER = "eval"
-_WRITTEN = (CONFIG_FILE, METRICS_FILE, MODEL_FILE, CHECKPOINT_FOLDER, EVAL_FOLDER, "events.out.*")
+_WRITTEN = (
+    CONFIG_FILE,
+    METRICS_FILE,
+    MODEL_FILE,
+    CHECKPOINT_FOLDER,
+    EVAL_FOLDER,
+    "events.out.tfevents.*",
+)
 
 
 def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:

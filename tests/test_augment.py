@@ -1,0 +1,424 @@
+"""Augmentation: each function by what it does to every single image."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from vit.data.augment import (
+    augment,
+    cutmix_shares,
+    mix,
+    mixup_shares,
+    normalize,
+    random_crop,
+    random_erasing,
+    random_flip,
+)
+from vit.data.datasets import NORMALIZATION
+
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION["cifar10"])
+ZERO, UNIT = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 1 / 255)  # normalise to the bytes
+ALL = {"crop_padding": 4, "flip": True, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0}
+
+# Each function as Generator, images and targets -> tensors.
+FUNCTIONS: dict[str, Callable[[Generator, Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "random_crop": lambda g, x, _: (random_crop(x, 4, g),),
+    "random_flip": lambda g, x, _: (random_flip(x, g),),
+    "random_erasing": lambda g, x, _: (random_erasing(x.float(), 0.5, g),),
+    "mixup_shares": lambda g, x, _: (mixup_shares(x.float(), 0.8, g),),
+    "cutmix_shares": lambda g, x, _: (cutmix_shares(x.float(), 1.0, g),),
+    "mix": lambda g, x, y: mix(x.float(), y, torch.full_like(x[:, :1], 0.3, dtype=y.dtype), g),
+    "augment": lambda g, x, y: augment(x, y, MEAN, STD, g, **ALL),
+}
+with_functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+def seeded(seed: int = 0) -> Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def draw_images(count: int, height: int = 32, width: int = 32) -> Tensor:
+    shape = (count, 3, height, width)
+    return torch.randint(256, shape, dtype=torch.uint8, generator=seeded(99))
+
+
+def draw_targets(count: int, classes: int = 10) -> Tensor:
+    return F.one_hot(torch.arange(count) % classes, classes).float()
+
+
+def plain_images(count: int, size: int = 32) -> tuple[Tensor, Tensor]:
+    """Return images filled with their own number, and as targets a class for each."""
+    values = torch.arange(count).to(torch.uint8)[:, None, None, None]
+    return values.expand(-1, 3, size, size).clone(), torch.eye(count)
+
+
+def quantiles(values: Tensor | np.ndarray) -> np.ndarray:
+    return np.quantile(np.asarray(values), np.linspace(0.05, 0.95, 19))
+
+
+def chi_square(counts: Tensor) -> float:
+    expected = counts.sum() / len(counts)
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+# All of them.
+
+
+@with_functions
+def test_draws_come_from_the_generator_alone_and_inputs_stay(function):
+    images, targets = draw_images(20), draw_targets(20)
+    torch.manual_seed(0)
+    first = function(seeded(), images, targets)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    again = function(seeded(), images, targets)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    other = function(seeded(1), images, targets)
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(images, draw_images(20)) and torch.equal(targets, draw_targets(20))
+
+
+@pytest.mark.parametrize("function", [random_erasing, mix])
+def test_float_inputs_stay(function):
+    images = draw_images(20).float()
+    if function is mix:
+        mix(images, draw_targets(20), torch.full((20, 1, 32, 32), 0.3), seeded())
+    else:
+        random_erasing(images, 1.0, seeded())
+    assert torch.equal(images, draw_images(20).float())
+
+
+@with_functions
+@pytest.mark.parametrize("count", [1, 2])
+def test_small_batches(function, count):
+    for result in function(seeded(), draw_images(count), draw_targets(count)):
+        assert len(result) == count
+        assert result.float().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("random_crop", 50),
+        ("random_flip", 2),
+        ("random_erasing", 80),
+        ("mixup_shares", 200),
+        ("cutmix_shares", 150),
+        ("augment", 200),
+    ],
+)
+def test_each_image_draws_its_own_parameters(name, least):
+    images, targets = draw_images(1).expand(200, -1, -1, -1), draw_targets(1).expand(200, -1)
+    results = FUNCTIONS[name](seeded(), images, targets)[0]
+    assert len(results.flatten(1).unique(dim=0)) >= least
+
+
+# Normalisation.
+
+
+def test_normalize_is_the_formula():
+    images = torch.arange(256, dtype=torch.uint8).expand(2, 3, 4, 256)
+    result = normalize(images, MEAN, STD)
+    assert result.dtype == torch.float32
+    mean, std = (np.array(values)[:, None, None] for values in NORMALIZATION["cifar10"])
+    expected = (images.numpy() / 255.0 - mean) / std
+    np.testing.assert_allclose(result.numpy(), expected, rtol=0, atol=2e-6)
+
+
+# Crop.
+
+
+def crops(images: Tensor, padding: int) -> Tensor:
+    """Return every crop of the images padded by torch, (offsets, B, 3, H, W)."""
+    height, width = images.shape[2:]
+    padded = F.pad(images.float(), [padding] * 4, mode="reflect")
+    return torch.stack(
+        [
+            padded[:, :, down : down + height, across : across + width]
+            for down in range(2 * padding + 1)
+            for across in range(2 * padding + 1)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "height", "width", "padding"),
+    [(4000, 6, 7, 2), (60, 32, 32, 4), (300, 5, 6, 3), (50, 9, 9, 1)],
+)
+def test_random_crop_is_a_crop_of_the_reflected_image(count, height, width, padding):
+    images = draw_images(count, height, width)
+    result = random_crop(images, padding, seeded())
+    assert result.dtype == torch.uint8 and result.shape == images.shape
+    matches = (crops(images, padding) == result).flatten(2).all(2)
+    assert (matches.sum(0) == 1).all()
+    if count > 1000:  # every offset is as likely as another: 24 degrees of freedom
+        assert chi_square(matches.sum(1)) < 60
+    else:
+        assert len(matches.float().argmax(0).unique()) > 1
+
+
+def test_random_crop_by_as_much_as_reflection_can():
+    images = draw_images(100, 4, 4)
+    matches = (crops(images, 3) == random_crop(images, 3, seeded())).flatten(2).all(2)
+    assert matches.any(0).all()
+    assert (matches.sum(0) > 1).any()  # shifts of 3 and -3 both turn 4 pixels round
+
+
+def test_random_crop_without_padding_changes_nothing():
+    images = draw_images(5)
+    assert torch.equal(random_crop(images, 0, seeded()), images)
+
+
+# Flip.
+
+
+def test_random_flip_mirrors_half_of_the_images():
+    images = draw_images(2000, 3, 4)
+    result = random_flip(images, seeded())
+    same = (result == images).flatten(1).all(1)
+    mirrored = (result == images.flip(3)).flatten(1).all(1)
+    assert (same ^ mirrored).all()
+    assert 900 < mirrored.sum() < 1100
+    alike = (mirrored[1:] == mirrored[:-1]).float().mean()
+    assert 0.45 < alike < 0.55
+
+
+# Erasing.
+
+
+def simulate_boxes(sides: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the visible share of boxes of (count, 2) pixels, centred anywhere in a square."""
+    middles = rng.uniform(0, size, sides.shape)
+    pixels = np.arange(size) + 0.5
+    inside = np.abs(pixels - middles[..., None]) < sides[..., None] / 2
+    return inside.sum(-1).prod(-1) / size**2
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
+def test_random_erasing_fills_one_box_in_some_images(probability):
+    images = torch.full((3000, 3, 32, 32), 100.0)
+    result = random_erasing(images, probability, seeded())
+    changed = result != 100
+    assert (changed == changed[:, :1]).all()
+    changed = changed[:, 0]
+    hit = changed.flatten(1).any(1)
+    spread = 5 * (probability * (1 - probability) / 3000) ** 0.5
+    assert hit.float().mean().item() == pytest.approx(probability, abs=spread)
+    rows, columns = changed.any(2), changed.any(1)
+    assert torch.equal(changed, rows[:, :, None] & columns[:, None, :])
+    for line in (rows, columns):  # without gaps
+        assert (line.float().diff(dim=1).abs().sum(1) <= 2).all()
+    if probability:
+        noise = result[changed[:, None].expand_as(result)]
+        assert noise.mean().item() == pytest.approx(0, abs=0.01)
+        assert noise.std().item() == pytest.approx(1, abs=0.01)
+        assert noise.abs().lt(1.959964).float().mean().item() == pytest.approx(0.95, abs=0.005)
+        # Each pixel and channel has noise of its own.
+        box = result[hit][0][:, rows[hit][0]][..., columns[hit][0]]
+        assert len(box.unique()) == box.numel()
+
+
+def test_random_erasing_boxes_have_the_areas_and_shapes_of_the_paper():
+    count, size = 4000, 64
+    result = random_erasing(torch.full((count, 1, size, size), 100.0), 1.0, seeded())
+    changed = result[:, 0] != 100
+    visible = changed.float().mean((1, 2))
+    rng = np.random.default_rng(0)
+    area = rng.uniform(0.02, 0.33, 40_000) * size**2
+    ratio = np.exp(rng.uniform(-math.log(3.3), math.log(3.3), 40_000))
+    sides = np.stack([np.sqrt(area * ratio), np.sqrt(area / ratio)], axis=1)
+    expected = simulate_boxes(sides, size, rng)
+    np.testing.assert_allclose(quantiles(visible), quantiles(expected), rtol=0, atol=0.01)
+    assert 0 < visible.min() < 0.02 and 0.25 < visible.max() < 0.35
+    # Boxes that no border cuts keep their proportions, upright as often as lying.
+    high, wide = changed.any(2), changed.any(1)
+    whole = ~(high[:, 0] | high[:, -1] | wide[:, 0] | wide[:, -1])
+    proportions = (high.sum(1) / wide.sum(1))[whole].log()
+    assert proportions.abs().max() < math.log(3.3) + 0.3
+    assert proportions.mean().item() == pytest.approx(0, abs=0.1)
+
+
+# Shares of mixup and cutmix.
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.8, 1.0, 4.0])
+def test_mixup_shares_are_beta_distributed_and_constant(alpha):
+    shares = mixup_shares(torch.zeros(20_000, 3, 2, 3), alpha, seeded())
+    assert shares.shape == (20_000, 1, 2, 3)
+    assert (shares == shares[:, :, :1, :1]).all()
+    drawn = shares[:, 0, 0, 0]
+    assert drawn.min() >= 0 and drawn.max() <= 1
+    assert drawn.mean().item() == pytest.approx(0.5, abs=0.015)
+    assert drawn.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.04)
+    expected = np.random.default_rng(0).beta(alpha, alpha, 200_000)
+    np.testing.assert_allclose(quantiles(drawn), quantiles(expected), rtol=0, atol=0.025)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_cutmix_shares_are_zero_in_one_box(alpha):
+    count, size = 4000, 32
+    shares = cutmix_shares(torch.zeros(count, 3, size, size), alpha, seeded())
+    assert shares.shape == (count, 1, size, size)
+    assert ((shares == 0) | (shares == 1)).all()
+    box = shares[:, 0] == 0
+    rows, columns = box.any(2), box.any(1)
+    assert torch.equal(box, rows[:, :, None] & columns[:, None, :])
+    rng = np.random.default_rng(0)
+    side = np.sqrt(1 - rng.beta(alpha, alpha, (40_000, 1))) * size
+    expected = simulate_boxes(np.repeat(side, 2, axis=1), size, rng)
+    visible = box.float().mean((1, 2))
+    np.testing.assert_allclose(quantiles(visible), quantiles(expected), rtol=0, atol=0.025)
+    uncut = ~(rows[:, 0] | rows[:, -1] | columns[:, 0] | columns[:, -1])
+    assert uncut.sum() > 200
+    assert ((rows.sum(1) - columns.sum(1)).abs()[uncut] <= 1).all()  # square like the image
+
+
+def test_boxes_favour_no_side():
+    shares = cutmix_shares(torch.zeros(20_000, 3, 4, 4), 1.0, seeded())
+    often = (1 - shares).mean((0, 1))
+    for other in (often.flip(0), often.flip(1), often.T):
+        torch.testing.assert_close(often, other, rtol=0, atol=0.02)
+    assert often[1, 1] > often[0, 1] + 0.02 > often[0, 0] + 0.04  # the middle is covered most
+
+
+# Mixing.
+
+
+def test_mix_blends_each_image_and_target_with_one_other():
+    count = 50
+    images, targets = draw_images(count, 4, 5).double(), draw_targets(count).double()
+    shares = torch.rand(count, 1, 4, 5, generator=seeded(1), dtype=torch.float64)
+    mixed, mixed_targets = mix(images, targets, shares, seeded())
+    partners = []
+    for image, target, share, result, result_target in zip(
+        images, targets, shares, mixed, mixed_targets, strict=True
+    ):
+        blends = share * image + (1 - share) * images
+        (partner,) = (blends - result).abs().flatten(1).amax(1).lt(1e-9).nonzero().flatten()
+        partners.append(partner.item())
+        expected = share.mean() * target + (1 - share.mean()) * targets[partner]
+        torch.testing.assert_close(result_target, expected, rtol=0, atol=1e-12)
+    assert sorted(partners) == list(range(count))
+
+
+def test_any_other_image_is_as_likely_as_another():
+    images, targets = plain_images(4, size=1)
+    alone = torch.zeros(4, 1, 1, 1)
+    drawn = [mix(images.float(), targets, alone, seeded(n))[0].flatten(1)[:, 0] for n in range(800)]
+    for column in torch.stack(drawn).T:
+        assert chi_square(torch.bincount(column.long(), minlength=4)) < 20  # 3 degrees of freedom
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_mix_takes_whole_images_exactly(share):
+    images, targets = normalize(draw_images(20), MEAN, STD), draw_targets(20)
+    mixed, mixed_targets = mix(images, targets, torch.full((20, 1, 32, 32), share), seeded())
+    if share:
+        assert torch.equal(mixed, images) and torch.equal(mixed_targets, targets)
+    else:
+        order = (mixed.flatten(1)[:, None] == images.flatten(1)).all(2).long().argmax(1)
+        assert torch.equal(mixed, images[order]) and torch.equal(mixed_targets, targets[order])
+
+
+@pytest.mark.parametrize(
+    "options", [{"mixup": 0.3}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}]
+)
+def test_target_weights_are_pixel_weights(options):
+    images, targets = plain_images(200)
+    mixed, weights = augment(images, targets, ZERO, UNIT, seeded(), **options)
+    values = torch.arange(200.0)
+    assert weights.min() >= 0
+    torch.testing.assert_close(weights.sum(1), torch.ones(200), rtol=0, atol=1e-5)
+    torch.testing.assert_close(weights @ values, mixed.mean((1, 2, 3)), rtol=0, atol=1e-3)
+
+
+def test_cutmix_pixels_come_from_the_image_or_one_other():
+    images, targets = plain_images(250)
+    mixed, weights = augment(images, targets, ZERO, UNIT, seeded(), cutmix=1.0)
+    mixed = mixed.round().long()
+    assert (mixed == mixed[:, :1]).all()
+    for number, (pixels, weight) in enumerate(zip(mixed[:, 0], weights, strict=True)):
+        others = pixels[pixels != number].unique()
+        assert len(others) <= 1
+        share = (pixels == number).float().mean()
+        assert weight[number].item() == pytest.approx(share.item(), abs=1e-5)
+        for other in others:
+            assert weight[other].item() == pytest.approx(1 - share.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "low", "high"),
+    [({"mixup": 1.0}, 1.0, 1.0), ({"cutmix": 1.0}, 0.0, 0.0),
+     ({"mixup": 1.0, "cutmix": 1.0}, 0.4, 0.6)],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
+    images, targets = plain_images(250)
+    mixed, weights = augment(images, targets, ZERO, UNIT, seeded(seed), **options)
+    partnered = (weights > 0).sum(1) == 2  # neither itself, nor covered by the box
+    constant = (mixed - mixed[:, :1, :1, :1]).abs().flatten(1).amax(1) < 1e-3
+    blended = (partnered & constant).sum().item()
+    cut = (partnered & ~constant).sum().item()
+    assert blended + cut > 200
+    assert low <= blended / (blended + cut) <= high
+    # A cut image holds two whole numbers, its own and another one's.
+    pixels = mixed[partnered & ~constant]
+    torch.testing.assert_close(pixels, pixels.round(), rtol=0, atol=1e-3)
+
+
+# The whole.
+
+
+def test_augment_with_all_off_only_normalises():
+    images, targets = draw_images(10), draw_targets(10)
+    result, result_targets = augment(images, targets, MEAN, STD, seeded())
+    assert torch.equal(result, normalize(images, MEAN, STD))
+    assert torch.equal(result_targets, targets)
+
+
+@pytest.mark.parametrize("mixed", ["mixup", "cutmix", None])
+def test_augment_crops_flips_normalises_erases_mixes(mixed):
+    images, targets = draw_images(30), draw_targets(30)
+    options = {"crop_padding": 3, "flip": True, "erasing": 0.4}
+    result, result_targets = augment(
+        images, targets, MEAN, STD, seeded(), **options, **({mixed: 0.7} if mixed else {})
+    )
+    generator = seeded()
+    x = random_flip(random_crop(images, 3, generator), generator)
+    x = random_erasing(normalize(x, MEAN, STD), 0.4, generator)
+    if mixed:
+        shares = (mixup_shares if mixed == "mixup" else cutmix_shares)(x, 0.7, generator)
+        x, targets = mix(x, targets, shares, generator)
+    assert torch.equal(result, x) and torch.equal(result_targets, targets)
+
+
+@pytest.mark.parametrize("option", ALL)
+def test_every_option_has_its_effect_alone(option):
+    images, targets = draw_images(30), draw_targets(30)
+    result, result_targets = augment(images, targets, MEAN, STD, seeded(), **{option: ALL[option]})
+    assert result.dtype == result_targets.dtype == torch.float32
+    assert result.shape == images.shape and result_targets.shape == targets.shape
+    assert not torch.equal(result, normalize(images, MEAN, STD))
+    assert torch.equal(result_targets, targets) == (option not in ("mixup", "cutmix"))
+
+
+def test_noise_of_erasing_is_not_normalised_again():
+    images = torch.zeros(300, 3, 32, 32, dtype=torch.uint8)
+    result, _ = augment(images, draw_targets(300), MEAN, STD, seeded(), erasing=1.0)
+    noise = result[result != normalize(images, MEAN, STD)]
+    assert noise.mean().item() == pytest.approx(0, abs=0.02)
+    assert noise.std().item() == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_targets_stay_probabilities(seed):
+    targets = torch.softmax(torch.randn(64, 10, generator=seeded(5)), dim=1)
+    _, result = augment(draw_images(64), targets, MEAN, STD, seeded(seed), **ALL)
+    assert result.min() >= 0
+    torch.testing.assert_close(result.sum(1), torch.ones(64), rtol=0, atol=1e-5)

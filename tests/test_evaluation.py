@@ -1,0 +1,236 @@
+"""Measures of how good a model is, against torchmetrics and first principles."""
+
+import json
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import (
+    multiclass_accuracy,
+    multiclass_calibration_error,
+    multiclass_confusion_matrix,
+    multiclass_precision,
+    multiclass_recall,
+)
+
+from vit.data.datasets import NORMALIZATION
+from vit.evaluation import as_table, evaluate, predict, reliability, report, wilson_interval
+from vit.model.vit import VisionTransformer
+
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION["cifar10"])
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"class {number}" for number in range(count))
+
+
+def draw_case(count: int, num_classes: int, skill: float, scale: float) -> tuple[Tensor, Tensor]:
+    """Return logits that lean towards the labels, and the labels."""
+    generator = torch.Generator().manual_seed(count + num_classes)
+    labels = torch.randint(num_classes, (count,), generator=generator)
+    logits = torch.randn(count, num_classes, generator=generator)
+    logits[torch.arange(count), labels] += skill
+    return logits * scale, labels
+
+
+@pytest.mark.parametrize(
+    ("count", "num_classes", "skill", "scale"),
+    [(1000, 10, 1.0, 1.0), (1000, 10, 2.0, 3.0), (500, 100, 1.0, 0.5), (300, 5, 0.0, 0.1),
+     (300, 3, 1.0, 1.0), (200, 2, 0.5, 1.0), (1, 10, 0.0, 1.0)],
+)  # fmt: skip
+def test_report_agrees_with_torchmetrics(count, num_classes, skill, scale):
+    logits, labels = draw_case(count, num_classes, skill, scale)
+    result = report(logits, labels, names(num_classes))
+    close = {"abs": 1e-6}
+    accuracy = multiclass_accuracy(logits, labels, num_classes, average="micro").item()
+    assert result["n"] == count
+    assert result["accuracy"] == pytest.approx(accuracy, **close)
+    assert result["accuracy_95"] == wilson_interval(round(accuracy * count), count)
+    top = min(5, num_classes)
+    top5 = multiclass_accuracy(logits, labels, num_classes, average="micro", top_k=top).item()
+    assert result["top5_accuracy"] == pytest.approx(top5, **close)
+    confusion = multiclass_confusion_matrix(logits, labels, num_classes)
+    assert result["confusion_matrix"] == confusion.tolist()
+    ece = multiclass_calibration_error(logits, labels, num_classes, n_bins=15, norm="l1").item()
+    assert result["ece"] == pytest.approx(ece, **close)
+    per_class = result["per_class"]
+    assert list(per_class) == list(names(num_classes))
+    recall = multiclass_recall(logits, labels, num_classes, average=None).tolist()
+    precision = multiclass_precision(logits, labels, num_classes, average=None).tolist()
+    for values, r, p in zip(per_class.values(), recall, precision, strict=True):
+        # torchmetrics writes 0 where there is nothing to divide by.
+        assert (values["recall"] or 0.0) == pytest.approx(r, **close)
+        assert (values["precision"] or 0.0) == pytest.approx(p, **close)
+    exact = logits.double().numpy()
+    exact = exact - np.log(np.exp(exact).sum(1, keepdims=True))
+    loss = -exact[np.arange(count), labels.numpy()].mean()
+    assert result["loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_report_by_hand():
+    # True a: taken for a, a, b; true b: for a; c has no images, and d is never predicted.
+    predicted = torch.tensor([0, 0, 1, 0, 2])
+    labels = torch.tensor([0, 0, 0, 1, 3])
+    logits = torch.eye(4)[predicted] * math.log(2)  # confidence 2 / 5
+    result = report(logits, labels, ("a", "b", "c", "d"))
+    assert result["accuracy"] == pytest.approx(2 / 5, abs=1e-12)
+    assert result["top5_accuracy"] == 1
+    assert result["confusion_matrix"] == [[2, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
+    assert result["per_class"] == {
+        "a": {"recall": pytest.approx(2 / 3), "precision": pytest.approx(2 / 3), "n": 3},
+        "b": {"recall": 0.0, "precision": 0.0, "n": 1},
+        "c": {"recall": None, "precision": 0.0, "n": 0},
+        "d": {"recall": 0.0, "precision": None, "n": 1},
+    }
+    assert result["loss"] == pytest.approx(-(2 * math.log(2 / 5) + 3 * math.log(1 / 5)) / 5)
+    assert result["ece"] == pytest.approx(0, abs=1e-6)  # 40 % sure and 40 % right
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize(("right", "ece"), [(True, 0.0), (False, 1.0)])
+def test_report_on_certain_predictions(right, ece):
+    labels = torch.arange(30) % 10
+    predicted = labels if right else (labels + 1) % 10
+    result = report(torch.eye(10)[predicted] * 1000, labels, names(10))
+    assert result["accuracy"] == right
+    assert result["ece"] == pytest.approx(ece, abs=1e-6)
+    assert result["loss"] == pytest.approx(0 if right else 1000, abs=1e-3)
+    assert result["reliability"] == [{"n": 30, "confidence": 1.0, "accuracy": float(right)}]
+
+
+def test_top5_counts_the_fifth_and_not_the_sixth():
+    logits = torch.arange(10.0).flip(0).expand(10, 10)  # class 0 first, class 9 last
+    result = report(logits, torch.arange(10), names(10))
+    assert result["top5_accuracy"] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_reliability_bins_by_hand():
+    confidence = torch.tensor([0.55, 0.59, 0.601, 0.93, 0.95, 0.99, 1.0], dtype=torch.float64)
+    labels = torch.tensor([0, 1, 1, 0, 0, 0, 1])
+    bins = reliability(torch.stack([confidence, 1 - confidence], dim=1), labels)
+    assert bins == [
+        {"n": 2, "confidence": pytest.approx(0.57), "accuracy": 0.5},  # 8/15 to 9/15
+        {"n": 1, "confidence": pytest.approx(0.601), "accuracy": 0.0},  # 9/15 to 10/15
+        {"n": 1, "confidence": pytest.approx(0.93), "accuracy": 1.0},  # 13/15 to 14/15
+        {"n": 3, "confidence": pytest.approx(0.98), "accuracy": pytest.approx(2 / 3)},
+    ]
+
+
+# The interval.
+
+
+def score_equation_root(hits: int, count: int, low: float, high: float) -> float:
+    """Bisect for the share p at which the observed share is z standard errors away."""
+    z = NormalDist().inv_cdf(0.975)
+
+    def gap(p: float) -> float:
+        return (hits / count - p) ** 2 - z * z * p * (1 - p) / count
+
+    rising = gap(high) > gap(low)
+    for _ in range(100):
+        middle = (low + high) / 2
+        if (gap(middle) > 0) == rising:
+            high = middle
+        else:
+            low = middle
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize(
+    ("hits", "count"),
+    [(0, 1), (1, 1), (0, 10), (1, 10), (5, 10), (10, 10), (9_000, 10_000), (9_999, 10_000)],
+)
+def test_wilson_interval_solves_the_score_equation(hits, count):
+    share = hits / count
+    low = score_equation_root(hits, count, 0, share) if hits else 0.0
+    high = score_equation_root(hits, count, share, 1) if hits < count else 1.0
+    assert wilson_interval(hits, count) == pytest.approx((low, high), abs=1e-7)
+
+
+@pytest.mark.parametrize("count", [20, 100, 1000])
+def test_wilson_interval_covers_the_truth_in_95_of_100_cases(count):
+    intervals = [wilson_interval(hits, count) for hits in range(count + 1)]
+    low, high = np.array(intervals).T
+    hits = np.arange(count + 1)
+    log_choose = np.array([math.lgamma(count + 1) - math.lgamma(h + 1) - math.lgamma(count - h + 1)
+                           for h in hits])  # fmt: skip
+    coverage = []
+    for p in np.linspace(0.05, 0.95, 181):
+        chance = np.exp(log_choose + hits * math.log(p) + (count - hits) * math.log(1 - p))
+        coverage.append(chance[(low <= p) & (p <= high)].sum())
+    assert np.mean(coverage) == pytest.approx(0.95, abs=0.007)
+    assert min(coverage) > 0.91
+
+
+# A model.
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    torch.manual_seed(0)
+    # The batch norm of the convolutional stem shows whether images see each other.
+    vit = VisionTransformer(img_size=8, stem="conv", embed_dim=16, depth=2, num_heads=2)
+    for parameter in vit.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return vit.eval()
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (50, 3, 8, 8), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_predict_is_the_model_whatever_the_batch_size(model, images, batch_size):
+    logits = predict(model, images, MEAN, STD, batch_size=batch_size)
+    with torch.no_grad():
+        expected = model((images / 255 - MEAN) / STD)
+    assert expected.std() > 0.1
+    assert logits.dtype == torch.float32 and not logits.requires_grad
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_predict_in_bfloat16_is_near_and_returns_float32(model, images):
+    exact = predict(model, images, MEAN, STD)
+    rounded = predict(model, images, MEAN, STD, torch.bfloat16)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.1 * exact.std()
+
+
+def test_evaluate_is_the_report_on_the_predictions(model, images):
+    labels = torch.arange(50) % 10
+    result = evaluate(model, images, labels, names(10), MEAN, STD, batch_size=13)
+    assert result.pop("images_per_second") > 0
+    expected = report(predict(model, images, MEAN, STD, batch_size=13), labels, names(10))
+    assert result == expected
+
+
+def test_table_shows_every_class_once():
+    predicted = torch.tensor([0] * 20 + [1] * 3 + [3] * 6 + [0] * 2)
+    labels = torch.tensor([0] * 20 + [0] * 3 + [1] * 6 + [1] * 2)
+    classes = ("airplane", "aquarium fish", "cat", "dog")
+    result = report(torch.eye(4)[predicted] * 5, labels, classes)
+    table = as_table({**result, "images_per_second": 12345.6})
+    lines = table.splitlines()
+    assert "64.52%" in lines[0] and "31 images" in lines[0]
+    low, high = result["accuracy_95"]
+    assert f"{low:.2%} to {high:.2%}" in lines[0]
+    assert "12,346" in table
+    rows = {name: [line for line in lines if line.startswith(name)] for name in classes}
+    assert all(len(found) == 1 for found in rows.values())
+    # Recall, precision, images, most often taken for.
+    cells = {name: found[0][len(name) :].split() for name, found in rows.items()}
+    assert cells == {
+        "airplane": ["87.0%", "90.9%", "23", "aquarium", "fish", "(3)"],
+        "aquarium fish": ["0.0%", "0.0%", "8", "dog", "(6)"],
+        "cat": ["–", "–", "0", "–"],
+        "dog": ["–", "0.0%", "0", "–"],
+    }
+    end = next(line for line in lines if line.startswith("class")).index("images") + len("images")
+    for name, (row,) in rows.items():
+        assert row[:end].endswith(f" {cells[name][2]}") and len(row) <= 100
+    assert len(lines) == 7 + 4

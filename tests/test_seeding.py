@@ -1,0 +1,83 @@
+"""Seeds from names and counters."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vit.seeding import fold_in, generator
+
+KEYS = [
+    (0, "augment", 1),
+    (0, "augment", 2),
+    (1, "augment", 1),
+    (2, "augment", 1),
+    (0, "dropout", 1),
+    (0, "Augment", 1),
+    (0, 1, "augment"),
+    (0, "augment", 1, 1),
+    (0, 1, 2),
+    (0, 2, 1),
+    (1, 0, 2),
+    (0, "1", 2),
+]
+
+
+def test_same_key_same_seed_and_other_keys_other_seeds():
+    seeds = [fold_in(*key) for key in KEYS]
+    assert seeds == [fold_in(*key) for key in KEYS]
+    assert len(set(seeds)) == len(KEYS)
+    assert all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((7, "a"), (7, "a", 0)), ((7,), (7, 0)), ((7, 0), (7, 0, 0)), ((7 + 2**32,), (7, 1))],
+)
+def test_keys_of_different_length_do_not_meet(one, other):
+    assert fold_in(*one) != fold_in(*other)
+
+
+def test_seeds_are_the_same_in_another_process():
+    code = f"from vit.seeding import fold_in; print([fold_in(*key) for key in {KEYS}])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str([fold_in(*key) for key in KEYS])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31])
+def test_seeds_of_consecutive_steps_collide_no_more_than_chance(seed):
+    count = 20_000  # chance makes 0.05 pairs of equal seeds
+    seeds = torch.tensor([fold_in(seed, "augment", step) for step in range(count)])
+    assert count - len(seeds.unique()) <= 1
+    bits = (seeds[:, None] >> torch.arange(32)) & 1
+    assert (bits.double().mean(0) - 0.5).abs().max() < 5 * 0.5 / count**0.5
+
+
+def test_first_draws_of_consecutive_steps_are_uniform_and_independent():
+    drawn = torch.stack([torch.rand(2, generator=generator(0, "augment", n)) for n in range(4000)])
+    for column in drawn.T:
+        counts = torch.histc(column, bins=20, min=0, max=1)
+        assert ((counts - 200) ** 2 / 200).sum() < 50  # chi-square, 19 degrees of freedom
+    pairs = torch.stack([drawn[1:, 0], drawn[:-1, 0], drawn[1:, 1]])
+    assert torch.corrcoef(pairs).fill_diagonal_(0).abs().max() < 0.08
+
+
+def test_generator_depends_on_its_key_alone():
+    torch.manual_seed(0)
+    first = torch.rand(5, generator=generator(3, "epoch", 4))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    again = torch.rand(5, generator=generator(3, "epoch", 4))
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first, torch.rand(5, generator=generator(3, "epoch", 5)))
+    expected = torch.Generator().manual_seed(fold_in(3, "epoch", 4))
+    assert torch.equal(first, torch.rand(5, generator=expected))

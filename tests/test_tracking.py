@@ -1,0 +1,148 @@
+"""TensorBoard events and metrics.jsonl, read back."""
+
+import io
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from vit.tracking import MILESTONES, ROLLOUT_TAG, Tracker, milestones
+
+
+def read_events(run: Path) -> EventAccumulator:
+    kinds = ("scalars", "images", "tensors", "histograms", "compressedHistograms", "audio")
+    events = EventAccumulator(str(run), size_guidance=dict.fromkeys(kinds, 0))
+    return events.Reload()
+
+
+def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    events = read_events(run)
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def read_metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def draw_picture(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+
+
+def test_milestones_run_from_start_to_end():
+    for total in range(1, 10_001):
+        steps = milestones(total)
+        assert steps[0] == 0 and steps[-1] == total
+        assert 2 <= len(steps) <= MILESTONES == 10
+        assert all(type(step) is int for step in steps)
+        assert all(one < two for one, two in pairwise(steps))
+        if total >= 100:
+            assert len(steps) == 10
+            assert steps[1] < total / 20  # closer together at the start
+
+
+def test_scalars_are_read_back(tmp_path):
+    tracker = Tracker(tmp_path)
+    written = {"train/loss": {1: 2.5, 2: 1.25, 10: 0.5}, "val/accuracy": {2: 0.125, 10: 0.75}}
+    tracker.scalars(1, {"train/loss": 2.5})
+    tracker.scalars(2, {"train/loss": 1.25, "val/accuracy": 0.125})
+    tracker.scalars(10, {"val/accuracy": 0.75})
+    tracker.scalars(10, {"train/loss": 0.5})
+    tracker.close()
+    assert read_scalars(tmp_path) == {tag: [*steps.items()] for tag, steps in written.items()}
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "train/loss": 2.5},
+        {"step": 2, "train/loss": 1.25, "val/accuracy": 0.125},
+        {"step": 10, "val/accuracy": 0.75},
+        {"step": 10, "train/loss": 0.5},
+    ]
+
+
+def test_pictures_and_text_are_read_back(tmp_path):
+    tracker = Tracker(tmp_path)
+    steps = range(0, 24, 2)  # more than the ten that TensorBoard shows unless told otherwise
+    for step in steps:
+        tracker.picture(step, ROLLOUT_TAG.format(3), draw_picture(step))
+    tracker.text(7, "config", "out: runs/x\n  depth: 5")
+    tracker.close()
+    events = read_events(tmp_path)
+    assert events.Tags()["images"] == ["attention/rollout/probe_03"]
+    pictures = events.Images("attention/rollout/probe_03")
+    assert [event.step for event in pictures] == [*steps]
+    for event in pictures:
+        decoded = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+        assert np.array_equal(decoded, draw_picture(event.step))
+    (tag,) = events.Tags()["tensors"]
+    assert tag.startswith("config")
+    (event,) = events.Tensors(tag)
+    assert event.step == 7
+    # Four spaces make it preformatted in Markdown.
+    assert event.tensor_proto.string_val[0] == b"    out: runs/x\n      depth: 5\n"
+
+
+def test_flush_brings_everything_to_the_disk(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.scalars(3, {"train/loss": 1.5})
+    tracker.flush()
+    try:
+        assert read_metrics(tmp_path) == [{"step": 3, "train/loss": 1.5}]
+        assert read_scalars(tmp_path) == {"train/loss": [(3, 1.5)]}
+    finally:
+        tracker.close()
+
+
+def wait_for_the_next_second() -> None:
+    """Event files sort by their second, and a process of its own would start later."""
+    start = int(time.time())
+    while int(time.time()) == start:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", '{"step": 9, "lo', '{"step": 3, "loss": 1', "{", '{"step": 9, "loss": 9.0}'],
+    ids=["whole", "cut beyond", "cut before", "brace", "no line end"],
+)
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path, rest):
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "loss": float(step)} for step in (1, 2, 5, 5, 6, 8)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
+    tracker = Tracker(tmp_path, step=5)
+    tracker.scalars(7, {"loss": 70.0})
+    tracker.close()
+    assert read_metrics(tmp_path) == [*lines[:4], {"step": 7, "loss": 70.0}]
+
+
+def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
+    tag = ROLLOUT_TAG.format(0)
+    tracker = Tracker(tmp_path)
+    for step in range(1, 9):
+        tracker.scalars(step, {"train/loss": float(step)})
+    for step in (0, 3, 5, 8):
+        tracker.picture(step, tag, draw_picture(step))
+    tracker.close()
+    wait_for_the_next_second()
+    tracker = Tracker(tmp_path, step=5)
+    for step in (6, 7):
+        tracker.scalars(step, {"train/loss": 10.0 * step})
+    tracker.picture(7, tag, draw_picture(70))
+    tracker.close()
+    kept = [(step, float(step)) for step in range(1, 6)]
+    assert read_scalars(tmp_path) == {"train/loss": [*kept, (6, 60.0), (7, 70.0)]}
+    assert [event.step for event in read_events(tmp_path).Images(tag)] == [0, 3, 5, 7]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_new_run_purges_nothing(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.scalars(0, {"val/loss": 1.0})
+    tracker.scalars(1, {"val/loss": 0.5})
+    tracker.close()
+    assert read_scalars(tmp_path) == {"val/loss": [(0, 1.0), (1, 0.5)]}
