@@ -3,6 +3,8 @@
 All randomness comes from the generator that is passed. Shapes: B batch, C classes.
 """
 
+import math
+
 import torch
 from torch import Generator, Tensor
 
@@ -112,7 +114,8 @@ def random_erasing(images: Tensor, probability: float, generator: Generator) -> 
     """
     height, width = images.shape[2:]
     area = _uniform(images, 0.02, 0.33, generator)
-    stretch = _uniform(images, -1.0, 1.0, generator).mul(torch.tensor(3.3).log() / 2).exp()
+    longest = math.log(3.3) / 2
+    stretch = _uniform(images, -longest, longest, generator).exp()
     side = area.sqrt()
     inside = _box(images, side * stretch * height, side / stretch * width, generator)
     erased = inside & _coin(images, probability, generator)

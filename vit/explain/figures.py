@@ -61,7 +61,7 @@ def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> 
                 extent=(-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5),
                 interpolation="nearest",
             )  # fmt: skip
-        bar = axes_at(gap + 3 * (panel + gap), top + 4, 12, panel - 8)
+        bar = axes_at(gap + 3 * (panel + gap), top + 4, 12, panel - 12)
         for axis in (plain, mapped, overlaid):
             axis.set_axis_off()
         plain.set_title(caption, fontsize=9, loc="left", pad=4)
@@ -90,7 +90,7 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
         axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
         axis.set_yticks(range(len(classes)), classes)
         for (row, column), share in np.ndenumerate(shares.numpy()):
-            if share >= 0.005:
+            if share > 0.005:
                 colour = "white" if share > 0.5 else "black"
                 text = f"{share:.0%}".rstrip("%")
                 axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
