@@ -7,8 +7,7 @@ from vit.cli import parse_train, user_errors
 if __name__ == "__main__":
     with user_errors():
         config, overwrite = parse_train(sys.argv[1:])
-        from vit.training.trainer import (
-            train,
-        )  # imports torch: after the flags are known to be right
+        # Here, because it imports torch: a mistyped flag is answered at once.
+        from vit.training.trainer import train
 
         train(config, overwrite=overwrite)

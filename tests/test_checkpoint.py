@@ -62,7 +62,7 @@ def test_last_two_checkpoints_are_kept_and_the_newest_is_taken(
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step_00000010.pt", "step_00001000.pt"]
     newest = latest_checkpoint(tmp_path)
-    assert newest is not None and newest["step"] == 1000
+    assert newest is not None and newest[1]["step"] == 1000
 
 
 def test_broken_checkpoint_falls_back_to_the_one_before(
@@ -73,7 +73,7 @@ def test_broken_checkpoint_falls_back_to_the_one_before(
     newest = tmp_path / "checkpoints" / "step_00000010.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
     found = latest_checkpoint(tmp_path)
-    assert found is not None and found["step"] == 5
+    assert found is not None and found[1]["step"] == 5
     assert "step_00000010.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
     assert latest_checkpoint(tmp_path / "nothing") is None
 

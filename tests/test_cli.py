@@ -33,6 +33,7 @@ BAD_FLAGS = [
     ("--data.val_size -1", "data.val_size: -1", "0 or more"),
     ("--augment.crop_padding 32", "augment.crop_padding: 32", "0 to 31"),
     ("--optim.lr -1", "optim.lr: -1", "above 0"),
+    ("--optim.lr .inf", "optim.lr: inf", "finite"),
     ("--optim.lr nan", "optim.lr: 'nan'", "a number"),
     ("--optim.warmup 1", "optim.warmup: 1", "from 0"),
     ("--optim.ema_decay 1", "optim.ema_decay: 1", "between 0 and 1, or null"),
@@ -153,6 +154,7 @@ def test_later_config_wins_and_flags_win_over_all(tmp_path: Path) -> None:
 def test_without_a_config_quick_is_taken_and_with_one_it_is_not(tmp_path: Path) -> None:
     quick = yaml.safe_load((ROOT / "configs" / "quick.yaml").read_text())
     assert parse_train([])[0].out == quick["out"] == "runs/quick"
+    assert parse_train([])[0] == Config()  # so that --help shows what is run
     other = tmp_path / "other.yaml"
     other.write_text("out: elsewhere\n")
     assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")

@@ -234,3 +234,10 @@ def test_table_shows_every_class_once():
     for name, (row,) in rows.items():
         assert row[:end].endswith(f" {cells[name][2]}") and len(row) <= 100
     assert len(lines) == 7 + 4
+
+
+def test_wilson_interval_holds_its_share():
+    for count in range(1, 200):
+        for hits in range(count + 1):
+            low, high = wilson_interval(hits, count)
+            assert 0 <= low <= hits / count <= high <= 1

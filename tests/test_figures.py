@@ -229,3 +229,9 @@ def test_reliability_picture_counts_images_in_bars():
     bars = bars[bars[:, 0] > 360]
     low, high = (np.ptp(bars[side, 0]) for side in (bars[:, 1] < 250, bars[:, 1] > 250))
     assert high / low == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize("hits", [0, 1])
+def test_reliability_of_bins_all_right_or_all_wrong_is_drawn(hits):
+    bins = [{"n": n, "confidence": 0.5, "accuracy": float(hits)} for n in range(1, 200)]
+    assert reliability_picture(bins, 0.5).shape[2] == 3

@@ -25,7 +25,15 @@ VARIANTS = {
     "conv stem": {"stem": "conv"},
     "fixed positions": {"pos_embed": "sincos"},
     "no positions": {"pos_embed": "none"},
-    "all": {"stem": "conv", "reg_tokens": 1, "qk_norm": True, "init_values": 0.1, "head_dim": 6},
+    "mixing mlp": {"mlp_conv": True},
+    "all": {
+        "stem": "conv",
+        "mlp_conv": True,
+        "reg_tokens": 1,
+        "qk_norm": True,
+        "init_values": 0.1,
+        "head_dim": 6,
+    },
 }
 with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 with_names = pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """Whole runs, small: what a run leaves behind, that it resumes exactly, that it refuses."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data.augment import normalize
-from vit.data.datasets import load
+from vit.data.datasets import ImageSet, load
 from vit.reporting import evaluate_run, normalization
 from vit.tracking import milestones
+from vit.training import trainer
 from vit.training.checkpoint import latest_checkpoint, load_model
 from vit.training.state import build_state, train_step
 from vit.training.trainer import train
@@ -35,7 +37,9 @@ SMALL: dict[str, Any] = {
     },
     "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
     "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
-    "train": {"epochs": 6, "batch_size": 64, "accumulate": 2},
+    "train": {
+        "epochs": 6, "batch_size": 64, "accumulate": 2, "device": "cpu", "precision": "float32"
+    },
     "track": {"every": 2, "probes": 3},
 }  # fmt: skip
 STEPS = 6 * (320 // 64)
@@ -145,7 +149,10 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     run, printed = finished
     report = json.loads((run / "eval" / "report.json").read_text())
     done = subprocess.run(
-        [sys.executable, str(ROOT / "eval.py"), str(run), "--out", str(tmp_path / "again")],
+        [
+            sys.executable, str(ROOT / "eval.py"), str(run), "--out", str(tmp_path / "again"),
+            "--device", "cpu", "--precision", "float32",
+        ],
         capture_output=True, text=True, check=True, timeout=100,
     )  # fmt: skip
     again = json.loads((tmp_path / "again" / "report.json").read_text())
@@ -165,14 +172,48 @@ def test_report_replaces_its_own_files_and_no_others(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     run, _ = finished
-    (tmp_path / "holiday.png").write_bytes(b"mine")
+    out = tmp_path / "report"
+    out.mkdir()
+    (out / "holiday.png").write_bytes(b"mine")
     for _ in range(2):
-        evaluate_run(str(run), EvalConfig(out=str(tmp_path), probes=1))
-    assert (tmp_path / "holiday.png").read_bytes() == b"mine"
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
-    with pytest.raises(ValueError, match="is a run folder"):
+        evaluate_run(str(run), EvalConfig(out=str(out), probes=1))
+    assert (out / "holiday.png").read_bytes() == b"mine"
+    assert len(list(out.glob("events.out.tfevents.*"))) == 1
+    with pytest.raises(ValueError, match="other things than a report"):
         evaluate_run(str(run), EvalConfig(out=str(run)))
+
+
+def test_model_file_anywhere_has_its_report_beside_it(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, _ = finished
+    for name in ("model.safetensors", "checkpoints"):
+        source = run / name
+        path = tmp_path / name / "copy"
+        path.mkdir(parents=True)
+        source = max(source.iterdir()) if source.is_dir() else source
+        shutil.copy(source, path)
+        evaluate_run(str(path / source.name), EvalConfig(probes=0))
+        assert (path / "eval" / "report.json").exists()
+
+
+def test_test_images_are_read_once_and_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = []
+
+    def watched_load(*args: Any, train: bool, **kwargs: Any) -> ImageSet:
+        order.append("training images" if train else "test images")
+        return load(*args, train=train, **kwargs)
+
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
+        order.append("step")
+        return train_step(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "load", watched_load)
+    monkeypatch.setattr(trainer, "train_step", watched_step)
+    train(small(tmp_path / "run", train={"epochs": 1}))
+    assert order == ["training images", *["step"] * 5, "test images"]
 
 
 def test_model_file_and_last_checkpoint_are_the_same_model(finished: tuple[Path, str]) -> None:
@@ -211,7 +252,7 @@ def test_killed_run_resumes_bit_for_bit(finished: tuple[Path, str], tmp_path: Pa
     last, last_expected = latest_checkpoint(tmp_path / "run"), latest_checkpoint(reference)
     assert last is not None and last_expected is not None
     for part in ("model", "optimizers", "ema"):
-        torch.testing.assert_close(last[part], last_expected[part], rtol=0, atol=0)
+        torch.testing.assert_close(last[1][part], last_expected[1][part], rtol=0, atol=0)
     assert metrics(tmp_path / "run") == metrics(reference)
     reports = [
         json.loads((r / "eval/report.json").read_text()) for r in (tmp_path / "run", reference)
@@ -237,12 +278,41 @@ def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path) -> None:
         "track": {"probes": 0},
     }
     train(small(run, **quick))
-    (run / "notes.txt").write_text("mine")
+    mine = [run / "notes.txt", run / "eval" / "notes.txt", run / "checkpoints" / "mine.pt"]
+    for path in mine:
+        path.write_text("mine")
     report = train(small(run, **quick, optim={"lr": 1e-3}), overwrite=True)
-    assert (run / "notes.txt").read_text() == "mine"
+    assert all(path.read_text() == "mine" for path in mine)
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     assert load_model(run).config.optim.lr == 1e-3
     assert report["n"] == 2000
+
+
+def test_run_without_one_readable_checkpoint_is_refused_and_left_alone(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (run / "model.safetensors").unlink()
+    for path in (run / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(ValueError, match="none of its checkpoints can be read"):
+        train(small(run))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_moved_run_with_its_end_missing_is_only_ended(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "moved"
+    shutil.copytree(finished[0], run)
+    (run / "model.safetensors").unlink()
+    before = metrics(run)
+    train(small(run, data={"root": str(tmp_path)}))
+    assert metrics(run) == before
+    for name, tensor in load_file(finished[0] / "model.safetensors").items():
+        assert torch.equal(load_file(run / "model.safetensors")[name], tensor), name
 
 
 def test_unfinished_run_with_another_config_is_refused_by_key(tmp_path: Path) -> None:
@@ -256,12 +326,13 @@ def test_unfinished_run_with_another_config_is_refused_by_key(tmp_path: Path) ->
 
 def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
+    (tmp_path / "config.yaml").write_text("lr: 1\n")  # somebody else's
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="other things than a run"):
             train(small(tmp_path), overwrite=overwrite)
     with pytest.raises(ValueError, match="is a file"):
         train(small(tmp_path / "thesis.tex"))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "thesis.tex"]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +400,10 @@ def test_accumulated_step_equals_the_whole_one() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler, which is not here",
+)
 def test_compiled_model_trains(tmp_path: Path) -> None:
     changes = {"train": {"epochs": 1, "compile": True, "accumulate": 1}, "track": {"probes": 1}}
     report = train(small(tmp_path / "run", **changes))

@@ -50,7 +50,16 @@ ALL = SHARED | {
     "conv stem": {"stem": "conv", **AVG},
     "free head width": {"head_dim": 5},
     "sincos": {"pos_embed": "sincos"},
-    "all": {"stem": "conv", "qk_norm": True, "init_values": 0.1, "reg_tokens": 2, "head_dim": 5},
+    "mixing mlp": {"mlp_conv": True},
+    "mixing mlp, pooled": {"mlp_conv": True, **AVG},
+    "all": {
+        "stem": "conv",
+        "mlp_conv": True,
+        "qk_norm": True,
+        "init_values": 0.1,
+        "reg_tokens": 2,
+        "head_dim": 5,
+    },
 }
 with_shared = pytest.mark.parametrize("variant", SHARED.values(), ids=SHARED)
 with_all = pytest.mark.parametrize("variant", ALL.values(), ids=ALL)

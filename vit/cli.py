@@ -1,7 +1,7 @@
 """The command line: flags and YAML files in, checked objects out, mistakes in one line.
 
-A user's mistake never ends in a traceback: `user_errors` turns a ValueError into one line on
-standard error and exit code 2.
+A user's mistake does not end in a traceback: `user_errors` turns it into one line on standard error
+and exit code 2.
 """
 
 import argparse
@@ -26,11 +26,14 @@ def fail(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a ValueError, which is a user's mistake, into one line and exit code 2."""
+    """Turn what a user can mend, ValueError and OSError, into one line and exit code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def parse_train(arguments: Sequence[str]) -> tuple[Config, bool]:

@@ -6,6 +6,7 @@ line that names key, value and what is allowed. Heavy libraries are not imported
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -161,10 +162,10 @@ class AugmentConfig:
         flip: mirror half of the images
         erasing: probability of overwriting a random rectangle with noise (arXiv 1708.04896)
         mixup: alpha of mixup (arXiv 1710.09412); 0 is off
-        cutmix: alpha of cutmix (arXiv 1905.04899); 0 is off; with both on, each step picks one
+        cutmix: alpha of cutmix (arXiv 1905.04899); 0 is off; with both on, each image takes one
     """
 
-    crop_padding: int = 4
+    crop_padding: int = 2
     flip: bool = True
     erasing: float = 0.0
     mixup: float = 0.0
@@ -212,7 +213,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "muon_lr"):
-            _require(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"optim.{name}", value, "above 0, and finite")
         for name in ("weight_decay", "muon_weight_decay"):
             _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "0 or more")
         for name in ("warmup", "label_smoothing"):
@@ -239,14 +241,15 @@ class TrainConfig:
     Attributes:
         epochs: passes over the training images
         batch_size: images per optimizer step
-        accumulate: parts a batch is computed in, one after the other, to save memory
+        accumulate: parts a batch is computed in, one after the other, to save memory; batch norm
+            (stem=conv) then sees one part at a time
         seed: of everything random: the same seed gives the same run
         device: where it runs; auto takes a GPU if there is one
         precision: of matrix products; auto takes bfloat16 where the hardware computes it natively
         compile: torch.compile the model
     """
 
-    epochs: int = 15
+    epochs: int = 8
     batch_size: int = 128
     accumulate: int = 1
     seed: int = 0

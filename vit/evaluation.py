@@ -115,7 +115,8 @@ def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     centre = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding must not leave it out
 
 
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:

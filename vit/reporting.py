@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
 from vit.config import EvalConfig
 from vit.data.augment import normalize
@@ -19,16 +20,10 @@ from vit.evaluation import as_table, evaluate
 from vit.explain.figures import attention_picture, confusion_picture, reliability_picture
 from vit.explain.rollout import rollout_maps
 from vit.model.vit import VisionTransformer
-from vit.tracking import ROLLOUT_TAG, Tracker
-from vit.training.checkpoint import load_model, write_atomically
+from vit.tracking import ROLLOUT_TAG
+from vit.training.checkpoint import CHECKPOINT_FOLDER, load_model, write_atomically
 from vit.training.hardware import choose_device, choose_precision, describe
-from vit.training.run import CONFIG_FILE, EVAL_FOLDER, METRICS_FILE
-
-REPORT_FILE = "report.json"
-_WRITTEN = (
-    REPORT_FILE, METRICS_FILE, "confusion_matrix.png", "reliability.png", "attention/probe_*.png",
-    "events.out.tfevents.*",
-)  # fmt: skip
+from vit.training.run import EVAL_FOLDER, REPORT_FILE, REPORT_FILES
 
 
 def normalization(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -117,19 +112,21 @@ def write_report(
     drawn = probe_pictures(model, choose_probes(images, probes, seed=0), mean, std)
     pictures |= {ROLLOUT_TAG.format(number): picture for number, picture in enumerate(drawn)}
     (folder / "attention").mkdir(parents=True, exist_ok=True)
-    for pattern in _WRITTEN:
-        for old in folder.glob(pattern):
-            old.unlink()
-    tracker = Tracker(folder, step)
-    keys = ("accuracy", "top5_accuracy", "loss", "ece")
-    tracker.scalars(step, {f"test/{key}": result[key] for key in keys})
-    for tag, pixels in pictures.items():
-        tracker.picture(step, tag, pixels)
-        part = "attention" if tag.startswith("attention") else "."
-        Image.fromarray(pixels).save(folder / part / f"{tag.rpartition('/')[2]}.png")
-    tracker.close()
+    for old in _report_files(folder):
+        old.unlink()
+    with SummaryWriter(str(folder)) as writer:
+        for key in ("accuracy", "top5_accuracy", "loss", "ece"):
+            writer.add_scalar(f"test/{key}", result[key], step)
+        for tag, pixels in pictures.items():
+            writer.add_image(tag, pixels, step, dataformats="HWC")
+            part = "attention" if tag.startswith("attention") else "."
+            Image.fromarray(pixels).save(folder / part / f"{tag.rpartition('/')[2]}.png")
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
     return result
+
+
+def _report_files(folder: Path) -> list[Path]:
+    return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
 
 
 def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
@@ -150,10 +147,12 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     precision = choose_precision(options.precision, device)
     data = saved.config.data
     test = load(data.name, options.data.root or data.root, False, options.data.download)
-    home = saved.path.parent.parent if saved.path.suffix == ".pt" else saved.path.parent
+    home = saved.path.resolve().parent
+    if home.name == CHECKPOINT_FOLDER:
+        home = home.parent
     folder = Path(options.out) if options.out else home / EVAL_FOLDER
-    if (folder / CONFIG_FILE).exists():
-        raise ValueError(f"out: {folder} is a run folder; a report goes into one of its own")
+    if _report_files(folder) and not (folder / REPORT_FILE).exists():
+        raise ValueError(f"out: {folder} holds other things than a report; choose another --out")
     result = write_report(
         saved.model.to(device), test, data.name, folder, step=saved.step, device=device,
         precision=precision, batch_size=options.batch_size, probes=options.probes,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
+from vit.training.checkpoint import write_atomically
 from vit.training.run import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
@@ -25,7 +26,7 @@ def milestones(total_steps: int) -> list[int]:
 
 
 class Tracker:
-    """Writes scalars, pictures and texts of one run.
+    """Writes scalars and pictures of one run.
 
     Args:
         run: The run folder.
@@ -37,7 +38,8 @@ class Tracker:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut one
-            path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+            kept = "".join(line for line in whole if json.loads(line)["step"] <= step)
+            write_atomically(path, kept.encode())
         self._metrics = path.open("a")
         self._writer = SummaryWriter(str(run), purge_step=step + 1 if step else None)
 
@@ -50,11 +52,6 @@ class Tracker:
     def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
         """Write a picture, (height, width, 3) uint8."""
         self._writer.add_image(tag, pixels, step, dataformats="HWC")
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Write preformatted text."""
-        indented = "".join(f"    {line}\n" for line in text.splitlines())
-        self._writer.add_text(tag, indented, step)
 
     def flush(self) -> None:
         """Bring everything to the disk; before a checkpoint, so that it is never ahead."""

@@ -79,7 +79,7 @@ def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save({"step": step, **state}, buffer)
     write_atomically(folder / f"step_{step:08d}.pt", buffer.getvalue())
-    for old in sorted(folder.glob("step_*.pt"))[:-KEEP]:
+    for old in (*sorted(folder.glob("step_*.pt"))[:-KEEP], *folder.glob(".step_*.tmp")):
         old.unlink()
 
 
@@ -101,13 +101,23 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def latest_checkpoint(run: Path) -> dict[str, Any] | None:
-    """Read the newest checkpoint of a run that can be read, or return None where there is none."""
-    for path in sorted((run / CHECKPOINT_FOLDER).glob("step_*.pt"), reverse=True):
+def latest_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Read the newest checkpoint of a run that can be read.
+
+    Returns:
+        Its path and its content, or None where the run has no checkpoint.
+
+    Raises:
+        ValueError: There are checkpoints, and none can be read.
+    """
+    paths = sorted((run / CHECKPOINT_FOLDER).glob("step_*.pt"), reverse=True)
+    for path in paths:
         try:
-            return read_checkpoint(path)
+            return path, read_checkpoint(path)
         except ValueError as error:
-            print(f"warning: {error}; taking the one before", file=sys.stderr)
+            print(f"warning: {error}; trying an older one", file=sys.stderr)
+    if paths:
+        raise ValueError(f"{run}: none of its checkpoints can be read")
     return None
 
 
@@ -134,13 +144,15 @@ def load_model(path: Path) -> SavedModel:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; it must be a run folder or a model file")
+    if path.is_dir() and (path / MODEL_FILE).exists():
+        path = path / MODEL_FILE
     if path.is_dir():
-        folder = path
-        files = [path / MODEL_FILE, *sorted((path / CHECKPOINT_FOLDER).glob("*.pt"), reverse=True)]
-        path = next((file for file in files if file.exists()), folder)
-        if path == folder:
+        newest = latest_checkpoint(path)
+        if newest is None:
             raise ValueError(f"{path} holds neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
-    state = _read_model(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+        path, state = newest
+    else:
+        state = _read_model(path) if path.suffix == ".safetensors" else read_checkpoint(path)
     config, classes = from_dict(state["config"]), tuple(state["classes"])
     model = build_model(config, len(classes))
     try:

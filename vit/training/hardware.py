@@ -20,10 +20,9 @@ def has_native_bfloat16(device: torch.device) -> bool:
     """Tell whether the hardware multiplies bfloat16 matrices itself, and so faster than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    able: dict[str, bool] = getattr(
-        torch.cpu, "get_capabilities", dict
-    )()  # not in every release of torch
-    return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+    # Older releases of torch cannot tell; they take float32.
+    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:

@@ -47,7 +47,7 @@ def build_optimizers(
 
     Norms, biases, tokens and positions are not decayed. With "muon" the weight matrices of the
     encoder blocks go to Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982) and
-    everything else to AdamW (arXiv 1711.05101); with "adamw" all go to AdamW.
+    everything else, depthwise kernels too, to AdamW (arXiv 1711.05101); with "adamw" all go there.
 
     Returns:
         One or two optimizers; each group keeps its peak learning rate as "initial_lr".

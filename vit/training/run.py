@@ -1,6 +1,5 @@
 """The run folder: what is in it, and whether to start, resume or refuse."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,24 @@ from vit.training.checkpoint import (
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 EVAL_FOLDER = "eval"
+REPORT_FILE = "report.json"
+REPORT_FILES = (  # what stands beside the report
+    "confusion_matrix.png",
+    "reliability.png",
+    "attention/probe_*.png",
+    "events.out.tfevents.*",
+)
+# What a run writes, and so what --overwrite deletes; the config last, so that a folder in which the
+# deletion was cut short is still known for a run.
 _WRITTEN = (
-    CONFIG_FILE,
     METRICS_FILE,
     MODEL_FILE,
-    CHECKPOINT_FOLDER,
-    EVAL_FOLDER,
     "events.out.tfevents.*",
+    f"{CHECKPOINT_FOLDER}/step_*.pt",
+    f"{CHECKPOINT_FOLDER}/.step_*.tmp",
+    *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
+    ".*.tmp",
+    CONFIG_FILE,
 )
 
 
@@ -43,9 +53,10 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
     run = Path(config.out)
     if run.is_file():
         raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
-    if not run.exists() or not any(run.iterdir()):
+    if not run.exists() or all(path.match(".*.tmp") for path in run.iterdir()):
         return None
-    if not (run / CONFIG_FILE).exists():
+    stored = _stored_config(run)
+    if stored is None:
         raise ValueError(f"out: {run} holds other things than a run; choose another --out")
     if overwrite:
         return None
@@ -54,7 +65,6 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
             f"out: {run} holds a finished run; evaluate it with `python eval.py {run}`, "
             f"train elsewhere with --out, or delete it and start anew with --overwrite"
         )
-    stored = yaml.safe_load((run / CONFIG_FILE).read_text())
     changes = changed_keys(_lasting(stored), _lasting(to_dict(config)))
     if changes:
         raise ValueError(
@@ -62,7 +72,19 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
             f"resume it with its own values, train elsewhere with --out, "
             f"or start anew with --overwrite"
         )
-    return latest_checkpoint(run)
+    newest = latest_checkpoint(run)
+    return None if newest is None else newest[1]
+
+
+def _stored_config(run: Path) -> dict[str, Any] | None:
+    """Read the config of a run; None where the folder holds none of ours."""
+    try:
+        stored = yaml.safe_load((run / CONFIG_FILE).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return (
+        stored if isinstance(stored, dict) and stored.keys() >= to_dict(Config()).keys() else None
+    )
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +103,7 @@ def prepare_run(config: Config, resume: bool) -> Path:
     if not resume:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.unlink()
         text = yaml.safe_dump(to_dict(config), sort_keys=False)
         write_atomically(run / CONFIG_FILE, text.encode())
     return run

@@ -95,7 +95,8 @@ def train_step(
         precision: Of matrix products.
         label_smoothing: 0 to 1.
         clip_grad: Largest norm of the gradient, or None.
-        accumulate: Equal parts the batch is computed in; divides B.
+        accumulate: Equal parts the batch is computed in; divides B. Batch norm sees one part
+            at a time.
 
     Returns:
         The mean loss and the share of images classified right, 0-d, still on the device.

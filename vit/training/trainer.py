@@ -1,7 +1,8 @@
 """Training: from a config to a finished run folder.
 
-A run is a pure function of its config: every random draw is made from the seed and the step, so a
-run that is interrupted and resumed is the run that was not.
+A run is a function of its config: every random draw is made from the seed and the step. On a CPU,
+with the same number of threads, a run that is interrupted and resumed is bit for bit the run that
+was not; on a GPU up to the order in which its kernels add.
 """
 
 import sys
@@ -59,7 +60,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     try:
         trainer.fit(tracker)
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command resumes from the last whole epoch", file=sys.stderr)
+        print("\ninterrupted: the same command goes on after the last whole epoch", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         tracker.close()
@@ -180,6 +181,7 @@ class Trainer:
                     f"{clock(self.state.seconds)}, "
                     f"{clock(self.state.seconds / (epoch + 1) * left)} left"
                 )
+                sys.stdout.flush()  # tqdm does not, and a log file should show it
                 tracker.flush()
                 self._save()
 
@@ -216,7 +218,9 @@ class Trainer:
                 )
                 logged, since = number, time.perf_counter()
             if state.step in self.milestones:
+                pause = time.perf_counter()
                 self._draw_attention(tracker)
+                since += time.perf_counter() - pause
         return torch.stack(losses).mean().item(), torch.stack(accuracies).mean().item()
 
     def _train_batch(self, batch: Tensor, share: float) -> tuple[Tensor, Tensor]:

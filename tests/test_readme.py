@@ -1,0 +1,26 @@
+"""README's Python runs, and gives the shapes that stand beside it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+
+
+def test_python_of_readme_runs_and_gives_the_shapes_it_states() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    stated = 0
+    for statement in re.split(r"\n(?=\S)", code):
+        exec(statement, names)
+        for name, shape in re.findall(r"(\w+) (\([\d, ]+\))", statement.partition("#")[2]):
+            assert tuple(names[name].shape) == eval(shape), statement
+            stated += 1
+    assert stated >= 3
+
+
+def test_pictures_of_readme_are_there() -> None:
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README)
+    assert pictures
+    for picture in pictures:
+        assert (Path(__file__).resolve().parent.parent / picture).exists(), picture
