@@ -65,8 +65,8 @@ def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> 
         for axis in (plain, mapped, overlaid):
             axis.set_axis_off()
         plain.set_title(caption, fontsize=9, loc="left", pad=4)
-        mapped.set_title("attention rollout\n(class-agnostic)", fontsize=9)
-        overlaid.set_title("overlay", fontsize=9)
+        mapped.set_title("attention rollout\n(class-agnostic)", fontsize=9, pad=4)
+        overlaid.set_title("overlay", fontsize=9, pad=4)
         colours = ScalarMappable(Normalize(*SCALE), COLOURS)
         figure.colorbar(colours, cax=bar, extend="max").set_label("× uniform", fontsize=8)
         bar.tick_params(labelsize=8, pad=1)
