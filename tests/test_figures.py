@@ -210,14 +210,19 @@ BAR = np.array([31, 119, 180])  # matplotlib's first colour
 
 
 def test_reliability_picture_puts_accuracy_over_confidence():
-    def marker(confidence: float, accuracy: float) -> np.ndarray:
-        bins = [{"n": 10, "confidence": confidence, "accuracy": accuracy}]
+    def marks(confidence: float, accuracy: float, n: int) -> np.ndarray:
+        bins = [{"n": n, "confidence": confidence, "accuracy": accuracy}]
         found = places(reliability_picture(bins, 0.1), BAR)
-        return np.median(found[(found[:, 0] < 350) & (found[:, 0] > 70)], axis=0)
+        return found[(found[:, 0] < 350) & (found[:, 0] > 70)]
+
+    def marker(confidence: float, accuracy: float) -> np.ndarray:
+        return np.median(marks(confidence, accuracy, 1_000_000), axis=0)  # its interval is a point
 
     low, high, off = marker(0.25, 0.25), marker(0.75, 0.75), marker(0.25, 0.75)
     assert low[0] - high[0] > 100 and high[1] - low[1] > 100
     assert abs(off[0] - high[0]) < 3 and abs(off[1] - low[1]) < 3
+    heights = [np.ptp(marks(0.5, 0.5, n)[:, 0]) for n in (10, 100, 1000)]
+    assert heights[0] > 2 * heights[1] > 4 * heights[2]  # the interval narrows with √n
 
 
 def test_reliability_picture_counts_images_in_bars():
