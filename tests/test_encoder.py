@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from vit.model.attention import causal_mask
 from vit.model.encoder import EncoderBlock, LayerScale, Mlp, NeighbourConv
+from vit.model.vit import VisionTransformer
 
 VARIANTS = {
     "plain": {},
@@ -190,3 +191,11 @@ def test_block_has_the_convolution_only_where_it_is_asked_for() -> None:
     mixing.mlp(tokens)[0, 6].sum().backward()  # the patch at the lower right
     reached = tokens.grad[0].abs().sum(dim=1) > 0
     assert reached.tolist() == [False, False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize(("pool", "mixing"), [("avg", 3), ("token", 2)])
+def test_last_block_mixes_patches_only_if_they_are_read_out(pool: str, mixing: int) -> None:
+    model = VisionTransformer(embed_dim=8, num_heads=1, depth=3, mlp_conv=True, global_pool=pool)
+    assert [isinstance(block.mlp.conv, NeighbourConv) for block in model.blocks] == [
+        layer < mixing for layer in range(3)
+    ]

@@ -16,7 +16,7 @@ from vit.training.optim import build_optimizers, lr_at, set_lr
 
 SCHEDULES = ["linear", "cosine"]
 NAMES = ["adamw", "muon"]
-RATES = {"lr": 0.01, "weight_decay": 0.5, "muon_lr": 0.02, "muon_weight_decay": 0.25}
+RATES = {"lr": 0.01, "weight_decay": 0.5, "muon_lr": 0.02, "muon_weight_decay": 0.75}
 
 VARIANTS = {
     "class token": {},
@@ -28,7 +28,6 @@ VARIANTS = {
     "mixing mlp": {"mlp_conv": True},
     "all": {
         "stem": "conv",
-        "mlp_conv": True,
         "reg_tokens": 1,
         "qk_norm": True,
         "init_values": 0.1,
@@ -115,8 +114,8 @@ def test_what_is_decayed_and_how_much(variant, name):
     for key, parameter in model.named_parameters():
         if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):
             kept = 1.0
-        elif name == "muon" and key.startswith("blocks."):
-            kept = 1 - 0.02 * 0.25
+        elif name == "muon" and key.startswith("blocks.") and parameter.ndim == 2:
+            kept = 1 - 0.02 * 0.75
         else:
             kept = 1 - 0.01 * 0.5
         torch.testing.assert_close(

@@ -101,12 +101,13 @@ class VisionTransformer(nn.Module):
             self.pos_embed = None
         else:
             raise ValueError(f"pos_embed: {pos_embed!r} is not learned, sincos or none")
+        # After the last block only what is read out matters: the patches, if they are pooled.
+        num_mixing = 0 if not mlp_conv else depth if global_pool == "avg" else depth - 1
         self.blocks = nn.ModuleList(
             EncoderBlock(
                 embed_dim, num_heads, head_dim, mlp_ratio, qkv_bias, qk_norm, init_values,
                 attn_drop_rate, proj_drop_rate, drop_path_rate * layer / max(depth - 1, 1),
-                attn_kernel,
-                self.patch_embed.grid_size if mlp_conv else None,
+                attn_kernel, self.patch_embed.grid_size if layer < num_mixing else None,
                 self.num_prefix_tokens,
             )
             for layer in range(depth)
