@@ -507,3 +507,10 @@ def test_select_takes_images_in_the_order_asked_for():
     assert bare.select(torch.tensor([1])).masks is None
     assert bare.to(torch.device("meta")).images.is_meta
     assert bare.to(torch.device("meta")).labels.is_meta
+
+
+def test_failed_download_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(torchvision_datasets.CIFAR10, "url", "http://127.0.0.1:9/nothing.tar.gz")
+    with pytest.raises(ValueError, match="tried http"):
+        load("cifar10", tmp_path / "mistyped" / "data", train=True)
+    assert not (tmp_path / "mistyped").exists()

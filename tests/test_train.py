@@ -23,6 +23,7 @@ from vit.reporting import evaluate_run, normalization
 from vit.tracking import milestones
 from vit.training import trainer
 from vit.training.checkpoint import latest_checkpoint, load_model
+from vit.training.run import check_run
 from vit.training.state import build_state, train_step
 from vit.training.trainer import train
 
@@ -113,7 +114,8 @@ def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     for part in (
         "320 images to train on, 60 held out", f"{parameters:,} parameters", "GFLOPs per image",
-        f"{torch.get_num_threads()} threads", f"steps    {STEPS} of 64 images", "epoch   6/6",
+        f"{torch.get_num_threads()} threads", f"steps    {STEPS}, of 64 images each",
+        "epochs: 6", "epoch   6/6",
         "95 % interval", "of training", f"python eval.py {run}",
         f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000",
     ):  # fmt: skip
@@ -315,13 +317,23 @@ def test_moved_run_with_its_end_missing_is_only_ended(
         assert torch.equal(load_file(run / "model.safetensors")[name], tensor), name
 
 
-def test_unfinished_run_with_another_config_is_refused_by_key(tmp_path: Path) -> None:
+def test_unfinished_run_with_another_config_is_refused_by_key(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (run / "model.safetensors").unlink()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(ValueError, match=r"model.depth: 2 -> 3.*--overwrite"):
+        train(small(run, model={"depth": 3}))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_run_stopped_before_its_first_checkpoint_holds_nobody_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(small(run))))
-    with pytest.raises(ValueError, match=r"model.depth: 2 -> 3.*--overwrite"):
-        train(small(run, model={"depth": 3}))
-    assert [path.name for path in run.iterdir()] == ["config.yaml"]
+    assert check_run(small(run, model={"depth": 3}), overwrite=False) is None
 
 
 def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -372,7 +384,7 @@ def test_interrupted_run_ends_with_130_and_says_that_it_resumes(tmp_path: Path) 
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command goes on after the last whole epoch" in errors
+    assert "interrupted: the same command goes on after epoch " in errors
     assert "Traceback" not in errors
 
 

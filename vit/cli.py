@@ -53,6 +53,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, bool]:
         prog="train.py",
         description="Train a Vision Transformer, evaluate it, and follow its attention.",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--config",
@@ -87,6 +88,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
         description="Evaluate a trained Vision Transformer on the test images and draw its "
         "attention.",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("run", help="run folder, model.safetensors or checkpoint")
     values = _parse(parser, EvalConfig, arguments)
@@ -125,6 +127,8 @@ def _in_one_line(message: str, keys: list[str]) -> str:
     text = " ".join(message.split())
     if found := re.search(r'Parser key "([\w.]+)": (.*)', text):
         key, problem = found.groups()
+        if "Unable to load config" in problem:
+            return f"{key}: what follows is no YAML file; a single field is set by --{key}.<field>"
         value, allowed = re.search(r"(?:Got|Given) value: (.*)$", problem), _allowed(problem)
         if value and allowed:
             problem = f"{value.group(1)!r} is not {allowed}"
@@ -149,6 +153,10 @@ def _allowed(problem: str) -> str:
 
 
 def _unknown(key: str, keys: list[str]) -> str:
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "--help lists them"
+    if key.endswith((".yaml", ".yml")):
+        return f"{key}: no such key; did you mean --config {key}?"
+    name = key.rpartition(".")[2]
+    near = [known for known in keys if known.rpartition(".")[2] == name]
+    near = near or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them"
     return f"{key}: no such key; {hint}"

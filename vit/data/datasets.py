@@ -3,6 +3,7 @@
 torchvision downloads CIFAR and checks its sums; shapes are drawn on the fly.
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -98,12 +99,16 @@ def load(
                 what = "data.download=false, so nothing was fetched"
                 raise _no_data(dataset, root, what) from None
             print(f"{name} is not in {root}: downloading {dataset.url}", flush=True)
+        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         try:
             download_and_extract_archive(
                 dataset.url, root, filename=dataset.filename, md5=dataset.tgz_md5
             )
             raw = dataset(root, train=train)
         except (OSError, HTTPException, RuntimeError) as error:
+            for folder in missing:  # torchvision makes them before it has anything to put there
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             raise _no_data(dataset, root, f"tried {dataset.url}: {error}") from None
     images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
     return ImageSet(images, torch.tensor(raw.targets), tuple(raw.classes))

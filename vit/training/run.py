@@ -65,6 +65,9 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
             f"out: {run} holds a finished run; evaluate it with `python eval.py {run}`, "
             f"train elsewhere with --out, or delete it and start anew with --overwrite"
         )
+    newest = latest_checkpoint(run)
+    if newest is None:  # stopped before there was anything to go on from
+        return None
     changes = changed_keys(_lasting(stored), _lasting(to_dict(config)))
     if changes:
         raise ValueError(
@@ -72,8 +75,7 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
             f"resume it with its own values, train elsewhere with --out, "
             f"or start anew with --overwrite"
         )
-    newest = latest_checkpoint(run)
-    return None if newest is None else newest[1]
+    return newest[1]
 
 
 def _stored_config(run: Path) -> dict[str, Any] | None:

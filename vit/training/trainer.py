@@ -60,7 +60,8 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     try:
         trainer.fit(tracker)
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on after the last whole epoch", file=sys.stderr)
+        done = state.step // trainer.steps_per_epoch
+        print(f"\ninterrupted: the same command goes on after epoch {done}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         tracker.close()
@@ -146,8 +147,8 @@ class Trainer:
             f"device   {describe(self.device)}, {str(self.precision)[6:]}, "
             f"{'fused' if fused else 'math'} attention"
             f"{', compiled' if config.train.compile else ''}\n"
-            f"steps    {self.total_steps:,} of {config.train.batch_size} images "
-            f"({config.train.epochs} epochs)"
+            f"steps    {self.total_steps:,}, of {config.train.batch_size} images each; "
+            f"epochs: {config.train.epochs}"
             f"{f', resumed after {state.step:,}' if state.step else ''}\n"
             f"run      {config.out}; follow it with: {tensorboard_command(Path(config.out))}",
             flush=True,
