@@ -73,6 +73,11 @@ def events(folder: Path) -> EventAccumulator:
     return accumulator
 
 
+def stamps(folder: Path) -> dict[Path, int]:
+    """What is in a folder, and when each was last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished run, made by the command, and what the command printed."""
@@ -82,6 +87,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         command(config, folder / "config"), capture_output=True, text=True, check=True, timeout=200
     )
     return folder / "run", done.stdout
+
+
+@pytest.fixture
+def unended(finished: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of the finished run, as if it had been stopped before its end."""
+    run = tmp_path / "unended"
+    shutil.copytree(finished[0], run)
+    (run / "model.safetensors").unlink()
+    return run
 
 
 def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> None:
@@ -266,10 +280,10 @@ def test_killed_run_resumes_bit_for_bit(finished: tuple[Path, str], tmp_path: Pa
 
 def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:
     run, _ = finished
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    before = stamps(run)
     with pytest.raises(ValueError, match=r"finished run.*eval\.py.*--out.*--overwrite"):
         train(small(run))
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert stamps(run) == before
 
 
 def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path) -> None:
@@ -290,26 +304,20 @@ def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path) -> None:
     assert report["n"] == 2000
 
 
-def test_run_without_one_readable_checkpoint_is_refused_and_left_alone(
-    finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished[0], run)
-    (run / "model.safetensors").unlink()
+def test_run_without_one_readable_checkpoint_is_refused_and_left_alone(unended: Path) -> None:
+    run = unended
     for path in (run / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:1000])
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    before = stamps(run)
     with pytest.raises(ValueError, match="none of its checkpoints can be read"):
         train(small(run))
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert stamps(run) == before
 
 
 def test_moved_run_with_its_end_missing_is_only_ended(
-    finished: tuple[Path, str], tmp_path: Path
+    finished: tuple[Path, str], unended: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "moved"
-    shutil.copytree(finished[0], run)
-    (run / "model.safetensors").unlink()
+    run = unended
     before = metrics(run)
     train(small(run, data={"root": str(tmp_path)}))
     assert metrics(run) == before
@@ -317,16 +325,12 @@ def test_moved_run_with_its_end_missing_is_only_ended(
         assert torch.equal(load_file(run / "model.safetensors")[name], tensor), name
 
 
-def test_unfinished_run_with_another_config_is_refused_by_key(
-    finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished[0], run)
-    (run / "model.safetensors").unlink()
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+def test_unfinished_run_with_another_config_is_refused_by_key(unended: Path) -> None:
+    run = unended
+    before = stamps(run)
     with pytest.raises(ValueError, match=r"model.depth: 2 -> 3.*--overwrite"):
         train(small(run, model={"depth": 3}))
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert stamps(run) == before
 
 
 def test_run_stopped_before_its_first_checkpoint_holds_nobody_up(tmp_path: Path) -> None:
