@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vit.explain.rollout import attention_rollout, rollout_maps
+from vit.explain.rollout import attention_maps, attention_rollout
 from vit.model.vit import VisionTransformer
 
 CASES = [("mean", 0), ("mean", 1), ("mean", 5), ("class_token", 1), ("class_token", 5)]
@@ -183,7 +183,8 @@ def draw_images() -> Tensor:
 @with_models
 def test_maps_of_a_model(variant):
     vit, images = draw_vit(variant), draw_images()
-    logits, maps = rollout_maps(vit, images)
+    logits, found = attention_maps(vit, images)
+    maps = found["rollout"]
     assert maps.shape == (3, 4, 4) and not maps.requires_grad
     with torch.no_grad():
         torch.testing.assert_close(logits, vit(images), rtol=0, atol=1e-5)
@@ -205,7 +206,7 @@ def test_one_is_uniform_attention(variant):
     for block in vit.blocks:
         torch.nn.init.zeros_(block.attn.qkv.weight)
         torch.nn.init.zeros_(block.attn.qkv.bias)
-    _, maps = rollout_maps(vit, draw_images())
+    maps = attention_maps(vit, draw_images())[1]["rollout"]
     # An eighth never passes through attention: it stays with the patches, or the class token.
     pooled = variant.get("global_pool") == "avg"
     kept = vit.pos_embed.shape[1] / 16 if pooled else 0
@@ -223,7 +224,7 @@ def test_maps_find_the_patch_all_attend_to():
             block.norm1.weight.fill_(1.0)
             block.attn.qkv.bias[:12] = 10.0  # queries: all channels
             block.attn.qkv.weight[12:24, 0] = 10.0  # keys: the marked channel
-    _, maps = rollout_maps(vit, draw_images())
+    maps = attention_maps(vit, draw_images())[1]["rollout"]
     assert (maps[:, 1, 2] > 10).all()
     maps[:, 1, 2] = 0
     assert maps.max() < 1

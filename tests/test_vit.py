@@ -100,10 +100,9 @@ def test_tokens_logits_and_gradients_equal_timm(variant):
     theirs = timm_twin(ours, **variant)
     images = draw_images(channels=variant.get("in_chans", 3))
 
-    tokens, weights = ours.forward_features(images)
+    tokens = ours.forward_features(images)
     logits, expected = ours(images), theirs(images)
 
-    assert weights is None
     assert_close(tokens, theirs.forward_features(images), rtol=0, atol=1e-10)
     assert_close(logits, expected, rtol=0, atol=1e-10)
     for output in (logits, expected):
@@ -214,8 +213,11 @@ def test_weights_are_in_order_of_the_layers(layer):
 
 def test_weights_of_every_layer_can_be_differentiated():
     model = draw_vit()
-    _, weights = model(draw_images(), need_weights=True)
+    logits, weights, tokens = model.forward_intermediates(draw_images())
     for layer in range(3):
+        for part in (weights[layer], tokens[layer]):
+            (gradient,) = torch.autograd.grad(logits.square().sum(), part, retain_graph=True)
+            assert gradient.shape == part.shape and gradient.abs().max() > 1e-6
         qkv = model.blocks[layer].attn.qkv.weight
         (gradient,) = torch.autograd.grad(weights[layer].square().sum(), qkv, retain_graph=True)
         assert gradient.abs().max() > 1e-6

@@ -18,7 +18,7 @@ from vit.data.augment import normalize
 from vit.data.datasets import NORMALIZATION, ImageSet, balanced_subset, load
 from vit.evaluation import as_table, evaluate
 from vit.explain.figures import attention_picture, confusion_picture, reliability_picture
-from vit.explain.rollout import rollout_maps
+from vit.explain.rollout import attention_maps
 from vit.model.vit import VisionTransformer
 from vit.tracking import ROLLOUT_TAG
 from vit.training.checkpoint import CHECKPOINT_FOLDER, load_model, write_atomically
@@ -55,7 +55,8 @@ def probe_pictures(
     """
     if len(probes) == 0:
         return []
-    logits, maps = rollout_maps(model, normalize(probes.images.to(mean.device), mean, std))
+    logits, found = attention_maps(model, normalize(probes.images.to(mean.device), mean, std))
+    maps = found["rollout"]
     shares, predicted = logits.softmax(dim=1).max(dim=1)
     captions = [
         f"true {probes.classes[label]}\npredicted {probes.classes[guess]} {share:.0%}"

@@ -136,32 +136,49 @@ class VisionTransformer(nn.Module):
                 if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                     nn.init.zeros_(parameter)
 
-    def forward_features(
-        self, images: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens after the last block, (B, N, D), and the weights or None."""
+    def embed(self, images: Tensor) -> Tensor:
+        """Return the tokens before the first block, (B, N, D): class token, registers, patches."""
         x = self.patch_embed(images)
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
             x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
-        if self.pos_embed is not None:
-            x = x + self.pos_embed
-        layers = []
-        for block in self.blocks:
-            if need_weights:
-                x, weights = block(x, mask, need_weights=True)
-                layers.append(weights)
-            else:
-                x = block(x, mask)
-        return self.norm(x), torch.stack(layers) if need_weights else None
+        return x if self.pos_embed is None else x + self.pos_embed
 
-    def forward_head(self, tokens: Tensor) -> Tensor:
-        """Pool the tokens (B, N, D) and classify them: logits (B, C)."""
+    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the tokens after the last block, normalised, (B, N, D)."""
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self, images: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Classify images and keep what every layer made of them.
+
+        Returns:
+            Logits (B, C), the L layers' attention weights before dropout, (B, H, N, N) each, and
+            the tokens after each, (B, N, D). The logits can be differentiated by all of them.
+        """
+        x = self.embed(images)
+        weights, tokens = [], []
+        for block in self.blocks:
+            x, attention = block(x, mask, need_weights=True)
+            weights.append(attention)
+            tokens.append(x)
+        return self.forward_head(self.norm(x)), weights, tokens
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool the tokens (B, N, D) and classify them: logits (B, C).
+
+        With pre_logits, return what the last linear layer gets, (B, D).
+        """
         if self.global_pool == "token":
             pooled = tokens[:, 0]
         else:
             pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        return self.head(self.head_drop(self.fc_norm(pooled)))
+        features = self.head_drop(self.fc_norm(pooled))
+        return features if pre_logits else self.head(features)
 
     def forward(
         self, images: Tensor, mask: Tensor | None = None, need_weights: bool = False
@@ -176,6 +193,7 @@ class VisionTransformer(nn.Module):
         Returns:
             Logits (B, C); with need_weights also the weights before dropout, (L, B, H, N, N).
         """
-        tokens, weights = self.forward_features(images, mask, need_weights)
-        logits = self.forward_head(tokens)
-        return logits if weights is None else (logits, weights)
+        if need_weights:
+            logits, weights, _ = self.forward_intermediates(images, mask)
+            return logits, torch.stack(weights)
+        return self.forward_head(self.forward_features(images, mask))

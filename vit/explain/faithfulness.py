@@ -1,0 +1,142 @@
+"""How far a map can be believed: hide what it calls important, and see whether the model minds.
+
+Patches are hidden by the mean colour of the training images, which is 0 once normalised. Inserting
+the k most important patches into an empty image is the same picture as deleting the others, so one
+set of forward passes gives the deletion and the insertion curve. Every map is to be compared with
+`random_maps` and with `centred_map`: objects on photographs stand in the middle.
+
+Shapes: B images, K levels, P patches.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vit.seeding import generator
+from vit.training.hardware import autocast
+
+LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # shares of the patches
+
+
+def random_maps(count: int, grid_size: tuple[int, int], seed: int) -> Tensor:
+    """Draw maps that know nothing: (count, rows, columns), 0 to 1."""
+    return torch.rand(count, *grid_size, generator=generator(seed, "random maps"))
+
+
+def centred_map(grid_size: tuple[int, int]) -> Tensor:
+    """Return a Gaussian around the middle, a quarter of each side wide: (rows, columns)."""
+    down, across = (
+        torch.exp(-0.5 * ((torch.arange(n) + 0.5 - n / 2) / (n / 4)) ** 2) for n in grid_size
+    )
+    return down[:, None] * across
+
+
+@torch.no_grad()
+def hiding_curves(
+    model: nn.Module,
+    images: Tensor,
+    maps: Tensor,
+    target: Tensor,
+    levels: Sequence[float] = LEVELS,
+    precision: torch.dtype = torch.float32,
+    batch_size: int = 500,
+) -> tuple[Tensor, Tensor]:
+    """Hide more and more patches, the most and the least important first.
+
+    Args:
+        model: In evaluation mode.
+        images: (B, 3, H, W), normalised, on the model's device.
+        maps: (B, rows, columns), more is more important; of equals the earlier counts as more.
+        target: (B,) int64, the class whose probability is followed.
+        levels: K shares of the patches to hide, 0 to 1.
+        precision: Of matrix products.
+        batch_size: Images at a time.
+
+    Returns:
+        The target's probability with the most important patches hidden first (MoRF), and with the
+        least important hidden first (LeRF), each (K, B).
+    """
+    count = maps[0].numel()
+    order = maps.flatten(1).argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(dim=1).unflatten(1, maps.shape[1:]).to(images.device)
+    patch = images.shape[-2] // maps.shape[-2], images.shape[-1] // maps.shape[-1]
+    rank = rank.repeat_interleave(patch[0], dim=1).repeat_interleave(patch[1], dim=2)[:, None]
+    target = target.to(images.device)
+
+    def probability(hidden: Tensor) -> Tensor:
+        parts = []
+        for part, mask, aim in zip(
+            images.split(batch_size), hidden.split(batch_size), target.split(batch_size),
+            strict=True,
+        ):  # fmt: skip
+            with autocast(images.device, precision):
+                logits = model(part.masked_fill(mask, 0.0))
+            parts.append(logits.float().softmax(dim=1).gather(1, aim[:, None])[:, 0])
+        return torch.cat(parts)
+
+    hidden = [round(level * count) for level in levels]
+    morf = torch.stack([probability(rank < number) for number in hidden])
+    lerf = torch.stack([probability(rank >= count - number) for number in hidden])
+    return morf, lerf
+
+
+def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
+    """Turn curves into numbers for each image.
+
+    Args:
+        morf: (K, B), probability of the target with the most important patches hidden first.
+        lerf: (K, B), with the least important hidden first.
+
+    Returns:
+        (B,) each: "deletion", the area under the MoRF curve (mean over levels; less is better),
+        "insertion", the area under the insertion curve, which at levels symmetric around a half is
+        the LeRF curve read backwards (more is better), and "lerf_morf", half their difference, -0.5
+        to 0.5: 0 is a map that knows nothing.
+    """
+    deletion, insertion = morf.mean(dim=0), lerf.mean(dim=0)
+    return {
+        "deletion": deletion,
+        "insertion": insertion,
+        "lerf_morf": (insertion - deletion) / 2,
+    }
+
+
+def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
+    """Tell whether the strongest patch lies on the object (arXiv 1608.00507, for patches).
+
+    Args:
+        maps: (B, rows, columns).
+        masks: (B, H, W) bool, True on the object.
+
+    Returns:
+        (B,), 1 where the object covers at least half of the strongest patch, 0 where it does not;
+        where several are strongest, the share of them that hit.
+    """
+    covered = _patch_cover(masks, maps.shape[1:]) >= 0.5
+    strongest = maps == maps.amax(dim=(1, 2), keepdim=True)
+    return (strongest & covered).sum(dim=(1, 2)) / strongest.sum(dim=(1, 2))
+
+
+def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
+    """Compare the patches above the map's mean with the object: (B,), 0 to 1.
+
+    Intersection over union is counted in pixels. Arguments as for `pointing_game`.
+    """
+    chosen = maps > maps.mean(dim=(1, 2), keepdim=True)
+    cover = _patch_cover(masks, maps.shape[1:])
+    both = (cover * chosen).sum(dim=(1, 2))
+    return both / (chosen.sum(dim=(1, 2)) + cover.sum(dim=(1, 2)) - both)
+
+
+def mean_interval(values: Tensor) -> tuple[float, float]:
+    """Return the mean over images of (B,) and half the width of its 95 % interval (normal)."""
+    values = values.double()
+    spread = values.std().item() if len(values) > 1 else math.nan
+    return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))
+
+
+def _patch_cover(masks: Tensor, grid_size: tuple[int, ...]) -> Tensor:
+    """Return the share of each patch that an object covers, (B, rows, columns)."""
+    return nn.functional.adaptive_avg_pool2d(masks.float()[:, None], grid_size)[:, 0]
