@@ -137,6 +137,8 @@ def mean_interval(values: Tensor) -> tuple[float, float]:
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))
 
 
-def _patch_cover(masks: Tensor, grid_size: tuple[int, ...]) -> Tensor:
+def _patch_cover(masks: Tensor, grid_size: torch.Size) -> Tensor:
     """Return the share of each patch that an object covers, (B, rows, columns)."""
-    return nn.functional.adaptive_avg_pool2d(masks.float()[:, None], grid_size)[:, 0]
+    return nn.functional.adaptive_avg_pool2d(masks.float()[:, None], (grid_size[0], grid_size[1]))[
+        :, 0
+    ]
