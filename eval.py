@@ -1,4 +1,4 @@
-"""Evaluate a trained Vision Transformer: `python eval.py --help`."""
+"""Evaluate a trained Vision Transformer and look into it: `python eval.py --help`."""
 
 import sys
 
@@ -7,7 +7,20 @@ from vit.cli import parse_eval, user_errors
 if __name__ == "__main__":
     with user_errors():
         run, options = parse_eval(sys.argv[1:])
-        # Here, because it imports torch: a mistyped flag is answered at once.
-        from vit.reporting import evaluate_run
+        # Here, because they import torch: a mistyped flag is answered at once.
+        if options.attention:
+            from vit.reporting.attention import explain_run
 
-        evaluate_run(run, options)
+            explain_run(run, options)
+        elif options.image:
+            from vit.reporting.photos import classify_photos
+
+            classify_photos(run, options)
+        elif options.compare is not None:
+            from vit.reporting.comparison import compare_runs
+
+            compare_runs(run, options)
+        else:
+            from vit.reporting.report import evaluate_run
+
+            evaluate_run(run, options)

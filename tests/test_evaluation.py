@@ -17,7 +17,15 @@ from torchmetrics.functional.classification import (
 )
 
 from vit.data.datasets import NORMALIZATION
-from vit.evaluation import as_table, evaluate, predict, reliability, report, wilson_interval
+from vit.evaluation import (
+    as_table,
+    evaluate,
+    mcnemar,
+    predict,
+    reliability,
+    report,
+    wilson_interval,
+)
 from vit.model.vit import VisionTransformer
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION["cifar10"])
@@ -203,10 +211,28 @@ def test_predict_in_bfloat16_is_near_and_returns_float32(model, images):
 
 def test_evaluate_is_the_report_on_the_predictions(model, images):
     labels = torch.arange(50) % 10
-    result = evaluate(model, images, labels, names(10), MEAN, STD, batch_size=13)
+    result, logits = evaluate(model, images, labels, names(10), MEAN, STD, batch_size=13)
     assert result.pop("images_per_second") > 0
-    expected = report(predict(model, images, MEAN, STD, batch_size=13), labels, names(10))
-    assert result == expected
+    expected = predict(model, images, MEAN, STD, batch_size=13)
+    assert torch.equal(logits, expected)
+    assert result == report(expected, labels, names(10))
+
+
+@pytest.mark.parametrize(
+    ("only_first", "only_second", "p_value"),
+    [
+        (0, 0, 1.0),
+        (5, 5, 1.0),
+        (0, 1, 1.0),
+        (0, 5, 2 / 32),
+        (5, 0, 2 / 32),
+        (1, 5, 2 * (1 + 6) / 64),
+        (2, 3, 1.0),
+        (0, 2000, 0.0),
+    ],
+)
+def test_mcnemar_is_the_exact_binomial_tail(only_first, only_second, p_value):
+    assert mcnemar(only_first, only_second) == pytest.approx(p_value, rel=1e-12, abs=1e-300)
 
 
 def test_table_shows_every_class_once():

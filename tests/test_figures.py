@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from vit.data.datasets import ImageSet
+from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import (
     COLOURS,
     SCALE,
-    attention_picture,
-    confusion_picture,
-    reliability_picture,
 )
+from vit.explain.figures import attention_picture as draw_attention
+from vit.explain.rollout import map_title
 from vit.model.vit import VisionTransformer
-from vit.reporting import probe_pictures
+from vit.reporting.report import draw_probes
 
 BLUE = torch.tensor([0, 0, 200], dtype=torch.uint8)[:, None, None]
 LEVELS = [[0.0, 1.0], [2.0, 3.0]]
@@ -29,6 +29,10 @@ def colour_of(level: float) -> np.ndarray:
     """Return the colour of a map value, (3,) uint8."""
     low, high = SCALE
     return np.array(matplotlib.colormaps[COLOURS]((level - low) / (high - low), bytes=True)[:3])
+
+
+def attention_picture(images: Tensor, maps: Tensor, captions: list[str]) -> np.ndarray:
+    return draw_attention(images, maps, captions, [map_title("rollout", "")] * len(captions))
 
 
 def places(picture: np.ndarray, colour: np.ndarray | list[int]) -> np.ndarray:
@@ -145,7 +149,7 @@ def test_captions_are_written():
 def test_captions_of_probes_fit_above_their_image(name):
     vit = VisionTransformer(num_classes=1, embed_dim=12, depth=1).eval()
     probes = ImageSet(blue_images(1), torch.zeros(1, dtype=torch.int64), (name,))
-    (picture,) = probe_pictures(vit, probes, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    (picture,) = draw_probes(vit, probes, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
     image = places(picture, [0, 0, 200])
     (top, _), right = image.min(axis=0), image[image[:, 1] < 300, 1].max()
     text = (picture[:top] < 128).all(-1)

@@ -1,4 +1,7 @@
-"""Attention rollout against the paper's formula, literal numbers, and its own symmetries."""
+"""Maps of attention against the papers' formulas, literal numbers, and their own symmetries."""
+
+import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -7,7 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vit.explain.rollout import attention_maps, attention_rollout
+from vit.explain.rollout import (
+    CLASS_SPECIFIC,
+    MAP_KINDS,
+    attention_gradients,
+    attention_maps,
+    attention_rollout,
+    class_relevance,
+    fuse_heads,
+    gradient_rollout,
+    head_maps,
+    raw_attention,
+    readout_of,
+)
+from vit.model import attention
 from vit.model.vit import VisionTransformer
 
 CASES = [("mean", 0), ("mean", 1), ("mean", 5), ("class_token", 1), ("class_token", 5)]
@@ -21,29 +37,156 @@ def draw_weights(layers: int, batch: int, heads: int, tokens: int, seed: int = 0
     )
 
 
-def paper_rollout(weights: Tensor) -> np.ndarray:
-    """Write arXiv 2005.00928 out in float64: one image's layers (L, H, N, N) to (N, N)."""
-    result = None
-    for layer in weights.double().numpy():
-        mixed = 0.5 * sum(layer) / len(layer) + 0.5 * np.eye(layer.shape[-1])
-        result = mixed if result is None else mixed @ result
+def draw_gradients(weights: Tensor, seed: int = 1) -> Tensor:
+    return torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Every way to make a map: attention rollout with its options, and its relatives.
+ROLLOUTS = {
+    "rollout": {},
+    "rollout of the largest": {"head_fusion": "max"},
+    "rollout of the least": {"head_fusion": "min"},
+    "rollout without 0.3": {"discard_ratio": 0.3},
+    "rollout without 0.9": {"discard_ratio": 0.9},
+    "rollout of the largest without 0.3": {"head_fusion": "max", "discard_ratio": 0.3},
+    "rollout of the least without 0.9": {"head_fusion": "min", "discard_ratio": 0.9},
+    "rollout of later layers": {"start_layer": 1},
+}
+VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
+with_variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def make_maps(variant: str, weights, gradients, readout: str, prefix: int) -> Tensor:
+    how = {"readout": readout, "num_prefix_tokens": prefix}
+    if variant == "gradient_rollout":
+        return gradient_rollout(weights, gradients, **how)
+    if variant == "relevance":
+        return class_relevance(weights, gradients, **how)
+    if variant == "raw":
+        return raw_attention(weights, **how)
+    return attention_rollout(weights, **how, **ROLLOUTS[variant])
+
+
+# The papers' formulas for one image, in float64 and as products of whole matrices: weights and
+# gradients are (L, H, N, N), what comes out is (N, N).
+
+
+def paper_row_stochastic(matrix: np.ndarray) -> np.ndarray:
+    rows = []
+    for number, row in enumerate(matrix):
+        alone = np.eye(len(matrix))[number]
+        rows.append(row / row.sum() if row.sum() > 0 else alone)
+    return np.stack(rows)
+
+
+def paper_fused(layer: np.ndarray, prefix: int, fusion: str, ratio: float) -> np.ndarray:
+    fused = {"mean": np.mean, "max": np.max, "min": np.min}[fusion](layer, axis=0)
+    to_patches = sorted(fused[:, prefix:].flatten())
+    lowest_kept = to_patches[round(10 * ratio) * len(to_patches) // 10]
+    for query, key in np.ndindex(fused.shape):
+        if key >= prefix and fused[query, key] < lowest_kept:
+            fused[query, key] = 0
+    return paper_row_stochastic(fused)
+
+
+def paper_chain(matrices: list[np.ndarray]) -> np.ndarray:
+    """Multiply 0.5 A + 0.5 I, later layers to the left (arXiv 2005.00928)."""
+    result = np.eye(len(matrices[0]))
+    for matrix in matrices:
+        result = (0.5 * matrix + 0.5 * np.eye(len(matrix))) @ result
     return result
 
 
-def paper_map(weights: Tensor, readout: str, prefix: int) -> np.ndarray:
-    rollout = paper_rollout(weights)
-    row = rollout[0] if readout == "class_token" else rollout[prefix:].mean(0)
+def paper_rollout(weights, prefix, head_fusion="mean", discard_ratio=0.0, start_layer=0):
+    return paper_chain(
+        [paper_fused(layer, prefix, head_fusion, discard_ratio) for layer in weights[start_layer:]]
+    )
+
+
+def paper_class_attention(weights: np.ndarray, gradients: np.ndarray) -> list[np.ndarray]:
+    """Take E_h((∇A ⊙ A)⁺) of every layer (arXiv 2103.15679, eq. 5)."""
+    return [
+        sum(np.maximum(g * a, 0) for g, a in zip(slopes, layer, strict=True)) / len(layer)
+        for slopes, layer in zip(gradients, weights, strict=True)
+    ]
+
+
+def paper_gradient_rollout(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    layers = paper_class_attention(weights, gradients)
+    return paper_chain([paper_row_stochastic(layer) for layer in layers])
+
+
+def paper_relevance(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    """Add up R ← R + Ā R from the identity (arXiv 2103.15679, eq. 6), and take the identity off."""
+    identity = np.eye(weights.shape[-1])
+    relevance = identity
+    for layer in paper_class_attention(weights, gradients):
+        relevance = relevance + layer @ relevance
+    return relevance - identity
+
+
+def read_out(matrix: np.ndarray, readout: str, prefix: int) -> np.ndarray:
+    row = matrix[0] if readout == "class_token" else matrix[prefix:].mean(0)
     return row[prefix:]
 
 
+def paper_map(variant: str, weights, gradients, readout: str, prefix: int) -> np.ndarray:
+    weights, gradients = np.float64(weights), np.float64(gradients)
+    if variant == "gradient_rollout":
+        matrix = paper_gradient_rollout(weights, gradients)
+    elif variant == "relevance":
+        matrix = paper_relevance(weights, gradients)
+    elif variant == "raw":
+        matrix = weights[-1].mean(0)
+    else:
+        matrix = paper_rollout(weights, prefix, **ROLLOUTS[variant])
+    return read_out(matrix, readout, prefix)
+
+
 @with_cases
-@pytest.mark.parametrize("layers", [1, 2, 6])
-def test_rollout_is_the_papers_formula(readout, prefix, layers):
+@with_variants
+@pytest.mark.parametrize("layers", [2, 6])
+def test_maps_are_the_papers_formulas(variant, readout, prefix, layers):
     weights = draw_weights(layers, 3, 4, prefix + 9)
-    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
+    gradients = draw_gradients(weights)
+    maps = make_maps(variant, weights, gradients, readout, prefix)
     assert maps.shape == (3, 9) and maps.dtype == torch.float32
-    expected = np.stack([paper_map(weights[:, b], readout, prefix) for b in range(3)])
+    expected = np.stack(
+        [paper_map(variant, weights[:, b], gradients[:, b], readout, prefix) for b in range(3)]
+    )
     np.testing.assert_allclose(maps.numpy(), expected, rtol=0, atol=1e-5)
+
+
+@with_cases
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_rollout_starts_at_a_layer(readout, prefix, start):
+    weights = draw_weights(4, 1, 2, prefix + 6)
+    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix, start_layer=start)
+    rolled_out = paper_rollout(np.float64(weights[:, 0]), prefix, start_layer=start)
+    expected = read_out(rolled_out, readout, prefix)
+    np.testing.assert_allclose(maps[0].numpy(), expected, rtol=0, atol=1e-5)
+
+
+@with_cases
+def test_head_maps_are_the_rows_that_are_read(readout, prefix):
+    weights = draw_weights(3, 2, 4, prefix + 6)
+    maps = head_maps(weights, readout=readout, num_prefix_tokens=prefix)
+    assert maps.shape == (3, 2, 4, 6) and maps.dtype == torch.float32
+    for place in np.ndindex(3, 2, 4):
+        expected = read_out(np.float64(weights[place]), readout, prefix)
+        np.testing.assert_allclose(maps[place].numpy(), expected, rtol=0, atol=1e-6)
+
+
+@with_variants
+def test_weights_are_a_tensor_or_a_sequence(variant):
+    weights = draw_weights(3, 2, 2, 7)
+    gradients = draw_gradients(weights)
+    maps = make_maps(variant, weights, gradients, "class_token", 1)
+    assert torch.equal(make_maps(variant, list(weights), list(gradients), "class_token", 1), maps)
+    assert torch.equal(
+        make_maps(variant, tuple(weights), tuple(gradients), "mean", 1),
+        make_maps(variant, weights, gradients, "mean", 1),
+    )
 
 
 # Two layers of two heads over three tokens, and what comes out, worked out on paper:
@@ -75,6 +218,90 @@ def test_rollout_by_hand(readout, prefix, expected):
     assert maps.tolist() == [pytest.approx(expected, abs=1e-7)]
 
 
+# The gradients of a class beside them; a 9 stands where nothing is attended to, and counts for
+# nothing. What speaks for the class, mean over heads of the positive products, is
+# [[1, 0, 1], [0, 1, 0], [0, 2, 0]] in the first layer and
+# [[0, 3, 1], [0, 0, 0], [0, 0, 1]] in the second.
+FIRST_GRADIENTS = [
+    [[2.0, 9.0, 9.0], [9.0, -1.0, 9.0], [9.0, 4.0, 9.0]],
+    [[9.0, -4.0, 4.0], [9.0, 2.0, 9.0], [9.0, 9.0, -3.0]],
+]
+SECOND_GRADIENTS = [
+    [[9.0, 6.0, 9.0], [-5.0, 9.0, 9.0], [9.0, 9.0, 2.0]],
+    [[9.0, 9.0, 2.0], [9.0, -8.0, 9.0], [9.0, 9.0, -9.0]],
+]
+
+
+def map_by_hand(variant: str, readout: str, prefix: int) -> list[float]:
+    weights = torch.tensor([FIRST, SECOND])[:, None]
+    gradients = torch.tensor([FIRST_GRADIENTS, SECOND_GRADIENTS])[:, None]
+    return make_maps(variant, weights, gradients, readout, prefix)[0].tolist()
+
+
+# R is [[2, 0, 1], [0, 2, 0], [0, 2, 1]] after the first layer; the second adds
+# [[0, 8, 1], [0, 0, 0], [0, 2, 1]]; without the identity, [[1, 8, 2], [0, 1, 0], [0, 4, 1]].
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [8, 2]),
+        ("class_token", 2, [2]),
+        ("mean", 1, [(1 + 4) / 2, 1 / 2]),
+        ("mean", 0, [1 / 3, (8 + 1 + 4) / 3, (2 + 1) / 3]),
+    ],
+)
+def test_relevance_by_hand(readout, prefix, expected):
+    assert map_by_hand("relevance", readout, prefix) == pytest.approx(expected, abs=1e-6)
+
+
+# The factors are [[3/4, 0, 1/4], [0, 1, 0], [0, 1/2, 1/2]] of the first layer and, as nothing
+# speaks for the class in the second row, [[1/2, 3/8, 1/8], [0, 1, 0], [0, 0, 1]] of the second;
+# second times first is [[3/8, 7/16, 3/16], [0, 1, 0], [0, 1/2, 1/2]].
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [7 / 16, 3 / 16]),
+        ("class_token", 2, [3 / 16]),
+        ("mean", 1, [(1 + 1 / 2) / 2, 1 / 4]),
+        ("mean", 0, [1 / 8, (7 / 16 + 1 + 1 / 2) / 3, (3 / 16 + 1 / 2) / 3]),
+    ],
+)
+def test_gradient_rollout_by_hand(readout, prefix, expected):
+    assert map_by_hand("gradient_rollout", readout, prefix) == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [1 / 2, 1 / 2]),
+        ("class_token", 2, [1 / 2]),
+        ("mean", 1, [1 / 4, 1 / 2]),
+        ("mean", 0, [1 / 6, 1 / 3, 1 / 2]),
+    ],
+)
+def test_raw_attention_by_hand(readout, prefix, expected):
+    assert map_by_hand("raw", readout, prefix) == pytest.approx(expected, abs=1e-7)
+
+
+def test_what_speaks_against_a_class_is_no_relevance():
+    weights = draw_weights(2, 1, 2, 5)
+    against = -draw_gradients(weights).abs()
+    how = {"readout": "class_token", "num_prefix_tokens": 1}
+    assert class_relevance(weights, against, **how).tolist() == [[0, 0, 0, 0]]
+    # No attention is left: what a token holds, it has from itself.
+    assert gradient_rollout(weights, against, **how).tolist() == [[0, 0, 0, 0]]
+    how = {"readout": "mean", "num_prefix_tokens": 1}
+    assert gradient_rollout(weights, against, **how).tolist() == [[1 / 4] * 4]
+
+
+def test_relevance_grows_with_the_logit_and_gradient_rollout_does_not():
+    weights = draw_weights(1, 2, 3, 6)
+    gradients = draw_gradients(weights)
+    once = {name: make_maps(name, weights, gradients, "mean", 1) for name in CLASS_SPECIFIC}
+    twice = {name: make_maps(name, weights, 2 * gradients, "mean", 1) for name in CLASS_SPECIFIC}
+    torch.testing.assert_close(twice["relevance"], 2 * once["relevance"])
+    torch.testing.assert_close(twice["gradient_rollout"], once["gradient_rollout"])
+
+
 def test_the_order_of_layers_matters():
     weights = torch.tensor([SECOND, FIRST])[:, None]
     maps = attention_rollout(weights, readout="class_token", num_prefix_tokens=1)
@@ -83,22 +310,26 @@ def test_the_order_of_layers_matters():
 
 
 @with_cases
-def test_a_batch_is_its_images(readout, prefix):
+@with_variants
+def test_a_batch_is_its_images(variant, readout, prefix):
     weights = draw_weights(3, 4, 2, prefix + 6)
-    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
-    for number in range(4):
-        alone = attention_rollout(
-            weights[:, number : number + 1], readout=readout, num_prefix_tokens=prefix
-        )
-        torch.testing.assert_close(maps[number], alone[0], rtol=0, atol=1e-6)
+    gradients = draw_gradients(weights)
+    maps = make_maps(variant, weights, gradients, readout, prefix)
+    for b in range(4):
+        alone = slice(b, b + 1)
+        one = make_maps(variant, weights[:, alone], gradients[:, alone], readout, prefix)
+        torch.testing.assert_close(maps[b], one[0], rtol=0, atol=1e-6)
     assert (maps[0] - maps[1]).abs().max() > 1e-3
 
 
 @with_cases
-def test_maps_are_shares(readout, prefix):
+@with_variants
+def test_maps_are_shares(variant, readout, prefix):
     weights = draw_weights(12, 3, 3, prefix + 16)
-    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
+    maps = make_maps(variant, weights, draw_gradients(weights), readout, prefix)
     assert (maps >= 0).all()
+    if variant == "relevance":
+        return
     total = maps.sum(1)
     if prefix == 0:
         torch.testing.assert_close(total, torch.ones(3), rtol=0, atol=1e-6)
@@ -118,32 +349,51 @@ def test_uniform_attention_makes_a_uniform_map(prefix):
         torch.testing.assert_close(maps, torch.full((2, 9), share), rtol=0, atol=1e-7)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@with_cases
+@with_variants
+def test_uniform_attention_and_gradients_make_a_uniform_map(variant, readout, prefix):
+    tokens = prefix + 9
+    weights = torch.full((3, 2, 4, tokens, tokens), 1 / tokens)
+    gradients = torch.full_like(weights, 0.7)
+    maps = make_maps(variant, weights, gradients, readout, prefix)
+    assert (maps > 0.5 / tokens).all()
+    torch.testing.assert_close(maps, maps[:1, :1].expand(2, 9), rtol=0, atol=1e-6)
+
+
+@with_variants
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.permutations(range(7)), st.sampled_from(CASES), st.integers(0, 100))
-def test_permuting_patches_permutes_the_map(order, case, seed):
+def test_permuting_patches_permutes_the_map(variant, order, case, seed):
     readout, prefix = case
     weights = draw_weights(3, 2, 2, prefix + 7, seed)
+    gradients = draw_gradients(weights, seed + 1)
     tokens = [*range(prefix), *(prefix + place for place in order)]
-    permuted = weights[..., tokens, :][..., tokens]
-    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
-    others = attention_rollout(permuted, readout=readout, num_prefix_tokens=prefix)
+    permuted = [given_[..., tokens, :][..., tokens] for given_ in (weights, gradients)]
+    maps = make_maps(variant, weights, gradients, readout, prefix)
+    others = make_maps(variant, *permuted, readout, prefix)
     torch.testing.assert_close(others, maps[:, order], rtol=0, atol=1e-6)
 
 
-def test_half_precision_weights_are_rolled_out_in_float32():
+@with_variants
+def test_half_precision_weights_are_mapped_in_float32(variant):
     weights = draw_weights(6, 2, 3, 10).bfloat16()
-    maps = attention_rollout(weights, readout="mean", num_prefix_tokens=1)
+    gradients = draw_gradients(weights).bfloat16()
+    maps = make_maps(variant, weights, gradients, "mean", 1)
     assert maps.dtype == torch.float32
-    expected = attention_rollout(weights.float(), readout="mean", num_prefix_tokens=1)
+    expected = make_maps(variant, weights.float(), gradients.float(), "mean", 1)
     assert torch.equal(maps, expected)
 
 
-def test_weights_stay():
+@with_variants
+def test_weights_and_gradients_stay(variant):
     weights = draw_weights(2, 1, 2, 5)
-    attention_rollout(weights, readout="mean", num_prefix_tokens=0)
+    gradients = draw_gradients(weights)
+    make_maps(variant, weights, gradients, "mean", 0)
     assert torch.equal(weights, draw_weights(2, 1, 2, 5))
+    assert torch.equal(gradients, draw_gradients(weights))
 
 
+@with_variants
 @pytest.mark.parametrize(
     ("readout", "prefix", "message"),
     [
@@ -151,9 +401,104 @@ def test_weights_stay():
         ("class_token", 0, "readout: class_token needs num_prefix_tokens of at least 1"),
     ],
 )
-def test_readouts_that_cannot_be(readout, prefix, message):
+def test_readouts_that_cannot_be(variant, readout, prefix, message):
+    weights = draw_weights(2, 1, 1, 4)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        attention_rollout(draw_weights(1, 1, 1, 4), readout=readout, num_prefix_tokens=prefix)
+        make_maps(variant, weights, weights, readout, prefix)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"head_fusion": "sum"}, "head_fusion: 'sum' is not mean, max or min"),
+        ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not from 0 up to, not including, 1"),
+        ({"discard_ratio": -0.1}, "discard_ratio: -0.1 is not from 0 up to, not including, 1"),
+        ({"discard_ratio": float("nan")}, "discard_ratio: nan is not from 0 up to, .*"),
+        ({"start_layer": 3}, "start_layer: 3 is not 0 to 2"),
+        ({"start_layer": -1}, "start_layer: -1 is not 0 to 2"),
+    ],
+)
+def test_options_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        attention_rollout(draw_weights(3, 1, 1, 4), readout="mean", num_prefix_tokens=1, **wrong)
+
+
+# Of the heads of a layer, one matrix.
+
+# In sixteenths: what is paid to one prefix token and two patches.
+SHARES = [[1, 12, 3], [8, 4, 4], [0, 12, 4]]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "prefix", "expected"),
+    [
+        (0.0, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        # Less than one of six weights.
+        (0.1, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        (0.2, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        # Three of six, but the second to the fourth are equal and stay together.
+        (0.5, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        # Four of six: they go together. The prefix token keeps its weights, be they the least.
+        (0.7, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
+        (0.99, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
+        (0.7, 2, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        # Without prefix tokens, the second row loses everything and stays with itself.
+        (0.8, 0, [[0, 1, 0], [0, 1, 0], [0, 1, 0]]),
+    ],
+)
+def test_discarding_by_hand(ratio, prefix, expected):
+    fused = fuse_heads(torch.tensor(SHARES)[None, None] / 16, prefix, "mean", ratio)
+    assert fused.shape == (1, 3, 3)
+    torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "expected"),
+    [
+        ("mean", [[0, 1 / 2, 1 / 2], [3 / 8, 1 / 4, 3 / 8], [0, 0, 1]]),
+        ("max", [[0, 1 / 2, 1 / 2], [2 / 5, 1 / 5, 2 / 5], [0, 0, 1]]),
+        # In the first row, no token is attended to by both heads.
+        ("min", [[1, 0, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 1]]),
+    ],
+)
+def test_fusing_by_hand(fusion, expected):
+    one = [[0.0, 1.0, 0.0], [0.5, 0.25, 0.25], [0.0, 0.0, 1.0]]
+    other = [[0.0, 0.0, 1.0], [0.25, 0.25, 0.5], [0.0, 0.0, 1.0]]
+    fused = fuse_heads(torch.tensor([[one, other]]), 0, fusion, 0.0)
+    torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
+
+
+def test_an_image_discards_its_own_lowest():
+    peaked, even = torch.tensor(SHARES) / 16, torch.full((3, 3), 1 / 3)
+    fused = fuse_heads(torch.stack([peaked, even])[:, None], 0, "mean", 0.7)
+    torch.testing.assert_close(fused[1], even, rtol=0, atol=1e-6)
+    assert (fused[0] == 0).sum() == 6
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["mean", "max", "min"]),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 3),
+    st.integers(1, 8),
+    st.sampled_from([0, 1, 5, 100, 1000]),
+    st.integers(0, 1000),
+)
+def test_fused_rows_sum_to_one(fusion, ratio, prefix, patches, sharpness, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(2, 3, prefix + patches, prefix + patches, generator=generator)
+    fused = fuse_heads((sharpness * scores).softmax(-1), prefix, fusion, ratio)
+    assert fused.dtype == torch.float32 and (fused >= 0).all()
+    torch.testing.assert_close(fused.sum(-1), torch.ones(2, len(fused[0])), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=5, max_size=5), st.integers(0, 2))
+def test_a_row_with_nothing_left_stays_with_itself(attended, prefix):
+    heads = torch.eye(5)[torch.tensor(attended).T]  # two heads, each looks at one token
+    fused = fuse_heads(heads[None], prefix, "min", 0.0)
+    agreed = [one if one == other else row for row, (one, other) in enumerate(attended)]
+    assert torch.equal(fused[0], torch.eye(5)[agreed])
 
 
 # Of a model.
@@ -192,7 +537,8 @@ def test_maps_of_a_model(variant):
     pooled = variant.get("global_pool") == "avg"
     prefix = variant.get("class_token", True) + variant.get("reg_tokens", 0)
     for number in range(3):
-        shares = paper_map(weights[:, number], "mean" if pooled else "class_token", prefix)
+        rolled_out = paper_rollout(np.float64(weights[:, number]), prefix)
+        shares = read_out(rolled_out, "mean" if pooled else "class_token", prefix)
         expected = shares.reshape(4, 4) * (16 + prefix)
         np.testing.assert_allclose(maps[number].numpy(), expected, rtol=0, atol=1e-4)
     assert maps.std() > 0.05
@@ -228,3 +574,193 @@ def test_maps_find_the_patch_all_attend_to():
     assert (maps[:, 1, 2] > 10).all()
     maps[:, 1, 2] = 0
     assert maps.max() < 1
+
+
+# Of a model and a class.
+
+
+def differentiate_one(vit: VisionTransformer, image: Tensor, target: int):
+    """Weights of one image, and the gradients of a logit by them: (L, H, N, N) float64 each."""
+    vit = copy.deepcopy(vit).double()
+    logits, weights, _ = vit.forward_intermediates(image[None].double())
+    gradients = [torch.autograd.grad(logits[0, target], w, retain_graph=True)[0] for w in weights]
+    return [torch.stack([layer[0].detach() for layer in each]) for each in (weights, gradients)]
+
+
+@with_models
+def test_all_kinds_of_map_of_a_model_are_the_papers_formulas(variant):
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    found = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
+    assert list(found) == ["rollout", "gradient_rollout", "relevance", "raw"]
+    readout = "mean" if variant.get("global_pool") == "avg" else "class_token"
+    assert readout_of(vit) == readout
+    prefix = variant.get("class_token", True) + variant.get("reg_tokens", 0)
+    for kind, maps in found.items():
+        assert maps.shape == (3, 4, 4) and maps.dtype == torch.float32
+        for number in range(3):
+            weights, gradients = differentiate_one(vit, images[number], target[number].item())
+            shares = paper_map(kind, weights, gradients, readout, prefix).reshape(4, 4)
+            whole = 16 / shares.sum() if kind == "relevance" else 16 + prefix
+            np.testing.assert_allclose(maps[number].numpy(), shares * whole, rtol=0, atol=1e-4)
+
+
+@with_models
+def test_all_kinds_of_map_of_a_batch_are_those_of_its_images(variant):
+    vit, images = draw_vit(variant), draw_images()
+    for target in (None, torch.tensor([2, 0, 4])):
+        logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
+        for number in range(3):
+            chosen = target if target is None else target[number : number + 1]
+            one, alone = attention_maps(vit, images[number : number + 1], tuple(MAP_KINDS), chosen)
+            torch.testing.assert_close(one[0], logits[number], rtol=0, atol=1e-5)
+            for kind, maps in found.items():
+                torch.testing.assert_close(alone[kind][0], maps[number], rtol=0, atol=1e-4)
+
+
+@with_models
+def test_the_predicted_class_is_explained_unless_another_is_chosen(variant):
+    vit, images = draw_vit(variant), draw_images()
+    logits, predicted = attention_maps(vit, images, tuple(MAP_KINDS))
+    best = logits.argmax(1)
+    for target, same in ((best, True), ((best + 1) % 5, False)):
+        chosen = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
+        for kind in ("rollout", "raw"):
+            assert torch.equal(chosen[kind], predicted[kind])
+        for kind in ("gradient_rollout", "relevance"):
+            difference = (chosen[kind] - predicted[kind]).abs().amax((1, 2))
+            assert (difference == 0).all() if same else (difference > 0.05).all()
+
+
+@with_models
+def test_relevance_adds_up_to_the_number_of_patches(variant):
+    maps = attention_maps(draw_vit(variant), draw_images(), ["relevance"])[1]["relevance"]
+    assert (maps >= 0).all() and maps.std() > 0.05
+    torch.testing.assert_close(maps.sum((1, 2)), torch.full((3,), 16.0), rtol=0, atol=1e-4)
+
+
+def test_a_model_that_attends_for_no_class_has_no_relevance():
+    vit = draw_vit(MODELS["mean"])
+    torch.nn.init.zeros_(vit.head.weight)
+    maps = attention_maps(vit, draw_images(), ["relevance"])[1]["relevance"]
+    assert torch.equal(maps, torch.zeros(3, 4, 4))
+
+
+def test_raw_attention_of_uniform_attention_is_one():
+    vit = draw_vit(MODELS["class token and registers"])
+    torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.weight)
+    torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.bias)
+    maps = attention_maps(vit, draw_images(), ["raw"])[1]["raw"]
+    torch.testing.assert_close(maps, torch.ones(3, 4, 4), rtol=0, atol=1e-5)
+
+
+def test_only_the_kinds_asked_for_are_made():
+    vit, images = draw_vit(MODELS["mean"]), draw_images()
+    every = attention_maps(vit, images, tuple(MAP_KINDS))[1]
+    assert list(attention_maps(vit, images)[1]) == ["rollout"]
+    for kinds in (["raw", "relevance"], ["relevance", "raw"], ["gradient_rollout"], []):
+        found = attention_maps(vit, images, kinds)[1]
+        assert list(found) == kinds
+        for kind in kinds:
+            torch.testing.assert_close(found[kind], every[kind], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [["lime"], ["rollout", "lime"]])
+def test_kinds_that_cannot_be(kinds):
+    message = "^kinds: 'lime' is not one of rollout, gradient_rollout, relevance, raw$"
+    with pytest.raises(ValueError, match=message):
+        attention_maps(draw_vit(MODELS["mean"]), draw_images(), kinds)
+
+
+@with_models
+@pytest.mark.parametrize("kind", MAP_KINDS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_maps_need_neither_free_parameters_nor_gradients_switched_on(variant, kind, frozen):
+    vit, images = draw_vit(variant), draw_images()
+    logits, found = attention_maps(vit, images, [kind])
+    vit.requires_grad_(not frozen)
+    for switched_on in (True, False):
+        with torch.set_grad_enabled(switched_on):
+            other_logits, others = attention_maps(vit, images, [kind])
+            assert torch.is_grad_enabled() == switched_on
+        torch.testing.assert_close(other_logits, logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(others[kind], found[kind], rtol=0, atol=1e-5)
+
+
+def test_maps_in_bfloat16_need_no_gradients_switched_on():
+    vit, images = draw_vit(MODELS["class token"]), draw_images()
+    found = attention_maps(vit, images, tuple(MAP_KINDS), precision=torch.bfloat16)[1]
+    with torch.no_grad():
+        others = attention_maps(vit, images, tuple(MAP_KINDS), precision=torch.bfloat16)[1]
+    for kind, maps in found.items():
+        torch.testing.assert_close(others[kind], maps, rtol=0, atol=1e-5)
+
+
+def test_maps_leave_no_trace():
+    vit, images = draw_vit(MODELS["class token"]), draw_images()
+    before = copy.deepcopy(vit.state_dict())
+    logits, found = attention_maps(vit, images, tuple(MAP_KINDS))
+    for result in (logits, *found.values()):
+        assert not result.requires_grad
+    assert not images.requires_grad and torch.equal(images, draw_images())
+    for parameter in vit.parameters():
+        assert parameter.grad is None and parameter.requires_grad
+    for name, value in vit.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@with_models
+def test_maps_in_bfloat16_are_close_to_those_in_float32(variant):
+    vit, images, target = draw_vit(variant, std=0.2), draw_images(), torch.tensor([2, 0, 4])
+    exact_logits, exact = attention_maps(vit, images, tuple(MAP_KINDS), target)
+    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target, torch.bfloat16)
+    assert logits.dtype == torch.float32 and not torch.equal(logits, exact_logits)
+    torch.testing.assert_close(logits, exact_logits, rtol=0, atol=0.02)
+    for kind, maps in found.items():
+        assert maps.dtype == torch.float32 and not torch.equal(maps, exact[kind])
+        assert (maps - exact[kind]).abs().max() < 0.3 * exact[kind].std()
+
+
+@with_models
+def test_gradients_are_those_of_the_images_alone(variant):
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    logits, weights, _ = vit.forward_intermediates(images)
+    gradients = attention_gradients(logits, weights, target)
+    assert [layer.shape for layer in gradients] == [layer.shape for layer in weights]
+    for number in range(3):
+        alone = differentiate_one(vit, images[number], target[number].item())[1]
+        found = torch.stack([layer[number] for layer in gradients])
+        assert alone.abs().amax((1, 2, 3)).min() > 1e-3
+        torch.testing.assert_close(found.double(), alone, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])
+def test_gradients_are_finite_differences(variant, monkeypatch):
+    torch.manual_seed(0)
+    vit = VisionTransformer(img_size=8, embed_dim=4, depth=2, num_heads=2, num_classes=3, **variant)
+    for parameter in vit.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    vit, image = vit.double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    logits, weights, _ = vit.forward_intermediates(image)
+    gradients = attention_gradients(logits, weights, torch.tensor([1]))
+    attend = attention.scaled_dot_product_attention
+
+    def logit(layer: int, place: tuple[int, ...], step: float) -> float:
+        """Return the logit with one weight of one layer nudged and all later layers following."""
+        calls = itertools.count()
+
+        def nudged(query, key, value, mask=None, dropout_p=0.0):
+            weights = attend(query, key, value, mask, dropout_p)[1]
+            if next(calls) == layer:
+                weights[0][place] += step
+            return weights @ value, weights
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "scaled_dot_product_attention", nudged)
+            return vit.forward_intermediates(image)[0][0, 1].item()
+
+    with torch.no_grad():
+        for layer, found in enumerate(gradients):
+            for place in np.ndindex(*found[0].shape):
+                slope = (logit(layer, place, 1e-5) - logit(layer, place, -1e-5)) / 2e-5
+                assert found[0][place].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
+    assert all(layer.abs().max() > 1e-2 for layer in gradients)

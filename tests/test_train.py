@@ -1,5 +1,6 @@
 """Whole runs, small: what a run leaves behind, that it resumes exactly, that it refuses."""
 
+import io
 import json
 import shutil
 import signal
@@ -7,19 +8,24 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, load
-from vit.reporting import evaluate_run, normalization
+from vit.data.datasets import ImageSet, load, normalization
+from vit.data.shapes import KINDS
+from vit.reporting.report import evaluate_run
 from vit.tracking import milestones
 from vit.training import trainer
 from vit.training.checkpoint import latest_checkpoint, load_model
@@ -73,6 +79,11 @@ def events(folder: Path) -> EventAccumulator:
     return accumulator
 
 
+def pixels(encoded: bytes) -> np.ndarray:
+    """Decode a picture from an event."""
+    return np.asarray(Image.open(io.BytesIO(encoded)))
+
+
 def stamps(folder: Path) -> dict[Path, int]:
     """What is in a folder, and when each was last written."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -106,9 +117,9 @@ def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> No
     ]  # fmt: skip
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     assert {p.name for p in (run / "eval").glob("*.png")} == {
-        "confusion_matrix.png", "reliability.png"
+        "confusion_matrix.png", "mistakes.png", "reliability.png"
     }  # fmt: skip
-    assert len(list((run / "eval" / "attention").glob("probe_0[0-2].png"))) == 3
+    assert len(list((run / "eval" / "probes").glob("probe_0[0-2].png"))) == 3
 
 
 def test_report_has_the_promised_keys(finished: tuple[Path, str]) -> None:
@@ -151,12 +162,87 @@ def test_curves_stand_at_the_same_steps_in_both_logs(finished: tuple[Path, str])
 def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path, str]) -> None:
     accumulator = events(finished[0])
     tags = [f"attention/rollout/probe_{number:02d}" for number in range(3)]
-    assert sorted(accumulator.Tags()["images"]) == tags
-    for tag in tags:
+    others = ["attention/filmstrip", "attention/heads/probe_00", "attention/statistics"]
+    assert sorted(accumulator.Tags()["images"]) == sorted(tags + others)
+    for tag in tags + others:
         pictures = accumulator.Images(tag)
         assert [picture.step for picture in pictures] == milestones(STEPS)
-        assert {(p.width, p.height) for p in pictures} == {(700, 250)}
-        assert pictures[0].encoded_image_string != pictures[-1].encoded_image_string
+        first, last = pictures[0].encoded_image_string, pictures[-1].encoded_image_string
+        assert first != last
+        for encoded in (first, last):
+            assert pixels(encoded).std() > 20  # not blank
+    for tag in tags:
+        assert {(p.width, p.height) for p in accumulator.Images(tag)} == {(706, 256)}
+
+
+def test_filmstrip_grows_by_a_column_at_each_milestone(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    strips = [pixels(p.encoded_image_string) for p in events(run).Images("attention/filmstrip")]
+    widths = [strip.shape[1] for strip in strips]
+    assert {wider - narrower for narrower, wider in pairwise(widths)} == {70}
+    for narrower, wider in pairwise(strips):  # what was drawn stays: step 0, and the image
+        assert (narrower[24:, :140] == wider[24:, :140]).all()
+    kept = [np.load(run / "attention" / f"step_{step:08d}.npy") for step in milestones(STEPS)]
+    assert {maps.shape for maps in kept} == {(3, 8, 8)}
+    assert not np.array_equal(kept[0], kept[-1])
+
+
+def test_numbers_of_attention_stand_at_every_milestone(finished: tuple[Path, str]) -> None:
+    accumulator = events(finished[0])
+    ranges = {"entropy": (0, 1), "distance": (0, 40), "sink": (1 / 66, 1), "patch_norm": (0, 1e3)}
+    for name, (low, high) in ranges.items():
+        for layer in range(2):
+            points = accumulator.Scalars(f"attention/{name}/layer_{layer:02d}")
+            assert [point.step for point in points] == milestones(STEPS)
+            assert all(low < point.value <= high for point in points)
+    for kind in ("rollout", "relevance", "random", "centred"):
+        points = accumulator.Scalars(f"faithfulness/{kind}")
+        assert [point.step for point in points] == milestones(STEPS)
+        assert all(-0.5 <= point.value <= 0.5 for point in points)
+
+
+def test_model_and_config_are_there_as_text(finished: tuple[Path, str]) -> None:
+    accumulator = events(finished[0])
+    texts = {
+        tag: accumulator.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
+        for tag in ("config", "model")
+    }
+    assert "embed_dim: 24" in texts["config"] and "MultiHeadSelfAttention" in texts["model"]
+
+
+def test_hyperparameters_point_at_scalars_of_the_same_run(finished: tuple[Path, str]) -> None:
+    run, _ = finished
+    accumulator = events(run)
+    contents = {
+        tag: plugin_data_pb2.HParamsPluginData.FromString(
+            accumulator.summary_metadata[tag].plugin_data.content
+        )
+        for tag in accumulator.PluginTagToContent("hparams")
+    }
+    metrics = contents["_hparams_/experiment"].experiment.metric_infos
+    tags = [metric.name.tag for metric in metrics]
+    assert sorted(tags) == ["test/accuracy", "test/loss", "val/accuracy"]
+    report = json.loads((run / "eval" / "report.json").read_text())
+    shown = accumulator.Scalars("test/accuracy")[-1].value
+    assert shown == pytest.approx(report["accuracy"], rel=1e-6)
+    assert accumulator.Scalars("val/accuracy")
+    values = contents["_hparams_/session_start_info"].session_start_info.hparams
+    assert values["model.depth"].number_value == 2 and values["optim.name"].string_value == "muon"
+    assert "out" not in values
+
+
+def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, str]) -> None:
+    folder = finished[0] / "eval"
+    accumulator = events(folder)
+    curves = {tag for tag in accumulator.Tags()["tensors"] if tag.startswith("precision_recall/")}
+    assert curves == {f"precision_recall/{kind}" for kind in KINDS}
+    (tensors,) = folder.glob("*/features/tensors.tsv")
+    features = np.loadtxt(tensors)
+    assert features.shape == (1000, 24) and features.std() > 0.01
+    names = (tensors.parent / "metadata.tsv").read_text().split()
+    assert {name: names.count(name) for name in names} == dict.fromkeys(KINDS, 100)
+    sprite = Image.open(tensors.parent / "sprite.png")
+    assert sprite.size == (32 * 32, 32 * 32)
 
 
 def test_eval_gives_the_same_numbers_as_the_end_of_training(
@@ -274,8 +360,11 @@ def test_killed_run_resumes_bit_for_bit(finished: tuple[Path, str], tmp_path: Pa
         json.loads((r / "eval/report.json").read_text()) for r in (tmp_path / "run", reference)
     ]
     assert reports[0]["loss"] == reports[1]["loss"]
-    steps = [event.step for event in events(tmp_path / "run").Scalars("val/loss")]
+    shown = events(tmp_path / "run")
+    steps = [event.step for event in shown.Scalars("val/loss")]
     assert steps == list(range(5, STEPS + 1, 5))
+    strips = [e.Images("attention/filmstrip")[-1] for e in (shown, events(reference))]
+    assert strips[0].encoded_image_string == strips[1].encoded_image_string
 
 
 def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:

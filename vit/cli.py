@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
@@ -85,22 +85,39 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
     """
     parser = ArgumentParser(
         prog="eval.py",
-        description="Evaluate a trained Vision Transformer on the test images and draw its "
-        "attention.",
+        description="Evaluate a trained Vision Transformer: on the test images, or with "
+        "--attention, --image or --compare look into it.",
         exit_on_error=False,
         allow_abbrev=False,
     )
     parser.add_argument("run", help="run folder, model.safetensors or checkpoint")
-    values = _parse(parser, EvalConfig, arguments)
-    return values["run"], EvalConfig(**_fields(values, EvalConfig))
+    several = ("image", "indices")
+    for name, kind in (("image", str), ("indices", int)):
+        parser.add_argument(
+            f"--{name}", nargs="+", type=kind, default=[], help=_help_of(EvalConfig, name)
+        )
+    parser.add_argument("--attention", action="store_true", help=_help_of(EvalConfig, "attention"))
+    values = _parse(parser, EvalConfig, arguments, skip={*several, "attention"})
+    fields = _fields(values, EvalConfig)
+    return values["run"], EvalConfig(**fields | {name: tuple(fields[name]) for name in several})
 
 
-def _parse(parser: ArgumentParser, config: type, arguments: Sequence[str]) -> Namespace:
+def _help_of(config: type, name: str) -> str:
+    """Read what the docstring of a dataclass says of a field."""
+    found = re.search(rf"^ +{name}: (.*(?:\n {{12}}.*)*)", config.__doc__ or "", re.MULTILINE)
+    return " ".join(found.group(1).split()) if found else ""
+
+
+def _parse(
+    parser: ArgumentParser, config: type, arguments: Sequence[str], skip: Set[str] = frozenset()
+) -> Namespace:
     """Parse a config's fields and what else the parser takes; make the groups' dataclasses.
+
+    The parser has the skipped fields already.
 
     jsonargparse's messages are put into one line that names key, value and what is allowed.
     """
-    parser.add_class_arguments(config)
+    parser.add_class_arguments(config, skip=set(skip))
     groups = {
         field.name: field.type
         for field in dataclasses.fields(config)

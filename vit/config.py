@@ -326,7 +326,14 @@ class EvalConfig:
         device: where it runs; auto takes a GPU if there is one
         precision: of matrix products; auto takes bfloat16 where the hardware computes it natively
         batch_size: images at a time
-        probes: test images whose attention is drawn
+        probes: test images whose attention is drawn, at random
+        seed: of the random choices
+        attention: draw every kind of map, save them, and measure how far each can be believed
+        indices: with attention, the test images to draw, in place of random ones
+        target: with attention or image, the class that is explained; null is the predicted one
+        faithfulness: with attention, test images that the maps are measured on; 0 measures nothing
+        image: picture files to classify in place of the test images
+        compare: another run or model file, to be compared on the same test images
     """
 
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
@@ -335,10 +342,27 @@ class EvalConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     batch_size: int = 500
     probes: int = 8
+    seed: int = 0
+    attention: bool = False
+    indices: tuple[int, ...] = ()
+    target: str | None = None
+    faithfulness: int = 500
+    image: tuple[str, ...] = ()
+    compare: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
-        _require(self.probes >= 0, "probes", self.probes, "0 or more")
+        for name in ("probes", "faithfulness"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+        modes = {"attention": self.attention, "image": self.image, "compare": self.compare}
+        chosen = [name for name, value in modes.items() if value]
+        if len(chosen) > 1:
+            raise ValueError(f"{chosen[1]}: not together with --{chosen[0]}; run eval.py twice")
+        if self.indices and not self.attention:
+            raise ValueError("indices: only with --attention")
+        if self.target is not None and not (self.attention or self.image):
+            raise ValueError("target: only with --attention or --image")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -362,13 +386,22 @@ def from_dict(values: dict[str, Any]) -> Config:
     return Config(**parts)
 
 
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one, with keys like `train.seed`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        part = (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+        flat |= part
+    return flat
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """List the keys whose values differ, each as `key: old -> new`."""
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changes += changed_keys(before, after, f"{prefix}{key}.")
-        elif before != after:
-            changes.append(f"{prefix}{key}: {before} -> {after}")
-    return changes
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]

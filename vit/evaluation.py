@@ -53,16 +53,17 @@ def evaluate(
     std: Tensor,
     precision: torch.dtype = torch.float32,
     batch_size: int = 500,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Tensor]:
     """Classify images and report how well; arguments as for `predict` and `report`.
 
     Returns:
-        The report, with images_per_second.
+        The report, with images_per_second, and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
     logits = predict(model, images, mean, std, precision, batch_size).cpu()
     seconds = time.perf_counter() - start
-    return {**report(logits, labels.cpu(), classes), "images_per_second": len(labels) / seconds}
+    result = report(logits, labels.cpu(), classes)
+    return {**result, "images_per_second": len(labels) / seconds}, logits
 
 
 def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:
@@ -117,6 +118,21 @@ def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     scale = 1 + z * z / count
     low, high = (centre - spread) / scale, (centre + spread) / scale
     return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding must not leave it out
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Test whether two classifiers err alike on the same images (McNemar 1947, exact).
+
+    Args:
+        only_first: Images that only the first gets right.
+        only_second: Images that only the second gets right.
+
+    Returns:
+        The probability of a split at least as uneven if both were equally good, 0 to 1.
+    """
+    tries, fewer = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(tries, k) for k in range(fewer + 1))
+    return min(1.0, 2 * tail / 2**tries)
 
 
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:

@@ -5,9 +5,11 @@ Steps count optimizer steps done: step 0 is the untrained model.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from vit.training.checkpoint import write_atomically
 from vit.training.run import METRICS_FILE
@@ -52,6 +54,30 @@ class Tracker:
     def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
         """Write a picture, (height, width, 3) uint8."""
         self._writer.add_image(tag, pixels, step, dataformats="HWC")
+
+    def text(self, tag: str, words: str) -> None:
+        """Write a text, in Markdown."""
+        self._writer.add_text(tag, words, 0)
+
+    def results(self, step: int, values: dict[str, float]) -> None:
+        """Write numbers by tag to TensorBoard alone: the report has them already."""
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def hyperparameters(self, values: dict[str, Any], metrics: list[str]) -> None:
+        """Make a row of TensorBoard's HParams table.
+
+        Args:
+            values: Numbers, truth values and texts by key; anything else is written as text.
+            metrics: Tags of this run's scalars, the last value of which the table shows.
+        """
+        # Into this run's own events: add_hparams would open a second run, whose name is a time.
+        plain = {
+            key: value if isinstance(value, int | float | str) else str(value)
+            for key, value in values.items()
+        }
+        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+            self._writer._get_file_writer().add_summary(summary)
 
     def flush(self) -> None:
         """Bring everything to the disk; before a checkpoint, so that it is never ahead."""

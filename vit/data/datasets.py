@@ -63,6 +63,12 @@ class ImageSet:
         )
 
 
+def normalization(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of a data set's channels, (3, 1, 1) each, on a device."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION[name])
+    return mean.to(device), std.to(device)
+
+
 def load(
     name: str, root: str | Path, train: bool, download: bool = True, count: int | None = None
 ) -> ImageSet:
@@ -147,6 +153,13 @@ def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tens
         turn[members] = torch.arange(len(members))
     chosen = order[turn[order].argsort(stable=True)[:count]]
     return chosen.sort().values
+
+
+def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
+    """Choose images to look at, spread over the classes; all if there are fewer."""
+    return images.select(
+        balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
+    )
 
 
 def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:

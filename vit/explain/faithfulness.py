@@ -90,10 +90,10 @@ def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
         lerf: (K, B), with the least important hidden first.
 
     Returns:
-        (B,) each: "deletion", the area under the MoRF curve (mean over levels; less is better),
+        (B,) each: "deletion", the area under the MoRF curve (mean over levels; less is better);
         "insertion", the area under the insertion curve, which at levels symmetric around a half is
-        the LeRF curve read backwards (more is better), and "lerf_morf", half their difference, -0.5
-        to 0.5: 0 is a map that knows nothing.
+        the LeRF curve read backwards, to a patch (more is better); "lerf_morf", half their
+        difference, -0.5 to 0.5: 0 is a map that knows nothing.
     """
     deletion, insertion = morf.mean(dim=0), lerf.mean(dim=0)
     return {
@@ -122,12 +122,13 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
 def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
     """Compare the patches above the map's mean with the object: (B,), 0 to 1.
 
-    Intersection over union is counted in pixels. Arguments as for `pointing_game`.
+    Intersection over union is counted in pixels; it is 0 where both are empty. Arguments as for
+    `pointing_game`.
     """
-    chosen = maps > maps.mean(dim=(1, 2), keepdim=True)
+    chosen = maps > maps.double().mean(dim=(1, 2), keepdim=True)  # float32 rounds below equals
     cover = _patch_cover(masks, maps.shape[1:])
     both = (cover * chosen).sum(dim=(1, 2))
-    return both / (chosen.sum(dim=(1, 2)) + cover.sum(dim=(1, 2)) - both)
+    return both / (chosen.sum(dim=(1, 2)) + cover.sum(dim=(1, 2)) - both).clamp(min=1e-30)
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:

@@ -1,123 +1,250 @@
-"""Pictures of attention, confusion and calibration: tensors in, uint8 pictures out.
+"""Pictures of attention: tensors in, uint8 pictures out.
 
-Pictures are (height, width, 3) uint8 arrays.
+Pictures are (height, width, 3) uint8 arrays. Maps are in units of uniform attention and coloured on
+one fixed scale, so that pictures can be compared. Pixels and patches are enlarged as they are,
+without smoothing.
+
+Shapes: B images, L layers, H heads, T steps.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+import matplotlib
 import numpy as np
-import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
-from vit.evaluation import wilson_interval
+from vit.explain.charts import DPI, pixels_of
 
-DPI = 100
 COLOURS = "inferno"
-SCALE = (0.0, 3.0)  # units of uniform attention; fixed, so that pictures can be compared
+SCALE = (0.0, 3.0)  # units of uniform attention
+DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
+GAP = 6  # pixels between panels
+BAR = 58  # pixels that a colour bar takes, with its numbers
+
+Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
+Bar = tuple[str, tuple[float, float], str]  # colours, scale, label
 
 
-def attention_picture(images: Tensor, maps: Tensor, captions: Sequence[str]) -> np.ndarray:
+def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
+    """Say in two lines what each image shows and what it was taken for.
+
+    Args:
+        logits: (B, C).
+        labels: (B,) int64.
+        classes: The C class names.
+    """
+    shares, predicted = logits.softmax(dim=1).max(dim=1)
+    return [
+        f"true {classes[label]}\npredicted {classes[guess]} {share:.0%}"
+        for label, guess, share in zip(
+            labels.tolist(), predicted.tolist(), shares.tolist(), strict=True
+        )
+    ]
+
+
+def overlay(pixels: np.ndarray, heat: Tensor) -> np.ndarray:
+    """Lay a map over a picture of any size.
+
+    Args:
+        pixels: (H, W, 3) uint8.
+        heat: (rows, columns).
+
+    Returns:
+        (H, W, 3) uint8: the picture in grey, so that every colour is the map's, the more covered
+        the more attention there is.
+    """
+    colours = _colour(heat).astype(np.float32)
+    low, high = SCALE
+    share = ((heat.cpu().numpy() - low) / (high - low)).clip(0, 1)
+    opacity = _enlarge((255 * (0.1 + 0.65 * share)).astype(np.uint8), pixels.shape[:2]) / 255
+    grey = pixels.mean(axis=-1, dtype=np.float32)[..., None]
+    colours = _enlarge(colours.astype(np.uint8), pixels.shape[:2])
+    return (grey + (colours - grey) * opacity[..., None]).round().astype(np.uint8)
+
+
+def attention_picture(
+    images: Tensor, maps: Tensor, captions: Sequence[str], titles: Sequence[str]
+) -> np.ndarray:
     """Draw images, their attention maps and both laid over each other, one row per image.
 
     Args:
         images: (B, 3, H, W) uint8.
-        maps: (B, rows, columns), in units of uniform attention.
-        captions: B texts, of up to two lines of 30 characters.
+        maps: (B, rows, columns).
+        captions: B texts over the images, of up to two lines of 30 characters.
+        titles: B texts over the maps, likewise.
 
     Returns:
-        700 pixels wide and 250 high per row. Pixels and patches are enlarged as they are,
-        without smoothing.
+        706 pixels wide and 256 high per row.
     """
-    panel, title, gap, wide = 208, 42, 6, 700  # pixels
-    tall = (panel + title) * len(images)
+    panel, title = 208, 48
+    canvas = _paper((panel + title) * len(images), 3 * panel + 4 * GAP)
+    texts: list[Text] = []
+    for row, (image, heat, caption, kind) in enumerate(
+        zip(images, maps, captions, titles, strict=True)
+    ):
+        top = row * (panel + title) + title - GAP
+        pixels = _as_pixels(image)
+        for column, part in enumerate((pixels, _colour(heat), overlay(pixels, heat))):
+            _paste(canvas, part, top, GAP + column * (panel + GAP), panel)
+        for column, (align, words) in enumerate(
+            (("left", caption), ("center", kind), ("center", "overlay"))
+        ):
+            left = GAP + column * (panel + GAP) + (panel / 2 if align == "center" else 0)
+            texts.append((left, top - 5, align, words))
+    return _framed(canvas, texts, [_UNIFORM], length=panel - 12, top=title - GAP + 4)
+
+
+def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:
+    """Draw how maps form: images as rows, steps as columns.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        maps: (T, B, rows, columns).
+        steps: T optimizer steps.
+    """
+    cells = [
+        [_as_pixels(image), *(_colour(heat) for heat in row)]
+        for image, row in zip(images, maps.transpose(0, 1), strict=True)
+    ]
+    head = ["step", *(f"{step:,}" for step in steps)]
+    return _sheet(cells, head, [""] * len(cells), side=64, margin=GAP)
+
+
+def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
+    """Draw what every head of every layer looks at: layers as rows, heads as columns.
+
+    Args:
+        image: (3, H, W) uint8.
+        maps: (L, H, rows, columns).
+        caption: What the image shows.
+    """
+    blank = np.full((1, 1, 3), 255, dtype=np.uint8)
+    cells = [
+        [_as_pixels(image) if number == 0 else blank, *(_colour(heat) for heat in layer)]
+        for number, layer in enumerate(maps)
+    ]
+    head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
+    side = 96
+    return _sheet(cells, head, [f"layer {n}" for n in range(len(maps))], side=side, margin=52)
+
+
+def gallery_picture(
+    images: Tensor, maps: Tensor, captions: Sequence[str], columns: int = 4
+) -> np.ndarray:
+    """Draw images beside their overlays, several to a row.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        maps: (B, rows, columns).
+        captions: B texts, of up to two lines of 30 characters.
+        columns: Images in a row.
+    """
+    panel, title = 96, 46
+    rows = -(-len(images) // columns)
+    canvas = _paper(rows * (panel + title), columns * (2 * panel + 2 * GAP) + GAP)
+    texts: list[Text] = []
+    for number, (image, heat, caption) in enumerate(zip(images, maps, captions, strict=True)):
+        top = number // columns * (panel + title) + title - GAP
+        left = GAP + number % columns * (2 * panel + 2 * GAP)
+        pixels = _as_pixels(image)
+        _paste(canvas, pixels, top, left, panel)
+        _paste(canvas, overlay(pixels, heat), top, left + panel, panel)
+        texts.append((left, top - 4, "left", caption))
+    return _framed(canvas, texts, [_UNIFORM], length=160, top=title)
+
+
+def comparison_picture(
+    images: Tensor, maps: tuple[Tensor, Tensor], names: tuple[str, str], captions: Sequence[str]
+) -> np.ndarray:
+    """Draw the maps of two models side by side on one scale, and where they differ.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        maps: (B, rows, columns) each; the grids must be the same.
+        names: Of the models.
+        captions: B texts, of up to two lines of 30 characters.
+    """
+    panel, title, differs = 150, 48, Normalize(*DIFFERENCE_SCALE)
+    canvas = _paper((panel + title) * len(images), 4 * panel + 5 * GAP)
+    texts: list[Text] = []
+    for row, (image, one, other, caption) in enumerate(zip(images, *maps, captions, strict=True)):
+        top = row * (panel + title) + title - GAP
+        pixels = _as_pixels(image)
+        difference = matplotlib.colormaps[DIFFERENCE_COLOURS](
+            differs((other - one).cpu().numpy()), bytes=True
+        )[..., :3]
+        for column, part in enumerate((pixels, _colour(one), _colour(other), difference)):
+            _paste(canvas, part, top, GAP + column * (panel + GAP), panel)
+        texts.append((GAP, top - 5, "left", caption))
+        for column, words in enumerate((*names, "second − first"), start=1):
+            texts.append((GAP + (column + 0.5) * (panel + GAP), top - 5, "center", words))
+    bars = [_UNIFORM, (DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform")]
+    return _framed(canvas, texts, bars, length=panel - 12, top=title)
+
+
+_UNIFORM: Bar = (COLOURS, SCALE, "× uniform")
+
+
+def _colour(heat: Tensor) -> np.ndarray:
+    return matplotlib.colormaps[COLOURS](Normalize(*SCALE)(heat.cpu().numpy()), bytes=True)[..., :3]
+
+
+def _as_pixels(image: Tensor) -> np.ndarray:
+    return image.permute(1, 2, 0).cpu().numpy()
+
+
+def _paper(height: int, width: int) -> np.ndarray:
+    return np.full((height, width, 3), 255, dtype=np.uint8)
+
+
+def _enlarge(part: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Bring (h, w) or (h, w, 3) uint8 to a height and width, without smoothing."""
+    return np.asarray(Image.fromarray(part).resize((size[1], size[0]), Image.Resampling.NEAREST))
+
+
+def _paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) -> None:
+    canvas[top : top + side, left : left + side] = _enlarge(part, (side, side))
+
+
+def _sheet(
+    cells: list[list[np.ndarray]], head: list[str], rows: list[str], *, side: int, margin: int
+) -> np.ndarray:
+    """Lay pictures out as a table with words over the columns and left of the rows."""
+    title = 24
+    canvas = _paper(title + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
+    texts: list[Text] = [
+        (margin + number * (side + GAP) + side / 2, title - 5, "center", words)
+        for number, words in enumerate(head)
+    ]
+    for number, (row, words) in enumerate(zip(cells, rows, strict=True)):
+        top = title + number * (side + GAP)
+        texts.append((4, top + side / 2, "left", words))
+        for column, part in enumerate(row):
+            _paste(canvas, part, top, margin + column * (side + GAP), side)
+    return _framed(canvas, texts, [_UNIFORM], length=min(196, len(canvas) - title - 12), top=title)
+
+
+def _framed(
+    canvas: np.ndarray, texts: Sequence[Text], bars: Sequence[Bar], *, length: int, top: int
+) -> np.ndarray:
+    """Write texts on a canvas and set colour bars at its right."""
+    # Placed by hand: matplotlib's own layout takes three times as long as the drawing.
+    tall, wide = len(canvas), canvas.shape[1] + BAR * len(bars)
     figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
-
-    def axes_at(left: float, top: float, width: float, height: float) -> Axes:
-        # Placed by hand: matplotlib's own layout takes three times as long as the drawing.
-        return figure.add_axes(
-            (left / wide, 1 - (top + height) / tall, width / wide, height / tall)
-        )
-
-    for row, (image, heat, caption) in enumerate(zip(images, maps, captions, strict=True)):
-        top = row * (panel + title) + title - gap
-        plain, mapped, overlaid = (
-            axes_at(gap + i * (panel + gap), top, panel, panel) for i in range(3)
-        )
-        pixels = image.permute(1, 2, 0).cpu().numpy()
-        plain.imshow(pixels, interpolation="nearest")
-        # Grey below the map, so that every colour in the overlay is the map's.
-        overlaid.imshow(
-            pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=255, interpolation="nearest"
-        )
-        for axis, alpha in ((mapped, 1.0), (overlaid, 0.6)):
-            axis.imshow(
-                heat.cpu().numpy(), cmap=COLOURS, vmin=SCALE[0], vmax=SCALE[1], alpha=alpha,
-                extent=(-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5),
-                interpolation="nearest",
-            )  # fmt: skip
-        bar = axes_at(gap + 3 * (panel + gap), top + 4, 12, panel - 12)
-        for axis in (plain, mapped, overlaid):
-            axis.set_axis_off()
-        plain.set_title(caption, fontsize=9, loc="left", pad=4)
-        mapped.set_title("attention rollout\n(class-agnostic)", fontsize=9, pad=4)
-        overlaid.set_title("overlay", fontsize=9, pad=4)
-        colours = ScalarMappable(Normalize(*SCALE), COLOURS)
-        figure.colorbar(colours, cax=bar, extend="max").set_label("× uniform", fontsize=8)
-        bar.tick_params(labelsize=8, pad=1)
-    return _pixels(figure)
-
-
-def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
-    """Draw a confusion matrix (C x C counts, rows are true classes) with shares of each row."""
-    counts = torch.tensor(confusion, dtype=torch.float64)
-    shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
-    few = len(classes) <= 20
-    figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
-    axis = figure.subplots()
-    axis.set_facecolor("0.85")
-    # The square root makes rare confusions visible beside the diagonal.
-    shown = axis.imshow(shares.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    figure.colorbar(shown, ax=axis, label="share of the true class")
-    axis.set(xlabel="predicted", ylabel="true")
-    axis.set_title("confusion, % of each true class", fontsize=10)
-    if few:
-        axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
-        axis.set_yticks(range(len(classes)), classes)
-        for (row, column), share in np.ndenumerate(shares.numpy()):
-            if share > 0.005:
-                colour = "white" if share > 0.5 else "black"
-                text = f"{share:.0%}".rstrip("%")
-                axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
-    return _pixels(figure)
-
-
-def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarray:
-    """Draw accuracy over confidence, with the number of images in each bin below it."""
-    figure = Figure(figsize=(4.6, 5.2), dpi=DPI, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    confidence = [b["confidence"] for b in bins]
-    upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="calibrated")
-    accuracy = np.array([b["accuracy"] for b in bins])
-    low, high = np.array([wilson_interval(round(b["accuracy"] * b["n"]), b["n"]) for b in bins]).T
-    upper.errorbar(
-        confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
-        capsize=2, elinewidth=1, label="model, 95 % interval",
-    )  # fmt: skip
-    upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-    upper.set_title(f"reliability, expected calibration error {ece:.3f}", fontsize=10)
-    upper.legend(fontsize=8, frameon=False)
-    lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
-    lower.set(xlabel="confidence", ylabel="images")
-    return _pixels(figure)
-
-
-def _pixels(figure: Figure) -> np.ndarray:
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    figure.figimage(canvas, 0, 0, origin="upper")
+    for x, y, align, words in texts:
+        figure.text(x / wide, 1 - y / tall, words, ha=align, va="bottom", fontsize=9)
+    for number, (colours, scale, label) in enumerate(bars):
+        left = canvas.shape[1] + number * BAR
+        place = (left / wide, 1 - (top + length) / tall, 12 / wide, length / tall)
+        axis = figure.add_axes(place)
+        extend = "max" if scale[0] == 0 else "both"
+        figure.colorbar(
+            ScalarMappable(Normalize(*scale), colours), cax=axis, extend=extend
+        ).set_label(label, fontsize=8, labelpad=2)
+        axis.tick_params(labelsize=8, pad=1)
+    return pixels_of(figure)

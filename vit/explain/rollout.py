@@ -19,14 +19,19 @@ from vit.training.hardware import autocast
 Readout = Literal["class_token", "mean"]
 HeadFusion = Literal["mean", "max", "min"]
 
-# How each kind of map is titled wherever it is shown.
 MAP_KINDS = {
-    "rollout": "attention rollout\n(class-agnostic)",
-    "gradient_rollout": "gradient rollout\n(of the class)",
-    "relevance": "class relevance\n(of the class)",
-    "raw": "last attention\n(class-agnostic)",
+    "rollout": "attention rollout",
+    "gradient_rollout": "gradient rollout",
+    "relevance": "class relevance",
+    "raw": "last layer's attention",
 }
 CLASS_SPECIFIC = ("gradient_rollout", "relevance")
+
+
+def map_title(kind: str, class_name: str) -> str:
+    """Name a kind of map in two lines, with the class it explains, or that it explains none."""
+    what = f"(for {class_name})" if kind in CLASS_SPECIFIC else "(class-agnostic)"
+    return f"{MAP_KINDS[kind]}\n{what}"
 
 
 def fuse_heads(
@@ -153,12 +158,20 @@ def class_relevance(
     return (row - start)[:, 0, num_prefix_tokens:]
 
 
+def head_maps(
+    weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
+) -> Tensor:
+    """Return what each head of each layer pays to the patches: (L, B, H, P) float32, 0 to 1."""
+    row = _start_row(weights[0], readout, num_prefix_tokens)[:, None]
+    return torch.stack([row @ layer.float() for layer in weights])[..., 0, num_prefix_tokens:]
+
+
 def raw_attention(
     weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
     """Return the last layer's attention, mean over heads, as a map: (B, P) float32, 0 to 1."""
-    row = _start_row(weights[0], readout, num_prefix_tokens)
-    return (row @ weights[-1].float().mean(dim=1))[:, 0, num_prefix_tokens:]
+    last = head_maps(weights[-1:], readout=readout, num_prefix_tokens=num_prefix_tokens)
+    return last[0].mean(dim=1)
 
 
 def attention_gradients(
@@ -236,13 +249,15 @@ def attention_maps(
     differentiate = any(kind in CLASS_SPECIFIC for kind in kinds)
     # Weights whose parameters are frozen can be differentiated by too, if the images can.
     images = images.detach().requires_grad_(differentiate)
-    with torch.set_grad_enabled(differentiate), autocast(images.device, precision):
-        logits, weights, _ = model.forward_intermediates(images)
+    with torch.set_grad_enabled(differentiate):
+        with autocast(images.device, precision):
+            logits, weights, _ = model.forward_intermediates(images)
+        logits = logits.float()
+        if differentiate:
+            target = logits.argmax(dim=1) if target is None else target
+            gradients = attention_gradients(logits, weights, target)
     how: Any = {"readout": readout_of(model), "num_prefix_tokens": model.num_prefix_tokens}
     maps = {}
-    if differentiate:
-        target = logits.argmax(dim=1) if target is None else target
-        gradients = attention_gradients(logits.float(), weights, target)
     with torch.no_grad():
         for kind in kinds:
             if kind == "rollout":
@@ -256,4 +271,4 @@ def attention_maps(
                 shares = relevance / relevance.sum(dim=1, keepdim=True).clamp(min=1e-30)
             units = shares.shape[-1] if kind == "relevance" else weights[0].shape[-1]
             maps[kind] = (shares * units).unflatten(1, model.patch_embed.grid_size)
-    return logits.detach().float(), maps
+    return logits.detach(), maps

@@ -15,13 +15,17 @@ from vit.training.checkpoint import (
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
+MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
 REPORT_FILE = "report.json"
 REPORT_FILES = (  # what stands beside the report
     "confusion_matrix.png",
     "reliability.png",
-    "attention/probe_*.png",
+    "mistakes.png",
+    "probes/probe_*.png",
     "events.out.tfevents.*",
+    "projector_config.pbtxt",
+    "*/features/*",  # the projector's
 )
 # What a run writes, and so what --overwrite deletes; the config last, so that a folder in which the
 # deletion was cut short is still known for a run.
@@ -31,6 +35,7 @@ _WRITTEN = (
     "events.out.tfevents.*",
     f"{CHECKPOINT_FOLDER}/step_*.pt",
     f"{CHECKPOINT_FOLDER}/.step_*.tmp",
+    f"{MAPS_FOLDER}/step_*.npy",
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     ".*.tmp",
     CONFIG_FILE,

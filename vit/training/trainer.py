@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from vit.config import IMAGE_SIZE, Config, to_dict
+from vit.config import IMAGE_SIZE, Config, flatten, to_dict
 from vit.data.augment import augment
 from vit.data.batches import epoch_batches, steps_per_epoch
-from vit.data.datasets import ImageSet, hold_out, load
+from vit.data.datasets import ImageSet, hold_out, load, normalization
 from vit.evaluation import evaluate
+from vit.following import Follower
 from vit.model.attention import uses_fused_kernel
-from vit.reporting import REPORT_FILE, choose_probes, normalization, probe_pictures, write_report
+from vit.reporting.report import write_report
 from vit.seeding import fold_in, generator
-from vit.tracking import ROLLOUT_TAG, Tracker, milestones
+from vit.tracking import Tracker, milestones
 from vit.training.checkpoint import MODEL_FILE, save_checkpoint, save_model
 from vit.training.hardware import choose_device, choose_precision, describe
 from vit.training.optim import lr_at, set_lr
-from vit.training.run import EVAL_FOLDER, check_run, prepare_run
+from vit.training.run import EVAL_FOLDER, REPORT_FILE, check_run, prepare_run
 from vit.training.state import TrainState, build_state, train_step
 
 
@@ -59,20 +61,33 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     tracker = Tracker(run, state.step)
     try:
         trainer.fit(tracker)
+        test = load(config.data.name, config.data.root, train=False, download=False)
+        result = write_report(
+            state.evaluated(), test, config.data.name, run / EVAL_FOLDER, step=state.step,
+            device=device, precision=precision, probes=config.track.probes,
+        )  # fmt: skip
+        write_hyperparameters(tracker, config, state.step, result)
     except KeyboardInterrupt:
         done = state.step // trainer.steps_per_epoch
         print(f"\ninterrupted: the same command goes on after epoch {done}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         tracker.close()
-    test = load(config.data.name, config.data.root, train=False, download=False)
-    result = write_report(
-        state.evaluated(), test, config.data.name, run / EVAL_FOLDER, step=state.step,
-        device=device, precision=precision, probes=config.track.probes,
-    )  # fmt: skip
     save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, state.step)
     _print_end(run, result, state.seconds)
     return result
+
+
+def write_hyperparameters(
+    tracker: Tracker, config: Config, step: int, result: dict[str, Any]
+) -> None:
+    """Enter a finished run into TensorBoard's HParams table."""
+    values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
+    tracker.results(step, values)
+    metrics = [*values, *(["val/accuracy"] if config.data.val_size else [])]
+    settings = flatten(to_dict(config))
+    places = ("out", "data.root", "data.download")
+    tracker.hyperparameters({k: v for k, v in settings.items() if k not in places}, metrics)
 
 
 def load_training(config: Config) -> tuple[ImageSet, ImageSet]:
@@ -126,9 +141,10 @@ class Trainer:
         self.total_steps = config.train.epochs * self.steps_per_epoch
         self.mean, self.std = normalization(config.data.name, device)
         self.forward = torch.compile(state.model) if config.train.compile else state.model
-        self.probes = choose_probes(
-            held_out if len(held_out) else training, config.track.probes, config.train.seed
-        )
+        self.follower = Follower(
+            Path(config.out), held_out if len(held_out) else training, config.track.probes,
+            self.mean, self.std, precision, config.train.seed,
+        )  # fmt: skip
         self.milestones = milestones(self.total_steps)
 
     def announce(self) -> None:
@@ -161,7 +177,9 @@ class Trainer:
             tracker: Where curves and pictures go.
         """
         if self.state.step == 0:
-            self._draw_attention(tracker)
+            tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(self.config))}```")
+            tracker.text("model", f"```\n{self.state.model}\n```")
+            self.follower.look(self.state.evaluated(), tracker, 0)
         done_before, start = self.state.seconds, time.perf_counter()
         first = self.state.step // self.steps_per_epoch
         with tqdm(
@@ -220,7 +238,7 @@ class Trainer:
                 logged, since = number, time.perf_counter()
             if state.step in self.milestones:
                 pause = time.perf_counter()
-                self._draw_attention(tracker)
+                self.follower.look(state.evaluated(), tracker, state.step)
                 since += time.perf_counter() - pause
         return torch.stack(losses).mean().item(), torch.stack(accuracies).mean().item()
 
@@ -246,18 +264,13 @@ class Trainer:
         if len(self.held_out) == 0:
             return "none"
         held = self.held_out
-        result = evaluate(
+        result, _ = evaluate(
             self.state.evaluated(), held.images, held.labels, held.classes, self.mean, self.std,
             self.precision,
         )  # fmt: skip
         values = {"val/loss": result["loss"], "val/accuracy": result["accuracy"]}
         tracker.scalars(self.state.step, values)
         return f"{result['accuracy']:6.2%}"
-
-    def _draw_attention(self, tracker: Tracker) -> None:
-        pictures = probe_pictures(self.state.evaluated(), self.probes, self.mean, self.std)
-        for number, picture in enumerate(pictures):
-            tracker.picture(self.state.step, ROLLOUT_TAG.format(number), picture)
 
     def _save(self) -> None:
         state = self.state.state_dict()
@@ -277,7 +290,7 @@ def _print_end(run: Path, result: dict[str, Any], seconds: float) -> None:
         f"(95 % interval {low:.2%} to {high:.2%}), loss {result['loss']:.4f}\n"
         f"time     {clock(seconds)} of training\n"
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
-        f"{run / EVAL_FOLDER / 'attention'}/\n"
+        f"{run / EVAL_FOLDER}/*.png\n"
         f"next     python eval.py {run}\n"
         f"         {tensorboard_command(run)}"
     )

@@ -1,0 +1,214 @@
+"""Numbers about attention against loops over heads and rows, and cases worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vit.explain.statistics import (
+    attention_distance,
+    attention_entropy,
+    largest_patch_norm,
+    sink_mass,
+)
+
+
+def draw_weights(layers: int, batch: int, heads: int, tokens: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(layers, batch, heads, tokens, tokens, generator=generator)
+    return list((2 * scores).softmax(dim=-1))
+
+
+def look_at(*tokens: int) -> list[Tensor]:
+    """Return one layer of one head in which each token attends to one token."""
+    return [torch.eye(len(tokens))[list(tokens)][None, None]]
+
+
+def uniform(tokens: int) -> list[Tensor]:
+    return [torch.full((1, 1, tokens, tokens), 1 / tokens)]
+
+
+def by_loops(measure, weights: list[Tensor]) -> np.ndarray:
+    """Apply a measure of one head's float64 (N, N) to each image; mean over images, (L, H)."""
+    return np.array(
+        [
+            [np.mean([measure(image[head]) for image in layer]) for head in range(layer.shape[1])]
+            for layer in (layer.double().numpy() for layer in weights)
+        ]
+    )
+
+
+def check(found: Tensor, expected: np.ndarray) -> None:
+    assert found.dtype == torch.float32
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def head_entropy(rows: np.ndarray) -> float:
+    """Mean over rows of -Σ p log p, over log N."""
+    entropies = [-sum(p * math.log(p) for p in row) for row in rows]
+    return sum(entropies) / len(rows) / math.log(len(rows))
+
+
+def head_distance(rows: np.ndarray, grid: tuple[int, int], patch_size: int, prefix: int) -> float:
+    middles = [
+        (patch_size * (row + 0.5), patch_size * (column + 0.5))
+        for row in range(grid[0])
+        for column in range(grid[1])
+    ]
+    far = []
+    for query, here in enumerate(middles):
+        paid = rows[prefix + query][prefix:]
+        apart = np.array([math.dist(here, there) for there in middles])
+        far.append((paid * apart).sum() / paid.sum())
+    return sum(far) / len(far)
+
+
+def head_sink(rows: np.ndarray) -> float:
+    return max(sum(row[token] for row in rows) for token in range(len(rows))) / len(rows)
+
+
+@pytest.mark.parametrize(("layers", "batch", "heads", "tokens"), [(1, 1, 1, 2), (3, 4, 2, 7)])
+def test_entropy_is_that_of_a_loop(layers, batch, heads, tokens):
+    weights = draw_weights(layers, batch, heads, tokens)
+    check(attention_entropy(weights), by_loops(head_entropy, weights))
+
+
+def test_entropy_is_zero_for_one_token_and_one_for_all_alike():
+    assert attention_entropy(look_at(2, 0, 0, 3)).tolist() == [[0]]
+    assert attention_entropy(uniform(5)).tolist() == [[pytest.approx(1, abs=1e-6)]]
+
+
+def test_entropy_by_hand():
+    # Of log 4: all, half, half, and nothing.
+    rows = [[0.25] * 4, [0.5, 0.5, 0, 0], [0, 0.5, 0, 0.5], [0, 0, 1, 0]]
+    weights = [torch.tensor(rows)[None, None]]
+    assert attention_entropy(weights).tolist() == [[pytest.approx(0.5, abs=1e-6)]]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(2, 9), st.sampled_from([0.0, 1.0, 10.0, 1000.0]), st.integers(0, 100))
+def test_entropy_is_a_share(tokens, sharpness, seed):
+    scores = torch.randn(2, 3, tokens, tokens, generator=torch.Generator().manual_seed(seed))
+    entropy = attention_entropy([(sharpness * scores).softmax(-1)])
+    assert entropy.shape == (1, 3)
+    assert (entropy >= 0).all() and (entropy <= 1 + 1e-6).all()
+
+
+CASES = [((1, 2), 4, 0), ((3, 3), 4, 1), ((2, 5), 7, 0), ((5, 2), 2, 5), ((1, 6), 16, 2)]
+
+
+@pytest.mark.parametrize(("grid", "patch_size", "prefix"), CASES)
+def test_distance_is_that_of_a_loop(grid, patch_size, prefix):
+    weights = draw_weights(2, 3, 2, prefix + grid[0] * grid[1])
+    expected = by_loops(lambda rows: head_distance(rows, grid, patch_size, prefix), weights)
+    check(attention_distance(weights, grid, patch_size, prefix), expected)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("patch_size", [4, 7])
+def test_distance_of_the_next_column_is_a_patch(prefix, patch_size):
+    # Two rows of three; each patch looks right, the last of a row at the one before it.
+    targets = [*range(prefix), *(prefix + place for place in (1, 2, 1, 4, 5, 4))]
+    distance = attention_distance(look_at(*targets), (2, 3), patch_size, prefix)
+    assert distance.tolist() == [[pytest.approx(patch_size, abs=1e-5)]]
+
+
+def test_distance_knows_rows_from_columns():
+    for grid, expected in (
+        ((2, 3), [0, 10, 20, 10, 10 * math.sqrt(2), 10 * math.sqrt(5)]),
+        ((3, 2), [0, 10, 10, 10 * math.sqrt(2), 20, 10 * math.sqrt(5)]),
+        ((6, 1), [0, 10, 20, 30, 40, 50]),
+    ):
+        for place in range(6):
+            found = attention_distance(look_at(place, 1, 2, 3, 4, 5), grid, 10, 0).item()
+            assert found == pytest.approx(expected[place] / 6, abs=1e-5)
+
+
+def test_attention_to_itself_goes_nowhere():
+    assert attention_distance(look_at(*range(7)), (2, 3), 4, 1).tolist() == [[0]]
+
+
+def test_distance_leaves_prefix_tokens_out():
+    # One prefix token and two patches of 8 pixels beside each other. The first pays a half to the
+    # prefix and of the rest four fifths to its neighbour, the second nothing to its neighbour.
+    rows = [[0.0, 0.3, 0.7], [0.5, 0.1, 0.4], [0.9, 0.0, 0.1]]
+    distance = attention_distance([torch.tensor(rows)[None, None]], (1, 2), 8, 1)
+    assert distance.tolist() == [[pytest.approx((0.8 * 8 + 0) / 2, abs=1e-5)]]
+    other_prefix = [torch.tensor([[1.0, 0.0, 0.0], *rows[1:]])[None, None]]
+    assert torch.equal(attention_distance(other_prefix, (1, 2), 8, 1), distance)
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 1, 2), (4, 3, 7)])
+def test_sink_mass_is_that_of_a_loop(batch, heads, tokens):
+    weights = draw_weights(2, batch, heads, tokens)
+    check(sink_mass(weights), by_loops(head_sink, weights))
+
+
+def test_sink_mass_by_hand():
+    assert sink_mass(look_at(2, 2, 2, 2)).tolist() == [[1]]
+    assert sink_mass(look_at(2, 0, 2, 2)).tolist() == [[0.75]]
+    assert sink_mass(look_at(0, 1, 2, 3)).tolist() == [[0.25]]
+    assert sink_mass(look_at(3, 2, 1, 0)).tolist() == [[0.25]]
+    assert sink_mass(uniform(8)).tolist() == [[pytest.approx(1 / 8, abs=1e-6)]]
+
+
+def test_each_image_and_head_has_its_own_sink():
+    one, other = look_at(0, 0)[0][0], look_at(1, 1)[0][0]
+    assert sink_mass([torch.stack([one, other])]).tolist() == [[1]]
+    assert sink_mass([torch.cat([one, other])[None]]).tolist() == [[1, 1]]
+
+
+def test_each_head_and_layer_has_its_own_numbers():
+    narrow, wide = look_at(1, 1, 1, 1)[0], uniform(4)[0]
+    weights = [torch.cat([narrow, wide], dim=1), torch.cat([narrow, narrow], dim=1)]
+    torch.testing.assert_close(attention_entropy(weights), torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    torch.testing.assert_close(sink_mass(weights), torch.tensor([[1.0, 0.25], [1.0, 1.0]]))
+    # On two by two patches of one pixel: from the others to the second, and from all to all.
+    near = (1 + 0 + math.sqrt(2) + 1) / 4
+    far = (2 + math.sqrt(2)) / 4
+    torch.testing.assert_close(
+        attention_distance(weights, (2, 2), 1, 0), torch.tensor([[near, far], [near, near]])
+    )
+
+
+def test_numbers_of_a_single_token():
+    alone = uniform(1)
+    assert attention_entropy(alone).tolist() == [[0]]
+    assert attention_distance(alone, (1, 1), 4, 0).tolist() == [[0]]
+    assert sink_mass(alone).tolist() == [[1]]
+    assert largest_patch_norm([torch.tensor([[[3.0, 4.0]]])], 0).tolist() == [5]
+
+
+def test_numbers_of_half_precision_weights_are_float32():
+    weights = [layer.bfloat16() for layer in draw_weights(2, 3, 2, 7)]
+    exact = [layer.float() for layer in weights]
+    assert torch.equal(attention_entropy(weights), attention_entropy(exact))
+    assert torch.equal(sink_mass(weights), sink_mass(exact))
+    found = attention_distance(weights, (2, 3), 4, 1)
+    assert torch.equal(found, attention_distance(exact, (2, 3), 4, 1))
+    assert found.dtype == torch.float32
+
+
+def test_largest_norm_by_hand():
+    # Two images, one prefix token and two patches: of the patches the largest are 5 and 13.
+    tokens = torch.tensor(
+        [[[99.0, 0.0], [3.0, 4.0], [0.0, 1.0]], [[0.0, 0.0], [-1.0, 0.0], [-5.0, 12.0]]]
+    )
+    assert largest_patch_norm([tokens], 1).tolist() == [9]
+    assert largest_patch_norm([tokens], 0).tolist() == [(99 + 13) / 2]
+    assert largest_patch_norm([tokens, 2 * tokens], 2).tolist() == [7, 14]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_largest_norm_is_that_of_a_loop(prefix):
+    tokens = list(torch.randn(3, 4, 12, 8, generator=torch.Generator().manual_seed(0)))
+    expected = [
+        np.mean([max(math.hypot(*token) for token in image[prefix:]) for image in layer.tolist()])
+        for layer in tokens
+    ]
+    check(largest_patch_norm(tokens, prefix), np.array(expected))

@@ -1,0 +1,94 @@
+"""Charts of numbers: confusion, calibration, statistics of heads.
+
+Pictures are (height, width, 3) uint8 arrays.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from vit.evaluation import wilson_interval
+
+DPI = 100
+
+
+def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
+    """Draw a confusion matrix (C x C counts, rows are true classes) with shares of each row."""
+    counts = torch.tensor(confusion, dtype=torch.float64)
+    shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
+    few = len(classes) <= 20
+    figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
+    axis = figure.subplots()
+    axis.set_facecolor("0.85")
+    # The square root makes rare confusions visible beside the diagonal.
+    shown = axis.imshow(shares.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    figure.colorbar(shown, ax=axis, label="share of the true class")
+    axis.set(xlabel="predicted", ylabel="true")
+    axis.set_title("confusion, % of each true class", fontsize=10)
+    if few:
+        axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
+        axis.set_yticks(range(len(classes)), classes)
+        for (row, column), share in np.ndenumerate(shares.numpy()):
+            if share > 0.005:
+                colour = "white" if share > 0.5 else "black"
+                text = f"{share:.0%}".rstrip("%")
+                axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
+    return pixels_of(figure)
+
+
+def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarray:
+    """Draw accuracy over confidence, with the number of images in each bin below it."""
+    figure = Figure(figsize=(4.6, 5.2), dpi=DPI, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    confidence = [b["confidence"] for b in bins]
+    upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="calibrated")
+    accuracy = np.array([b["accuracy"] for b in bins])
+    low, high = np.array([wilson_interval(round(b["accuracy"] * b["n"]), b["n"]) for b in bins]).T
+    upper.errorbar(
+        confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
+        capsize=2, elinewidth=1, label="model, 95 % interval",
+    )  # fmt: skip
+    upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+    upper.set_title(f"reliability, expected calibration error {ece:.3f}", fontsize=10)
+    upper.legend(fontsize=8, frameon=False)
+    lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
+    lower.set(xlabel="confidence", ylabel="images")
+    return pixels_of(figure)
+
+
+def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
+    """Draw numbers of each layer and head as small heatmaps beside each other.
+
+    Args:
+        statistics: By title, (L, H).
+    """
+    layers, heads = next(iter(statistics.values())).shape
+    size = (len(statistics) * (1.2 + 0.45 * heads), 1.1 + 0.3 * layers)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    for axis, (title, values) in zip(
+        figure.subplots(1, len(statistics), squeeze=False)[0], statistics.items(), strict=True
+    ):
+        shown = values.cpu().numpy()
+        image = axis.imshow(shown, cmap="viridis", aspect="auto")
+        axis.set_title(title, fontsize=9)
+        axis.set(xticks=range(heads), yticks=range(layers), xlabel="head", ylabel="layer")
+        axis.tick_params(labelsize=8)
+        for (layer, head), value in np.ndenumerate(shown):
+            colour = "white" if image.norm(value) < 0.6 else "black"
+            axis.text(
+                head, layer, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=7
+            )
+    return pixels_of(figure)
+
+
+def pixels_of(figure: Figure) -> np.ndarray:
+    """Render a figure."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

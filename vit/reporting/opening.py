@@ -1,0 +1,75 @@
+"""Opening a run for a look: its model, where to compute, what its data are, where results go."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vit.config import EvalConfig
+from vit.data.datasets import ImageSet, load, normalization
+from vit.model.vit import VisionTransformer
+from vit.training.checkpoint import CHECKPOINT_FOLDER, SavedModel, load_model
+from vit.training.hardware import choose_device, choose_precision, describe
+from vit.training.run import EVAL_FOLDER
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that can be looked at.
+
+    Attributes:
+        saved: The model, on the device, with what it was trained with.
+        device: Where to compute.
+        precision: Of matrix products.
+        mean: Of the training images' channels, (3, 1, 1), on the device.
+        std: Likewise.
+        folder: Where results go.
+    """
+
+    saved: SavedModel
+    device: torch.device
+    precision: torch.dtype
+    mean: Tensor
+    std: Tensor
+    folder: Path
+
+    @property
+    def model(self) -> VisionTransformer:
+        """The model, in evaluation mode."""
+        return self.saved.model
+
+    def describe(self) -> str:
+        """Say in a line what is looked at, and where."""
+        return f"{self.saved.path}: {describe(self.device)}, {str(self.precision)[6:]}"
+
+
+def open_run(run: str, options: EvalConfig) -> OpenRun:
+    """Load the model of a run folder or file.
+
+    Raises:
+        ValueError: The model cannot be read, or the device is not there.
+    """
+    saved = load_model(Path(run))
+    device = choose_device(options.device)
+    saved.model.to(device)
+    home = saved.path.resolve().parent
+    if home.name == CHECKPOINT_FOLDER:
+        home = home.parent
+    return OpenRun(
+        saved,
+        device,
+        choose_precision(options.precision, device),
+        *normalization(saved.config.data.name, device),
+        Path(options.out) if options.out else home / EVAL_FOLDER,
+    )
+
+
+def load_test(opened: OpenRun, options: EvalConfig) -> ImageSet:
+    """Load the test images of the data set that a model was trained on.
+
+    Raises:
+        ValueError: They are not there and cannot be fetched.
+    """
+    data = opened.saved.config.data
+    return load(data.name, options.data.root or data.root, False, options.data.download)

@@ -1,0 +1,97 @@
+"""Pictures of one's own: what a model takes them for, and what it looked at."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from vit.config import IMAGE_SIZE, EvalConfig
+from vit.data.augment import normalize
+from vit.explain.figures import SCALE, overlay
+from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.reporting.attention import class_number
+from vit.reporting.opening import open_run
+
+BEST = 5  # classes that are printed
+DRAWN = ("rollout", "relevance")
+
+
+def read_photo(path: Path) -> np.ndarray:
+    """Read a picture file upright and in colour, transparent parts white.
+
+    Returns:
+        (height, width, 3) uint8.
+
+    Raises:
+        ValueError: The file is not there, is no picture, or is damaged.
+    """
+    if not path.is_file():
+        raise ValueError(f"image: {path} is not there; it must be a picture file")
+    try:
+        with Image.open(path) as file:
+            photo = ImageOps.exif_transpose(file)
+            if photo.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+                photo = Image.fromarray((np.asarray(photo) // 257).clip(0, 255).astype(np.uint8))
+            photo = photo.convert("RGBA")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"image: {path} cannot be read as a picture: {error}") from None
+    white = Image.new("RGBA", photo.size, "white")
+    return np.asarray(Image.alpha_composite(white, photo).convert("RGB"))
+
+
+def central_square(height: int, width: int) -> tuple[slice, slice]:
+    """Return the rows and columns of the largest square in the middle."""
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return slice(top, top + side), slice(left, left + side)
+
+
+def classify_photos(run: str, options: EvalConfig) -> None:
+    """Print the best classes of pictures and write overlays at their own resolution.
+
+    A model sees the central square of a picture, shrunk to what it was trained on.
+
+    Args:
+        run: A run folder, a model.safetensors or a checkpoint.
+        options: How.
+
+    Raises:
+        ValueError: A picture or the model cannot be read, or there is no such class.
+    """
+    photos = {Path(name): read_photo(Path(name)) for name in options.image}
+    opened = open_run(run, options)
+    classes = opened.saved.classes
+    target = class_number(options.target, classes)
+    folder = opened.folder / "photos"
+    folder.mkdir(parents=True, exist_ok=True)
+    print(opened.describe())
+    written: set[str] = set()
+    for path, photo in photos.items():
+        square = central_square(*photo.shape[:2])
+        shrunk = Image.fromarray(photo[square]).resize(
+            (IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC
+        )
+        pixels = torch.from_numpy(np.asarray(shrunk).copy()).permute(2, 0, 1)[None]
+        aim = None if target is None else torch.tensor([target], device=opened.device)
+        logits, maps = attention_maps(
+            opened.model, normalize(pixels.to(opened.device), opened.mean, opened.std), DRAWN, aim
+        )
+        shares, best = logits[0].softmax(dim=0).topk(min(BEST, len(classes)))
+        print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
+        for share, number in zip(shares.tolist(), best.tolist(), strict=True):
+            print(f"  {classes[number]:<20}{share:7.2%}")
+        stem = path.stem  # pictures of one name, from several folders, keep apart
+        while stem in written:
+            stem += "_"
+        written.add(stem)
+        for kind in DRAWN:
+            # What the model did not see stays grey.
+            drawn = np.repeat(photo.mean(axis=-1, keepdims=True).astype(np.uint8), 3, axis=-1)
+            drawn[square] = overlay(photo[square], maps[kind][0])
+            place = folder / f"{stem}_{kind}.png"
+            Image.fromarray(drawn).save(place)
+            explained = classes[best[0] if target is None else target]
+            what = f", for {explained}" if kind == "relevance" else ", class-agnostic"
+            print(f"  wrote {place} ({MAP_KINDS[kind]}{what})")
+    print(f"\ncolours run from {SCALE[0]:g} to {SCALE[1]:g} times uniform attention")
