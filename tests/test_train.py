@@ -241,8 +241,8 @@ def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, st
     assert features.shape == (1000, 24) and features.std() > 0.01
     names = (tensors.parent / "metadata.tsv").read_text().split()
     assert {name: names.count(name) for name in names} == dict.fromkeys(KINDS, 100)
-    sprite = Image.open(tensors.parent / "sprite.png")
-    assert sprite.size == (32 * 32, 32 * 32)
+    with Image.open(tensors.parent / "sprite.png") as sprite:
+        assert sprite.size == (32 * 32, 32 * 32)
 
 
 def test_eval_gives_the_same_numbers_as_the_end_of_training(

@@ -1,0 +1,163 @@
+"""What looking at attention costs, each as a ratio measured in this one run.
+
+    python benchmarks/attention.py [--rounds 7] [--images 1000]
+
+1. Attention rollout of 1,000 images, all layers, against plain forward passes of the same quick
+   model through torch's fused kernel and through the hand-written one, A B C A B C.
+2. All logging of a run of configs/quick.yaml against its training time: the cost of a training step
+   and of everything that is logged, each measured, times how often it happens.
+
+The model is untrained: speed does not depend on the weights.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vit.config import Config, TrainConfig
+from vit.data.datasets import ImageSet
+from vit.explain.rollout import attention_maps, attention_rollout
+from vit.model.vit import VisionTransformer
+from vit.reporting.report import write_report
+from vit.tracking import Tracker, milestones
+from vit.training.checkpoint import build_model
+from vit.training.hardware import autocast, choose_precision, describe
+from vit.training.state import build_state
+from vit.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def quick_model(kernel: str) -> VisionTransformer:
+    """Make the untrained model of configs/quick.yaml with an attention kernel."""
+    config = Config()
+    model = dataclasses.replace(config.model, attn_kernel=kernel)
+    return build_model(dataclasses.replace(config, model=model), 10).eval()
+
+
+@torch.no_grad()
+def forward(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
+    """Classify images in batches, and no more."""
+    with autocast(CPU, precision):
+        for part in images.split(250):
+            model(part)
+
+
+def rollout(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
+    """Classify images in batches and roll out their attention."""
+    for part in images.split(250):
+        attention_maps(model, part, precision=precision)
+
+
+def compare_rollout(images: Tensor, precision: torch.dtype, rounds: int) -> None:
+    """Print how long rollout takes against plain forward passes."""
+    fused, math = quick_model("fused"), quick_model("math")
+    works = {
+        "fused forward": lambda: forward(fused, images, precision),
+        "math forward": lambda: forward(math, images, precision),
+        "forward and rollout": lambda: rollout(math, images, precision),
+    }
+    with torch.no_grad(), autocast(CPU, precision):
+        _, weights, _ = math.forward_intermediates(images[:250])
+    works["rollout alone"] = lambda: [
+        attention_rollout(weights, readout="mean", num_prefix_tokens=0)
+        for _ in range(0, len(images), 250)
+    ]
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            times[name].append(timed(work))
+    print(f"\nrollout of {len(images):,} images, {str(precision)[6:]}, median of {rounds} rounds")
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds[1:], times["fused forward"][1:], strict=True)]
+        print(
+            f"  {name:<22}{1000 * statistics.median(seconds[1:]):8.0f} ms   "
+            f"{statistics.median(ratios):.2f} x the fused forward "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+def measure_logging(precision: torch.dtype, rounds: int) -> None:
+    """Print what share of the quick run's time its logging takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(out=folder, train=TrainConfig(device="cpu"))
+        draw = torch.Generator().manual_seed(0)
+        classes = tuple(f"class {number}" for number in range(10))
+
+        def draw_images(count: int) -> ImageSet:
+            pixels = torch.randint(256, (count, 3, 32, 32), generator=draw, dtype=torch.uint8)
+            return ImageSet(pixels, torch.arange(count) % 10, classes)
+
+        training, held_out = draw_images(6400), draw_images(config.data.val_size)
+        state = build_state(config, 10, CPU)
+        trainer = Trainer(config, state, training, held_out, CPU, precision)
+        tracker = Tracker(Path(folder))
+        batch = torch.arange(config.train.batch_size)
+        values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
+        works: dict[str, Callable[[], object]] = {
+            "step": lambda: [trainer._train_batch(batch, 0.0) for _ in range(10)],
+            "milestone": lambda: trainer.follower.look(state.evaluated(), tracker, 0),
+            "curves": lambda: [tracker.scalars(0, values) for _ in range(100)],
+        }
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(rounds + 1):
+            for name, work in works.items():
+                times[name].append(timed(work))
+        seconds = {name: statistics.median(found[1:]) for name, found in times.items()}
+        test = draw_images(10_000)
+        report = timed(
+            lambda: write_report(
+                state.evaluated(), test, "cifar10", Path(folder) / "eval", step=0, device=CPU,
+                precision=precision,
+            )
+        )  # fmt: skip
+        plain = timed(lambda: forward(quick_model("math"), test.images.float(), precision))
+        tracker.close()
+    steps = config.train.epochs * (49_000 // config.train.batch_size)
+    training_time = steps * seconds["step"] / 10
+    parts = {
+        f"{len(milestones(steps))} milestones of attention": len(milestones(steps))
+        * seconds["milestone"],
+        f"{steps // config.track.every} points of the curves": steps
+        // config.track.every
+        * seconds["curves"]
+        / 100,
+        "pictures and files of the report": max(0.0, report - plain),
+    }
+    print(f"\nlogging of configs/quick.yaml: {steps:,} steps take {training_time:.0f} s")
+    for name, cost in parts.items():
+        print(f"  {name:<36}{cost:6.1f} s   {cost / training_time:6.2%}")
+    total = sum(parts.values())
+    print(f"  {'all logging together':<36}{total:6.1f} s   {total / training_time:6.2%}")
+
+
+def main() -> None:
+    """Run both."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--images", type=int, default=1000)
+    arguments = parser.parse_args()
+    precision = choose_precision("auto", CPU)
+    print(f"{describe(CPU)}, torch {torch.__version__}")
+    images = torch.randn(arguments.images, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for each in dict.fromkeys((precision, torch.float32)):
+        compare_rollout(images, each, arguments.rounds)
+    measure_logging(precision, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

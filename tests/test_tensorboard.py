@@ -1,0 +1,149 @@
+"""What a person sees: the real TensorBoard on the demo's run, in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+chromium = shutil.which("chromium")
+if chromium is None:
+    pytest.skip("no chromium here: apt-get install chromium", allow_module_level=True)
+
+from playwright.sync_api import Locator, Page, expect, sync_playwright  # noqa: E402
+
+from vit.tracking import milestones  # noqa: E402
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+STEPS = 468  # of the demo
+WAIT = 30_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def address(demo: Path) -> Iterator[str]:
+    """Where TensorBoard shows the demo, started as training tells one to."""
+    server = subprocess.Popen(
+        [
+            sys.executable, "-m", "tensorboard.main", "--logdir", str(demo.parent),
+            "--samples_per_plugin", "images=1000", "--port", "0",
+        ],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert server.stderr is not None
+    found = None
+    for line in server.stderr:
+        if found := re.search(r"at (http://localhost:\d+)", line):
+            break
+    assert found is not None
+    yield found.group(1)
+    server.terminate()
+    server.wait()
+    server.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield browser.new_page(viewport={"width": 1500, "height": 1100})
+        browser.close()
+
+
+def picture(page: Page, address: str, tag: str) -> Locator:
+    page.goto("about:blank")
+    page.goto(f"{address}/?tagFilter=^{tag}$#images&tagFilter=^{tag}$")
+    card = page.locator("tf-image-loader").filter(has=page.get_by_text(f"tag: {tag}")).first
+    shown = card.locator("img")
+    expect(shown).to_be_visible(timeout=WAIT)
+    return card
+
+
+def loaded(card: Locator) -> tuple[int, bytes]:
+    """Return the natural width and the bytes of the picture that a card shows."""
+    width, source = card.locator("img").evaluate(
+        "async i => { await i.decode(); return [i.naturalWidth, i.src] }"
+    )
+    with urllib.request.urlopen(source) as answer:
+        return width, answer.read()
+
+
+@pytest.mark.parametrize(
+    ("tag", "width"),
+    [
+        ("attention/rollout/probe_00", 706),
+        ("attention/rollout/probe_07", 706),
+        ("attention/filmstrip", 834),
+        ("attention/heads/probe_00", 620),
+    ],
+)
+def test_picture_is_on_the_page_and_the_slider_changes_it(page, address, tag, width):
+    card = picture(page, address, tag)
+    natural, last = loaded(card)
+    assert natural == width
+    expect(card).to_contain_text(f"step {STEPS}")
+    slider = card.locator("paper-slider")
+    assert slider.get_attribute("aria-valuemax") == str(len(milestones(STEPS)) - 1)
+    slider.focus()
+    seen = {last}
+    for key, step in (("Home", 0), ("ArrowRight", milestones(STEPS)[1])):
+        before = card.locator("img").get_attribute("src") or ""
+        page.keyboard.press(key)
+        expect(card.locator("img")).not_to_have_attribute("src", before, timeout=WAIT)
+        expect(card).to_contain_text(re.compile(rf"step\s+{step}\b"))
+        seen.add(loaded(card)[1])
+    assert len(seen) == 3
+
+
+def test_hparams_tab_shows_the_accuracy(page, address, demo):
+    report = json.loads((demo / "eval" / "report.json").read_text())
+    page.goto(f"{address}/#hparams")
+    row = page.locator("vaadin-grid, tf-hparams-table-view").first
+    expect(row).to_be_visible(timeout=WAIT)
+    shown = f"{report['accuracy']:.5f}"
+    expect(page.get_by_text(shown).first).to_be_visible(timeout=WAIT)
+    expect(page.get_by_text("test/accuracy").first).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "train/loss", "val/accuracy", "attention/entropy/layer_00", "attention/distance/layer_03",
+        "attention/sink/layer_00", "faithfulness/rollout", "faithfulness/random",
+    ],
+)  # fmt: skip
+def test_scalars_are_there(page, address, tag):
+    page.goto("about:blank")
+    page.goto(f"{address}/?tagFilter=^{tag}$#timeseries&tagFilter=^{tag}$")
+    card = page.locator("scalar-card").first
+    expect(card).to_be_visible(timeout=WAIT)
+    assert "".join(card.locator("tb-truncated-path").inner_text().split()) == tag
+    expect(card.locator("line-chart").first).to_be_visible(timeout=WAIT)
+
+
+@pytest.mark.parametrize(
+    ("tab", "element", "words"),
+    [
+        ("pr_curves", "tf-pr-curve-card", "precision_recall/circle"),
+        ("text", "tf-text-loader", "MultiHeadSelfAttention"),
+    ],
+)
+def test_other_tabs_have_what_was_written(page, address, tab, element, words):
+    page.goto("about:blank")
+    page.goto(f"{address}/#{tab}")
+    shown = page.locator(element).filter(has_text=words).first
+    expect(shown).to_be_attached(timeout=WAIT)
+
+
+def test_projector_shows_the_features(page, address):
+    page.goto("about:blank")
+    page.goto(f"{address}/#projector")
+    inner = page.frame_locator("iframe").frame_locator("iframe")
+    expect(inner.locator(".numDataPoints")).to_have_text("1000", timeout=WAIT)
