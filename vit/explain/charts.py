@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -69,18 +69,24 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
         statistics: By title, (L, H).
     """
     layers, heads = next(iter(statistics.values())).shape
-    size = (len(statistics) * (1.2 + 0.45 * heads), 1.1 + 0.3 * layers)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    for axis, (title, values) in zip(
-        figure.subplots(1, len(statistics), squeeze=False)[0], statistics.items(), strict=True
-    ):
+    cell, left, top, below = (45, 30), 42, 26, 42  # pixels
+    panel = left + cell[0] * heads + 8
+    wide, tall = panel * len(statistics), top + cell[1] * layers + below
+    figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
+    for number, (title, values) in enumerate(statistics.items()):
+        # Placed by hand: matplotlib's own layout takes longer than the drawing.
+        place = (number * panel + left, below, cell[0] * heads, cell[1] * layers)
+        axis = figure.add_axes((place[0] / wide, place[1] / tall, place[2] / wide, place[3] / tall))
         shown = values.cpu().numpy()
-        image = axis.imshow(shown, cmap="viridis", aspect="auto")
+        light = Normalize()(shown)
+        axis.imshow(light, cmap="viridis", aspect="auto")
         axis.set_title(title, fontsize=9)
-        axis.set(xticks=range(heads), yticks=range(layers), xlabel="head", ylabel="layer")
+        axis.set(xticks=range(heads), yticks=range(layers))
+        axis.set_xlabel("head", fontsize=8, labelpad=2)
+        axis.set_ylabel("layer", fontsize=8, labelpad=2)
         axis.tick_params(labelsize=8)
         for (layer, head), value in np.ndenumerate(shown):
-            colour = "white" if image.norm(value) < 0.6 else "black"
+            colour = "white" if light[layer, head] < 0.6 else "black"
             axis.text(
                 head, layer, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=7
             )

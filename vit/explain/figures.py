@@ -7,6 +7,7 @@ without smoothing.
 Shapes: B images, L layers, H heads, T steps.
 """
 
+import functools
 from collections.abc import Sequence
 
 import matplotlib
@@ -24,6 +25,7 @@ SCALE = (0.0, 3.0)  # units of uniform attention
 DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
 GAP = 6  # pixels between panels
 BAR = 58  # pixels that a colour bar takes, with its numbers
+BAR_MARGIN = 8  # pixels above and below it, for half a number
 
 Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
 Bar = tuple[str, tuple[float, float], str]  # colours, scale, label
@@ -232,19 +234,30 @@ def _framed(
     canvas: np.ndarray, texts: Sequence[Text], bars: Sequence[Bar], *, length: int, top: int
 ) -> np.ndarray:
     """Write texts on a canvas and set colour bars at its right."""
-    # Placed by hand: matplotlib's own layout takes three times as long as the drawing.
     tall, wide = len(canvas), canvas.shape[1] + BAR * len(bars)
+    whole = _paper(tall, wide)
+    whole[:, : canvas.shape[1]] = canvas
+    for number, bar in enumerate(bars):
+        drawn = _draw_bar(bar, length)
+        left, high = canvas.shape[1] + number * BAR, top - BAR_MARGIN
+        whole[high : high + len(drawn), left : left + BAR] = drawn[: tall - high]
     figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
-    figure.figimage(canvas, 0, 0, origin="upper")
+    figure.figimage(whole, 0, 0, origin="upper")
     for x, y, align, words in texts:
         figure.text(x / wide, 1 - y / tall, words, ha=align, va="bottom", fontsize=9)
-    for number, (colours, scale, label) in enumerate(bars):
-        left = canvas.shape[1] + number * BAR
-        place = (left / wide, 1 - (top + length) / tall, 12 / wide, length / tall)
-        axis = figure.add_axes(place)
-        extend = "max" if scale[0] == 0 else "both"
-        figure.colorbar(
-            ScalarMappable(Normalize(*scale), colours), cax=axis, extend=extend
-        ).set_label(label, fontsize=8, labelpad=2)
-        axis.tick_params(labelsize=8, pad=1)
+    return pixels_of(figure)
+
+
+@functools.cache
+def _draw_bar(bar: Bar, length: int) -> np.ndarray:
+    """Draw a colour bar; kept, because its axis takes longer to draw than all the rest."""
+    colours, scale, label = bar
+    tall = length + 2 * BAR_MARGIN
+    figure = Figure(figsize=(BAR / DPI, tall / DPI), dpi=DPI)
+    axis = figure.add_axes((0, BAR_MARGIN / tall, 12 / BAR, length / tall))
+    figure.colorbar(
+        ScalarMappable(Normalize(*scale), colours), cax=axis,
+        extend="max" if scale[0] == 0 else "both",
+    ).set_label(label, fontsize=8, labelpad=2)  # fmt: skip
+    axis.tick_params(labelsize=8, pad=1)
     return pixels_of(figure)
