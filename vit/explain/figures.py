@@ -113,7 +113,8 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
         for image, row in zip(images, maps.transpose(0, 1), strict=True)
     ]
     head = ["step", *(f"{step:,}" for step in steps)]
-    return _sheet(cells, head, [""] * len(cells), side=64, margin=GAP)
+    words = "attention rollout (class-agnostic)"
+    return _sheet(words, cells, head, [""] * len(cells), side=64, margin=GAP)
 
 
 def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
@@ -130,47 +131,49 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
         for number, layer in enumerate(maps)
     ]
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
-    side = 96
-    return _sheet(cells, head, [f"layer {n}" for n in range(len(maps))], side=side, margin=52)
+    words = "attention of each head (class-agnostic)"
+    return _sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
 
 
 def gallery_picture(
-    images: Tensor, maps: Tensor, captions: Sequence[str], columns: int = 4
+    title: str, images: Tensor, maps: Tensor, captions: Sequence[str], columns: int = 4
 ) -> np.ndarray:
     """Draw images beside their overlays, several to a row.
 
     Args:
+        title: What the overlays show.
         images: (B, 3, H, W) uint8.
         maps: (B, rows, columns).
         captions: B texts, of up to two lines of 30 characters.
         columns: Images in a row.
     """
-    panel, title = 96, 46
+    panel, space, first = 96, 46, 20
     rows = -(-len(images) // columns)
-    canvas = _paper(rows * (panel + title), columns * (2 * panel + 2 * GAP) + GAP)
-    texts: list[Text] = []
+    canvas = _paper(first + rows * (panel + space), columns * (2 * panel + 2 * GAP) + GAP)
+    texts: list[Text] = [(GAP, first, "left", title)]
     for number, (image, heat, caption) in enumerate(zip(images, maps, captions, strict=True)):
-        top = number // columns * (panel + title) + title - GAP
+        top = first + number // columns * (panel + space) + space - GAP
         left = GAP + number % columns * (2 * panel + 2 * GAP)
         pixels = _as_pixels(image)
         _paste(canvas, pixels, top, left, panel)
         _paste(canvas, overlay(pixels, heat), top, left + panel, panel)
         texts.append((left, top - 4, "left", caption))
-    return _framed(canvas, texts, [_UNIFORM], length=160, top=title)
+    length = min(160, rows * (panel + space) - 60)
+    return _framed(canvas, texts, [_UNIFORM], length=length, top=first + space)
 
 
 def comparison_picture(
     images: Tensor, maps: tuple[Tensor, Tensor], names: tuple[str, str], captions: Sequence[str]
 ) -> np.ndarray:
-    """Draw the maps of two models side by side on one scale, and where they differ.
+    """Draw the rollout of two models side by side on one scale, and where they differ.
 
     Args:
         images: (B, 3, H, W) uint8.
-        maps: (B, rows, columns) each; the grids must be the same.
+        maps: Attention rollout, (B, rows, columns) each; the grids must be the same.
         names: Of the models.
         captions: B texts, of up to two lines of 30 characters.
     """
-    panel, title, differs = 150, 48, Normalize(*DIFFERENCE_SCALE)
+    panel, title, differs = 176, 48, Normalize(*DIFFERENCE_SCALE)
     canvas = _paper((panel + title) * len(images), 4 * panel + 5 * GAP)
     texts: list[Text] = []
     for row, (image, one, other, caption) in enumerate(zip(images, *maps, captions, strict=True)):
@@ -182,7 +185,8 @@ def comparison_picture(
         for column, part in enumerate((pixels, _colour(one), _colour(other), difference)):
             _paste(canvas, part, top, GAP + column * (panel + GAP), panel)
         texts.append((GAP, top - 5, "left", caption))
-        for column, words in enumerate((*names, "second − first"), start=1):
+        rollout = [f"{name}\nrollout (class-agnostic)" for name in names]
+        for column, words in enumerate((*rollout, "second − first"), start=1):
             texts.append((GAP + (column + 0.5) * (panel + GAP), top - 5, "center", words))
     bars = [_UNIFORM, (DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform")]
     return _framed(canvas, texts, bars, length=panel - 12, top=title)
@@ -213,21 +217,28 @@ def _paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int)
 
 
 def _sheet(
-    cells: list[list[np.ndarray]], head: list[str], rows: list[str], *, side: int, margin: int
+    title: str,
+    cells: list[list[np.ndarray]],
+    head: list[str],
+    rows: list[str],
+    *,
+    side: int,
+    margin: int,
 ) -> np.ndarray:
-    """Lay pictures out as a table with words over the columns and left of the rows."""
-    title = 24
-    canvas = _paper(title + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
-    texts: list[Text] = [
-        (margin + number * (side + GAP) + side / 2, title - 5, "center", words)
+    """Lay pictures out as a table with words over all, over the columns and left of the rows."""
+    top = 44
+    canvas = _paper(top + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
+    texts: list[Text] = [(margin, top - 25, "left", title)]
+    texts += [
+        (margin + number * (side + GAP) + side / 2, top - 5, "center", words)
         for number, words in enumerate(head)
     ]
     for number, (row, words) in enumerate(zip(cells, rows, strict=True)):
-        top = title + number * (side + GAP)
-        texts.append((4, top + side / 2, "left", words))
+        high = top + number * (side + GAP)
+        texts.append((4, high + side / 2, "left", words))
         for column, part in enumerate(row):
-            _paste(canvas, part, top, margin + column * (side + GAP), side)
-    return _framed(canvas, texts, [_UNIFORM], length=min(196, len(canvas) - title - 12), top=title)
+            _paste(canvas, part, high, margin + column * (side + GAP), side)
+    return _framed(canvas, texts, [_UNIFORM], length=min(196, len(canvas) - top - 12), top=top)
 
 
 def _framed(

@@ -195,7 +195,7 @@ def as_table(table: Table, count: int) -> str:
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
     lines = [
         f"how far maps can be believed: {count:,} test images, mean ± 95 % interval",
-        "map".ljust(24) + "".join(METRICS[metric].rjust(18) for metric in metrics),
+        "map".ljust(40) + "".join(METRICS[metric].rjust(17) for metric in metrics),
     ]
     for kind, values in table.items():
         cells = (
@@ -203,5 +203,7 @@ def as_table(table: Table, count: int) -> str:
             for metric in metrics
         )
         name = (MAP_KINDS | BASELINES)[kind]
-        lines.append(name.ljust(24) + "".join(cell.rjust(18) for cell in cells))
+        if kind in MAP_KINDS and kind not in CLASS_SPECIFIC:
+            name += ", class-agnostic"
+        lines.append(name.ljust(40) + "".join(cell.rjust(17) for cell in cells))
     return "\n".join(lines)

@@ -147,7 +147,8 @@ def draw_gallery(
     )
     captions = captions_of(logits, mistakes.labels, mistakes.classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
-    return gallery_picture(mistakes.images, maps["relevance"], captions)
+    title = "most confident mistakes, with class relevance for what they were taken for"
+    return gallery_picture(title, mistakes.images, maps["relevance"], captions)
 
 
 @torch.no_grad()
