@@ -1,5 +1,6 @@
 """Bad input ends in one line and exit code 2, with no traceback, before anything is touched."""
 
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -100,6 +101,30 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
         (["x", "--device", "tpu"], "auto, cpu, cuda"),
         ([str(ROOT / "README.md")], "README.md is not a checkpoint"),
         ([str(ROOT / "configs")], "holds neither"),
+        (["--image", "y", "x"], "run: missing; name a run folder or model file first"),
+        (["x", "--seed", "-1"], "seed: -1 is not allowed; it must be 0 to 2^63 - 1"),
+        (
+            ["x", "--faithfulness", "-1"],
+            "faithfulness: -1 is not allowed; it must be 0, or 2 or more",
+        ),
+        (
+            ["x", "--faithfulness", "1"],
+            "faithfulness: 1 is not allowed; it must be 0, or 2 or more",
+        ),
+        (["x", "--atention"], "did you mean attention?"),
+        (["x", "--attention", "--indices"], "--indices: expected at least one argument"),
+        (["x", "--attention", "--indices", "3.5"], "indices: '3.5' is not a whole number"),
+        (["x", "--attention", "--indices", "3,17"], "indices: '3,17' is not a whole number"),
+        (["x", "--attention", "--indices", "3", "y"], "indices"),
+        (["x", "--indices", "3"], "indices: only with --attention"),
+        (["x", "--image", "y", "--indices", "3"], "indices: only with --attention"),
+        (["x", "--image"], "--image: expected at least one argument"),
+        (["x", "--compare"], "--compare: expected one argument"),
+        (["x", "--target", "star"], "target: only with --attention or --image"),
+        (["x", "--compare", "y", "--target", "star"], "target: only with --attention or --image"),
+        (["x", "--attention", "--image", "y"], "image: not together with --attention"),
+        (["x", "--attention", "--compare", "y"], "compare: not together with --attention"),
+        (["x", "--image", "y", "--compare", "z"], "compare: not together with --image"),
     ],
 )
 def test_bad_eval_is_one_line(words: list[str], part: str) -> None:
@@ -122,6 +147,23 @@ def test_help_names_every_key(script: str) -> None:
     assert done.returncode == 0
     for key in keys(Config if script == "train.py" else EvalConfig):
         assert f"--{key} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("image", "picture files to classify"),
+        ("indices", "the test images to draw"),
+        ("attention", "draw every kind of map"),
+        ("compare", "another run or model file"),
+        ("target", "the class that is explained"),
+        ("faithfulness", "that the maps are measured on"),
+    ],
+)
+def test_help_of_eval_says_what_its_ways_to_look_do(key: str, words: str) -> None:
+    about = re.split(r"\n  --", run("eval.py", "--help").stdout)
+    (found,) = [part for part in about if part.startswith(f"{key} ")]
+    assert words in " ".join(found.split())
 
 
 def keys(config: type, prefix: str = "") -> list[str]:

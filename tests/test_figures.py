@@ -7,10 +7,17 @@ import torch
 from torch import Tensor
 
 from vit.data.datasets import ImageSet
-from vit.explain.charts import confusion_picture, reliability_picture
+from vit.explain.charts import confusion_picture, heads_chart, reliability_picture
 from vit.explain.figures import (
+    BAR,
     COLOURS,
     SCALE,
+    captions_of,
+    comparison_picture,
+    filmstrip_picture,
+    gallery_picture,
+    heads_picture,
+    overlay,
 )
 from vit.explain.figures import attention_picture as draw_attention
 from vit.explain.rollout import map_title
@@ -210,13 +217,13 @@ def test_reliability_picture_renders(bins):
     assert picture.shape == (520, 460, 3)
 
 
-BAR = np.array([31, 119, 180])  # matplotlib's first colour
+BLUE_BAR = np.array([31, 119, 180])  # matplotlib's first colour
 
 
 def test_reliability_picture_puts_accuracy_over_confidence():
     def marks(confidence: float, accuracy: float, n: int) -> np.ndarray:
         bins = [{"n": n, "confidence": confidence, "accuracy": accuracy}]
-        found = places(reliability_picture(bins, 0.1), BAR)
+        found = places(reliability_picture(bins, 0.1), BLUE_BAR)
         return found[(found[:, 0] < 350) & (found[:, 0] > 70)]
 
     def marker(confidence: float, accuracy: float) -> np.ndarray:
@@ -234,7 +241,7 @@ def test_reliability_picture_counts_images_in_bars():
         {"n": 100, "confidence": 0.3, "accuracy": 0.3},
         {"n": 400, "confidence": 0.8, "accuracy": 0.8},
     ]
-    bars = places(reliability_picture(bins, 0.1), BAR)
+    bars = places(reliability_picture(bins, 0.1), BLUE_BAR)
     bars = bars[bars[:, 0] > 360]
     low, high = (np.ptp(bars[side, 0]) for side in (bars[:, 1] < 250, bars[:, 1] > 250))
     assert high / low == pytest.approx(4, rel=0.1)
@@ -244,3 +251,273 @@ def test_reliability_picture_counts_images_in_bars():
 def test_reliability_of_bins_all_right_or_all_wrong_is_drawn(hits):
     bins = [{"n": n, "confidence": 0.5, "accuracy": float(hits)} for n in range(1, 200)]
     assert reliability_picture(bins, 0.5).shape[2] == 3
+
+
+# Sheets of several pictures. Everything left of the colour bars is looked at.
+
+
+def middle(picture: np.ndarray, colour: np.ndarray | list[int], bars: int = 1) -> np.ndarray:
+    """Return the row and column where a cell of one colour has its middle, (2,)."""
+    found = places(picture[:, : -BAR * bars], colour)
+    assert len(found) > 1000
+    top, left = found.min(axis=0)
+    bottom, right = found.max(axis=0)
+    assert len(found) > 0.95 * (bottom - top + 1) * (right - left + 1)  # in one piece
+    return np.array([top + bottom, left + right]) / 2
+
+
+def assert_not_cut_off(picture: np.ndarray) -> None:
+    for edge in (picture[0], picture[-1], picture[:, 0], picture[:, -1]):
+        assert (edge == 255).all()
+
+
+def flat_maps(levels: Tensor, grid: tuple[int, int] = (2, 2)) -> Tensor:
+    """Make maps of one value each: levels (...) to maps (..., rows, columns)."""
+    return levels[..., None, None].expand(*levels.shape, *grid)
+
+
+def tinted_images(count: int) -> tuple[Tensor, list[list[int]]]:
+    """Return images of one colour each, (count, 3, 32, 32), and the colours."""
+    colours = [[10 + 30 * number, 200 - 25 * number, 230] for number in range(count)]
+    images = torch.tensor(colours, dtype=torch.uint8)[:, :, None, None].expand(-1, -1, 32, 32)
+    return images.clone(), colours
+
+
+def test_captions_name_truth_and_guess():
+    shares = torch.tensor([[0.7, 0.2, 0.1], [0.004, 0.001, 0.995]])
+    captions = captions_of(shares.log(), torch.tensor([1, 2]), ["cat", "dog", "ship"])
+    assert captions == ["true dog\npredicted cat 70%", "true ship\npredicted ship 100%"]
+    with pytest.raises(ValueError):
+        captions_of(shares.log(), torch.tensor([1]), ["cat", "dog", "ship"])
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (8, 8), (2, 3), (5, 1)])
+@pytest.mark.parametrize("size", [(40, 60), (31, 47), (1, 1), (200, 30)])
+def test_overlay_has_the_pictures_own_size(size, grid):
+    photo = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    drawn = overlay(photo, torch.rand(grid, generator=torch.Generator().manual_seed(0)) * 3)
+    assert drawn.shape == photo.shape and drawn.dtype == np.uint8
+
+
+def test_overlay_mixes_grey_with_the_maps_colour_patch_by_patch():
+    levels = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.5, 1.5]])
+    photo = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    drawn = overlay(photo, levels)
+    for (row, column), level in np.ndenumerate(levels.numpy()):
+        part = np.s_[10 * row : 10 * row + 10, 10 * column : 10 * column + 10]
+        grey = photo[part].mean(axis=-1, keepdims=True)
+        share = 0.1 + 0.65 * level / 3
+        expected = (1 - share) * grey + share * colour_of(level)
+        assert np.abs(drawn[part] - expected).max() < 2
+
+
+def test_overlay_knows_no_colour_but_the_maps():
+    heat = torch.tensor(LEVELS)
+    red, green = (np.full((20, 20, 3), 0, dtype=np.uint8) for _ in range(2))
+    red[..., 0] = green[..., 1] = 150
+    np.testing.assert_array_equal(overlay(red, heat), overlay(green, heat))
+
+
+def test_overlay_is_full_at_the_end_of_the_scale():
+    photo = np.full((20, 20, 3), 90, dtype=np.uint8)
+    end, beyond = (overlay(photo, torch.full((2, 2), level)) for level in (3.0, 50.0))
+    np.testing.assert_array_equal(end, beyond)
+
+
+def test_filmstrip_has_images_as_rows_and_steps_as_columns():
+    images, colours = tinted_images(3)
+    levels = torch.linspace(0.6, 2.8, 12).view(4, 3)  # steps, images
+    picture = filmstrip_picture(images, flat_maps(levels), [0, 10, 100, 1000])
+    assert_is_picture(picture)
+    assert_not_cut_off(picture)
+    cells = np.array(
+        [[middle(picture, colour_of(level)) for level in row] for row in levels.tolist()]
+    )
+    first = np.array([middle(picture, colour) for colour in colours])
+    table = np.concatenate([first[None], cells])  # columns, rows, place
+    assert np.ptp(table[..., 0], axis=0).max() < 1 and np.ptp(table[..., 1], axis=1).max() < 1
+    for axis, way in ((1, 0), (0, 1)):
+        steps = np.diff(table[..., way], axis=axis)
+        assert steps.min() > 60 and np.ptp(steps) < 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+@pytest.mark.parametrize("count", [1, 8])
+def test_words_of_filmstrip_are_not_cut_off(count, steps):
+    maps = torch.ones(steps, count, 4, 4)
+    assert_not_cut_off(filmstrip_picture(blue_images(count), maps, [10**5] * steps))
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 1), (1, 3), (8, 1), (8, 10)])
+def test_filmstrip_grows_by_a_cell(count, steps):
+    maps = torch.rand(steps, count, 4, 4, generator=torch.Generator().manual_seed(0))
+    picture = filmstrip_picture(blue_images(count), maps, [10**n for n in range(steps)])
+    small = filmstrip_picture(blue_images(1), maps[:1, :1], [1])
+    assert_is_picture(picture)
+    assert len(picture) - len(small) == 70 * (count - 1)
+    assert picture.shape[1] - small.shape[1] == 70 * (steps - 1)
+
+
+def test_filmstrip_names_its_steps():
+    pictures = [
+        filmstrip_picture(blue_images(1), torch.ones(3, 1, 2, 2), [0, step, 1000])
+        for step in (111, 888)
+    ]
+    where = np.argwhere((pictures[0] != pictures[1]).any(-1))
+    level = places(pictures[0][:, :-BAR], colour_of(1.0))
+    left = level[:, 1].min()
+    assert where[:, 0].max() < level[:, 0].min()  # above the maps
+    assert left + 70 < where[:, 1].min() and where[:, 1].max() < left + 140  # of the second step
+
+
+def test_heads_picture_has_layers_as_rows_and_heads_as_columns():
+    levels = torch.linspace(0.6, 2.8, 6).view(2, 3)  # layers, heads
+    picture = heads_picture(blue_images(1)[0], flat_maps(levels), "cat")
+    assert_is_picture(picture)
+    assert_not_cut_off(picture)
+    cells = np.array(
+        [[middle(picture, colour_of(level)) for level in row] for row in levels.tolist()]
+    )
+    assert np.ptp(cells[..., 0], axis=1).max() < 1 and np.ptp(cells[..., 1], axis=0).max() < 1
+    assert np.diff(cells[..., 0], axis=0).min() > 90 and np.diff(cells[..., 1], axis=1).min() > 90
+    image = middle(picture, [0, 0, 200])
+    assert abs(image[0] - cells[0, 0, 0]) < 1 and cells[0, 0, 1] - image[1] > 90
+
+
+def test_heads_picture_shows_the_patches_of_a_map_in_their_places():
+    maps = torch.tensor(LEVELS).expand(1, 1, 2, 2)
+    picture = heads_picture(blue_images(1)[0], maps, "cat")
+    top_right, bottom_left, bottom_right = (middle(picture, colour_of(n)) for n in (1.0, 2.0, 3.0))
+    assert abs(top_right[1] - bottom_right[1]) < 1 and abs(bottom_left[0] - bottom_right[0]) < 1
+    assert bottom_right[0] - top_right[0] == bottom_right[1] - bottom_left[1] == 48
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (5, 3), (12, 6)])
+@pytest.mark.parametrize("name", ["cat", "aquarium_fish"])
+def test_words_of_heads_picture_are_not_cut_off(layers, heads, name):
+    picture = heads_picture(blue_images(1)[0], torch.ones(layers, heads, 4, 4), name)
+    assert_is_picture(picture)
+    assert_not_cut_off(picture)
+
+
+@pytest.mark.parametrize(("count", "columns"), [(5, 2), (3, 4), (4, 4), (1, 4)])
+def test_gallery_sets_overlays_beside_their_images_row_by_row(count, columns):
+    images, colours = tinted_images(count)
+    heats = flat_maps(torch.linspace(1.0, 2.8, count))
+    captions = ["true cat\nas dog 99%"] * count
+    picture = gallery_picture("mistakes", images, heats, captions, columns)
+    assert_is_picture(picture)
+    assert_not_cut_off(picture)
+    first = middle(picture, colours[0])
+    for number in range(count):
+        image = middle(picture, colours[number])
+        laid = overlay(images[number].permute(1, 2, 0).numpy(), heats[number])[0, 0]
+        assert np.abs(middle(picture, laid) - image - [0, 96]).max() < 1
+        row, column = np.rint((image - first) / (142, 204))
+        assert (row, column) == (number // columns, number % columns)
+        assert np.abs(image - first - (142 * row, 204 * column)).max() < 1
+
+
+def test_gallery_says_what_it_shows_and_what_each_image_is():
+    def draw(title: str, second: str) -> np.ndarray:
+        return gallery_picture(title, blue_images(2), torch.ones(2, 2, 2), ["cat", second])
+
+    plain = draw("first", "dog")
+    titled = np.argwhere((draw("other", "dog") != plain).any(-1))
+    captioned = np.argwhere((draw("first", "ape") != plain).any(-1))
+    assert len(titled) and titled[:, 0].max() < 24 and titled[:, 1].max() < 100
+    assert len(captioned) and captioned[:, 0].min() > 24 and captioned[:, 0].max() < 60
+    assert captioned[:, 1].min() > 200 and captioned[:, 1].max() < 300
+
+
+def compare_flat(one: float, other: float) -> np.ndarray:
+    maps = flat_maps(torch.tensor([one])), flat_maps(torch.tensor([other]))
+    return comparison_picture(blue_images(1), maps, ("first", "second"), ["true cat\ncat / dog"])
+
+
+def panel_colours(picture: np.ndarray) -> np.ndarray:
+    """Return the colours of the four panels of a comparison of flat maps, (4, 3)."""
+    row, left = middle(picture, [0, 0, 200], bars=2)
+    step = (picture.shape[1] - 2 * BAR - 6) / 4
+    return np.array([picture[int(row), int(left + step * column)] for column in range(4)])
+
+
+@pytest.mark.parametrize(("one", "other"), [(0.5, 2.0), (2.0, 0.5), (1.0, 1.0), (1.0, 9.0)])
+def test_comparison_shows_both_models_on_one_scale(one, other):
+    picture = compare_flat(one, other)
+    assert_is_picture(picture)
+    assert_not_cut_off(picture)
+    colours = panel_colours(picture).astype(int)
+    assert colours[0].tolist() == [0, 0, 200]
+    assert np.abs(colours[1] - colour_of(one)).max() <= 2
+    assert np.abs(colours[2] - colour_of(other)).max() <= 2
+
+
+def test_difference_is_white_where_there_is_none_red_where_the_second_looks_more():
+    same, more, less = (
+        panel_colours(compare_flat(1.5, other))[3].astype(int) for other in (1.5, 2.5, 0.5)
+    )
+    assert same.min() > 240
+    assert more[0] > more[2] + 80 and less[2] > less[0] + 80
+    slight, end, beyond = (
+        panel_colours(compare_flat(0.0, other))[3].astype(int) for other in (0.2, 2.0, 7.0)
+    )
+    assert slight.min() > end.min() + 100
+    assert end.tolist() == beyond.tolist()
+
+
+def test_comparison_has_a_row_for_each_image():
+    images, colours = tinted_images(3)
+    one, other = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([2.0, 2.4, 2.8])
+    picture = comparison_picture(images, (flat_maps(one), flat_maps(other)), ("a", "b"), [""] * 3)
+    assert len(picture) == 3 * len(compare_flat(1.0, 1.0))
+    for number, colour in enumerate(colours):
+        row, _ = middle(picture, colour, bars=2)
+        assert row // (len(picture) / 3) == number
+        for level in (one[number].item(), other[number].item()):
+            assert abs(middle(picture, colour_of(level), bars=2)[0] - row) < 1
+
+
+def test_comparison_shows_finer_maps_than_two_by_two_in_their_places():
+    maps = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)
+    maps[1][0, 1, 2] = 2.0
+    picture = comparison_picture(blue_images(1), maps, ("a", "b"), ["cat"])
+    image = middle(picture, [0, 0, 200], bars=2)
+    high = middle(picture, colour_of(2.0), bars=2) - image
+    red = np.array(matplotlib.colormaps["RdBu_r"](1.0, bytes=True)[:3])
+    changed = middle(picture, red, bars=2) - image
+    panel = np.ptp(places(picture, [0, 0, 200])[:, 0]) + 1
+    assert abs(high[0] - panel / 4) < 2 and abs(changed[0] - panel / 4) < 2
+    step = changed[1] - high[1]
+    assert step > panel and abs(high[1] - 2 * step - panel / 3) < 2
+
+
+TITLES = ("entropy / log N", "distance, pixels", "share of the top token")
+
+
+@pytest.mark.parametrize("layers", [1, 12])
+@pytest.mark.parametrize("heads", [1, 2, 3, 12])
+def test_heads_chart_renders(layers, heads):
+    generator = torch.Generator().manual_seed(0)
+    chart = heads_chart({t: torch.rand(layers, heads, generator=generator) for t in TITLES})
+    assert_is_picture(chart)
+    assert_not_cut_off(chart)
+
+
+def test_heads_chart_has_layers_as_rows_heads_as_columns_and_one_scale_each():
+    values = torch.zeros(3, 2)
+    values[2, 0] = 1.0
+    chart = heads_chart({"one": values, "tenfold": 10 * values.flip(0, 1)})
+    most, least = (np.array(matplotlib.colormaps["viridis"](n, bytes=True)[:3]) for n in (1.0, 0.0))
+    half = chart.shape[1] // 2
+    for part, row, column in ((chart[:, :half], 2, 0), (chart[:, half:], 0, 1)):
+        bright, dark = places(part, most), places(part, least)
+        top, left = np.concatenate([bright, dark]).min(axis=0)
+        bottom, right = np.concatenate([bright, dark]).max(axis=0)
+        found = (np.median(bright, axis=0) - (top, left)) / (bottom - top + 1, right - left + 1)
+        assert np.abs(found - ((row + 0.5) / 3, (column + 0.5) / 2)).max() < 0.03
+
+
+def test_heads_chart_writes_its_numbers():
+    charts = [heads_chart({"one": torch.tensor([[0.0, level]])}) for level in (0.31, 0.32)]
+    assert charts[0].shape == charts[1].shape and (charts[0] != charts[1]).any()

@@ -142,7 +142,7 @@ def _fields(values: Namespace, config: type) -> dict[str, Any]:
 
 def _in_one_line(message: str, keys: list[str]) -> str:
     text = " ".join(message.split())
-    if found := re.search(r'Parser key "([\w.]+)": (.*)', text):
+    if found := re.search(r'Parser key "([\w.]+)"(?: element \d+)?: (.*)', text):
         key, problem = found.groups()
         if "Unable to load config" in problem:
             return f"{key}: what follows is no YAML file; a single field is set by --{key}.<field>"
@@ -150,6 +150,8 @@ def _in_one_line(message: str, keys: list[str]) -> str:
         if value and allowed:
             problem = f"{value.group(1)!r} is not {allowed}"
         return f"{key}: {problem}"
+    if re.search(r"arguments are required: run", text):
+        return "run: missing; name a run folder or model file first: eval.py runs/quick ..."
     if found := re.search(r"Option '([\w.]+)' is not accepted", text):
         return _unknown(found.group(1), keys)
     if found := re.search(r"[Uu]nrecognized arguments: (\S+)", text):

@@ -352,8 +352,13 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
-        for name in ("probes", "faithfulness"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.probes >= 0, "probes", self.probes, "0 or more")
+        _require(
+            self.faithfulness == 0 or self.faithfulness >= 2,
+            "faithfulness",
+            self.faithfulness,
+            "0, or 2 or more: an interval needs two",
+        )
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
         modes = {"attention": self.attention, "image": self.image, "compare": self.compare}
         chosen = [name for name, value in modes.items() if value]

@@ -69,7 +69,7 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
         statistics: By title, (L, H).
     """
     layers, heads = next(iter(statistics.values())).shape
-    cell, left, top, below = (45, 30), 42, 26, 42  # pixels
+    cell, left, top, below = (max(45, 150 // heads), 30), 42, 26, 42  # pixels
     panel = left + cell[0] * heads + 8
     wide, tall = panel * len(statistics), top + cell[1] * layers + below
     figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)

@@ -113,7 +113,7 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
         for image, row in zip(images, maps.transpose(0, 1), strict=True)
     ]
     head = ["step", *(f"{step:,}" for step in steps)]
-    words = "attention rollout (class-agnostic)"
+    words = "rollout (class-agnostic)"  # fits over a single step
     return _sheet(words, cells, head, [""] * len(cells), side=64, margin=GAP)
 
 

@@ -37,7 +37,13 @@ METRICS = {  # title and, where the map is better the higher it is, ↑
     "pointing": "pointing ↑",
     "iou": "IoU ↑",
 }
-_WRITTEN = (TABLE_FILE, "image_*.png", "*.npy", "events.out.tfevents.*", INDEX_FILE)
+_WRITTEN = (
+    TABLE_FILE,
+    f"image_{'[0-9]' * 5}.png",
+    *(f"{kind}.npy" for kind in MAP_KINDS),
+    "events.out.tfevents.*",
+    INDEX_FILE,
+)
 
 Table = dict[str, dict[str, tuple[float, float]]]  # mean and half of its 95 % interval
 
@@ -61,13 +67,13 @@ def explain_run(run: str, options: EvalConfig) -> None:
                 f"indices: {index} is not a test image; there are 0 to {len(test) - 1}"
             )
     if options.indices:
-        indices = torch.tensor(options.indices)
+        indices = torch.tensor(list(dict.fromkeys(options.indices)))
     else:
         count = min(options.probes, len(test))
         indices = balanced_subset(test.labels, count, options.seed, "eval.attention")
     folder = opened.folder / "attention"
     old = [path for pattern in _WRITTEN for path in folder.glob(pattern)]
-    if old and not (folder / INDEX_FILE).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / INDEX_FILE).exists():
         raise ValueError(f"out: {folder} holds other things than maps; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     for path in old:
@@ -107,8 +113,31 @@ def _write_maps(
     logits, maps = attention_maps(opened.model, pixels, list(MAP_KINDS), aims)
     shares, predicted = logits.softmax(dim=1).cpu().max(dim=1)
     explained = predicted if target is None else torch.full_like(predicted, target)
+    entries = [
+        {
+            "row": row,
+            "index": index,
+            "label": classes[chosen.labels[row]],
+            "prediction": classes[predicted[row]],
+            "probability": shares[row].item(),
+            "explained_class": classes[explained[row]],
+            "sheet": f"image_{index:05d}.png",
+        }
+        for row, index in enumerate(indices.tolist())
+    ]
+    content: dict[str, Any] = {
+        "data": opened.saved.config.data.name,
+        "split": "test",
+        "readout": readout_of(opened.model),
+        "unit": "1 is what each token (relevance: each patch) would get if all got the same",
+        "maps": {
+            kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
+        },
+        "images": entries,
+    }
+    # First of all, because by it the next call knows that the folder is ours.
+    (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
     captions = captions_of(logits, chosen.labels, classes)
-    entries = []
     with SummaryWriter(str(folder)) as writer:
         for row, index in enumerate(indices.tolist()):
             sheet = attention_picture(
@@ -121,30 +150,8 @@ def _write_maps(
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = f"attention/{name}"
             writer.add_image(tag, sheet, opened.saved.step, dataformats="HWC")
-            entries.append(
-                {
-                    "row": row,
-                    "index": index,
-                    "label": classes[chosen.labels[row]],
-                    "prediction": classes[predicted[row]],
-                    "probability": shares[row].item(),
-                    "explained_class": classes[explained[row]],
-                    "sheet": f"{name}.png",
-                }
-            )
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
-    content: dict[str, Any] = {
-        "data": opened.saved.config.data.name,
-        "split": "test",
-        "readout": readout_of(opened.model),
-        "unit": "1 is what each token (relevance: each patch) would get if all got the same",
-        "maps": {
-            kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
-        },
-        "images": entries,
-    }
-    (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
 
 
 def measure_maps(opened: OpenRun, images: ImageSet, batch_size: int, seed: int) -> Table:

@@ -15,6 +15,7 @@ from vit.evaluation import mcnemar, wilson_interval
 from vit.explain.figures import comparison_picture
 from vit.explain.rollout import attention_maps
 from vit.reporting.opening import OpenRun, load_test, open_run
+from vit.training.checkpoint import CHECKPOINT_FOLDER
 
 
 def compare_runs(run: str, options: EvalConfig) -> None:
@@ -83,14 +84,12 @@ def compare_runs(run: str, options: EvalConfig) -> None:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Name models after their run folders; after both folder and file where these are the same."""
-    folders = [
-        path.resolve().parent.parent if path.suffix == ".pt" else path.resolve().parent
-        for path in (first, second)
-    ]
-    if folders[0].name != folders[1].name:
-        return folders[0].name, folders[1].name
-    return f"{folders[0].name}_{first.stem}", f"{folders[1].name}_{second.stem}"
+    """Name models after their run folders, briefly; numbered where these are the same."""
+    one, other = (
+        (path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path.parent).name[:20]
+        for path in (first.resolve(), second.resolve())
+    )
+    return (one, other) if one != other else (f"{one}_1", f"{other}_2")
 
 
 def _look(opened: OpenRun, test: ImageSet, batch_size: int) -> tuple[Tensor, Tensor]:

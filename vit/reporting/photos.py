@@ -32,7 +32,9 @@ def read_photo(path: Path) -> np.ndarray:
         with Image.open(path) as file:
             photo = ImageOps.exif_transpose(file)
             if photo.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
-                photo = Image.fromarray((np.asarray(photo) // 257).clip(0, 255).astype(np.uint8))
+                grey = np.asarray(photo)
+                grey = grey // 257 if grey.max() > 255 else grey
+                photo = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
             photo = photo.convert("RGBA")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"image: {path} cannot be read as a picture: {error}") from None

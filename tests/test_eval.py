@@ -1,0 +1,759 @@
+"""Looking into a trained model with eval.py: maps, photos, two models compared, bad input."""
+
+import json
+import math
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from vit.config import EvalConfig
+from vit.data.augment import normalize
+from vit.data.datasets import ImageSet, load, normalization
+from vit.data.shapes import KINDS
+from vit.evaluation import predict, wilson_interval
+from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
+from vit.explain.figures import overlay
+from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps
+from vit.reporting.attention import class_number, measure_maps
+from vit.reporting.opening import OpenRun, open_run
+from vit.reporting.photos import central_square, read_photo
+from vit.training.checkpoint import build_model, load_model, save_model
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = EvalConfig(device="cpu", precision="float32")
+SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again
+CHOSEN = (3, 17)
+MEASURED = 40  # images
+
+Pair = tuple[float, float]
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    error: str
+
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run eval.py with some words in this process, which has imported torch already."""
+
+    def run(*words: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
+        code: Any = 0
+        try:
+            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+def command(*words: object) -> str:
+    """Run eval.py as a user does and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), *map(str, words)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def refuses(ended: Ended, *parts: str) -> None:
+    assert ended.code == 2
+    assert ended.error.startswith("error: ") and ended.error.count("\n") == 1, ended.error
+    for part in parts:
+        assert part in ended.error
+    assert ended.out == ""
+
+
+@pytest.fixture(scope="module")
+def opened(demo: Path) -> OpenRun:
+    return open_run(str(demo), CPU)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> ImageSet:
+    return load("shapes", "", train=False)
+
+
+def map_images(
+    opened: OpenRun, images: Tensor, target: str | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits and every kind of map of (n, 3, 32, 32) uint8 images."""
+    number = class_number(target, KINDS)
+    aim = None if number is None else torch.full((len(images),), number)
+    return attention_maps(
+        opened.model, normalize(images, opened.mean, opened.std), list(MAP_KINDS), aim
+    )
+
+
+# Attention of test images.
+
+
+@pytest.fixture(scope="module")
+def explained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What --attention wrote for two chosen images, and what it printed."""
+    out = tmp_path_factory.mktemp("explained")
+    printed = command(
+        demo, "--attention", "--indices", *CHOSEN, "--faithfulness", MEASURED, "--out", out, *SAME
+    )
+    return out / "attention", printed
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "index.json").read_text())
+
+
+def indices_in(folder: Path) -> list[int]:
+    return [entry["index"] for entry in read_index(folder)["images"]]
+
+
+def test_attention_writes_sheets_maps_and_index_and_nothing_else(explained):
+    folder, printed = explained
+    names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
+    assert names == {
+        "image_00003.png", "image_00017.png", "index.json", "faithfulness.json",
+        *(f"{kind}.npy" for kind in MAP_KINDS),
+    }  # fmt: skip
+    assert str(folder) in printed and "2 sheets" in printed and "cpu" in printed.lower()
+    assert [path.name for path in folder.parent.iterdir()] == ["attention"]
+
+
+@pytest.mark.parametrize("kind", MAP_KINDS)
+def test_saved_maps_are_those_computed_directly(explained, opened, shapes, kind):
+    saved = np.load(explained[0] / f"{kind}.npy")
+    assert saved.shape == (len(CHOSEN), 8, 8) and saved.dtype == np.float32
+    _, maps = map_images(opened, shapes.images[list(CHOSEN)])
+    np.testing.assert_allclose(saved, maps[kind].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_index_says_what_each_row_is(explained, opened, shapes):
+    folder, _ = explained
+    index = read_index(folder)
+    assert (index["data"], index["split"], index["readout"]) == ("shapes", "test", "mean")
+    assert index["maps"] == {
+        kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC}
+        for kind in MAP_KINDS
+    }
+    logits, _ = map_images(opened, shapes.images[list(CHOSEN)])
+    shares, predicted = logits.softmax(dim=1).max(dim=1)
+    assert len(index["images"]) == len(CHOSEN)
+    for row, entry in enumerate(index["images"]):
+        assert entry.pop("probability") == pytest.approx(shares[row].item(), abs=1e-5)
+        assert entry == {
+            "row": row,
+            "index": CHOSEN[row],
+            "label": KINDS[shapes.labels[CHOSEN[row]]],
+            "prediction": KINDS[predicted[row]],
+            "explained_class": KINDS[predicted[row]],
+            "sheet": f"image_{CHOSEN[row]:05d}.png",
+        }
+        assert (folder / entry["sheet"]).is_file()
+
+
+def test_tensorboard_shows_the_sheets_that_were_saved(explained, opened):
+    folder, _ = explained
+    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
+    assert set(events.Tags()["images"]) == {f"attention/image_{index:05d}" for index in CHOSEN}
+    for index in CHOSEN:
+        (event,) = events.Images(f"attention/image_{index:05d}")
+        assert event.step == opened.saved.step
+        with Image.open(folder / f"image_{index:05d}.png") as saved:
+            shown = np.asarray(Image.open(BytesIO(event.encoded_image_string)))
+            np.testing.assert_array_equal(shown, np.asarray(saved))
+        assert shown.shape == (256 * len(MAP_KINDS), 706, 3)
+
+
+def test_printed_table_is_the_one_saved(explained):
+    folder, printed = explained
+    saved = json.loads((folder / "faithfulness.json").read_text())
+    assert saved["images"] == MEASURED and f"{MEASURED} test images" in printed
+    assert list(saved["maps"]) == [*MAP_KINDS, "random", "centred"]
+    lines = printed.split("interval\n")[1].splitlines()[1:]
+    for line, values in zip(lines[:6], saved["maps"].values(), strict=True):
+        numbers = [(float(a), float(b)) for a, b in re.findall(r"(-?[\d.]+) ± ([\d.]+)", line)]
+        assert numbers == [pytest.approx(pair, abs=6e-4) for pair in values.values()]
+    assert lines[0].startswith("attention rollout, class-agnostic")
+    assert lines[2].startswith("class relevance  ")
+
+
+def test_measures_fit_together(explained):
+    table = json.loads((explained[0] / "faithfulness.json").read_text())["maps"]
+    means = {kind: {name: pair[0] for name, pair in row.items()} for kind, row in table.items()}
+    for kind, row in means.items():
+        assert row["lerf_morf"] == pytest.approx((row["insertion"] - row["deletion"]) / 2, abs=1e-6)
+        assert 0 <= row["pointing"] <= 1 and 0 <= row["iou"] <= 1
+        if kind != "centred":
+            over = row["lerf_morf"] - means["centred"]["lerf_morf"]
+            assert row["over_centred"] == pytest.approx(over, abs=1e-6)
+    assert "over_centred" not in means["centred"]
+
+
+def test_maps_are_measured_the_same_in_small_batches(opened, shapes):
+    few = shapes.select(torch.arange(10))
+    whole, parts = (measure_maps(opened, few, size, seed=0) for size in (10, 3))
+    for kind, row in whole.items():
+        for metric, pair in row.items():
+            assert parts[kind][metric] == pytest.approx(pair, abs=1e-4)
+
+
+def test_a_chosen_class_changes_only_class_specific_maps(call, demo, tmp_path):
+    found = {}
+    for target in ("star", "circle"):
+        out = tmp_path / target
+        ended = call(
+            demo, "--attention", "--indices", *CHOSEN, "--target", target, "--faithfulness", 0,
+            "--out", out, *SAME,
+        )  # fmt: skip
+        assert ended.code == 0 and "how far" not in ended.out
+        assert not (out / "attention" / "faithfulness.json").exists()
+        entries = read_index(out / "attention")["images"]
+        assert [entry["explained_class"] for entry in entries] == [target, target]
+        found[target] = {kind: np.load(out / "attention" / f"{kind}.npy") for kind in MAP_KINDS}
+    for kind in MAP_KINDS:
+        far = np.abs(found["star"][kind] - found["circle"][kind]).max(axis=(1, 2))
+        assert (far > 0.01).all() if kind in CLASS_SPECIFIC else (far == 0).all()
+
+
+def test_random_images_are_chosen_by_the_seed(call, demo, tmp_path):
+    def chosen(name: str, seed: int) -> list[int]:
+        out = tmp_path / name
+        words = ("--attention", "--probes", 5, "--faithfulness", 0, "--seed", seed, "--out", out)
+        assert call(demo, *words).code == 0
+        return indices_in(out / "attention")
+
+    first = chosen("first", 0)
+    assert len(set(first)) == 5
+    assert chosen("again", 0) == first
+    assert chosen("other", 1) != first
+
+
+def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path, explained):
+    shutil.copytree(explained[0], tmp_path / "attention")
+    folder = tmp_path / "attention"
+    (folder / "notes.txt").write_text("mine")
+    np.save(folder / "mine.npy", np.zeros(3))
+    words = ("--attention", "--indices", 5, 5, "--faithfulness", 0, "--out", tmp_path)
+    assert call(demo, *words).code == 0
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "mine.npy").exists()
+    assert [path.name for path in folder.glob("image_*")] == ["image_00005.png"]
+    assert np.load(folder / "rollout.npy").shape == (1, 8, 8)
+    assert indices_in(folder) == [5]
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+    assert not (folder / "faithfulness.json").exists()
+
+
+def test_maps_of_others_are_not_overwritten(call, demo, tmp_path):
+    folder = tmp_path / "attention"
+    folder.mkdir()
+    np.save(folder / "step_00000000.npy", np.zeros(3))
+    refuses(call(demo, "--attention", "--out", tmp_path), "out: ", "other things than maps")
+    assert [path.name for path in folder.iterdir()] == ["step_00000000.npy"]
+
+
+# The demo's true masks.
+
+
+@pytest.fixture(scope="module")
+def pointing(opened: OpenRun, shapes: ImageSet) -> dict[str, Pair]:
+    """How often the strongest patch lies on the object, with half of the 95 % interval."""
+    count = len(shapes)
+    parts = [map_images(opened, part)[1] for part in shapes.images.split(500)]
+    maps = {kind: torch.cat([found[kind] for found in parts]) for kind in MAP_KINDS}
+    maps["random"] = random_maps(count, (8, 8), seed=0)
+    maps["centred"] = centred_map((8, 8)).expand(count, -1, -1)
+    return {kind: mean_interval(pointing_game(found, shapes.masks)) for kind, found in maps.items()}
+
+
+def test_the_best_map_points_at_the_object_and_beats_the_centre(pointing):
+    best = max((pointing[kind] for kind in MAP_KINDS), key=lambda pair: pair[0])
+    centred = pointing["centred"]
+    assert best[0] >= 0.90
+    assert best[0] >= centred[0] + 0.1
+    assert best[0] - best[1] > centred[0] + centred[1]
+
+
+def test_random_maps_hit_as_often_as_patches_are_covered(pointing, shapes):
+    patches = shapes.masks.float().unflatten(1, (8, 4)).unflatten(3, (8, 4)).mean(dim=(2, 4))
+    share = (patches >= 0.5).float().mean().item()
+    mean, half = pointing["random"]
+    assert mean == pytest.approx(share, abs=1.6 * half)  # three deviations
+
+
+# Photos.
+
+
+def draw_photo(height: int, width: int) -> np.ndarray:
+    """A smooth picture whose every corner is another colour, (height, width, 3) uint8."""
+    down, across = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
+    return (255 * np.stack([down, across, (1 - down) * (1 - across)], axis=-1)).astype(np.uint8)
+
+
+def save_jpeg(path: Path) -> np.ndarray:
+    photo = draw_photo(48, 64)
+    Image.fromarray(photo).save(path, quality=95)
+    return photo
+
+
+def save_grey(path: Path) -> np.ndarray:
+    grey = draw_photo(40, 50)[..., 0]
+    Image.fromarray(grey).save(path)
+    return np.repeat(grey[..., None], 3, axis=-1)
+
+
+def save_transparent(path: Path) -> np.ndarray:
+    photo = draw_photo(40, 50)
+    alpha = np.full((40, 50, 1), 255, dtype=np.uint8)
+    alpha[:20], alpha[20:, :25] = 0, 51
+    Image.fromarray(np.concatenate([photo, alpha], axis=-1)).save(path)
+    share = alpha / 255
+    return (photo * share + 255 * (1 - share)).round().astype(np.uint8)
+
+
+def save_palette(path: Path) -> np.ndarray:
+    numbers = np.arange(40 * 50).reshape(40, 50) // 300
+    palette = np.array([[17 * n, 255 - 20 * n, 30 * n] for n in range(7)], dtype=np.uint8)
+    picture = Image.fromarray(numbers.astype(np.uint8), "L").convert("P")
+    picture.putpalette(palette.tobytes())
+    picture.save(path)
+    return palette[numbers]
+
+
+def save_see_through_palette(path: Path) -> np.ndarray:
+    numbers = np.arange(40 * 50).reshape(40, 50) // 1000
+    picture = Image.fromarray(numbers.astype(np.uint8), "L").convert("P")
+    picture.putpalette(bytes([200, 0, 0, 0, 0, 200]))
+    picture.save(path, transparency=0)
+    return np.array([[255, 255, 255], [0, 0, 200]], dtype=np.uint8)[numbers]
+
+
+def save_deep_grey(path: Path) -> np.ndarray:
+    grey = draw_photo(40, 50)[..., 1]
+    Image.fromarray(grey.astype(np.uint16) * 257).save(path)
+    return np.repeat(grey[..., None], 3, axis=-1)
+
+
+def save_turned(path: Path) -> np.ndarray:
+    photo = draw_photo(48, 64)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: turn to the right to see it upright
+    Image.fromarray(photo).save(path, quality=95, exif=exif)
+    return np.rot90(photo, -1)
+
+
+def save_bits(path: Path) -> np.ndarray:
+    bits = draw_photo(40, 50)[..., 0] > 127
+    Image.fromarray(bits).save(path)
+    return np.repeat(255 * bits[..., None].astype(np.uint8), 3, axis=-1)
+
+
+def save_size(height: int, width: int) -> Callable[[Path], np.ndarray]:
+    def save(path: Path) -> np.ndarray:
+        photo = draw_photo(height, width)
+        Image.fromarray(photo).save(path)
+        return photo
+
+    return save
+
+
+PHOTOS: dict[str, Callable[[Path], np.ndarray]] = {  # each returns what is to be seen
+    "colour.jpg": save_jpeg,
+    "grey.png": save_grey,
+    "transparent.png": save_transparent,
+    "palette.gif": save_palette,
+    "see_through.gif": save_see_through_palette,
+    "deep_grey.png": save_deep_grey,
+    "turned.jpg": save_turned,
+    "bits.png": save_bits,
+    "wide.png": save_size(40, 300),
+    "tall.png": save_size(301, 40),
+    "one_pixel.png": save_size(1, 1),
+    "small.bmp": save_size(7, 5),
+    "large.png": save_size(480, 640),
+}
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+def test_photo_is_read_as_a_person_sees_it(name, tmp_path):
+    expected = PHOTOS[name](tmp_path / name)
+    photo = read_photo(tmp_path / name)
+    assert photo.dtype == np.uint8 and photo.shape == expected.shape
+    far = np.abs(photo.astype(int) - expected).max()
+    assert far <= (12 if name.endswith("jpg") else 1 if name == "transparent.png" else 0)
+
+
+def blocks(printed: str) -> dict[str, list[tuple[str, float]]]:
+    """The classes and percentages printed for each picture, by its path."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for block in printed.split("\n\n")[1:-1]:
+        head, *lines = block.splitlines()
+        rows = [re.fullmatch(r"  (\w+) +([\d.]+)%", line) for line in lines]
+        found[head.rpartition(", ")[0]] = [(row[1], float(row[2])) for row in rows if row]
+    return found
+
+
+def picture(path: Path) -> np.ndarray:
+    with Image.open(path) as file:
+        return np.asarray(file).copy()
+
+
+@pytest.fixture(scope="module")
+def classified(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """The folder of the photos, that of their overlays, and what was printed."""
+    photos, out = tmp_path_factory.mktemp("taken"), tmp_path_factory.mktemp("classified")
+    for name, save in PHOTOS.items():
+        save(photos / name)
+    printed = command(demo, "--image", *(photos / name for name in PHOTOS), "--out", out, *SAME)
+    return photos, out / "photos", printed
+
+
+def test_five_best_classes_are_printed_in_falling_order(classified):
+    photos, _, printed = classified
+    found = blocks(printed)
+    assert list(found) == [str(photos / name) for name in PHOTOS]
+    for rows in found.values():
+        names, shares = zip(*rows, strict=True)
+        assert len(set(names)) == 5 and set(names) <= set(KINDS)
+        assert list(shares) == sorted(shares, reverse=True)
+        assert shares[-1] >= 0 and sum(shares) <= 100.03
+
+
+def test_photos_leave_two_overlays_each_and_nothing_else(classified):
+    _, folder, printed = classified
+    names = {
+        f"{Path(name).stem}_{kind}.png" for name in PHOTOS for kind in ("rollout", "relevance")
+    }
+    assert {path.name for path in folder.iterdir()} == names
+    for name in names:
+        assert f"wrote {folder / name} " in printed
+
+
+@pytest.mark.parametrize("kind", ["rollout", "relevance"])
+@pytest.mark.parametrize("name", PHOTOS)
+def test_overlay_has_the_photos_size_and_is_grey_where_nothing_was_seen(classified, name, kind):
+    photos, folder, _ = classified
+    photo = read_photo(photos / name)
+    drawn = picture(folder / f"{Path(name).stem}_{kind}.png")
+    assert drawn.shape == photo.shape
+    height, width, _ = photo.shape
+    seen = np.zeros((height, width), dtype=bool)
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    seen[top : top + side, left : left + side] = True
+    unseen = drawn[~seen].astype(int)
+    assert (np.ptp(unseen, axis=-1) == 0).all()
+    assert (np.abs(unseen - photo[~seen].mean(axis=-1, keepdims=True)) <= 1).all()
+    assert (np.ptp(drawn[seen].astype(int), axis=-1) > 0).any()
+
+
+def test_overlay_shows_the_map_of_what_the_model_saw(classified, opened):
+    photos, folder, printed = classified
+    photo = read_photo(photos / "large.png")
+    square = photo[:, 80:560]
+    shrunk = Image.fromarray(square).resize((32, 32), Image.Resampling.BICUBIC)
+    logits, maps = map_images(opened, torch.from_numpy(np.array(shrunk)).permute(2, 0, 1)[None])
+    best = KINDS[logits.argmax()]
+    assert blocks(printed)[str(photos / "large.png")][0][0] == best
+    for kind in ("rollout", "relevance"):
+        drawn = picture(folder / f"large_{kind}.png")[:, 80:560]
+        far = np.abs(drawn.astype(int) - overlay(square, maps[kind][0]))
+        assert far.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "rows", "columns"),
+    [
+        (4, 4, (0, 4), (0, 4)),
+        (4, 10, (0, 4), (3, 7)),
+        (11, 4, (3, 7), (0, 4)),
+        (1, 2, (0, 1), (0, 1)),
+    ],
+)
+def test_central_square_is_in_the_middle(height, width, rows, columns):
+    assert central_square(height, width) == (slice(*rows), slice(*columns))
+
+
+def test_a_test_image_as_a_file_is_classified_like_the_test_image(
+    call, demo, opened, shapes, tmp_path
+):
+    numbers = torch.arange(6)
+    for number in numbers.tolist():
+        pixels = shapes.images[number].permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    files = [tmp_path / f"{number}.png" for number in numbers.tolist()]
+    ended = call(demo, "--image", *files, "--out", tmp_path / "out", *SAME)
+    assert ended.code == 0
+    logits = predict(opened.model, shapes.images[numbers], opened.mean, opened.std)
+    for file, row in zip(files, logits.softmax(dim=1), strict=True):
+        shares, best = row.topk(5)
+        found = blocks(ended.out)[str(file)]
+        assert [name for name, _ in found] == [KINDS[number] for number in best]
+        assert [share for _, share in found] == pytest.approx((100 * shares).tolist(), abs=0.011)
+
+
+def test_photos_of_one_name_keep_apart(call, demo, tmp_path):
+    paths = []
+    for size, name in ((20, "a"), (30, "b"), (40, "c")):
+        (tmp_path / name).mkdir()
+        paths.append(tmp_path / name / "same.png")
+        save_size(size, size)(paths[-1])
+    assert call(demo, "--image", *paths, "--out", tmp_path / "out").code == 0
+    drawn = sorted(len(picture(file)) for file in (tmp_path / "out/photos").glob("*_rollout.png"))
+    assert drawn == [20, 30, 40]
+
+
+def test_target_explains_another_class_of_a_photo(call, demo, tmp_path):
+    save_jpeg(tmp_path / "photo.jpg")
+    drawn = {}
+    for target in ("star", "circle"):
+        words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
+        ended = call(demo, *words)
+        assert ended.code == 0 and f"for {target})" in ended.out
+        drawn[target] = {
+            kind: picture(tmp_path / target / "photos" / f"photo_{kind}.png")
+            for kind in ("rollout", "relevance")
+        }
+    np.testing.assert_array_equal(drawn["star"]["rollout"], drawn["circle"]["rollout"])
+    assert (drawn["star"]["relevance"] != drawn["circle"]["relevance"]).any()
+
+
+@pytest.mark.parametrize("name", ["photo.png", "photo.jpg", "photo.gif", "photo.bmp"])
+def test_a_photo_cut_short_is_refused_wherever_it_was_cut(name, tmp_path):
+    whole, cut = tmp_path / name, tmp_path / f"cut_{name}"
+    save_size(20, 30)(whole)
+    content = whole.read_bytes()
+    for length in range(0, len(content) * 9 // 10, max(1, len(content) // 50)):
+        cut.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"cannot be read as a picture"):
+            read_photo(cut)
+
+
+# Two models.
+
+
+@pytest.fixture(scope="module")
+def others(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folders beside the demo's: worse, of another grid, and of another data set."""
+    folder = tmp_path_factory.mktemp("others")
+    for name in ("worse", "coarse", "foreign"):
+        (folder / name).mkdir()
+    saved = load_model(demo)
+    foreign = replace(saved.config, data=replace(saved.config.data, name="cifar10"))
+    save_model(
+        folder / "foreign/model.safetensors", saved.model, foreign, saved.classes, saved.step
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in saved.model.blocks.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.mul_(1 + 0.2 * noise)
+    save_model(
+        folder / "worse/model.safetensors", saved.model, saved.config, saved.classes, saved.step
+    )
+    coarse = replace(saved.config, model=replace(saved.config.model, patch_size=8))
+    torch.manual_seed(0)
+    save_model(
+        folder / "coarse/model.safetensors",
+        build_model(coarse, 10).eval(),
+        coarse,
+        saved.classes,
+        0,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(
+    demo: Path, others: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """What --compare wrote, and what it printed."""
+    out = tmp_path_factory.mktemp("compared")
+    printed = command(demo, "--compare", others / "worse", "--out", out, *SAME)
+    return out / "compare_worse", printed
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "comparison.json").read_text())
+
+
+def sign_test(one: int, other: int) -> float:
+    """Add up the chances of all splits at least as uneven, of a fair coin."""
+    tries = one + other
+    uneven = [k for k in range(tries + 1) if abs(2 * k - tries) >= abs(one - other)]
+    return sum(math.comb(tries, k) for k in uneven) / 2**tries
+
+
+def test_comparison_counts_what_each_gets_right(compared, others, opened, shapes):
+    folder, printed = compared
+    content = read_comparison(folder)
+    mean, std = normalization("shapes", torch.device("cpu"))
+    right = [
+        predict(model, shapes.images, mean, std).argmax(dim=1) == shapes.labels
+        for model in (opened.model, load_model(others / "worse").model)
+    ]
+    only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
+    assert only[0] > 0 and only[1] > 0  # or the test says little
+    assert content["data"] == "shapes" and content["images"] == len(shapes)
+    assert content["accuracy"] == pytest.approx([r.float().mean().item() for r in right], abs=1e-6)
+    intervals = [wilson_interval(int(r.sum()), len(shapes)) for r in right]
+    assert [tuple(pair) for pair in content["accuracy_95"]] == intervals
+    assert content["only_right"] == only
+    assert content["mcnemar_p"] == pytest.approx(sign_test(*only), rel=1e-9)
+    for accuracy in content["accuracy"]:
+        assert f"{accuracy:.2%} right" in printed
+    verdict = "they differ" if content["mcnemar_p"] < 0.05 else "no difference is shown"
+    assert f"p = {content['mcnemar_p']:.2g}; {verdict}" in printed
+
+
+def test_comparison_says_how_much_attention_moved_and_where_most(compared, others, opened, shapes):
+    content = read_comparison(compared[0])
+    worse = replace(opened, saved=load_model(others / "worse"))
+    one, other = (
+        torch.cat([map_images(run, part)[1]["rollout"] for part in shapes.images.split(500)])
+        for run in (opened, worse)
+    )
+    moved = ((one - other).abs().sum(dim=(1, 2)) / 64 / 2).double()  # there are no other tokens
+    assert content["moved_attention"] == pytest.approx(moved.mean().item(), abs=1e-5)
+    most = moved.sort(descending=True).values[:8]
+    listed = content["most_moved"]
+    assert [entry["moved"] for entry in listed] == pytest.approx(most.tolist(), abs=1e-5)
+    for entry in listed:
+        assert moved[entry["index"]].item() == pytest.approx(entry["moved"], abs=1e-5)
+
+
+def test_comparison_draws_the_mean_and_the_most_moved(compared):
+    folder, printed = compared
+    assert {path.name for path in folder.iterdir()} == {"comparison.png", "comparison.json"}
+    drawn = picture(folder / "comparison.png")
+    assert drawn.shape[2] == 3 and len(drawn) % (8 + 1) == 0  # a row for each, and the mean
+    assert str(folder / "comparison.png") in printed
+
+
+def test_a_model_is_no_better_than_itself(call, demo, tmp_path):
+    ended = call(demo, "--compare", demo, "--out", tmp_path, "--probes", 2)
+    assert ended.code == 0 and "no difference is shown" in ended.out
+    (folder,) = tmp_path.iterdir()
+    content = read_comparison(folder)
+    assert (content["mcnemar_p"], content["only_right"]) == (1, [0, 0])
+    assert content["moved_attention"] == 0
+    assert content["accuracy"][0] == content["accuracy"][1]
+    assert len(content["most_moved"]) == 2
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_models_with_different_grids_are_compared(call, demo, others, tmp_path, turned):
+    runs = (others / "coarse", demo) if turned else (demo, others / "coarse")
+    ended = call(runs[0], "--compare", runs[1], "--out", tmp_path, "--probes", 1)
+    assert ended.code == 0
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"compare_{runs[1].name}"
+    content = read_comparison(folder)
+    better, lower = content["accuracy"][::-1] if turned else content["accuracy"]
+    assert better > 0.9 and lower < 0.3 and content["mcnemar_p"] < 1e-9
+    assert 0 < content["moved_attention"] < 1
+
+
+def test_models_of_different_data_are_not_compared(call, demo, others, tmp_path):
+    ended = call(demo, "--compare", others / "foreign", "--out", tmp_path / "out")
+    refuses(ended, "compare: ", "cifar10", "shapes", "foreign")
+    assert not (tmp_path / "out").exists()
+
+
+# Bad input.
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of things that are not what they are given for, and one good picture."""
+    folder = tmp_path_factory.mktemp("bad")
+    save_size(40, 40)(folder / "good.png")
+    content = (folder / "good.png").read_bytes()
+    (folder / "cut.png").write_bytes(content[: len(content) // 2])
+    (folder / "text.jpg").write_text("I am a picture.\n")
+    (folder / "empty.png").touch()
+    (folder / "folder.png").mkdir()
+    (folder / "no_run").mkdir()
+    weights = timm.create_model("resnet10t", pretrained=False, num_classes=10).state_dict()
+    save_file(weights, folder / "cnn.safetensors")
+    torch.save(weights, folder / "cnn.pt")
+    return folder
+
+
+# What is typed after eval.py, and what the one line must say; DEMO and BAD are folders.
+BAD_WORDS = [
+    ("DEMO --image BAD/none.png", "image: BAD/none.png is not there"),
+    ("DEMO --image BAD/good.png BAD/none.png", "image: BAD/none.png is not there"),
+    ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as a picture"),
+    ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as a picture"),
+    ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as a picture"),
+    ("DEMO --image BAD/folder.png", "image: BAD/folder.png is not there"),
+    ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of the model"),
+    ("DEMO --attention --target ship", "circle, square, triangle, star"),
+    ("DEMO --attention --target Star", "target: 'Star'"),
+    ("DEMO --attention --indices 2000", "indices: 2000 is not a test image; there are 0 to 1999"),
+    ("DEMO --attention --indices 3 -1", "indices: -1 is not a test image"),
+    ("DEMO --attention --indices 99999999999999999999", "is not a test image"),
+    ("DEMO --attention --indices 3.5", "indices"),
+    ("DEMO --attention --indices three", "three"),
+    ("DEMO --attention --image BAD/good.png", "image: not together with --attention"),
+    ("DEMO --image BAD/good.png --compare DEMO", "compare: not together with --image"),
+    ("DEMO --attention --compare DEMO", "compare: not together with --attention"),
+    ("DEMO --target star", "target: only with --attention or --image"),
+    ("DEMO --compare DEMO --target star", "target: only with --attention or --image"),
+    ("DEMO --indices 3", "indices: only with --attention"),
+    ("DEMO --compare BAD/none", "BAD/none does not exist"),
+    ("DEMO --compare BAD/no_run", "holds neither model.safetensors nor"),
+    ("DEMO --compare BAD/cnn.safetensors", "without the config of a run of this project"),
+    ("BAD/cnn.safetensors", "without the config of a run of this project"),
+    ("BAD/cnn.safetensors --attention", "BAD/cnn.safetensors holds weights only"),
+    ("BAD/cnn.safetensors --image BAD/good.png", "BAD/cnn.safetensors holds weights only"),
+    ("BAD/cnn.pt", "BAD/cnn.pt is not a checkpoint of this project"),
+    ("BAD/cnn.pt --attention", "is not a checkpoint of this project"),
+    ("BAD/good.png --attention", "BAD/good.png is not a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), BAD_WORDS, ids=[words for words, _ in BAD_WORDS])
+def test_bad_input_is_one_line_and_leaves_nothing(call, demo, bad, tmp_path, words, part):
+    places = {"DEMO": str(demo), "BAD": str(bad)}
+    for word, place in places.items():
+        words, part = words.replace(word, place), part.replace(word, place)
+    refuses(call(*words.split(), "--out", tmp_path / "out"), part)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_is_one_line_for_the_whole_program_too(demo, bad, tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "eval.py"), str(demo), "--image", str(bad / "cut.png"),
+            "--out", str(tmp_path / "out"),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    refuses(Ended(done.returncode, done.stdout, done.stderr), "cut.png cannot be read")
+    assert not (tmp_path / "out").exists()
