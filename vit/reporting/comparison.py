@@ -1,8 +1,11 @@
 """Two models on the same images: which is better, and where they look at different things."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -40,47 +43,65 @@ def compare_runs(run: str, options: EvalConfig) -> None:
     guesses, maps = zip(
         *(_look(opened, test, options.batch_size) for opened in (first, second)), strict=True
     )
-    right = [guess == test.labels for guess in guesses]
-    only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
-    p_value = mcnemar(*only)
     finest = max((found.shape[1:] for found in maps), key=lambda size: size[0])
     one, other = (F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps)
     moved = (one - other).abs().mean(dim=(1, 2)) / 2
     drawn = moved.topk(min(options.probes, len(test))).indices
-    folder = first.folder / f"compare_{names[1]}"
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "data": data,
         "images": len(test),
         "models": [str(first.saved.path), str(second.saved.path)],
-        "accuracy": [part.double().mean().item() for part in right],
-        "accuracy_95": [wilson_interval(int(part.sum()), len(test)) for part in right],
-        "only_right": only,
-        "mcnemar_p": p_value,
+        **compare_guesses(*guesses, test.labels),
         "moved_attention": moved.mean().item(),
         "most_moved": [{"index": index, "moved": moved[index].item()} for index in drawn.tolist()],
     }
+    folder = first.folder / f"compare_{names[1]}"
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "comparison.json").write_text(json.dumps(content, indent=1))
+    picture = _draw(test, drawn, guesses, (one, other), names)
+    Image.fromarray(picture).save(folder / "comparison.png")
+    _print(content, names, folder)
+
+
+def compare_guesses(first: Tensor, second: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Compare two models' predictions, (N,) int64 each, on images with labels (N,).
+
+    Returns:
+        Of both models accuracy, its 95 % interval accuracy_95, and how many images only_right
+        knows; and mcnemar_p, see `vit.evaluation.mcnemar`.
+    """
+    right = [guess == labels for guess in (first, second)]
+    only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
+    return {
+        "accuracy": [part.double().mean().item() for part in right],
+        "accuracy_95": [wilson_interval(int(part.sum()), len(labels)) for part in right],
+        "only_right": only,
+        "mcnemar_p": mcnemar(*only),
+    }
+
+
+def _draw(
+    test: ImageSet,
+    drawn: Tensor,
+    guesses: Sequence[Tensor],
+    maps: tuple[Tensor, Tensor],
+    names: tuple[str, str],
+) -> np.ndarray:
+    """Draw the mean over all test images, what moved in general, and the images at `drawn`."""
     chosen = test.select(drawn)
     captions = [
         f"true {test.classes[label]}, no. {index}\n"
         f"{test.classes[guesses[0][index]]} / {test.classes[guesses[1][index]]}"
         for index, label in zip(drawn.tolist(), chosen.labels.tolist(), strict=True)
     ]
-
-    def with_mean(found: Tensor) -> Tensor:
-        return torch.cat([found.mean(dim=0)[None], found[drawn]])
-
-    # First of all the mean over all test images: what moved in general.
     average = test.images.float().mean(dim=0).round().to(torch.uint8)
-    picture = comparison_picture(
+    one, other = (torch.cat([found.mean(dim=0)[None], found[drawn]]) for found in maps)
+    return comparison_picture(
         torch.cat([average[None], chosen.images]),
-        (with_mean(one), with_mean(other)),
+        (one, other),
         names,
         [f"mean of all\n{len(test):,} test images", *captions],
     )
-    Image.fromarray(picture).save(folder / "comparison.png")
-    _print(content, names, folder)
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
@@ -103,7 +124,7 @@ def _look(opened: OpenRun, test: ImageSet, batch_size: int) -> tuple[Tensor, Ten
     return torch.cat(guesses), torch.cat(maps)
 
 
-def _print(content: dict, names: tuple[str, str], folder: Path) -> None:
+def _print(content: dict[str, Any], names: tuple[str, str], folder: Path) -> None:
     width = max(map(len, names))
     print(f"{content['data']}: {content['images']:,} test images")
     for name, accuracy, interval, only in zip(
