@@ -51,7 +51,7 @@ def compare_runs(run: str, options: EvalConfig) -> None:
         "data": data,
         "images": len(test),
         "models": [str(first.saved.path), str(second.saved.path)],
-        **compare_guesses(*guesses, test.labels),
+        **compare_guesses(guesses[0], guesses[1], test.labels),
         "moved_attention": moved.mean().item(),
         "most_moved": [{"index": index, "moved": moved[index].item()} for index in drawn.tolist()],
     }
