@@ -271,7 +271,7 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
 
 
 def test_report_replaces_its_own_files_and_no_others(
-    finished: tuple[Path, str], tmp_path: Path
+    finished: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = finished
     out = tmp_path / "report"
@@ -279,6 +279,7 @@ def test_report_replaces_its_own_files_and_no_others(
     (out / "holiday.png").write_bytes(b"mine")
     for _ in range(2):
         evaluate_run(str(run), EvalConfig(out=str(out), probes=1))
+        assert "warning" not in capsys.readouterr().out
     assert (out / "holiday.png").read_bytes() == b"mine"
     assert len(list(out.glob("events.out.tfevents.*"))) == 1
     with pytest.raises(ValueError, match="other things than a report"):

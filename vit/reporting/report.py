@@ -1,5 +1,6 @@
 """The report: how good a model is, in numbers and pictures; training ends with it too."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def write_report(
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
+    for old in (*folder.glob("*/features"), *folder.glob("[0-9]*")):
+        with contextlib.suppress(OSError):  # not empty: not ours alone
+            old.rmdir()
     with SummaryWriter(str(folder)) as writer:
         for key in ("accuracy", "top5_accuracy", "loss", "ece"):
             writer.add_scalar(f"test/{key}", result[key], step)
