@@ -106,6 +106,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         training, held_out = draw_images(6400), draw_images(config.data.val_size)
         state = build_state(config, 10, CPU)
         trainer = Trainer(config, state, training, held_out, CPU, precision)
+        trainer.plan()
         tracker = Tracker(Path(folder))
         batch = torch.arange(config.train.batch_size)
         values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}

@@ -40,6 +40,8 @@ BAD_FLAGS = [
     ("--optim.ema_decay 1", "optim.ema_decay: 1", "between 0 and 1, or null"),
     ("--train.accumulate 3", "train.accumulate: 3", "divisor of train.batch_size=128"),
     ("--train.epochs 0", "train.epochs: 0", "1 or more"),
+    ("--train.budget_minutes 0", "train.budget_minutes: 0", "above 0"),
+    ("--train.budget_minutes soon", "train.budget_minutes: 'soon'", "a number or null"),
     ("--train.seed -1", "train.seed: -1", "0 to 2^63 - 1"),
     ("--modle.depth 3", "modle.depth", "did you mean model.depth?"),
     ("--model.embed_dims=3", "model.embed_dims", "did you mean model.embed_dim?"),

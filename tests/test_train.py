@@ -29,9 +29,10 @@ from vit.reporting.report import evaluate_run
 from vit.tracking import milestones
 from vit.training import trainer
 from vit.training.checkpoint import latest_checkpoint, load_model
+from vit.training.optim import lr_at
 from vit.training.run import check_run
 from vit.training.state import build_state, train_step
-from vit.training.trainer import train
+from vit.training.trainer import Trainer, load_training, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -366,6 +367,44 @@ def test_killed_run_resumes_bit_for_bit(finished: tuple[Path, str], tmp_path: Pa
     assert steps == list(range(5, STEPS + 1, 5))
     strips = [e.Images("attention/filmstrip")[-1] for e in (shown, events(reference))]
     assert strips[0].encoded_image_string == strips[1].encoded_image_string
+
+
+def steps_of(run: Path) -> list[int]:
+    return [int(path.stem[5:]) for path in sorted((run / "checkpoints").iterdir())]
+
+
+def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path / "run", train={"budget_minutes": 0.15, "epochs": 10**6})
+    train(config)
+    total = steps_of(tmp_path / "run")[-1]
+    assert "to fit into 0.15 minutes" in capsys.readouterr().out
+    assert total >= 1
+    warmup = int(0.05 * total)
+    rates = {row["step"]: row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row}
+    assert rates[total] == pytest.approx(2e-3 * lr_at(total - 1, total, warmup, "linear"))
+    before = load_file(tmp_path / "run" / "model.safetensors")
+
+    (tmp_path / "run" / "model.safetensors").unlink()
+    max((tmp_path / "run" / "checkpoints").iterdir()).unlink()
+    train(config)  # on from the checkpoint before
+    assert steps_of(tmp_path / "run")[-1] == total
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
+    config = small(tmp_path, train={"budget_minutes": 1.0})
+    training, held_out = load_training(config)
+    state = build_state(config, 10, torch.device("cpu"))
+    fresh = build_state(config, 10, torch.device("cpu")).state_dict()
+    trainer = Trainer(config, state, training, held_out, torch.device("cpu"), torch.float32)
+    trainer.plan()
+    planned = state.state_dict()
+    assert planned.pop("total_steps") > 0 and planned.pop("seconds") > 0
+    for part in ("model", "optimizers", "ema", "step"):
+        torch.testing.assert_close(planned[part], fresh[part], rtol=0, atol=0)
 
 
 def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:

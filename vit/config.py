@@ -240,6 +240,8 @@ class TrainConfig:
 
     Attributes:
         epochs: passes over the training images
+        budget_minutes: minutes to train in place of epochs: trial steps fix how many steps fit;
+            null goes by epochs
         batch_size: images per optimizer step
         accumulate: parts a batch is computed in, one after the other, to save memory; batch norm
             (stem=conv) then sees one part at a time
@@ -250,6 +252,7 @@ class TrainConfig:
     """
 
     epochs: int = 8
+    budget_minutes: float | None = None
     batch_size: int = 128
     accumulate: int = 1
     seed: int = 0
@@ -267,6 +270,12 @@ class TrainConfig:
             f"a divisor of train.batch_size={self.batch_size}: {_divisors(self.batch_size)}",
         )
         _require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 to 2^63 - 1")
+        _require(
+            self.budget_minutes is None or 0 < self.budget_minutes < math.inf,
+            "train.budget_minutes",
+            self.budget_minutes,
+            "above 0 and finite, or null",
+        )
 
 
 @dataclass(frozen=True)

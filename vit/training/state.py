@@ -27,6 +27,7 @@ class TrainState:
         ema: Moving average of the weights (timm's ModelEmaV3), or None.
         step: Optimizer steps done.
         seconds: Time spent training, over all processes that worked on the run.
+        total_steps: Steps in the whole run; 0 until they are counted.
     """
 
     model: VisionTransformer
@@ -34,6 +35,7 @@ class TrainState:
     ema: Any = None
     step: int = 0
     seconds: float = 0.0
+    total_steps: int = 0
 
     def evaluated(self) -> VisionTransformer:
         """Return the model to evaluate, in evaluation mode: the average where there is one."""
@@ -47,6 +49,7 @@ class TrainState:
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
+            "total_steps": self.total_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -57,6 +60,7 @@ class TrainState:
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
         self.step, self.seconds = state["step"], state["seconds"]
+        self.total_steps = state["total_steps"]
 
 
 def build_state(config: Config, num_classes: int, device: torch.device) -> TrainState:

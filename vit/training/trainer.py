@@ -13,24 +13,26 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from vit.config import IMAGE_SIZE, Config, flatten, to_dict
+from vit.config import Config, flatten, to_dict
 from vit.data.augment import augment
 from vit.data.batches import epoch_batches, steps_per_epoch
 from vit.data.datasets import ImageSet, hold_out, load, normalization
 from vit.evaluation import evaluate
 from vit.following import Follower
-from vit.model.attention import uses_fused_kernel
 from vit.reporting.report import write_report
 from vit.seeding import fold_in, generator
 from vit.tracking import Tracker, milestones
 from vit.training.checkpoint import MODEL_FILE, save_checkpoint, save_model
-from vit.training.hardware import choose_device, choose_precision, describe
+from vit.training.hardware import choose_device, choose_precision
+from vit.training.messages import clock, end_text, start_text
 from vit.training.optim import lr_at, set_lr
-from vit.training.run import EVAL_FOLDER, REPORT_FILE, check_run, prepare_run
+from vit.training.run import EVAL_FOLDER, check_run, prepare_run
 from vit.training.state import TrainState, build_state, train_step
+
+BUDGET_SHARE = 0.96  # of a time budget that is for steps; the rest is for looking
+WARM_STEPS, TRIAL_STEPS = 10, 20  # by which the length of a run is set to its budget
 
 
 def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
@@ -56,8 +58,14 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     trainer = Trainer(config, state, training, held_out, device, precision)
     if checkpoint is not None:
         state.load_state_dict(checkpoint)
+    trainer.plan()
     run = prepare_run(config, resume=checkpoint is not None)
-    trainer.announce()
+    print(
+        start_text(
+            config, state, len(training), len(held_out), trainer.steps_per_epoch, device, precision
+        ),
+        flush=True,
+    )
     tracker = Tracker(run, state.step)
     try:
         trainer.fit(tracker)
@@ -74,7 +82,7 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     finally:
         tracker.close()
     save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, state.step)
-    _print_end(run, result, state.seconds)
+    print(end_text(run, result, state.seconds))
     return result
 
 
@@ -138,37 +146,45 @@ class Trainer:
         self.one_hot = torch.eye(len(training.classes), device=device)
         self.device, self.precision = device, precision
         self.steps_per_epoch = steps_per_epoch(len(training), config.train.batch_size)
-        self.total_steps = config.train.epochs * self.steps_per_epoch
         self.mean, self.std = normalization(config.data.name, device)
         self.forward = torch.compile(state.model) if config.train.compile else state.model
         self.follower = Follower(
             Path(config.out), held_out if len(held_out) else training, config.track.probes,
             self.mean, self.std, precision, config.train.seed,
         )  # fmt: skip
-        self.milestones = milestones(self.total_steps)
 
-    def announce(self) -> None:
-        """Print what is going to happen, with what and where."""
-        config, state = self.config, self.state
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=self.device))
-        parameters = sum(parameter.numel() for parameter in state.model.parameters())
-        fused = uses_fused_kernel(config.model.attn_kernel, self.device)
-        print(
-            f"data     {config.data.name}: {len(self.training):,} images to train on, "
-            f"{len(self.held_out):,} held out; the test images are used once, at the end\n"
-            f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
-            f"heads {config.model.num_heads}: {parameters:,} parameters, "
-            f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per image forward\n"
-            f"device   {describe(self.device)}, {str(self.precision)[6:]}, "
-            f"{'fused' if fused else 'math'} attention"
-            f"{', compiled' if config.train.compile else ''}\n"
-            f"steps    {self.total_steps:,}, of {config.train.batch_size} images each; "
-            f"epochs: {config.train.epochs}"
-            f"{f', resumed after {state.step:,}' if state.step else ''}\n"
-            f"run      {config.out}; follow it with: {tensorboard_command(Path(config.out))}",
-            flush=True,
-        )
+    def plan(self) -> None:
+        """Count the steps of the run, unless it is resumed and they were counted before.
+
+        With a time budget trial steps are timed and undone; they count as training time.
+        """
+        state, train = self.state, self.config.train
+        if state.total_steps == 0 and train.budget_minutes is None:
+            state.total_steps = train.epochs * self.steps_per_epoch
+        elif state.total_steps == 0 and train.budget_minutes is not None:
+            start = time.perf_counter()
+            seconds_per_step = self._time_steps()
+            fresh = build_state(self.config, len(self.training.classes), self.device)
+            state.load_state_dict(fresh.state_dict())
+            state.seconds = time.perf_counter() - start
+            left = 60 * train.budget_minutes * BUDGET_SHARE - state.seconds
+            state.total_steps = max(1, int(left / seconds_per_step))
+        self.milestones = milestones(state.total_steps)
+
+    def _time_steps(self) -> float:
+        """Train for some steps and return the seconds each takes, the first few not counted."""
+        draw = generator(self.config.train.seed, "trial")
+        begin = 0.0
+        for number in range(WARM_STEPS + TRIAL_STEPS):
+            if number == WARM_STEPS:
+                begin = time.perf_counter()
+            batch = torch.randint(
+                len(self.training), (self.config.train.batch_size,), generator=draw
+            )
+            loss, _ = self._train_batch(batch.to(self.device), 0.1)
+            if number in (WARM_STEPS - 1, WARM_STEPS + TRIAL_STEPS - 1):
+                loss.item()  # waits for the device
+        return (time.perf_counter() - begin) / TRIAL_STEPS
 
     def fit(self, tracker: Tracker) -> None:
         """Train to the end; a checkpoint is written after each epoch.
@@ -180,42 +196,44 @@ class Trainer:
             tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(self.config))}```")
             tracker.text("model", f"```\n{self.state.model}\n```")
             self.follower.look(self.state.evaluated(), tracker, 0)
-        done_before, start = self.state.seconds, time.perf_counter()
-        first = self.state.step // self.steps_per_epoch
+        state = self.state
+        done_before, start = state.seconds, time.perf_counter()
+        epochs = -(-state.total_steps // self.steps_per_epoch)
         with tqdm(
-            total=self.total_steps, initial=self.state.step, unit="step", dynamic_ncols=True,
+            total=state.total_steps, initial=state.step, unit="step", dynamic_ncols=True,
             disable=not sys.stderr.isatty(),
         ) as bar:  # fmt: skip
-            for epoch in range(first, self.config.train.epochs):
-                begin = time.perf_counter()
+            while state.step < state.total_steps:
+                begin, first = time.perf_counter(), state.step
+                epoch = state.step // self.steps_per_epoch
                 loss, accuracy = self._train_epoch(epoch, tracker, bar)
-                images = self.steps_per_epoch * self.config.train.batch_size
+                images = (state.step - first) * self.config.train.batch_size
                 speed = images / (time.perf_counter() - begin)
                 validation = self._validate(tracker)
-                self.state.seconds = done_before + time.perf_counter() - start
-                left = self.config.train.epochs - epoch - 1
+                state.seconds = done_before + time.perf_counter() - start
+                left = state.seconds / state.step * (state.total_steps - state.step)
                 bar.write(
-                    f"epoch {epoch + 1:>3}/{self.config.train.epochs}   loss {loss:.4f}   "
+                    f"epoch {epoch + 1:>3}/{epochs}   loss {loss:.4f}   "
                     f"training {accuracy:6.2%}   held out {validation}   {speed:,.0f} images/s   "
-                    f"{clock(self.state.seconds)}, "
-                    f"{clock(self.state.seconds / (epoch + 1) * left)} left"
+                    f"{clock(state.seconds)}, {clock(left)} left"
                 )
                 sys.stdout.flush()  # tqdm does not, and a log file should show it
                 tracker.flush()
                 self._save()
 
     def _train_epoch(self, epoch: int, tracker: Tracker, bar: tqdm) -> tuple[float, float]:
-        """Train on every image once; return mean loss and accuracy."""
+        """Train on every image once, or till the run ends; return mean loss and accuracy."""
         config, state = self.config, self.state
         batches = epoch_batches(
             len(self.training), config.train.batch_size, config.train.seed, epoch
         ).to(self.device)
+        batches = batches[: state.total_steps - epoch * self.steps_per_epoch]
         losses: list[Tensor] = []
         accuracies: list[Tensor] = []
         logged, since = 0, time.perf_counter()
         for number, batch in enumerate(batches, start=1):
             share = lr_at(
-                state.step, self.total_steps, int(config.optim.warmup * self.total_steps),
+                state.step, state.total_steps, int(config.optim.warmup * state.total_steps),
                 config.optim.schedule,
             )  # fmt: skip
             loss, accuracy = self._train_batch(batch, share)
@@ -276,26 +294,3 @@ class Trainer:
         state = self.state.state_dict()
         state |= {"config": to_dict(self.config), "classes": list(self.training.classes)}
         save_checkpoint(Path(self.config.out), self.state.step, state)
-
-
-def clock(seconds: float) -> str:
-    """Write a duration as minutes and seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def _print_end(run: Path, result: dict[str, Any], seconds: float) -> None:
-    low, high = result["accuracy_95"]
-    print(
-        f"\ntest     {result['accuracy']:.2%} of {result['n']:,} images right "
-        f"(95 % interval {low:.2%} to {high:.2%}), loss {result['loss']:.4f}\n"
-        f"time     {clock(seconds)} of training\n"
-        f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
-        f"{run / EVAL_FOLDER}/*.png\n"
-        f"next     python eval.py {run}\n"
-        f"         {tensorboard_command(run)}"
-    )
-
-
-def tensorboard_command(run: Path) -> str:
-    """Return the command that shows a run beside its neighbours, with every picture kept."""
-    return f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000"

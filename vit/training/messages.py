@@ -1,0 +1,81 @@
+"""What training says on the terminal at its start and at its end."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit.config import IMAGE_SIZE, Config
+from vit.model.attention import uses_fused_kernel
+from vit.training.checkpoint import MODEL_FILE
+from vit.training.hardware import describe
+from vit.training.run import EVAL_FOLDER, REPORT_FILE
+from vit.training.state import TrainState
+
+
+def start_text(
+    config: Config,
+    state: TrainState,
+    num_training: int,
+    num_held_out: int,
+    steps_per_epoch: int,
+    device: torch.device,
+    precision: torch.dtype,
+) -> str:
+    """Say what is going to happen, with what and where.
+
+    Args:
+        config: The run.
+        state: Where it stands, with its steps counted.
+        num_training: Images to train on.
+        num_held_out: Images held out.
+        steps_per_epoch: Full batches in an epoch.
+        device: Where it computes.
+        precision: Of matrix products.
+    """
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    fused = uses_fused_kernel(config.model.attn_kernel, device)
+    budget = config.train.budget_minutes
+    return (
+        f"data     {config.data.name}: {num_training:,} images to train on, "
+        f"{num_held_out:,} held out; the test images are used once, at the end\n"
+        f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
+        f"heads {config.model.num_heads}: {parameters:,} parameters, "
+        f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per image forward\n"
+        f"device   {describe(device)}, {str(precision)[6:]}, "
+        f"{'fused' if fused else 'math'} attention"
+        f"{', compiled' if config.train.compile else ''}\n"
+        f"steps    {state.total_steps:,}, of {config.train.batch_size} images each; "
+        f"epochs: {state.total_steps / steps_per_epoch:.4g}"
+        f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
+        f"{f', resumed after {state.step:,}' if state.step else ''}\n"
+        f"run      {config.out}; follow it with: {tensorboard_command(Path(config.out))}"
+    )
+
+
+def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
+    """Say how good the model is, what was written where, and what to do next."""
+    low, high = result["accuracy_95"]
+    return (
+        f"\ntest     {result['accuracy']:.2%} of {result['n']:,} images right "
+        f"(95 % interval {low:.2%} to {high:.2%}), loss {result['loss']:.4f}\n"
+        f"time     {clock(seconds)} of training\n"
+        f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
+        f"{run / EVAL_FOLDER}/*.png\n"
+        f"next     python eval.py {run}\n"
+        f"         python eval.py {run} --attention\n"
+        f"         {tensorboard_command(run)}"
+    )
+
+
+def tensorboard_command(run: Path) -> str:
+    """Return the command that shows a run beside its neighbours, with every picture kept."""
+    return f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000"
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
