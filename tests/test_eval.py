@@ -445,12 +445,19 @@ def test_five_best_classes_are_printed_in_falling_order(classified):
 
 def test_photos_leave_two_overlays_each_and_nothing_else(classified):
     _, folder, printed = classified
-    names = {
-        f"{Path(name).stem}_{kind}.png" for name in PHOTOS for kind in ("rollout", "relevance")
-    }
-    assert {path.name for path in folder.iterdir()} == names
-    for name in names:
-        assert f"wrote {folder / name} " in printed
+    stems = {f"{Path(name).stem}_{kind}" for name in PHOTOS for kind in ("rollout", "relevance")}
+    paths = sorted(folder.iterdir())
+    assert {path.name.rpartition("_")[0] for path in paths} == stems and len(paths) == len(stems)
+    for path in paths:
+        assert f"wrote {path}\n" in printed
+        explained = path.stem.rpartition("_")[2]
+        assert explained in KINDS if "_relevance_" in path.name else explained == "class-agnostic"
+
+
+def overlay_of(folder: Path, stem: str, kind: str) -> np.ndarray:
+    """Read the one overlay of a photo and a kind of map, whatever class it explains."""
+    (path,) = folder.glob(f"{stem}_{kind}_*.png")
+    return picture(path)
 
 
 @pytest.mark.parametrize("kind", ["rollout", "relevance"])
@@ -458,7 +465,7 @@ def test_photos_leave_two_overlays_each_and_nothing_else(classified):
 def test_overlay_has_the_photos_size_and_is_grey_where_nothing_was_seen(classified, name, kind):
     photos, folder, _ = classified
     photo = read_photo(photos / name)
-    drawn = picture(folder / f"{Path(name).stem}_{kind}.png")
+    drawn = overlay_of(folder, Path(name).stem, kind)
     assert drawn.shape == photo.shape
     height, width, _ = photo.shape
     seen = np.zeros((height, width), dtype=bool)
@@ -480,7 +487,7 @@ def test_overlay_shows_the_map_of_what_the_model_saw(classified, opened):
     best = KINDS[logits.argmax()]
     assert blocks(printed)[str(photos / "large.png")][0][0] == best
     for kind in ("rollout", "relevance"):
-        drawn = picture(folder / f"large_{kind}.png")[:, 80:560]
+        drawn = overlay_of(folder, "large", kind)[:, 80:560]
         far = np.abs(drawn.astype(int) - overlay(square, maps[kind][0]))
         assert far.max() <= 1
 
@@ -523,7 +530,8 @@ def test_photos_of_one_name_keep_apart(call, demo, tmp_path):
         paths.append(tmp_path / name / "same.png")
         save_size(size, size)(paths[-1])
     assert call(demo, "--image", *paths, "--out", tmp_path / "out").code == 0
-    drawn = sorted(len(picture(file)) for file in (tmp_path / "out/photos").glob("*_rollout.png"))
+    files = (tmp_path / "out/photos").glob("*_rollout_*.png")
+    drawn = sorted(len(picture(file)) for file in files)
     assert drawn == [20, 30, 40]
 
 
@@ -535,7 +543,7 @@ def test_target_explains_another_class_of_a_photo(call, demo, tmp_path):
         ended = call(demo, *words)
         assert ended.code == 0 and f"for {target})" in ended.out
         drawn[target] = {
-            kind: picture(tmp_path / target / "photos" / f"photo_{kind}.png")
+            kind: overlay_of(tmp_path / target / "photos", "photo", kind)
             for kind in ("rollout", "relevance")
         }
     np.testing.assert_array_equal(drawn["star"]["rollout"], drawn["circle"]["rollout"])
@@ -706,12 +714,12 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # What is typed after eval.py, and what the one line must say; DEMO and BAD are folders.
 BAD_WORDS = [
-    ("DEMO --image BAD/none.png", "image: BAD/none.png is not there"),
-    ("DEMO --image BAD/good.png BAD/none.png", "image: BAD/none.png is not there"),
+    ("DEMO --image BAD/none.png", "image: BAD/none.png is no file"),
+    ("DEMO --image BAD/good.png BAD/none.png", "image: BAD/none.png is no file"),
     ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as a picture"),
     ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as a picture"),
     ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as a picture"),
-    ("DEMO --image BAD/folder.png", "image: BAD/folder.png is not there"),
+    ("DEMO --image BAD/folder.png", "image: BAD/folder.png is no file"),
     ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of the model"),
     ("DEMO --attention --target ship", "circle, square, triangle, star"),
     ("DEMO --attention --target Star", "target: 'Star'"),

@@ -266,8 +266,10 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     for name in report["per_class"]:
         assert name in done.stdout
     shown = events(tmp_path / "again")
-    assert {"evaluation/confusion_matrix", "evaluation/reliability"} < {*shown.Tags()["images"]}
-    assert "attention/rollout/probe_07" in shown.Tags()["images"]
+    assert {"test/confusion_matrix", "test/reliability", "test/mistakes"} < {
+        *shown.Tags()["images"]
+    }
+    assert "test/probes/probe_07" in shown.Tags()["images"]
     assert shown.Scalars("test/accuracy")[0].value == pytest.approx(report["accuracy"])
 
 
@@ -485,7 +487,7 @@ def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None
     [
         ({"train": {"batch_size": 1000}}, "train.batch_size: 1000 is more than the 320"),
         ({"data": {"val_size": 10_000, "train_size": None}}, "data.val_size: 10000"),
-        ({"train": {"device": "cuda"}}, "train.device: cuda"),
+        ({"train": {"device": "cuda"}}, "device: cuda"),
     ],
 )
 def test_impossible_run_leaves_no_folder(

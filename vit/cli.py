@@ -85,6 +85,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
     """
     parser = ArgumentParser(
         prog="eval.py",
+        usage="%(prog)s run [options]",
         description="Evaluate a trained Vision Transformer: on the test images, or with "
         "--attention, --image or --compare look into it.",
         exit_on_error=False,

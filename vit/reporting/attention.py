@@ -83,6 +83,7 @@ def explain_run(run: str, options: EvalConfig) -> None:
     print(f"wrote {len(indices)} sheets, maps (.npy) and {INDEX_FILE} to {folder}/")
     if options.faithfulness:
         count = min(options.faithfulness, len(test))
+        print(f"\nmeasuring the maps on {count:,} test images drawn by seed", flush=True)
         chosen = balanced_subset(test.labels, count, options.seed, "eval.faithfulness")
         table = measure_maps(opened, test.select(chosen), options.batch_size, options.seed)
         content = {"images": count, "maps": table}
@@ -201,7 +202,8 @@ def as_table(table: Table, count: int) -> str:
     """Lay out what `measure_maps` returns as text."""
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
     lines = [
-        f"how far maps can be believed: {count:,} test images, mean ± 95 % interval",
+        f"how far maps can be believed: {count:,} test images, mean ± 95 % interval; "
+        "the class followed is the predicted one",
         "map".ljust(40) + "".join(METRICS[metric].rjust(17) for metric in metrics),
     ]
     for kind, values in table.items():

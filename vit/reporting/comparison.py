@@ -136,9 +136,10 @@ def _print(content: dict[str, Any], names: tuple[str, str], folder: Path) -> Non
             f"{only:,} images that the other gets wrong"
         )
     p_value = content["mcnemar_p"]
+    value = f"p = {p_value:.2g}" if p_value > 0 else "p < 1e-300"
     verdict = "they differ" if p_value < 0.05 else "no difference is shown"
     print(
-        f"  McNemar's exact test: p = {p_value:.2g}; {verdict} at 5 %\n"
+        f"  McNemar's exact test: {value}; {verdict} at 5 %\n"
         f"  attention rollout (class-agnostic): {content['moved_attention']:.1%} of it lies "
         f"elsewhere; most on images {', '.join(str(m['index']) for m in content['most_moved'])}\n"
         f"\nwrote {folder / 'comparison.png'}, {folder / 'comparison.json'}"

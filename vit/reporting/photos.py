@@ -9,7 +9,7 @@ from PIL import Image, ImageOps
 from vit.config import IMAGE_SIZE, EvalConfig
 from vit.data.augment import normalize
 from vit.explain.figures import SCALE, overlay
-from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.explain.rollout import CLASS_SPECIFIC, attention_maps
 from vit.reporting.attention import class_number
 from vit.reporting.opening import open_run
 
@@ -27,7 +27,7 @@ def read_photo(path: Path) -> np.ndarray:
         ValueError: The file is not there, is no picture, or is damaged.
     """
     if not path.is_file():
-        raise ValueError(f"image: {path} is not there; it must be a picture file")
+        raise ValueError(f"image: {path} is no file; it must be a picture file that is there")
     try:
         with Image.open(path) as file:
             photo = ImageOps.exif_transpose(file)
@@ -91,9 +91,12 @@ def classify_photos(run: str, options: EvalConfig) -> None:
             # What the model did not see stays grey.
             drawn = np.repeat(photo.mean(axis=-1, keepdims=True).astype(np.uint8), 3, axis=-1)
             drawn[square] = overlay(photo[square], maps[kind][0])
-            place = folder / f"{stem}_{kind}.png"
-            Image.fromarray(drawn).save(place)
             explained = classes[best[0] if target is None else target]
-            what = f", for {explained}" if kind == "relevance" else ", class-agnostic"
-            print(f"  wrote {place} ({MAP_KINDS[kind]}{what})")
-    print(f"\ncolours run from {SCALE[0]:g} to {SCALE[1]:g} times uniform attention")
+            what = explained if kind in CLASS_SPECIFIC else "class-agnostic"
+            place = folder / f"{stem}_{kind}_{what}.png"
+            Image.fromarray(drawn).save(place)
+            print(f"  wrote {place}")
+    print(
+        f"\nthe model sees the central square of a picture; "
+        f"colours run from {SCALE[0]:g} to {SCALE[1]:g} times uniform attention"
+    )

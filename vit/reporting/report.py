@@ -20,7 +20,6 @@ from vit.explain.figures import attention_picture, captions_of, gallery_picture
 from vit.explain.rollout import attention_maps, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting.opening import load_test, open_run
-from vit.tracking import ROLLOUT_TAG
 from vit.training.checkpoint import write_atomically
 from vit.training.hardware import autocast
 from vit.training.run import REPORT_FILE, REPORT_FILES
@@ -65,16 +64,14 @@ def write_report(
         batch_size,
     )  # fmt: skip
     pictures = {
-        "evaluation/confusion_matrix": confusion_picture(
-            result["confusion_matrix"], images.classes
-        ),
-        "evaluation/reliability": reliability_picture(result["reliability"], result["ece"]),
+        "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
+        "reliability": reliability_picture(result["reliability"], result["ece"]),
     }
     wrong = worst_mistakes(logits, images.labels, MISTAKES)
     if len(wrong):
-        pictures["evaluation/mistakes"] = draw_gallery(model, images.select(wrong), mean, std)
+        pictures["mistakes"] = draw_gallery(model, images.select(wrong), mean, std)
     drawn = draw_probes(model, choose_probes(images, probes, seed=0), mean, std)
-    pictures |= {ROLLOUT_TAG.format(number): picture for number, picture in enumerate(drawn)}
+    pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
@@ -85,8 +82,8 @@ def write_report(
         for key in ("accuracy", "top5_accuracy", "loss", "ece"):
             writer.add_scalar(f"test/{key}", result[key], step)
         for tag, pixels in pictures.items():
-            writer.add_image(tag, pixels, step, dataformats="HWC")
-            part = "probes" if tag.startswith("attention") else "."
+            writer.add_image(f"test/{tag}", pixels, step, dataformats="HWC")
+            part = "probes" if tag.startswith("probes") else "."
             Image.fromarray(pixels).save(folder / part / f"{tag.rpartition('/')[2]}.png")
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
@@ -204,5 +201,6 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     )  # fmt: skip
     print(f"{opened.describe()}, {data_name} test images\n")
     print(as_table(result))
-    print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png, {folder / 'probes'}/*.png")
+    probes = f", {folder / 'probes'}/*.png" if options.probes else ""
+    print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png{probes}")
     return result

@@ -93,7 +93,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of foreign pickles; the error says it all
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError:  # torch's own text advises to execute what is in the file
+        raise ValueError(f"{path} is not a checkpoint, or is damaged") from None
+    except (RuntimeError, EOFError, OSError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is not a checkpoint, or is damaged: {reason}") from None
     if not isinstance(state, dict) or not {"step", "config", "classes", "model"} <= state.keys():

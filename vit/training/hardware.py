@@ -12,7 +12,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device: cuda is not available here; it must be cpu or auto")
+        raise ValueError("device: cuda is not available here; it must be cpu or auto")
     return torch.device(name)
 
 
