@@ -193,7 +193,7 @@ def test_printed_table_is_the_one_saved(explained):
     saved = json.loads((folder / "faithfulness.json").read_text())
     assert saved["images"] == MEASURED and f"{MEASURED} test images" in printed
     assert list(saved["maps"]) == [*MAP_KINDS, "random", "centred"]
-    lines = printed.split("interval\n")[1].splitlines()[1:]
+    lines = printed.split("the predicted one\n")[1].splitlines()[1:]
     for line, values in zip(lines[:6], saved["maps"].values(), strict=True):
         numbers = [(float(a), float(b)) for a, b in re.findall(r"(-?[\d.]+) ± ([\d.]+)", line)]
         assert numbers == [pytest.approx(pair, abs=6e-4) for pair in values.values()]
@@ -541,7 +541,7 @@ def test_target_explains_another_class_of_a_photo(call, demo, tmp_path):
     for target in ("star", "circle"):
         words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
         ended = call(demo, *words)
-        assert ended.code == 0 and f"for {target})" in ended.out
+        assert ended.code == 0 and f"_relevance_{target}.png" in ended.out
         drawn[target] = {
             kind: overlay_of(tmp_path / target / "photos", "photo", kind)
             for kind in ("rollout", "relevance")
