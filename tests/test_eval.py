@@ -30,8 +30,8 @@ from vit.evaluation import predict, wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
 from vit.explain.figures import overlay
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps
-from vit.reporting.attention import class_number, measure_maps
-from vit.reporting.opening import OpenRun, open_run
+from vit.reporting.attention import measure_maps
+from vit.reporting.opening import OpenRun, class_number, open_run
 from vit.reporting.photos import central_square, read_photo
 from vit.training.checkpoint import build_model, load_model, save_model
 

@@ -9,15 +9,9 @@ from torch import Tensor
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, choose_probes
 from vit.explain.charts import heads_chart
-from vit.explain.faithfulness import centred_map, faithfulness, hiding_curves, random_maps
-from vit.explain.figures import attention_picture, captions_of, filmstrip_picture, heads_picture
-from vit.explain.rollout import (
-    attention_maps,
-    attention_rollout,
-    head_maps,
-    map_title,
-    readout_of,
-)
+from vit.explain.faithfulness import score_maps, with_baselines
+from vit.explain.figures import captions_of, filmstrip_picture, heads_picture, rollout_pictures
+from vit.explain.rollout import attention_maps, attention_rollout, head_maps, readout_of
 from vit.explain.statistics import (
     attention_distance,
     attention_entropy,
@@ -103,12 +97,8 @@ class Follower:
         tracker.scalars(step, scalars | self._judge(model))
 
     def _draw_rollout(self, maps: Tensor, captions: list[str], tracker: Tracker, step: int) -> None:
-        title = [map_title("rollout", "")]
-        for i, caption in enumerate(captions):
-            picture = attention_picture(
-                self.probes.images[i : i + 1], maps[i : i + 1], [caption], title
-            )
-            tracker.picture(step, ROLLOUT_TAG.format(i), picture)
+        for number, picture in enumerate(rollout_pictures(self.probes.images, maps, captions)):
+            tracker.picture(step, ROLLOUT_TAG.format(number), picture)
         self.folder.mkdir(exist_ok=True)
         np.save(self.folder / f"step_{step:08d}.npy", maps.numpy())
         kept = sorted(path for path in self.folder.glob("step_*.npy") if _step_of(path) <= step)
@@ -122,16 +112,14 @@ class Follower:
         """Measure (LeRF - MoRF) / 2 of each kind of map, mean over images, by tag."""
         images = normalize(self.judged.images.to(self.mean.device), self.mean, self.std)
         logits, maps = attention_maps(model, images, JUDGED_KINDS, precision=self.precision)
-        grid = model.patch_embed.grid_size
-        maps["random"] = random_maps(len(images), grid, self.seed)
-        maps["centred"] = centred_map(grid).expand(len(images), -1, -1)
-        result = {}
-        for kind, found in maps.items():
-            morf, lerf = hiding_curves(
-                model, images, found, logits.argmax(dim=1), JUDGED_LEVELS, self.precision
-            )
-            result[f"faithfulness/{kind}"] = faithfulness(morf, lerf)["lerf_morf"].mean().item()
-        return result
+        scores = score_maps(
+            model, images, with_baselines(maps, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
+            self.precision,
+        )  # fmt: skip
+        return {
+            f"faithfulness/{kind}": values["lerf_morf"].mean().item()
+            for kind, values in scores.items()
+        }
 
 
 def _step_of(path: Path) -> int:

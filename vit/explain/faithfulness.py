@@ -103,6 +103,37 @@ def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
     }
 
 
+def with_baselines(maps: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Add to maps by kind, (B, rows, columns) each, the "random" and "centred" ones."""
+    shape = next(iter(maps.values())).shape
+    grid = (shape[1], shape[2])
+    return {
+        **maps,
+        "random": random_maps(shape[0], grid, seed),
+        "centred": centred_map(grid).expand(shape),
+    }
+
+
+def score_maps(
+    model: nn.Module,
+    images: Tensor,
+    maps: dict[str, Tensor],
+    target: Tensor,
+    levels: Sequence[float] = LEVELS,
+    precision: torch.dtype = torch.float32,
+    batch_size: int = 500,
+) -> dict[str, dict[str, Tensor]]:
+    """Put maps by kind to the test: what `faithfulness` returns, on the CPU, for each.
+
+    Arguments as for `hiding_curves`.
+    """
+    scores = {}
+    for kind, found in maps.items():
+        curves = hiding_curves(model, images, found, target, levels, precision, batch_size)
+        scores[kind] = {name: values.cpu() for name, values in faithfulness(*curves).items()}
+    return scores
+
+
 def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
     """Tell whether the strongest patch lies on the object (arXiv 1608.00507, for patches).
 

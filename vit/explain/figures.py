@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from vit.explain.charts import DPI, pixels_of
+from vit.explain.rollout import map_title
 
 COLOURS = "inferno"
 SCALE = (0.0, 3.0)  # units of uniform attention
@@ -98,6 +99,18 @@ def attention_picture(
             left = GAP + column * (panel + GAP) + (panel / 2 if align == "center" else 0)
             texts.append((left, top - 5, align, words))
     return _framed(canvas, texts, [_UNIFORM], length=panel - 12, top=title - GAP + 4)
+
+
+def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> list[np.ndarray]:
+    """Draw each image with its attention rollout as a picture of its own.
+
+    Arguments as for `attention_picture`.
+    """
+    title = [map_title("rollout", "")]
+    return [
+        attention_picture(images[i : i + 1], maps[i : i + 1], captions[i : i + 1], title)
+        for i in range(len(images))
+    ]
 
 
 def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:

@@ -99,7 +99,7 @@ def attention_rollout(
     row = _start_row(weights[0], readout, num_prefix_tokens)
     for number in reversed(range(start_layer, len(weights))):
         matrix = fuse_heads(weights[number], num_prefix_tokens, head_fusion, discard_ratio)
-        row = 0.5 * (row @ matrix) + 0.5 * row
+        row = _through_layer(row, matrix)
     return row[:, 0, num_prefix_tokens:]
 
 
@@ -127,7 +127,7 @@ def gradient_rollout(
     row = _start_row(weights[0], readout, num_prefix_tokens)
     for number in reversed(range(len(weights))):
         matrix = _row_stochastic(_speaking_for(weights[number], gradients[number]))
-        row = 0.5 * (row @ matrix) + 0.5 * row
+        row = _through_layer(row, matrix)
     return row[:, 0, num_prefix_tokens:]
 
 
@@ -188,6 +188,11 @@ def attention_gradients(
         L of (B, H, N, N).
     """
     return torch.autograd.grad(logits.gather(1, target[:, None]).sum(), list(weights))
+
+
+def _through_layer(row: Tensor, matrix: Tensor) -> Tensor:
+    """Take a row back through a layer of which half is its residual connection."""
+    return 0.5 * (row @ matrix) + 0.5 * row
 
 
 def _speaking_for(layer: Tensor, gradient: Tensor) -> Tensor:

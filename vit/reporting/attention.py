@@ -14,17 +14,15 @@ from vit.config import EvalConfig
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, balanced_subset
 from vit.explain.faithfulness import (
-    centred_map,
-    faithfulness,
-    hiding_curves,
     mask_iou,
     mean_interval,
     pointing_game,
-    random_maps,
+    score_maps,
+    with_baselines,
 )
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps, map_title, readout_of
-from vit.reporting.opening import OpenRun, load_test, open_run
+from vit.reporting.opening import OpenRun, class_number, load_test, open_run
 
 INDEX_FILE = "index.json"
 TABLE_FILE = "faithfulness.json"
@@ -89,19 +87,6 @@ def explain_run(run: str, options: EvalConfig) -> None:
         content = {"images": count, "maps": table}
         (folder / TABLE_FILE).write_text(json.dumps(content, indent=1))
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
-
-
-def class_number(name: str | None, classes: tuple[str, ...]) -> int | None:
-    """Find a class by its name.
-
-    Raises:
-        ValueError: There is no such class.
-    """
-    if name is None:
-        return None
-    if name not in classes:
-        raise ValueError(f"target: {name!r} is not a class of the model: {', '.join(classes)}")
-    return classes.index(name)
 
 
 def _write_maps(
@@ -177,15 +162,10 @@ def measure_maps(opened: OpenRun, images: ImageSet, batch_size: int, seed: int) 
     ]
     target = torch.cat([logits.argmax(dim=1) for logits, _ in parts])
     maps = {kind: torch.cat([found[kind] for _, found in parts]).cpu() for kind in MAP_KINDS}
-    grid = opened.model.patch_embed.grid_size
-    maps["random"] = random_maps(len(images), grid, seed)
-    maps["centred"] = centred_map(grid).expand(len(images), -1, -1)
-    scores: dict[str, dict[str, Tensor]] = {}
-    for kind, found in maps.items():
-        curves = hiding_curves(
-            opened.model, pixels, found, target, precision=opened.precision, batch_size=batch_size
-        )
-        scores[kind] = {name: values.cpu() for name, values in faithfulness(*curves).items()}
+    maps = with_baselines(maps, seed)
+    scores = score_maps(
+        opened.model, pixels, maps, target, precision=opened.precision, batch_size=batch_size
+    )
     for kind, values in scores.items():
         if kind != "centred":
             values["over_centred"] = values["lerf_morf"] - scores["centred"]["lerf_morf"]

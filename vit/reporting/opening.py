@@ -73,3 +73,16 @@ def load_test(opened: OpenRun, options: EvalConfig) -> ImageSet:
     """
     data = opened.saved.config.data
     return load(data.name, options.data.root or data.root, False, options.data.download)
+
+
+def class_number(name: str | None, classes: tuple[str, ...]) -> int | None:
+    """Find a class by its name.
+
+    Raises:
+        ValueError: There is no such class.
+    """
+    if name is None:
+        return None
+    if name not in classes:
+        raise ValueError(f"target: {name!r} is not a class of the model: {', '.join(classes)}")
+    return classes.index(name)

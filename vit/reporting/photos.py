@@ -10,8 +10,7 @@ from vit.config import IMAGE_SIZE, EvalConfig
 from vit.data.augment import normalize
 from vit.explain.figures import SCALE, overlay
 from vit.explain.rollout import CLASS_SPECIFIC, attention_maps
-from vit.reporting.attention import class_number
-from vit.reporting.opening import open_run
+from vit.reporting.opening import class_number, open_run
 
 BEST = 5  # classes that are printed
 DRAWN = ("rollout", "relevance")

@@ -16,8 +16,8 @@ from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, choose_probes, normalization
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.figures import attention_picture, captions_of, gallery_picture
-from vit.explain.rollout import attention_maps, map_title
+from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
+from vit.explain.rollout import attention_maps
 from vit.model.vit import VisionTransformer
 from vit.reporting.opening import load_test, open_run
 from vit.training.checkpoint import write_atomically
@@ -83,13 +83,12 @@ def write_report(
             writer.add_scalar(f"test/{key}", result[key], step)
         for tag, pixels in pictures.items():
             writer.add_image(f"test/{tag}", pixels, step, dataformats="HWC")
-            part = "probes" if tag.startswith("probes") else "."
-            Image.fromarray(pixels).save(folder / part / f"{tag.rpartition('/')[2]}.png")
+            Image.fromarray(pixels).save(folder / f"{tag}.png")
+        shares = logits.softmax(dim=1)
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
-                f"precision_recall/{name}", images.labels == number,
-                logits.softmax(dim=1)[:, number], step,
-            )  # fmt: skip
+                f"precision_recall/{name}", images.labels == number, shares[:, number], step
+            )
         _project(writer, model, choose_probes(images, PROJECTED, 0), mean, std, precision, step)
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
     return result
@@ -130,13 +129,7 @@ def draw_probes(
         return []
     logits, maps = attention_maps(model, normalize(probes.images.to(mean.device), mean, std))
     captions = captions_of(logits, probes.labels, probes.classes)
-    title = [map_title("rollout", "")]
-    return [
-        attention_picture(
-            probes.images[i : i + 1], maps["rollout"][i : i + 1], captions[i : i + 1], title
-        )
-        for i in range(len(probes))
-    ]
+    return rollout_pictures(probes.images, maps["rollout"], captions)
 
 
 def draw_gallery(

@@ -159,31 +159,33 @@ class Trainer:
         With a time budget trial steps are timed and undone; they count as training time.
         """
         state, train = self.state, self.config.train
-        if state.total_steps == 0 and train.budget_minutes is None:
-            state.total_steps = train.epochs * self.steps_per_epoch
-        elif state.total_steps == 0 and train.budget_minutes is not None:
-            start = time.perf_counter()
-            seconds_per_step = self._time_steps()
-            fresh = build_state(self.config, len(self.training.classes), self.device)
-            state.load_state_dict(fresh.state_dict())
-            state.seconds = time.perf_counter() - start
-            left = 60 * train.budget_minutes * BUDGET_SHARE - state.seconds
-            state.total_steps = max(1, int(left / seconds_per_step))
+        if state.total_steps == 0:
+            if train.budget_minutes is None:
+                state.total_steps = train.epochs * self.steps_per_epoch
+            else:
+                self._fit_into(60 * train.budget_minutes)
         self.milestones = milestones(state.total_steps)
+
+    def _fit_into(self, budget: float) -> None:
+        """Count the steps that fit into a budget of seconds."""
+        start = time.perf_counter()
+        seconds_per_step = self._time_steps()
+        fresh = build_state(self.config, len(self.training.classes), self.device)
+        self.state.load_state_dict(fresh.state_dict())
+        self.state.seconds = time.perf_counter() - start
+        left = BUDGET_SHARE * budget - self.state.seconds
+        self.state.total_steps = max(1, int(left / seconds_per_step))
 
     def _time_steps(self) -> float:
         """Train for some steps and return the seconds each takes, the first few not counted."""
+        count, batch_size = len(self.training), self.config.train.batch_size
         draw = generator(self.config.train.seed, "trial")
-        begin = 0.0
-        for number in range(WARM_STEPS + TRIAL_STEPS):
-            if number == WARM_STEPS:
-                begin = time.perf_counter()
-            batch = torch.randint(
-                len(self.training), (self.config.train.batch_size,), generator=draw
-            )
-            loss, _ = self._train_batch(batch.to(self.device), 0.1)
-            if number in (WARM_STEPS - 1, WARM_STEPS + TRIAL_STEPS - 1):
-                loss.item()  # waits for the device
+        for steps in (WARM_STEPS, TRIAL_STEPS):
+            begin = time.perf_counter()
+            for _ in range(steps):
+                batch = torch.randint(count, (batch_size,), generator=draw)
+                loss, _ = self._train_batch(batch.to(self.device), 0.1)
+            loss.item()  # waits for the device
         return (time.perf_counter() - begin) / TRIAL_STEPS
 
     def fit(self, tracker: Tracker) -> None:
