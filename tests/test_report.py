@@ -1,0 +1,43 @@
+"""What the report finds worth showing: mistakes, and precision-recall curves."""
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
+
+from vit.data.datasets import load, normalization
+from vit.evaluation import predict
+from vit.model.vit import VisionTransformer
+from vit.reporting.report import worst_mistakes, write_report
+
+CPU = torch.device("cpu")
+
+
+def test_worst_mistakes_are_wrong_and_the_surest_first():
+    logits = torch.tensor([[9.0, 0.0], [0.0, 1.0], [0.0, 5.0], [3.0, 0.0], [0.0, 2.0]])
+    labels = torch.tensor([0, 0, 0, 1, 1])  # the first and the last are right
+    assert worst_mistakes(logits, labels, 2).tolist() == [2, 3]
+    assert worst_mistakes(logits, labels, 10).tolist() == [2, 3, 1]
+    assert worst_mistakes(logits, logits.argmax(dim=1), 10).tolist() == []
+
+
+def test_precision_recall_curves_count_their_own_class(tmp_path):
+    torch.manual_seed(0)
+    model = VisionTransformer(embed_dim=12, depth=1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model.eval()
+    images = load("shapes", ".", train=False, count=105)  # five classes have one more
+    write_report(
+        model, images, "shapes", tmp_path, step=1, device=CPU, precision=torch.float32, probes=0
+    )
+    shown = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    shares = predict(model, images.images, *normalization("shapes", CPU)).softmax(dim=1)
+    for number, name in enumerate(images.classes):
+        (event,) = shown.Tensors(f"precision_recall/{name}")
+        curve = tensor_util.make_ndarray(event.tensor_proto)
+        true = images.labels == number
+        assert curve[0, 0] == true.sum() and curve[1, 0] == (~true).sum()  # at threshold 0
+        middle = curve.shape[1] // 2
+        above = shares[:, number] >= middle / (curve.shape[1] - 1)
+        assert curve[0, middle] == (above & true).sum(), name
+        assert curve[1, middle] == (above & ~true).sum(), name
