@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.optim import Optimizer
 
 from vit.model.vit import VisionTransformer
@@ -16,6 +17,7 @@ from vit.training.optim import build_optimizers, lr_at, set_lr
 
 SCHEDULES = ["linear", "cosine"]
 NAMES = ["adamw", "muon"]
+BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
 RATES = {"lr": 0.01, "weight_decay": 0.5, "muon_lr": 0.02, "muon_weight_decay": 0.75}
 
 VARIANTS = {
@@ -57,6 +59,18 @@ def take_steps(model: VisionTransformer, optimizers: list[Optimizer], steps: ran
             optimizer.zero_grad()
 
 
+def is_matrix(key: str, parameter: Tensor) -> bool:
+    in_block = key.startswith("blocks.") and key.endswith(BLOCK_MATRICES)
+    return in_block or (key.startswith("patch_embed.") and parameter.ndim == 4)
+
+
+def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
+    """Take a weight apart into the matrices that Muon is to make orthogonal."""
+    if tensor.ndim == 4:
+        return (tensor.permute(0, 2, 3, 1).flatten(1),)
+    return tensor.chunk(3) if key.endswith("attn.qkv.weight") else (tensor,)
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.sampled_from(SCHEDULES), st.integers(1, 400), st.data())
 def test_rate_rises_to_its_peak_and_falls_to_zero(schedule, total, data):
@@ -94,11 +108,15 @@ def test_without_warmup_the_first_step_is_the_peak(schedule):
 @with_names
 def test_every_parameter_is_updated_by_one_group(variant, name):
     model = build_vit(**variant)
-    groups = [g for optimizer in build_optimizers(model, name, **RATES)
-              for g in optimizer.param_groups]  # fmt: skip
-    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    grouped = [
+        place
+        for optimizer in build_optimizers(model, name, **RATES)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for place in range(parameter.data_ptr(), parameter.data_ptr() + 4 * parameter.numel(), 4)
+    ]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {id(parameter) for parameter in model.parameters()}
+    assert len(grouped) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @with_variants
@@ -114,7 +132,7 @@ def test_what_is_decayed_and_how_much(variant, name):
     for key, parameter in model.named_parameters():
         if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):
             kept = 1.0
-        elif name == "muon" and key.startswith("blocks.") and parameter.ndim == 2:
+        elif name == "muon" and is_matrix(key, parameter):
             kept = 1 - 0.02 * 0.75
         else:
             kept = 1 - 0.01 * 0.5
@@ -124,14 +142,41 @@ def test_what_is_decayed_and_how_much(variant, name):
 
 
 @with_variants
-def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else(variant):
+def test_muon_gets_the_matrices_of_stem_and_blocks_and_nothing_else(variant):
     model = build_vit(**variant)
     adamw, muon = build_optimizers(model, "muon", **RATES)
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
-    ids = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
+    ids = {id(parameter) for parameter, _ in muon.parameters}
     keys = {key for key, parameter in model.named_parameters() if id(parameter) in ids}
-    matrices = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
-    assert keys == {f"blocks.{block}.{name}" for block in range(2) for name in matrices}
+    assert keys == {key for key, value in model.named_parameters() if is_matrix(key, value)}
+    assert {f"blocks.{block}.{name}" for block in range(2) for name in BLOCK_MATRICES} < keys
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+def test_muon_updates_each_matrix_as_torchs_does(stem):
+    model = build_vit(stem=stem)
+    _, muon = build_optimizers(model, "muon", **RATES)
+    learned = {key: value for key, value in model.named_parameters() if is_matrix(key, value)}
+    expected = {
+        key: [torch.nn.Parameter(part.clone()) for part in apart(key, value.detach())]
+        for key, value in learned.items()
+    }
+    torchs = torch.optim.Muon(
+        [part for parts in expected.values() for part in parts], lr=0.02, weight_decay=0.75
+    )
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        for key, parameter in learned.items():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            for part, gradient in zip(expected[key], apart(key, parameter.grad), strict=True):
+                part.grad = gradient.clone()
+        muon.step()
+        torchs.step()
+        muon.zero_grad()
+        assert all(parameter.grad is None for parameter in learned.values())
+    for key, parameter in learned.items():
+        for part, found in zip(expected[key], apart(key, parameter.detach()), strict=True):
+            assert torch.equal(found, part), key
 
 
 def test_adamw_is_alone_without_muon():
