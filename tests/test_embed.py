@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import PatchEmbed as TimmPatchEmbed
-from timm.layers import build_sincos2d_pos_embed
+from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from torch import nn
 from torch.testing import assert_close
 
-from vit.model.embed import PatchEmbed, conv_stem, sincos_pos_embed
+from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_pos_embed
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -170,3 +170,19 @@ def test_unknown_stem_is_refused():
 def test_sincos_refuses_what_is_no_multiple_of_four(dim):
     with pytest.raises(ValueError, match=f"dim: {dim} is not a multiple of 4"):
         sincos_pos_embed((4, 4), dim)
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(
+    ("grid", "wanted"), [((8, 8), (6, 6)), ((4, 4), (7, 7)), ((4, 8), (6, 12))]
+)
+def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
+    pos_embed = torch.randn(1, prefix + grid[0] * grid[1], 8)
+    found = resample_pos_embed(pos_embed, grid, wanted[0] * wanted[1], prefix)
+    expected = resample_abs_pos_embed(pos_embed, wanted, grid, num_prefix_tokens=prefix)
+    assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_positions_of_the_same_grid_stay_as_they_are():
+    pos_embed = torch.randn(1, 17, 8)
+    assert resample_pos_embed(pos_embed, (4, 4), 16, 1) is pos_embed

@@ -301,6 +301,34 @@ def test_sincos_positions_are_saved_but_not_learned(prefix):
     assert_close(model(draw_images()), twin(draw_images()), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [16, 24, 48])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_images_of_another_size_as_in_timm(size, prefix):
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "num_classes": 5, "embed_dim": 24, "depth": 2}
+    shared = {**sizes, "num_heads": 2, "reg_tokens": prefix, "class_token": False}
+    ours = VisionTransformer(**shared, global_pool="avg")
+    theirs = TimmVisionTransformer(**shared, global_pool="avg", dynamic_img_size=True)
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.randn(2, 3, size, size)
+    assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=1e-5)
+
+
+def test_neighbours_stay_neighbours_in_images_of_another_size():
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=32, patch_size=4, embed_dim=24, depth=1, num_heads=2, mlp_conv=True,
+        class_token=False, global_pool="avg", pos_embed="none",
+    )  # fmt: skip
+    small = VisionTransformer(
+        img_size=24, patch_size=4, embed_dim=24, depth=1, num_heads=2, mlp_conv=True,
+        class_token=False, global_pool="avg", pos_embed="none",
+    )  # fmt: skip
+    small.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 24, 24)
+    assert_close(model.eval()(images), small.eval()(images), rtol=0, atol=0)
+
+
 def test_learned_positions_are_a_parameter():
     model = VisionTransformer(**TINY, reg_tokens=2)
     assert isinstance(model.pos_embed, nn.Parameter)

@@ -3,9 +3,11 @@
 Shapes: B batch, C colour channels, D width of a token, P patches.
 """
 
+import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -113,3 +115,28 @@ def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
     across = columns.flatten()[:, None] * frequencies
     down = rows.flatten()[:, None] * frequencies
     return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)
+
+
+def resample_pos_embed(
+    pos_embed: Tensor, grid_size: tuple[int, int], num_patches: int, num_prefix_tokens: int
+) -> Tensor:
+    """Stretch position embeddings to a grid of another number of patches and the same aspect.
+
+    Args:
+        pos_embed: (1, N, D), of the prefix tokens, which stay, and of a grid row by row.
+        grid_size: Rows and columns of that grid.
+        num_patches: Rows times columns of the grid that is wanted.
+        num_prefix_tokens: Tokens before the patches.
+
+    Returns:
+        (1, num_prefix_tokens + num_patches, D), by bicubic interpolation without aliasing.
+    """
+    if num_patches == grid_size[0] * grid_size[1]:
+        return pos_embed
+    rows = math.isqrt(num_patches * grid_size[0] // grid_size[1])
+    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    grid = rearrange(patches, "one (h w) d -> one d h w", h=grid_size[0])
+    grid = F.interpolate(
+        grid, (rows, num_patches // rows), mode="bicubic", antialias=True, align_corners=False
+    )
+    return torch.cat([prefix, rearrange(grid, "one d h w -> one (h w) d")], dim=1)

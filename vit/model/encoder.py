@@ -3,6 +3,7 @@
 Shapes: B batch, D width of a token, H heads, N tokens (prefix and patches).
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ class NeighbourConv(nn.Module):
 
     Args:
         dim: D, width of a token.
-        grid_size: Rows and columns of patches.
+        grid_size: Rows and columns of patches; a smaller or larger grid has the same aspect.
         num_prefix_tokens: Tokens before the patches.
     """
 
@@ -33,7 +34,8 @@ class NeighbourConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, D) to (B, N, D)."""
         prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        grid = rearrange(patches, "b (h w) d -> b d h w", h=self.grid_size[0])
+        rows = math.isqrt(patches.shape[1] * self.grid_size[0] // self.grid_size[1])
+        grid = rearrange(patches, "b (h w) d -> b d h w", h=rows)
         patches = patches + rearrange(self.conv(grid), "b d h w -> b (h w) d")
         return torch.cat([prefix, patches], dim=1) if self.num_prefix_tokens else patches
 

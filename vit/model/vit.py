@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vit.model.embed import PatchEmbed, sincos_pos_embed
+from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
 
 
@@ -137,12 +137,20 @@ class VisionTransformer(nn.Module):
                     nn.init.zeros_(parameter)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Return the tokens before the first block, (B, N, D): class token, registers, patches."""
+        """Return the tokens before the first block, (B, N, D): class token, registers, patches.
+
+        Images of another size than img_size get the position embeddings of another grid.
+        """
         x = self.patch_embed(images)
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
             x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
-        return x if self.pos_embed is None else x + self.pos_embed
+        if self.pos_embed is None:
+            return x
+        return x + resample_pos_embed(
+            self.pos_embed, self.patch_embed.grid_size, x.shape[1] - self.num_prefix_tokens,
+            self.num_prefix_tokens,
+        )  # fmt: skip
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the tokens after the last block, normalised, (B, N, D)."""
@@ -186,7 +194,8 @@ class VisionTransformer(nn.Module):
         """Classify images.
 
         Args:
-            images: (B, in_chans, img_size, img_size), normalised.
+            images: (B, in_chans, img_size, img_size), normalised. Another size, a multiple of
+                patch_size, works too.
             mask: As for `MultiHeadSelfAttention`, over all N tokens.
             need_weights: Whether to return the attention weights of all layers too.
 
