@@ -12,14 +12,13 @@ The model is untrained: speed does not depend on the weights.
 
 import argparse
 import dataclasses
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
+from timing import take_turns, timed
 from torch import Tensor
 
 from vit.config import Config, TrainConfig
@@ -34,13 +33,6 @@ from vit.training.state import build_state
 from vit.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def quick_model(kernel: Literal["math", "fused"]) -> VisionTransformer:
@@ -78,17 +70,11 @@ def compare_rollout(images: Tensor, precision: torch.dtype, rounds: int) -> None
         attention_rollout(weights, readout="mean", num_prefix_tokens=0)
         for _ in range(0, len(images), 250)
     ]
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds + 1):
-        for name, work in works.items():
-            times[name].append(timed(work))
     print(f"\nrollout of {len(images):,} images, {str(precision)[6:]}, median of {rounds} rounds")
-    for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds[1:], times["fused forward"][1:], strict=True)]
+    for name, timing in take_turns(works, rounds).items():
         print(
-            f"  {name:<22}{1000 * statistics.median(seconds[1:]):8.0f} ms   "
-            f"{statistics.median(ratios):.2f} x the fused forward "
-            f"({min(ratios):.2f} to {max(ratios):.2f})"
+            f"  {name:<22}{1000 * timing.seconds:8.0f} ms   {1 / timing.ratio:.2f} x the fused "
+            f"forward ({1 / timing.high:.2f} to {1 / timing.low:.2f})"
         )
 
 
@@ -115,11 +101,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
             "milestone": lambda: trainer.follower.look(state.evaluated(), tracker, 0),
             "curves": lambda: tracker.scalars(0, values),
         }
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(rounds + 1):
-            for name, work in works.items():
-                times[name].append(timed(work))
-        seconds = {name: statistics.median(found[1:]) for name, found in times.items()}
+        seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
         test = draw_images(10_000)
         report = timed(
             lambda: write_report(

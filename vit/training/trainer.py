@@ -263,20 +263,24 @@ class Trainer:
         return torch.stack(losses).mean().item(), torch.stack(accuracies).mean().item()
 
     def _train_batch(self, batch: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Gather, augment and learn the images at `batch` (B,) with a share of the peak rates."""
+        """Learn the images at `batch` (B,) with a share of the peak rates."""
         config, state = self.config, self.state
-        targets = self.one_hot[self.training.labels[batch]]
-        images, targets = augment(
-            self.training.images[batch], targets, self.mean, self.std,
-            generator(config.train.seed, "augment", state.step, device=self.device),
-            **vars(config.augment),
-        )  # fmt: skip
+        images, targets = self._augmented(batch)
         torch.manual_seed(fold_in(config.train.seed, "dropout", state.step))
         set_lr(state.optimizers, share)
         return train_step(
             state, self.forward, images, targets, precision=self.precision,
             label_smoothing=config.optim.label_smoothing, clip_grad=config.optim.clip_grad,
             accumulate=config.train.accumulate,
+        )  # fmt: skip
+
+    def _augmented(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the images at `batch` (B,), and their classes one-hot, and augment them."""
+        return augment(
+            self.training.images[batch], self.one_hot[self.training.labels[batch]],
+            self.mean, self.std,
+            generator(self.config.train.seed, "augment", self.state.step, device=self.device),
+            **vars(self.config.augment),
         )  # fmt: skip
 
     def _validate(self, tracker: Tracker) -> str:

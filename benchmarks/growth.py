@@ -1,0 +1,89 @@
+"""What growing costs: training speed over tokens, depth, width and batch.
+
+    python benchmarks/growth.py [--rounds 5]
+
+Forward, backward and AdamW of a plain Vision Transformer (linear stem, dim 192, depth 4, 3 heads,
+MLP ratio 2, batch 16) with one thing changed at a time, in the precision that `auto` takes.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from timing import take_turns
+from torch import nn
+from train_step import training
+
+from vit.model.attention import scaled_dot_product_attention
+from vit.model.vit import VisionTransformer
+from vit.training.hardware import autocast, choose_precision, describe
+
+CPU = torch.device("cpu")
+BATCH, DIM, DEPTH, HEADS = 16, 192, 4, 3
+
+
+def steps(
+    precision: torch.dtype, tokens: int = 64, depth: int = DEPTH, dim: int = DIM, batch: int = BATCH
+) -> Callable[[], None]:
+    """Return work that trains a model of a size for a step."""
+    size = 4 * int(tokens**0.5)
+    model = VisionTransformer(
+        size, 4, 3, 10, "linear", dim, depth, HEADS, mlp_ratio=2, class_token=False,
+        global_pool="avg",
+    )  # fmt: skip
+    images = torch.randn(batch, 3, size, size)
+    return training(model.train(), images, torch.arange(batch) % 10, precision, 1)
+
+
+def attention_alone(precision: torch.dtype, tokens: int) -> Callable[[], None]:
+    """Return work that does what the layers' attention does of such a step, both ways."""
+    shape = (BATCH, HEADS, tokens, DIM // HEADS)
+    query, key, value = (nn.Parameter(torch.randn(shape, dtype=precision)) for _ in range(3))
+
+    def work() -> None:
+        for _ in range(DEPTH):
+            with autocast(CPU, precision):
+                output, _ = scaled_dot_product_attention(query, key, value)
+            output.backward(output.detach())
+
+    return work
+
+
+def main() -> None:
+    """Print a table for each thing that grows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    precision = choose_precision("auto", CPU)
+    print(f"{describe(CPU)}, torch {torch.__version__}, {str(precision)[6:]}, batch {BATCH}")
+    torch.manual_seed(0)
+
+    print("\ntokens   ms a step   images/s   attention's share")
+    for tokens in (64, 256, 1024):
+        works = {
+            "step": steps(precision, tokens=tokens),
+            "attention": attention_alone(precision, tokens),
+        }
+        timings = take_turns(works, rounds)
+        step = timings["step"].seconds
+        share = 1 / timings["attention"].ratio
+        print(f"{tokens:>6}{1000 * step:>12.0f}{BATCH / step:>11.0f}{share:>14.0%}")
+
+    grown: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("depth", (2, 4, 8, 16)),
+        ("dim", (96, 192, 384, 768)),
+        ("batch", (16, 32, 64, 128, 256)),
+    )
+    for name, values in grown:
+        works = {f"{value}": steps(precision, **{name: value}) for value in values}
+        print(f"\n{name:>6}   ms a step   images/s   time over the first")
+        for (label, timing), value in zip(take_turns(works, rounds).items(), values, strict=True):
+            batch = value if name == "batch" else BATCH
+            print(
+                f"{label:>6}{1000 * timing.seconds:>12.0f}{batch / timing.seconds:>11.0f}"
+                f"{1 / timing.ratio:>14.2f} x"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a user waits for before training starts, and the memory that a run takes.
+
+    python benchmarks/startup.py [--rounds 5] [--root data]
+
+Whole commands on CIFAR-10, which must lie unpacked under --root, in processes of their own:
+
+1. `train.py --help`.
+2. A run of configs/quick.yaml that ends its training after one step: seconds from the start of the
+   command to the line that says so.
+3. The largest resident memory of a short run of configs/quick.yaml, with its test and pictures.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+
+
+def seconds_until(command: list[str], sign: str) -> float:
+    """Run a command until a line begins with a sign; return the seconds that took."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(sign):
+                seconds = time.perf_counter() - start
+                process.kill()
+                return seconds
+    raise SystemExit(f"{' '.join(command)} ended without a line that begins with {sign!r}")
+
+
+def peak_memory(command: list[str]) -> int:
+    """Run a command to its end; return the largest memory it had, bytes."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    """Run all three."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--root", default="data")
+    arguments = parser.parse_args()
+
+    help_text = [sys.executable, str(TRAIN), "--help"]
+    with tempfile.TemporaryDirectory() as folder:
+        quick = [
+            sys.executable, str(TRAIN), "--out", f"{folder}/run", "--data.root", arguments.root,
+            "--train.epochs", "1", "--overwrite",
+        ]  # fmt: skip
+        one_step = [*quick, "--data.train_size", "128", "--data.val_size", "0"]
+        for name, command, sign in (
+            ("train.py --help", help_text, "usage"),
+            ("first training step", one_step, "epoch"),
+        ):
+            times = [seconds_until(command, sign) for _ in range(arguments.rounds)]
+            print(
+                f"{name:<22}{statistics.median(times):5.2f} s   "
+                f"({min(times):.2f} to {max(times):.2f}, {arguments.rounds} times)"
+            )
+        memory = peak_memory([*quick, "--data.train_size", "5120"])
+        print(f"{'peak memory':<22}{memory / 1e9:5.2f} GB")
+
+
+if __name__ == "__main__":
+    main()

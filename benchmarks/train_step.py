@@ -1,0 +1,231 @@
+"""Training steps side by side with other people's Vision Transformers, in one run.
+
+    pip install -r benchmarks/requirements.txt
+    python benchmarks/train_step.py [--rounds 5] [--steps 2]
+
+1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch 4, MLP ratio 2,
+   batch 256, 32 x 32 pixels, 10 classes): this project's, timm's, vit-pytorch's SimpleViT and
+   transformers' ViT, each with its defaults, in float32 and under bfloat16 autocast.
+2. What share of the machine's matrix peak that is, and where the rest of the step goes.
+3. Steps of configs/quick.yaml: what share of one is gathering and augmenting images.
+4. Classifying 10,000 images with the quick model, and with timm's of the same size in float32.
+
+Pixels are random: speed does not depend on them.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from timing import take_turns
+from torch import Tensor, nn
+
+from vit.config import Config
+from vit.data.datasets import ImageSet, normalization
+from vit.evaluation import predict
+from vit.model.vit import VisionTransformer
+from vit.training.checkpoint import build_model
+from vit.training.hardware import autocast, choose_precision, describe
+from vit.training.state import build_state
+from vit.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
+
+
+def ours() -> nn.Module:
+    """Make this project's model."""
+    return VisionTransformer(SIZE, PATCH, 3, CLASSES, "linear", DIM, DEPTH, HEADS, mlp_ratio=2)
+
+
+def timm_model() -> nn.Module:
+    """Make timm's."""
+    from timm.models.vision_transformer import VisionTransformer as TimmViT
+
+    return TimmViT(
+        SIZE, PATCH, num_classes=CLASSES, embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2
+    )
+
+
+def simple_vit() -> nn.Module:
+    """Make vit-pytorch's SimpleViT."""
+    from vit_pytorch import SimpleViT
+
+    return SimpleViT(
+        image_size=SIZE, patch_size=PATCH, num_classes=CLASSES, dim=DIM, depth=DEPTH,
+        heads=HEADS, mlp_dim=HIDDEN, dim_head=DIM // HEADS,
+    )  # fmt: skip
+
+
+class Transformers(nn.Module):
+    """Transformers' ViT, returning logits as the others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        config = ViTConfig(
+            hidden_size=DIM, num_hidden_layers=DEPTH, num_attention_heads=HEADS,
+            intermediate_size=HIDDEN, image_size=SIZE, patch_size=PATCH, num_labels=CLASSES,
+        )  # fmt: skip
+        self.vit = ViTForImageClassification(config)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classify images."""
+        return self.vit(images).logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "timm": timm_model,
+    "ours": ours,
+    "vit-pytorch SimpleViT": simple_vit,
+    "transformers ViT": Transformers,
+}
+
+
+def training(
+    model: nn.Module, images: Tensor, labels: Tensor, precision: torch.dtype, steps: int
+) -> Callable[[], None]:
+    """Return work that trains a model for some steps."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def work() -> None:
+        for _ in range(steps):
+            with autocast(CPU, precision):
+                logits = model(images)
+            F.cross_entropy(logits.float(), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return work
+
+
+def matrix_peak(precision: torch.dtype) -> float:
+    """Return what large matrix products reach here, FLOP/s."""
+    a, b = (torch.randn(2048, 2048, dtype=precision) for _ in range(2))
+    timing = take_turns({"product": lambda: a @ b}, rounds=9)["product"]
+    return 2 * 2048**3 / timing.seconds
+
+
+def flops_of_step(model: VisionTransformer, batch: int) -> float:
+    """Count the floating-point operations of matrix products and convolutions, both ways."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(batch, 3, SIZE, SIZE)).sum().backward()
+    return counter.get_total_flops()
+
+
+def compare_peers(batch: int, rounds: int, steps: int) -> None:
+    """Print the throughput of each model in each precision."""
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, SIZE, SIZE, generator=draw)
+    labels = torch.randint(CLASSES, (batch,), generator=draw)
+    works = {
+        f"{name}, {str(precision)[6:]}": training(make().train(), images, labels, precision, steps)
+        for precision in (torch.float32, torch.bfloat16)
+        for name, make in MODELS.items()
+    }
+    print(f"\ntraining, batch {batch}: images/s, and ratio to the first (lowest to highest round)")
+    timings = take_turns(works, rounds)
+    for name, timing in timings.items():
+        print(
+            f"  {name:<34}{batch * steps / timing.seconds:6.0f}   "
+            f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})"
+        )
+    model = VisionTransformer(
+        SIZE, PATCH, 3, CLASSES, "linear", DIM, DEPTH, HEADS, mlp_ratio=2, attn_kernel="math"
+    )
+    flops = flops_of_step(model, batch)
+    for precision in (torch.float32, torch.bfloat16):
+        name = str(precision)[6:]
+        peak = matrix_peak(precision)
+        rate = flops * steps / timings[f"ours, {name}"].seconds
+        print(
+            f"  {name}: matrix products of 2048 reach {peak / 1e9:.0f} GFLOP/s; our step's "
+            f"{flops / 1e9:.0f} GFLOP run at {rate / 1e9:.0f}, {rate / peak:.0%} of that"
+        )
+
+
+def profile(work: Callable[[], object], rows: int = 14) -> None:
+    """Print which operations some work spends its time in."""
+    with torch.profiler.profile() as profiler:
+        work()
+    averages = profiler.key_averages()
+    total = sum(row.self_cpu_time_total for row in averages)
+    for row in sorted(averages, key=lambda row: -row.self_cpu_time_total)[:rows]:
+        print(f"  {row.key[:44]:<46}{row.self_cpu_time_total / total:6.1%}{row.count:8,} calls")
+
+
+def quick_trainer() -> Trainer:
+    """Make the trainer of configs/quick.yaml on random pixels."""
+    config = dataclasses.replace(Config(), track=dataclasses.replace(Config().track, probes=0))
+    pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
+    images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
+    precision = choose_precision(config.train.precision, CPU)
+    state = build_state(config, CLASSES, CPU)
+    return Trainer(config, state, images, images.select(torch.arange(0)), CPU, precision)
+
+
+def measure_quick(rounds: int, steps: int = 10) -> None:
+    """Print the parts of a step of configs/quick.yaml."""
+    trainer = quick_trainer()
+    size = trainer.config.train.batch_size
+    batches = torch.randint(10_000, (steps, size))
+    works: dict[str, Callable[[], object]] = {
+        "whole step": lambda: [trainer._train_batch(batch, 0.01) for batch in batches],
+        "gathering and augmenting": lambda: [trainer._augmented(batch) for batch in batches],
+    }
+    timings = take_turns(works, rounds)
+    whole, part = timings["whole step"], timings["gathering and augmenting"]
+    print(
+        f"\nconfigs/quick.yaml, batch {size}: {size * steps / whole.seconds:.0f} images/s; "
+        f"gathering and augmenting takes {part.seconds / whole.seconds:.1%} of the step"
+    )
+    profile(works["whole step"])
+
+
+def measure_evaluation(rounds: int, count: int = 10_000) -> None:
+    """Print how long it takes to classify as many images as the test set has."""
+    from timm.models.vision_transformer import VisionTransformer as TimmViT
+
+    model = Config().model
+    theirs = TimmViT(
+        SIZE, model.patch_size, num_classes=CLASSES, embed_dim=model.embed_dim,
+        depth=model.depth, num_heads=model.num_heads, mlp_ratio=model.mlp_ratio,
+    ).eval()  # fmt: skip
+    quick = build_model(Config(), CLASSES).eval()
+    images = torch.randint(256, (count, 3, SIZE, SIZE), dtype=torch.uint8)
+    mean, std = normalization("cifar10", CPU)
+    precision = choose_precision("auto", CPU)
+    works = {
+        "timm, float32": lambda: predict(theirs, images, mean, std),
+        "quick, float32": lambda: predict(quick, images, mean, std),
+        f"quick, {str(precision)[6:]} (auto)": lambda: predict(quick, images, mean, std, precision),
+    }
+    print(f"\nclassifying {count:,} images: seconds, and ratio to the first")
+    for name, timing in take_turns(works, rounds).items():
+        print(
+            f"  {name:<34}{timing.seconds:6.2f}   "
+            f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})"
+        )
+
+
+def main() -> None:
+    """Run all of it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=256)
+    arguments = parser.parse_args()
+    print(f"{describe(CPU)}, torch {torch.__version__}")
+    torch.manual_seed(0)
+    compare_peers(arguments.batch, arguments.rounds, arguments.steps)
+    measure_quick(arguments.rounds)
+    measure_evaluation(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
