@@ -94,13 +94,12 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         trainer = Trainer(config, state, training, held_out, CPU, precision)
         trainer.plan()
         tracker = Tracker(Path(folder))
-        batch = torch.arange(config.train.batch_size)
         values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
         works: dict[str, Callable[[], object]] = {
-            "step": lambda: [trainer._train_batch(batch, 0.0) for _ in range(10)],
             "milestone": lambda: trainer.follower.look(state.evaluated(), tracker, 0),
             "curves": lambda: tracker.scalars(0, values),
         }
+        step = trainer._time_steps()
         seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
         test = draw_images(10_000)
         report = timed(
@@ -112,7 +111,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         plain = timed(lambda: forward(quick_model("math"), test.images.float(), precision))
         tracker.close()
     steps = config.train.epochs * (49_000 // config.train.batch_size)
-    training_time = steps * seconds["step"] / 10
+    training_time = steps * step
     parts = {
         f"{len(milestones(steps))} milestones of attention": len(milestones(steps))
         * seconds["milestone"],

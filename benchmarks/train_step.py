@@ -174,17 +174,27 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
     trainer = quick_trainer()
     size = trainer.config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
-    works: dict[str, Callable[[], object]] = {
-        "whole step": lambda: [trainer._train_batch(batch, 0.01) for batch in batches],
-        "gathering and augmenting": lambda: [trainer._augmented(batch) for batch in batches],
-    }
-    timings = take_turns(works, rounds)
-    whole, part = timings["whole step"], timings["gathering and augmenting"]
     print(
-        f"\nconfigs/quick.yaml, batch {size}: {size * steps / whole.seconds:.0f} images/s; "
-        f"gathering and augmenting takes {part.seconds / whole.seconds:.1%} of the step"
+        f"\nconfigs/quick.yaml, batch {size}: {size / trainer._time_steps():.0f} images/s, "
+        "mean over a run"
     )
-    profile(works["whole step"])
+    for side in (trainer.small_size, SIZE):
+
+        def train(side: int = side) -> None:
+            for batch in batches:
+                trainer._train_batch(batch, 0.01, side)
+
+        def prepare(side: int = side) -> None:
+            for batch in batches:
+                trainer._augmented(batch, side)
+
+        timings = take_turns({"step": train, "gathering": prepare}, rounds)
+        whole, part = timings["step"].seconds, timings["gathering"].seconds
+        print(
+            f"  {side} x {side} pixels: {size * steps / whole:.0f} images/s; "
+            f"gathering, augmenting and shrinking takes {part / whole:.1%} of the step"
+        )
+    profile(train)
 
 
 def measure_evaluation(rounds: int, count: int = 10_000) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
+from torch.testing import assert_close
+from torchvision.transforms.functional import resize
 
 from vit.data.augment import (
     augment,
@@ -18,6 +20,7 @@ from vit.data.augment import (
     random_crop,
     random_erasing,
     random_flip,
+    shrink,
 )
 from vit.data.datasets import NORMALIZATION
 
@@ -422,3 +425,15 @@ def test_targets_stay_probabilities(seed):
     _, result = augment(draw_images(64), targets, MEAN, STD, seeded(seed), **ALL)
     assert result.min() >= 0
     torch.testing.assert_close(result.sum(1), torch.ones(64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [8, 16, 24])
+def test_shrinking_is_torchvisions_antialiased_resize(size):
+    images = torch.randn(4, 3, 32, 32)
+    expected = resize(images, [size, size], antialias=True)
+    assert_close(shrink(images, size), expected, rtol=0, atol=1e-6)
+
+
+def test_images_of_the_right_size_are_not_touched():
+    images = torch.randn(4, 3, 32, 32)
+    assert shrink(images, 32) is images

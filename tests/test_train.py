@@ -20,19 +20,20 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from torch import Tensor
 
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, load, normalization
+from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
-from vit.tracking import milestones
+from vit.tracking import Tracker, milestones
 from vit.training import trainer
 from vit.training.checkpoint import latest_checkpoint, load_model
 from vit.training.optim import lr_at
 from vit.training.run import check_run
 from vit.training.state import build_state, train_step
-from vit.training.trainer import Trainer, load_training, train
+from vit.training.trainer import Trainer, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -398,7 +399,10 @@ def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
 
 def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
     config = small(tmp_path, train={"budget_minutes": 1.0})
-    training, held_out = load_training(config)
+    data = config.data
+    training, held_out = load_training(
+        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
+    )
     state = build_state(config, 10, torch.device("cpu"))
     fresh = build_state(config, 10, torch.device("cpu")).state_dict()
     trainer = Trainer(config, state, training, held_out, torch.device("cpu"), torch.float32)
@@ -407,6 +411,38 @@ def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
     assert planned.pop("total_steps") > 0 and planned.pop("seconds") > 0
     for part in ("model", "optimizers", "ema", "step"):
         torch.testing.assert_close(planned[part], fresh[part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "share", "expected"),
+    [(0.75, 0.5, {24: 0.5, 32: 0.5}), (0.5, 0.25, {16: 0.25, 32: 0.75}), (1, 0.5, {32: 1}),
+     (0.75, 0, {32: 1}), (0.75, 1, {24: 1})],
+)  # fmt: skip
+def test_small_images_come_first(tmp_path: Path, scale, share, expected) -> None:
+    config = small(tmp_path, train={"small_scale": scale, "small_share": share, "epochs": 2})
+    data = config.data
+    training, held_out = load_training(
+        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
+    )
+    state = build_state(config, 10, torch.device("cpu"))
+    trainer = Trainer(config, state, training, held_out, torch.device("cpu"), torch.float32)
+    trainer.plan()
+    sizes: list[int] = []
+
+    def forward(images: Tensor) -> Tensor:
+        sizes.extend({images.shape[2], images.shape[3]})
+        return state.model(images)
+
+    trainer.forward = forward
+    tracker = Tracker(tmp_path)
+    trainer.fit(tracker)
+    tracker.close()
+    per_step = len(sizes) // state.total_steps  # a batch may be computed in parts
+    assert sizes == sorted(sizes)
+    for size, part in expected.items():
+        assert sizes.count(size) / per_step == pytest.approx(part * state.total_steps, abs=1)
+    full = sum(part * (size / 32) ** 2 for size, part in expected.items()) * state.total_steps
+    assert trainer._work(state.total_steps) == pytest.approx(full)
 
 
 def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:

@@ -242,6 +242,9 @@ class TrainConfig:
         epochs: passes over the training images
         budget_minutes: minutes to train in place of epochs: trial steps fix how many steps fit;
             null goes by epochs
+        small_scale: images are at first shrunk to this share of their side, in whole patches, which
+            is faster; 1 never shrinks them
+        small_share: share of all steps with images shrunk so
         batch_size: images per optimizer step
         accumulate: parts a batch is computed in, one after the other, to save memory; batch norm
             (stem=conv) then sees one part at a time
@@ -253,6 +256,8 @@ class TrainConfig:
 
     epochs: int = 8
     budget_minutes: float | None = None
+    small_scale: float = 0.75
+    small_share: float = 0.6
     batch_size: int = 128
     accumulate: int = 1
     seed: int = 0
@@ -270,6 +275,8 @@ class TrainConfig:
             f"a divisor of train.batch_size={self.batch_size}: {_divisors(self.batch_size)}",
         )
         _require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 to 2^63 - 1")
+        _require(0 < self.small_scale <= 1, "train.small_scale", self.small_scale, "above 0, to 1")
+        _require(0 <= self.small_share <= 1, "train.small_share", self.small_share, "0 to 1")
         _require(
             self.budget_minutes is None or 0 < self.budget_minutes < math.inf,
             "train.budget_minutes",

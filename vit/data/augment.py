@@ -6,6 +6,7 @@ All randomness comes from the generator that is passed. Shapes: B batch, C class
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 
@@ -99,6 +100,13 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 def random_flip(images: Tensor, generator: Generator) -> Tensor:
     """Mirror each image (B, 3, H, W) left to right with probability 1/2."""
     return torch.where(_coin(images, 0.5, generator), images.flip(-1), images)
+
+
+def shrink(images: Tensor, size: int) -> Tensor:
+    """Shrink images (B, 3, H, W), float, to `size` pixels on a side, without aliasing."""
+    if images.shape[2:] == (size, size):
+        return images
+    return F.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def random_erasing(images: Tensor, probability: float, generator: Generator) -> Tensor:

@@ -176,3 +176,31 @@ def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSe
     kept = torch.ones(len(images), dtype=torch.bool)
     kept[held] = False
     return images.select(kept.nonzero().squeeze(1)), images.select(held)
+
+
+def load_training(
+    name: str, root: str, download: bool, train_size: int | None, val_size: int, seed: int
+) -> tuple[ImageSet, ImageSet]:
+    """Load what a run trains on and what it holds out.
+
+    Args:
+        name: As for `load`.
+        root: Likewise.
+        download: Likewise.
+        train_size: Images to train on, of those that are not held out; None takes all.
+        val_size: Images held out.
+        seed: Of the choice.
+
+    Raises:
+        ValueError: The data is not there, or there are fewer images than asked for.
+    """
+    count = None if train_size is None else train_size + val_size
+    everything = load(name, root, train=True, download=download, count=count)
+    training, held_out = hold_out(everything, val_size, seed)
+    if train_size is None:
+        return training, held_out
+    if train_size > len(training):
+        raise ValueError(
+            f"data.train_size: {train_size} is more than the {len(training)} training images"
+        )
+    return training.select(torch.arange(train_size)), held_out

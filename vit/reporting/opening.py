@@ -9,7 +9,7 @@ from torch import Tensor
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, load, normalization
 from vit.model.vit import VisionTransformer
-from vit.training.checkpoint import CHECKPOINT_FOLDER, SavedModel, load_model
+from vit.training.checkpoint import CHECKPOINT_FOLDER, SHIPPED, SavedModel, load_model
 from vit.training.hardware import choose_device, choose_precision, describe
 from vit.training.run import EVAL_FOLDER
 
@@ -56,6 +56,8 @@ def open_run(run: str, options: EvalConfig) -> OpenRun:
     home = saved.path.resolve().parent
     if home.name == CHECKPOINT_FOLDER:
         home = home.parent
+    elif home == SHIPPED:  # what comes along is not written to
+        home = Path("runs") / saved.path.stem
     return OpenRun(
         saved,
         device,

@@ -22,6 +22,7 @@ from vit.config import Config, from_dict, to_dict
 from vit.model.vit import VisionTransformer
 
 MODEL_FILE = "model.safetensors"
+SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # finished models by name
 METADATA_KEY = "vit"  # in model.safetensors: config, classes and step as JSON
 CHECKPOINT_FOLDER = "checkpoints"
 KEEP = 2  # checkpoints; the older one is there in case the newer cannot be read
@@ -139,13 +140,19 @@ def load_model(path: Path) -> SavedModel:
 
     Args:
         path: A run folder (its finished model, or else its newest checkpoint), a model.safetensors,
-            or a checkpoint.
+            a checkpoint, or the name of a model that comes with the project, e.g. cifar10_quick.
 
     Raises:
         ValueError: There is no such thing, or it is not a model of this project.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist; it must be a run folder or a model file")
+        shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.safetensors"))}
+        if str(path) not in shipped:
+            raise ValueError(
+                f"{path} does not exist; it must be a run folder, a model file, "
+                f"or a model that comes along: {', '.join(shipped)}"
+            )
+        path = shipped[str(path)]
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
     if path.is_dir():

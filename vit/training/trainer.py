@@ -15,10 +15,10 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from vit.config import Config, flatten, to_dict
-from vit.data.augment import augment
+from vit.config import IMAGE_SIZE, Config, flatten, to_dict
+from vit.data.augment import augment, shrink
 from vit.data.batches import epoch_batches, steps_per_epoch
-from vit.data.datasets import ImageSet, hold_out, load, normalization
+from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.evaluation import evaluate
 from vit.following import Follower
 from vit.reporting.report import write_report
@@ -53,7 +53,10 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     checkpoint = check_run(config, overwrite)
     device = choose_device(config.train.device)
     precision = choose_precision(config.train.precision, device)
-    training, held_out = load_training(config)
+    data = config.data
+    training, held_out = load_training(
+        data.name, data.root, data.download, data.train_size, data.val_size, config.train.seed
+    )
     state = build_state(config, len(training.classes), device)
     trainer = Trainer(config, state, training, held_out, device, precision)
     if checkpoint is not None:
@@ -69,9 +72,9 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     tracker = Tracker(run, state.step)
     try:
         trainer.fit(tracker)
-        test = load(config.data.name, config.data.root, train=False, download=False)
+        test = load(data.name, data.root, train=False, download=False)
         result = write_report(
-            state.evaluated(), test, config.data.name, run / EVAL_FOLDER, step=state.step,
+            state.evaluated(), test, data.name, run / EVAL_FOLDER, step=state.step,
             device=device, precision=precision, probes=config.track.probes,
         )  # fmt: skip
         write_hyperparameters(tracker, config, state.step, result)
@@ -96,25 +99,6 @@ def write_hyperparameters(
     settings = flatten(to_dict(config))
     places = ("out", "data.root", "data.download")
     tracker.hyperparameters({k: v for k, v in settings.items() if k not in places}, metrics)
-
-
-def load_training(config: Config) -> tuple[ImageSet, ImageSet]:
-    """Load what a run trains on and what it holds out.
-
-    Raises:
-        ValueError: The data is not there, or there are fewer images than the config asks for.
-    """
-    data = config.data
-    count = None if data.train_size is None else data.train_size + data.val_size
-    everything = load(data.name, data.root, train=True, download=data.download, count=count)
-    training, held_out = hold_out(everything, data.val_size, config.train.seed)
-    if data.train_size is None:
-        return training, held_out
-    if data.train_size > len(training):
-        raise ValueError(
-            f"data.train_size: {data.train_size} is more than the {len(training)} training images"
-        )
-    return training.select(torch.arange(data.train_size)), held_out
 
 
 class Trainer:
@@ -147,6 +131,8 @@ class Trainer:
         self.device, self.precision = device, precision
         self.steps_per_epoch = steps_per_epoch(len(training), config.train.batch_size)
         self.mean, self.std = normalization(config.data.name, device)
+        patch = config.model.patch_size
+        self.small_size = patch * max(1, round(IMAGE_SIZE / patch * config.train.small_scale))
         self.forward = torch.compile(state.model) if config.train.compile else state.model
         self.follower = Follower(
             Path(config.out), held_out if len(held_out) else training, config.track.probes,
@@ -177,16 +163,20 @@ class Trainer:
         self.state.total_steps = max(1, int(left / seconds_per_step))
 
     def _time_steps(self) -> float:
-        """Train for some steps and return the seconds each takes, the first few not counted."""
-        count, batch_size = len(self.training), self.config.train.batch_size
-        draw = generator(self.config.train.seed, "trial")
-        for steps in (WARM_STEPS, TRIAL_STEPS):
-            begin = time.perf_counter()
-            for _ in range(steps):
-                batch = torch.randint(count, (batch_size,), generator=draw)
-                loss, _ = self._train_batch(batch.to(self.device), 0.1)
-            loss.item()  # waits for the device
-        return (time.perf_counter() - begin) / TRIAL_STEPS
+        """Train for some steps of each image size and return the mean seconds of a run's step."""
+        count, train = len(self.training), self.config.train
+        draw = generator(train.seed, "trial")
+        stages = ((self.small_size, train.small_share), (IMAGE_SIZE, 1 - train.small_share))
+        seconds = 0.0
+        for size, share in stages:
+            for steps in (WARM_STEPS, TRIAL_STEPS):
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    batch = torch.randint(count, (train.batch_size,), generator=draw)
+                    loss, _ = self._train_batch(batch.to(self.device), 0.1, size)
+                loss.item()  # waits for the device
+            seconds += share * (time.perf_counter() - begin) / TRIAL_STEPS
+        return seconds
 
     def fit(self, tracker: Tracker) -> None:
         """Train to the end; a checkpoint is written after each epoch.
@@ -213,7 +203,7 @@ class Trainer:
                 speed = images / (time.perf_counter() - begin)
                 validation = self._validate(tracker)
                 state.seconds = done_before + time.perf_counter() - start
-                left = state.seconds / state.step * (state.total_steps - state.step)
+                left = state.seconds * (self._work(state.total_steps) / self._work(state.step) - 1)
                 bar.write(
                     f"epoch {epoch + 1:>3}/{epochs}   loss {loss:.4f}   "
                     f"training {accuracy:6.2%}   held out {validation}   {speed:,.0f} images/s   "
@@ -238,7 +228,7 @@ class Trainer:
                 state.step, state.total_steps, int(config.optim.warmup * state.total_steps),
                 config.optim.schedule,
             )  # fmt: skip
-            loss, accuracy = self._train_batch(batch, share)
+            loss, accuracy = self._train_batch(batch, share, self._image_size())
             losses.append(loss)
             accuracies.append(accuracy)
             bar.update()
@@ -262,10 +252,22 @@ class Trainer:
                 since += time.perf_counter() - pause
         return torch.stack(losses).mean().item(), torch.stack(accuracies).mean().item()
 
-    def _train_batch(self, batch: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Learn the images at `batch` (B,) with a share of the peak rates."""
+    def _image_size(self) -> int:
+        """Return the size of the next step's images: small ones first."""
+        train = self.config.train
+        early = self.state.step < train.small_share * self.state.total_steps
+        return self.small_size if early else IMAGE_SIZE
+
+    def _work(self, steps: int) -> float:
+        """Return how long the first steps take, in units of a step with images of full size."""
+        train = self.config.train
+        small = min(steps, train.small_share * self.state.total_steps)
+        return steps - small * (1 - (self.small_size / IMAGE_SIZE) ** 2)
+
+    def _train_batch(self, batch: Tensor, share: float, size: int) -> tuple[Tensor, Tensor]:
+        """Learn the images at `batch` (B,), of a size, with a share of the peak rates."""
         config, state = self.config, self.state
-        images, targets = self._augmented(batch)
+        images, targets = self._augmented(batch, size)
         torch.manual_seed(fold_in(config.train.seed, "dropout", state.step))
         set_lr(state.optimizers, share)
         return train_step(
@@ -274,14 +276,15 @@ class Trainer:
             accumulate=config.train.accumulate,
         )  # fmt: skip
 
-    def _augmented(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the images at `batch` (B,), and their classes one-hot, and augment them."""
-        return augment(
+    def _augmented(self, batch: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Gather the images at `batch` (B,), and their classes one-hot; augment, shrink them."""
+        images, targets = augment(
             self.training.images[batch], self.one_hot[self.training.labels[batch]],
             self.mean, self.std,
             generator(self.config.train.seed, "augment", self.state.step, device=self.device),
             **vars(self.config.augment),
         )  # fmt: skip
+        return shrink(images, size), targets
 
     def _validate(self, tracker: Tracker) -> str:
         """Evaluate on the held-out images; return their accuracy as text."""
