@@ -64,23 +64,29 @@ def test_pixel_of_a_patch_changes_the_token_at_its_row_and_column_only(row, colu
 
 @pytest.mark.parametrize(
     ("patch_size", "embed_dim", "widths"),
-    [(1, 96, [96]), (2, 96, [48, 96]), (4, 96, [32, 64, 96]), (8, 10, [2, 5, 7, 10])],
+    [(1, 96, [96]), (2, 96, [48, 96]), (4, 96, [32, 64, 64, 96]), (8, 10, [2, 5, 5, 7, 7, 10])],
 )
 def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, embed_dim, widths):
     stem = conv_stem(patch_size, 3, embed_dim)
-    for norm in stem[1::3]:
+    convs = [module for module in stem.modules() if isinstance(module, nn.Conv2d)]
+    norms = [module for module in stem.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
         nn.init.uniform_(norm.weight)
         nn.init.normal_(norm.bias)
     images = draw_images()
 
     expected = images
-    for step, (conv, norm) in enumerate(zip(stem[::3], stem[1::3], strict=True)):
-        assert conv.weight.shape[2:] == (3, 3)
-        expected = F.conv2d(expected, conv.weight, stride=2 if step else 1, padding=1)
+    for step, (conv, norm) in enumerate(zip(convs, norms, strict=True)):
+        assert conv.weight.shape[2:] == (3, 3) and conv.bias is None
+        before = expected
+        halves = step % 2 == 1 or step == len(convs) - 1 > 0
+        expected = F.conv2d(expected, conv.weight, stride=2 if halves else 1, padding=1)
         expected = F.batch_norm(expected, None, None, norm.weight, norm.bias, training=True)
         expected = expected.clamp(min=0)
+        if not halves and step > 0:
+            expected = before + expected
 
-    assert [conv.weight.shape[0] for conv in stem[::3]] == widths
+    assert [conv.weight.shape[0] for conv in convs] == widths
     assert_close(stem(images), expected, rtol=0, atol=1e-5)
 
 
@@ -93,7 +99,8 @@ def test_conv_stem_sees_beyond_the_border_of_the_patch():
 
     changed = (embed(lit) != embed(dark)).any(-1)[0]
 
-    assert changed.nonzero().flatten().tolist() == [0, 1, 4, 5]
+    # Up to two patches on: a pixel each way, one of half the size, one more by the residual.
+    assert changed.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10]
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])

@@ -58,11 +58,28 @@ class PatchEmbed(nn.Module):
         return rearrange(self.proj(images), "b d h w -> b (h w) d")
 
 
+class ResidualConv(nn.Module):
+    """Adds to an image a 3 x 3 convolution of it with batch norm and ReLU (arXiv 1512.03385).
+
+    Args:
+        dim: Channels in and out.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(*_conv_norm_act(dim, dim, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, dim, h, w) to the same shape."""
+        return x + self.conv(x)
+
+
 def conv_stem(patch_size: int, in_chans: int, embed_dim: int) -> nn.Sequential:
     """Build 3 x 3 convolutions with batch norm and ReLU that shrink an image patch_size times.
 
-    One convolution keeps the size and log2(patch_size) halve it, while the width rises evenly to
-    embed_dim: for patches of 4 pixels and 96 channels 3 → 32, 32 → 64 / 2, 64 → 96 / 2.
+    One convolution keeps the size and log2(patch_size) halve it, each but the last followed by one
+    that is residual, while the width rises evenly to embed_dim: for patches of 4 pixels and 96
+    channels 3 → 32, 32 → 64 / 2, 64 + 64, 64 → 96 / 2.
 
     Args:
         patch_size: A power of two.
@@ -78,18 +95,21 @@ def conv_stem(patch_size: int, in_chans: int, embed_dim: int) -> nn.Sequential:
     halvings = patch_size.bit_length() - 1
     if patch_size != 2**halvings:
         raise ValueError(f"patch_size: {patch_size} is not a power of two, which stem=conv needs")
-    steps = halvings + 1
-    widths = [in_chans, *(embed_dim * step // steps for step in range(1, steps + 1))]
-    layers: list[nn.Module] = []
-    for step in range(steps):
-        layers += [
-            nn.Conv2d(
-                widths[step], widths[step + 1], 3, stride=2 if step else 1, padding=1, bias=False
-            ),
-            nn.BatchNorm2d(widths[step + 1]),
-            nn.ReLU(inplace=True),
-        ]
+    widths = [embed_dim * step // (halvings + 1) for step in range(1, halvings + 2)]
+    layers = _conv_norm_act(in_chans, widths[0], 1)
+    for step in range(1, halvings + 1):
+        layers += _conv_norm_act(widths[step - 1], widths[step], 2)
+        if step < halvings:
+            layers.append(ResidualConv(widths[step]))
     return nn.Sequential(*layers)
+
+
+def _conv_norm_act(in_chans: int, out_chans: int, stride: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(in_chans, out_chans, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(out_chans),
+        nn.ReLU(inplace=True),
+    ]
 
 
 def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
