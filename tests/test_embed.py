@@ -10,6 +10,8 @@ from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from torch import nn
 from torch.testing import assert_close
 
+from vit.data.augment import normalize
+from vit.data.datasets import load, normalization
 from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_pos_embed
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
@@ -88,6 +90,27 @@ def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, emb
 
     assert [conv.weight.shape[0] for conv in convs] == widths
     assert_close(stem(images), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stem", "size", "kernels"), [("conv", 96, 16), ("conv", 192, 27), ("linear", 96, 48)]
+)
+def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, kernels):
+    images = load("shapes", ".", train=True, count=50).images
+    images = normalize(images, *normalization("shapes", torch.device("cpu")))
+    torch.manual_seed(0)
+    embed = PatchEmbed(32, 4, 3, size, stem)
+    first = embed.proj if stem == "linear" else embed.proj[0]
+    before = first.weight.detach().clone()
+    embed.whiten(images)
+    positive, negative, rest = first.weight.detach().tensor_split((kernels, 2 * kernels))
+    assert torch.equal(positive, -negative)
+    assert torch.equal(rest, before[2 * kernels :])
+    seen = F.conv2d(images, positive, stride=first.stride).transpose(0, 1).flatten(1)
+    moments = seen @ seen.T / seen.shape[1]
+    assert_close(moments, torch.diag(moments.diag()), rtol=0, atol=2e-3)
+    assert (moments.diag() <= 1.001).all() and moments[0, 0] > 0.99
+    assert (moments.diag().diff() < 1e-3).all()  # the strongest first
 
 
 def test_conv_stem_sees_beyond_the_border_of_the_patch():

@@ -413,6 +413,25 @@ def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
         torch.testing.assert_close(planned[part], fresh[part], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("whiten", [True, False])
+def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: bool) -> None:
+    still = {"lr": 1e-12, "muon_lr": 1e-12, "weight_decay": 0.0, "muon_weight_decay": 0.0}
+    config = small(tmp_path / "run", optim=still, train={"whiten": whiten, "epochs": 1})
+    train(config)
+    data = config.data
+    training, _ = load_training(
+        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
+    )
+    expected = build_state(config, 10, torch.device("cpu")).model.patch_embed
+    if whiten:
+        images = normalize(training.images, *normalization("shapes", torch.device("cpu")))
+        expected.whiten(images)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    torch.testing.assert_close(
+        weights["patch_embed.proj.0.weight"], expected.proj[0].weight.detach(), rtol=0, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize(
     ("scale", "share", "expected"),
     [(0.75, 0.5, {24: 0.5, 32: 0.5}), (0.5, 0.25, {16: 0.25, 32: 0.75}), (1, 0.5, {32: 1}),

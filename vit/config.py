@@ -242,6 +242,8 @@ class TrainConfig:
         epochs: passes over the training images
         budget_minutes: minutes to train in place of epochs: trial steps fix how many steps fit;
             null goes by epochs
+        whiten: start the stem's first kernels from the principal components of training patches
+            (arXiv 2404.00498)
         small_scale: images are at first shrunk to this share of their side, in whole patches, which
             is faster; 1 never shrinks them
         small_share: share of all steps with images shrunk so
@@ -256,6 +258,7 @@ class TrainConfig:
 
     epochs: int = 8
     budget_minutes: float | None = None
+    whiten: bool = True
     small_scale: float = 0.75
     small_share: float = 0.6
     batch_size: int = 128

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+WHITENING_EPS = 1e-2  # added to variances, so that components of next to none are not blown up
+
 
 class PatchEmbed(nn.Module):
     """Cut an image into patches and embed each as a token.
@@ -56,6 +58,26 @@ class PatchEmbed(nn.Module):
         """Map images (B, C, height, width) to tokens (B, P, D), row by row."""
         images = images.contiguous(memory_format=torch.channels_last)
         return rearrange(self.proj(images), "b d h w -> b (h w) d")
+
+    @torch.no_grad()
+    def whiten(self, images: Tensor) -> None:
+        """Start the first convolution from what its patches of images have in common.
+
+        As many kernels as there are become their principal components, the strongest first, each
+        once with either sign and scaled to a variance of 1 (arXiv 2404.00498, section 3.2).
+
+        Args:
+            images: (B, C, height, width), normalised like those to train on.
+        """
+        first = next(module for module in self.proj.modules() if isinstance(module, nn.Conv2d))
+        rows, columns = first.kernel_size
+        patches = F.unfold(images, (rows, columns), stride=first.stride)
+        patches = rearrange(patches, "b d n -> (b n) d")
+        variances, components = torch.linalg.eigh(patches.T @ patches / len(patches))
+        whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
+        whitening = whitening[: len(first.weight) // 2]
+        both = torch.cat([whitening, -whitening])
+        first.weight[: len(both)] = rearrange(both, "n (c h w) -> n c h w", h=rows, w=columns)
 
 
 class ResidualConv(nn.Module):

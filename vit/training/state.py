@@ -63,10 +63,23 @@ class TrainState:
         self.total_steps = state.get("total_steps", 0)  # older runs did not keep it
 
 
-def build_state(config: Config, num_classes: int, device: torch.device) -> TrainState:
-    """Make the untrained state of a run; the same seed gives the same weights."""
+def build_state(
+    config: Config, num_classes: int, device: torch.device, sample: Tensor | None = None
+) -> TrainState:
+    """Make the untrained state of a run; the same seed and sample give the same weights.
+
+    Args:
+        config: The run.
+        num_classes: Of the data.
+        device: Where the model is to be.
+        sample: Training images (B, 3, H, W), normalised, by which the stem is whitened; None
+            leaves it at random.
+    """
     torch.manual_seed(fold_in(config.train.seed, "init"))
-    model = build_model(config, num_classes).to(device)
+    model = build_model(config, num_classes)
+    if sample is not None:
+        model.patch_embed.whiten(sample)
+    model.to(device)
     optim = config.optim
     optimizers = build_optimizers(
         model, optim.name, optim.lr, optim.weight_decay, optim.muon_lr, optim.muon_weight_decay

@@ -5,6 +5,7 @@ with the same number of threads, a run that is interrupted and resumed is bit fo
 was not; on a GPU up to the order in which its kernels add.
 """
 
+import copy
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.config import IMAGE_SIZE, Config, flatten, to_dict
-from vit.data.augment import augment, shrink
+from vit.data.augment import augment, normalize, shrink
 from vit.data.batches import epoch_batches, steps_per_epoch
 from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.evaluation import evaluate
@@ -32,6 +33,7 @@ from vit.training.run import EVAL_FOLDER, check_run, prepare_run
 from vit.training.state import TrainState, build_state, train_step
 
 BUDGET_SHARE = 0.96  # of a time budget that is for steps; the rest is for looking
+WHITENED = 500  # training images by whose patches the stem is whitened
 WARM_STEPS, TRIAL_STEPS = 10, 20  # by which the length of a run is set to its budget
 
 
@@ -57,7 +59,10 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     training, held_out = load_training(
         data.name, data.root, data.download, data.train_size, data.val_size, config.train.seed
     )
-    state = build_state(config, len(training.classes), device)
+    sample = training.images[:WHITENED] if config.train.whiten else None
+    if sample is not None:
+        sample = normalize(sample, *normalization(data.name, sample.device))
+    state = build_state(config, len(training.classes), device, sample)
     trainer = Trainer(config, state, training, held_out, device, precision)
     if checkpoint is not None:
         state.load_state_dict(checkpoint)
@@ -155,9 +160,9 @@ class Trainer:
     def _fit_into(self, budget: float) -> None:
         """Count the steps that fit into a budget of seconds."""
         start = time.perf_counter()
+        fresh = copy.deepcopy(self.state.state_dict())
         seconds_per_step = self._time_steps()
-        fresh = build_state(self.config, len(self.training.classes), self.device)
-        self.state.load_state_dict(fresh.state_dict())
+        self.state.load_state_dict(fresh)
         self.state.seconds = time.perf_counter() - start
         left = BUDGET_SHARE * budget - self.state.seconds
         self.state.total_steps = max(1, int(left / seconds_per_step))
