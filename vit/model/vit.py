@@ -144,13 +144,17 @@ class VisionTransformer(nn.Module):
         x = self.patch_embed(images)
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
-            x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
+            x = torch.cat(
+                [*(token.to(x.dtype).expand(len(x), -1, -1) for token in prefix), x], dim=1
+            )
         if self.pos_embed is None:
             return x
-        return x + resample_pos_embed(
+        positions = resample_pos_embed(
             self.pos_embed, self.patch_embed.grid_size, x.shape[1] - self.num_prefix_tokens,
             self.num_prefix_tokens,
         )  # fmt: skip
+        # In the stem's precision: under autocast the tokens then stay in it from block to block.
+        return x + positions.to(x.dtype)
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the tokens after the last block, normalised, (B, N, D)."""
