@@ -224,7 +224,7 @@ def test_config_survives_the_way_through_dictionaries() -> None:
 
 def test_changed_keys_names_key_and_both_values() -> None:
     old, new = to_dict(Config()), to_dict(parse_train(["--model.depth", "7", "--out", "x"])[0])
-    assert changed_keys(old, new) == ["model.depth: 5 -> 7", "out: runs/quick -> x"]
+    assert changed_keys(old, new) == ["model.depth: 4 -> 7", "out: runs/quick -> x"]
 
 
 def test_eval_flags() -> None:

@@ -87,7 +87,7 @@ class ModelConfig:
     patch_size: int = 4
     stem: Literal["linear", "conv"] = "conv"
     embed_dim: int = 96
-    depth: int = 5
+    depth: int = 4
     num_heads: int = 3
     head_dim: int | None = None
     mlp_ratio: float = 2.0
@@ -256,11 +256,11 @@ class TrainConfig:
         compile: torch.compile the model
     """
 
-    epochs: int = 8
+    epochs: int = 11
     budget_minutes: float | None = None
     whiten: bool = True
     small_scale: float = 0.75
-    small_share: float = 0.6
+    small_share: float = 0.75
     batch_size: int = 128
     accumulate: int = 1
     seed: int = 0
