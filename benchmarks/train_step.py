@@ -1,14 +1,15 @@
 """Training steps side by side with other people's Vision Transformers, in one run.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/train_step.py [--rounds 5] [--steps 2]
+    python benchmarks/train_step.py [--rounds 5] [--steps 1]
 
 1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch 4, MLP ratio 2,
    batch 256, 32 x 32 pixels, 10 classes): this project's, timm's, vit-pytorch's SimpleViT and
    transformers' ViT, each with its defaults, in float32 and under bfloat16 autocast.
 2. What share of the machine's matrix peak that is, and where the rest of the step goes.
-3. Steps of configs/quick.yaml: what share of one is gathering and augmenting images.
-4. Classifying 10,000 images with the quick model, and with timm's of the same size in float32.
+3. The attention of such a step alone, written by hand and by torch's fused kernel.
+4. Steps of configs/quick.yaml: what share of one is gathering and augmenting images.
+5. Classifying 10,000 images with the quick model, and with timm's of the same size in float32.
 
 Pixels are random: speed does not depend on them.
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from vit.config import Config
 from vit.data.datasets import ImageSet, normalization
 from vit.evaluation import predict
+from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.checkpoint import build_model
 from vit.training.hardware import autocast, choose_precision, describe
@@ -149,6 +151,29 @@ def compare_peers(batch: int, rounds: int, steps: int) -> None:
         )
 
 
+def compare_kernels(batch: int, rounds: int) -> None:
+    """Print what one layer's attention costs, forward and backward, by either kernel."""
+    shape = (batch, HEADS, (SIZE // PATCH) ** 2, DIM // HEADS)
+    print(f"\nattention of one layer, {' x '.join(map(str, shape))}, forward and backward")
+    for precision in (torch.float32, torch.bfloat16):
+        parts = [torch.randn(shape, dtype=precision, requires_grad=True) for _ in range(3)]
+        query, key, value = parts
+
+        def by_hand(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
+            scaled_dot_product_attention(query, key, value)[0].sum().backward()
+
+        def fused(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
+            F.scaled_dot_product_attention(query, key, value).sum().backward()
+
+        timings = take_turns({"fused": fused, "by hand": by_hand}, rounds)
+        hand = timings["by hand"]
+        print(
+            f"  {str(precision)[6:]}: fused {1000 * timings['fused'].seconds:.0f} ms, by hand "
+            f"{1000 * hand.seconds:.0f} ms: {hand.ratio:.2f} x as fast "
+            f"({hand.low:.2f} to {hand.high:.2f})"
+        )
+
+
 def profile(work: Callable[[], object], rows: int = 14) -> None:
     """Print which operations some work spends its time in."""
     with torch.profiler.profile() as profiler:
@@ -227,12 +252,13 @@ def main() -> None:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--batch", type=int, default=256)
     arguments = parser.parse_args()
     print(f"{describe(CPU)}, torch {torch.__version__}")
     torch.manual_seed(0)
     compare_peers(arguments.batch, arguments.rounds, arguments.steps)
+    compare_kernels(arguments.batch, arguments.rounds)
     measure_quick(arguments.rounds)
     measure_evaluation(arguments.rounds)
 

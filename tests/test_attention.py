@@ -18,6 +18,7 @@ from vit.model.attention import (
     causal_mask,
     padding_mask,
     scaled_dot_product_attention,
+    uses_fused_kernel,
 )
 
 QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
@@ -384,12 +385,14 @@ class RecordCalls(TorchFunctionMode):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["auto", "math", "fused"])
-def test_torchs_kernel_is_used_where_asked_for_and_on_a_gpu(kernel, need_weights, device):
-    module = draw_attention(12, 3, kernel=kernel).to(device)
+def test_torchs_kernel_is_used_where_asked_for_or_faster(kernel, dtype, need_weights, device):
+    module = draw_attention(12, 3, kernel=kernel).to(device, dtype)
     with RecordCalls() as record:
-        module(draw_tokens().to(device), need_weights=need_weights)
-    expected = not need_weights and (kernel == "fused" or (kernel == "auto" and device == "cuda"))
+        module(draw_tokens().to(device, dtype), need_weights=need_weights)
+    faster = device == "cuda" or dtype == torch.float32
+    expected = not need_weights and (kernel == "fused" or (kernel == "auto" and faster))
     assert (F.scaled_dot_product_attention in record.called) == expected
 
 
@@ -553,3 +556,19 @@ def test_bfloat16_autocast_is_close_to_float32(mask, kernel):
     assert_close(output.float(), expected_output, rtol=0.02, atol=0.05)
     assert_close(output_too.float(), expected_output, rtol=0.02, atol=0.05)
     assert_close(weights.float(), expected_weights, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "dtype", "fused"),
+    [
+        ("auto", "cpu", torch.bfloat16, False),
+        ("auto", "cpu", torch.float32, True),
+        ("auto", "cuda", torch.bfloat16, True),
+        ("auto", "cuda", torch.float32, True),
+        ("math", "cuda", torch.bfloat16, False),
+        ("math", "cpu", torch.float32, False),
+        ("fused", "cpu", torch.bfloat16, True),
+    ],
+)
+def test_auto_takes_the_kernel_that_is_faster(kernel, device, dtype, fused):
+    assert uses_fused_kernel(kernel, torch.device(device), dtype) is fused

@@ -91,7 +91,9 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_argument("run", help="run folder, model.safetensors or checkpoint")
+    parser.add_argument(
+        "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which comes along"
+    )
     several = ("image", "indices")
     for name, kind in (("image", str), ("indices", int)):
         parser.add_argument(

@@ -61,12 +61,13 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
-def uses_fused_kernel(kernel: str, device: torch.device) -> bool:
-    """Tell whether a kernel setting means torch's fused kernel on a device.
+def uses_fused_kernel(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether a kernel setting means torch's fused kernel for tensors on a device.
 
-    "auto" does on a GPU; on a CPU the backward pass of the fused kernel is the slower one.
+    "auto" does, but for bfloat16 on a CPU, where its backward pass takes several times as long.
     """
-    return kernel == "fused" or (kernel == "auto" and device.type == "cuda")
+    faster = device.type != "cpu" or dtype == torch.float32
+    return kernel == "fused" or (kernel == "auto" and faster)
 
 
 class MultiHeadSelfAttention(nn.Module):
@@ -84,7 +85,7 @@ class MultiHeadSelfAttention(nn.Module):
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projection.
         kernel: "math" is `scaled_dot_product_attention` above; "fused" is torch's kernel, with the
-            same result; "auto" chooses by device, see `uses_fused_kernel`. When weights are needed
+            same result; "auto" takes the faster, see `uses_fused_kernel`. When weights are needed
             it is always "math".
 
     Raises:
@@ -139,7 +140,7 @@ class MultiHeadSelfAttention(nn.Module):
         if mask is not None:
             mask = mask.unsqueeze(-3)  # the same for all heads
         dropout_p = self.attn_drop if self.training else 0.0
-        if uses_fused_kernel(self.kernel, x.device) and not need_weights:
+        if uses_fused_kernel(self.kernel, x.device, query.dtype) and not need_weights:
             heads = F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
         else:
             heads, weights = scaled_dot_product_attention(query, key, value, mask, dropout_p)

@@ -37,7 +37,7 @@ def start_text(
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
-    fused = uses_fused_kernel(config.model.attn_kernel, device)
+    fused = uses_fused_kernel(config.model.attn_kernel, device, precision)
     budget = config.train.budget_minutes
     return (
         f"data     {config.data.name}: {num_training:,} images to train on, "
