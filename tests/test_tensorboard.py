@@ -23,7 +23,7 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-STEPS = 468  # of the demo
+STEPS = 624  # of the demo
 WAIT = 30_000  # milliseconds
 
 
