@@ -23,6 +23,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor
 
 from vit.config import Config, EvalConfig, from_dict, to_dict
+from vit.data import datasets
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.data.shapes import KINDS
@@ -318,6 +319,7 @@ def test_test_images_are_read_once_and_last(
         return train_step(*args, **kwargs)
 
     monkeypatch.setattr(trainer, "load", watched_load)
+    monkeypatch.setattr(datasets, "load", watched_load)
     monkeypatch.setattr(trainer, "train_step", watched_step)
     train(small(tmp_path / "run", train={"epochs": 1}))
     assert order == ["training images", *["step"] * 5, "test images"]

@@ -138,7 +138,9 @@ class Trainer:
         self.mean, self.std = normalization(config.data.name, device)
         patch = config.model.patch_size
         self.small_size = patch * max(1, round(IMAGE_SIZE / patch * config.train.small_scale))
-        self.forward = torch.compile(state.model) if config.train.compile else state.model
+        # Both image sizes are compiled on their own, so that the grid is a plain number.
+        compile_ = config.train.compile
+        self.forward = torch.compile(state.model, dynamic=False) if compile_ else state.model
         self.follower = Follower(
             Path(config.out), held_out if len(held_out) else training, config.track.probes,
             self.mean, self.std, precision, config.train.seed,
