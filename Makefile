@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 help:
 	@echo "make demo   train, evaluate and explain on drawn shapes: no download, about 2 minutes"
-	@echo "make test   the whole test suite, about 6 minutes"
+	@echo "make test   the whole test suite, about 8 minutes"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
 
