@@ -159,6 +159,12 @@ def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
     return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)
 
 
+def grid_of(num_patches: int, grid_size: tuple[int, int]) -> tuple[int, int]:
+    """Find rows and columns of so many patches in the aspect of another grid."""
+    rows = math.isqrt(num_patches * grid_size[0] // grid_size[1])
+    return rows, num_patches // rows
+
+
 def resample_pos_embed(
     pos_embed: Tensor, grid_size: tuple[int, int], num_patches: int, num_prefix_tokens: int
 ) -> Tensor:
@@ -175,10 +181,8 @@ def resample_pos_embed(
     """
     if num_patches == grid_size[0] * grid_size[1]:
         return pos_embed
-    rows = math.isqrt(num_patches * grid_size[0] // grid_size[1])
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
     grid = rearrange(patches, "one (h w) d -> one d h w", h=grid_size[0])
-    grid = F.interpolate(
-        grid, (rows, num_patches // rows), mode="bicubic", antialias=True, align_corners=False
-    )
+    size = grid_of(num_patches, grid_size)
+    grid = F.interpolate(grid, size, mode="bicubic", antialias=True, align_corners=False)
     return torch.cat([prefix, rearrange(grid, "one d h w -> one (h w) d")], dim=1)

@@ -3,7 +3,6 @@
 Shapes: B batch, D width of a token, H heads, N tokens (prefix and patches).
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from vit.model.attention import MultiHeadSelfAttention
+from vit.model.embed import grid_of
 
 
 class NeighbourConv(nn.Module):
@@ -34,7 +34,7 @@ class NeighbourConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, D) to (B, N, D)."""
         prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        rows = math.isqrt(patches.shape[1] * self.grid_size[0] // self.grid_size[1])
+        rows, _ = grid_of(patches.shape[1], self.grid_size)
         grid = rearrange(patches, "b (h w) d -> b d h w", h=rows)
         patches = patches + rearrange(self.conv(grid), "b d h w -> b (h w) d")
         return torch.cat([prefix, patches], dim=1) if self.num_prefix_tokens else patches
