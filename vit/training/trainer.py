@@ -59,8 +59,9 @@ def train(config: Config, overwrite: bool = False) -> dict[str, Any]:
     training, held_out = load_training(
         data.name, data.root, data.download, data.train_size, data.val_size, config.train.seed
     )
-    sample = training.images[:WHITENED] if config.train.whiten else None
-    if sample is not None:
+    sample = None
+    if config.train.whiten and checkpoint is None:  # a checkpoint has its own kernels
+        sample = training.images[:WHITENED]
         sample = normalize(sample, *normalization(data.name, sample.device))
     state = build_state(config, len(training.classes), device, sample)
     trainer = Trainer(config, state, training, held_out, device, precision)
@@ -176,6 +177,8 @@ class Trainer:
         stages = ((self.small_size, train.small_share), (IMAGE_SIZE, 1 - train.small_share))
         seconds = 0.0
         for size, share in stages:
+            if share == 0:
+                continue
             for steps in (WARM_STEPS, TRIAL_STEPS):
                 begin = time.perf_counter()
                 for _ in range(steps):
