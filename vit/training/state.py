@@ -60,7 +60,7 @@ class TrainState:
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
         self.step, self.seconds = state["step"], state["seconds"]
-        self.total_steps = state.get("total_steps", 0)  # older runs did not keep it
+        self.total_steps = state["total_steps"]
 
 
 def build_state(
