@@ -60,6 +60,13 @@ def small(out: Path, **changes: dict[str, Any]) -> Config:
     return from_dict({"out": str(out), **parts})
 
 
+def load_images(config: Config) -> tuple[ImageSet, ImageSet]:
+    data = config.data
+    return load_training(
+        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
+    )
+
+
 def command(config: Config, folder: Path) -> list[str]:
     file = folder / "config.yaml"
     folder.mkdir(exist_ok=True)
@@ -401,10 +408,7 @@ def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
 
 def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
     config = small(tmp_path, train={"budget_minutes": 1.0})
-    data = config.data
-    training, held_out = load_training(
-        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
-    )
+    training, held_out = load_images(config)
     state = build_state(config, 10, torch.device("cpu"))
     fresh = build_state(config, 10, torch.device("cpu")).state_dict()
     trainer = Trainer(config, state, training, held_out, torch.device("cpu"), torch.float32)
@@ -420,10 +424,7 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
     still = {"lr": 1e-12, "muon_lr": 1e-12, "weight_decay": 0.0, "muon_weight_decay": 0.0}
     config = small(tmp_path / "run", optim=still, train={"whiten": whiten, "epochs": 1})
     train(config)
-    data = config.data
-    training, _ = load_training(
-        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
-    )
+    training, _ = load_images(config)
     expected = build_state(config, 10, torch.device("cpu")).model.patch_embed
     if whiten:
         images = normalize(training.images, *normalization("shapes", torch.device("cpu")))
@@ -441,10 +442,7 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
 )  # fmt: skip
 def test_small_images_come_first(tmp_path: Path, scale, share, expected) -> None:
     config = small(tmp_path, train={"small_scale": scale, "small_share": share, "epochs": 2})
-    data = config.data
-    training, held_out = load_training(
-        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
-    )
+    training, held_out = load_images(config)
     state = build_state(config, 10, torch.device("cpu"))
     trainer = Trainer(config, state, training, held_out, torch.device("cpu"), torch.float32)
     trainer.plan()
