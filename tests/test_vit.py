@@ -301,6 +301,19 @@ def test_sincos_positions_are_saved_but_not_learned(prefix):
     assert_close(model(draw_images()), twin(draw_images()), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+@pytest.mark.parametrize("pos_embed", ["learned", "sincos", "none"])
+def test_under_autocast_tokens_stay_in_bfloat16_between_blocks(stem, pos_embed):
+    model = VisionTransformer(
+        embed_dim=24, depth=2, num_heads=2, reg_tokens=1, stem=stem, pos_embed=pos_embed
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        images = torch.randn(2, 3, 32, 32)
+        assert model.embed(images).dtype == torch.bfloat16
+        _, _, tokens = model.forward_intermediates(images)
+    assert {layer.dtype for layer in tokens} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("size", [16, 24, 48])
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_images_of_another_size_as_in_timm(size, prefix):
