@@ -17,6 +17,7 @@ Pixels are random: speed does not depend on them.
 import argparse
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -153,19 +154,19 @@ def compare_peers(batch: int, rounds: int, steps: int) -> None:
 
 def compare_kernels(batch: int, rounds: int) -> None:
     """Print what one layer's attention costs, forward and backward, by either kernel."""
+
+    def by_hand(query: Tensor, key: Tensor, value: Tensor) -> None:
+        scaled_dot_product_attention(query, key, value)[0].sum().backward()
+
+    def fused(query: Tensor, key: Tensor, value: Tensor) -> None:
+        F.scaled_dot_product_attention(query, key, value).sum().backward()
+
     shape = (batch, HEADS, (SIZE // PATCH) ** 2, DIM // HEADS)
     print(f"\nattention of one layer, {' x '.join(map(str, shape))}, forward and backward")
     for precision in (torch.float32, torch.bfloat16):
         parts = [torch.randn(shape, dtype=precision, requires_grad=True) for _ in range(3)]
-        query, key, value = parts
-
-        def by_hand(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
-            scaled_dot_product_attention(query, key, value)[0].sum().backward()
-
-        def fused(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
-            F.scaled_dot_product_attention(query, key, value).sum().backward()
-
-        timings = take_turns({"fused": fused, "by hand": by_hand}, rounds)
+        works = {"fused": partial(fused, *parts), "by hand": partial(by_hand, *parts)}
+        timings = take_turns(works, rounds)
         hand = timings["by hand"]
         print(
             f"  {str(precision)[6:]}: fused {1000 * timings['fused'].seconds:.0f} ms, by hand "
@@ -203,23 +204,24 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
         f"\nconfigs/quick.yaml, batch {size}: {size / trainer._time_steps():.0f} images/s, "
         "mean over a run"
     )
+
+    def train(side: int) -> None:
+        for batch in batches:
+            trainer._train_batch(batch, 0.01, side)
+
+    def prepare(side: int) -> None:
+        for batch in batches:
+            trainer._augmented(batch, side)
+
     for side in (trainer.small_size, SIZE):
-
-        def train(side: int = side) -> None:
-            for batch in batches:
-                trainer._train_batch(batch, 0.01, side)
-
-        def prepare(side: int = side) -> None:
-            for batch in batches:
-                trainer._augmented(batch, side)
-
-        timings = take_turns({"step": train, "gathering": prepare}, rounds)
+        works = {"step": partial(train, side), "gathering": partial(prepare, side)}
+        timings = take_turns(works, rounds)
         whole, part = timings["step"].seconds, timings["gathering"].seconds
         print(
             f"  {side} x {side} pixels: {size * steps / whole:.0f} images/s; "
             f"gathering, augmenting and shrinking takes {part / whole:.1%} of the step"
         )
-    profile(train)
+    profile(partial(train, SIZE))
 
 
 def measure_evaluation(rounds: int, count: int = 10_000) -> None:
