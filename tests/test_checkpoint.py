@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
+import timm
 import torch
+from PIL import Image
 
 from vit.config import Config, to_dict
+from vit.files import seal
 from vit.training import checkpoint
 from vit.training.checkpoint import (
     build_model,
@@ -19,7 +23,6 @@ from vit.training.checkpoint import (
     read_checkpoint,
     save_checkpoint,
     save_model,
-    write_atomically,
 )
 
 CLASSES = ("cat", "dog", "frog")
@@ -34,6 +37,12 @@ def config() -> Config:
 def state(config: Config) -> dict[str, Any]:
     model = build_model(config, len(CLASSES)).state_dict()
     return {"model": model, "ema": None, "config": to_dict(config), "classes": list(CLASSES)}
+
+
+def torch_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def test_model_comes_back_whole_from_its_file_alone(config: Config, tmp_path: Path) -> None:
@@ -78,19 +87,6 @@ def test_broken_checkpoint_falls_back_to_the_one_before(
     assert latest_checkpoint(tmp_path / "nothing") is None
 
 
-def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-
-
 class Payload:
     """Creates a file when it is unpickled."""
 
@@ -103,31 +99,87 @@ class Payload:
 
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
-    buffer = io.BytesIO()
-    torch.save({"step": 1, **state(config), "extra": Payload(proof)}, buffer)
-    (tmp_path / "evil.pt").write_bytes(buffer.getvalue())
-    with pytest.raises(ValueError, match=r"evil\.pt is not a checkpoint"):
-        read_checkpoint(tmp_path / "evil.pt")
-    assert not proof.exists()
+    evil = torch_bytes({"step": 1, **state(config), "extra": Payload(proof)})
+    for data in (evil, seal(evil)):
+        (tmp_path / "evil.pt").write_bytes(data)
+        with pytest.raises(ValueError, match=r"evil\.pt is not a checkpoint"):
+            read_checkpoint(tmp_path / "evil.pt")
+        assert not proof.exists()
     torch.load(tmp_path / "evil.pt", weights_only=False)
     assert proof.exists()  # it would have run
 
 
 def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path) -> None:
+    timms = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24).state_dict()
     files = {
-        "weights.safetensors": safetensors.torch.save({"w": torch.zeros(2)}),
-        "noise.safetensors": b"\x00" * 100,
-        "noise.pt": b"\x00" * 100,
-        "pickle.pt": pickle.dumps({"a": 1}),
-        "empty.pt": b"",
+        "weights.safetensors": (safetensors.torch.save({"w": torch.zeros(2)}), "weights only"),
+        "timm.safetensors": (safetensors.torch.save(timms), "timm's names"),
+        "noise.safetensors": (b"\x00" * 100, "is not a safetensors file"),
+        "state_dict.pt": (torch_bytes({"weight": torch.zeros(2)}), "of this project"),
+        "timm.pt": (torch_bytes(timms), "timm's names"),
+        "timm.pth": (torch_bytes({"epoch": 3, "state_dict": timms}), "timm's names"),
+        "tensor.pt": (torch_bytes(torch.zeros(3)), "is not a checkpoint"),
+        "noise.pt": (b"\x00" * 100, "is not a checkpoint"),
+        "pickle.pt": (pickle.dumps({"a": 1}), "is not a checkpoint"),
+        "empty.pt": (b"", "is not a checkpoint"),
+        "unsealed.pt": (torch_bytes({"step": 1, **state(config)}), "is damaged"),
     }
-    buffer = io.BytesIO()
-    torch.save({"weight": torch.zeros(2)}, buffer)
-    files["state_dict.pt"] = buffer.getvalue()
-    for name, content in files.items():
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG")
+    files["photo.png"] = (image.getvalue(), "is not a checkpoint")
+    for name, (content, reason) in files.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"{name} .*{reason}"):
             load_model(tmp_path / name)
+
+
+def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path) -> None:
+    model = build_model(config, len(CLASSES))
+    save_model(tmp_path / "model.safetensors", model, config, CLASSES, step=1)
+    save_checkpoint(tmp_path, 1, state(config))
+    random = np.random.default_rng(0)
+    for whole in (tmp_path / "model.safetensors", tmp_path / "checkpoints" / "step_00000001.pt"):
+        load_model(whole)
+        data, damaged = whole.read_bytes(), tmp_path / f"damaged{whole.suffix}"
+        # Half of the flips fall on the names and numbers around the weights, where a reader that
+        # trusts them goes wrong: the first bytes and the last.
+        bits = random.integers(0, 8 * len(data), 200)
+        bits[:50], bits[50:100] = bits[:50] % 4096, -1 - bits[50:100] % 4096
+        for bit in bits.tolist():
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            damaged.write_bytes(flipped)
+            with pytest.raises(ValueError, match=damaged.name):
+                load_model(damaged)
+        for length in random.integers(0, len(data), 50).tolist():
+            damaged.write_bytes(data[:length])
+            with pytest.raises(ValueError, match=damaged.name):
+                load_model(damaged)
+
+
+def test_eval_takes_no_older_checkpoint_for_the_newest(config: Config, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 5, state(config))
+    save_checkpoint(tmp_path, 10, state(config))
+    newest = tmp_path / "checkpoints" / "step_00000010.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"step_00000010\.pt is damaged"):
+        load_model(tmp_path)
+
+
+def test_checkpoint_that_does_not_read_back_replaces_nothing(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (5, 10):
+        save_checkpoint(tmp_path, step, state(config))
+
+    def failing_disk(path: Path, data: bytes) -> None:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    monkeypatch.setattr(checkpoint, "write_atomically", failing_disk)
+    with pytest.raises(OSError, match="does not read back"):
+        save_checkpoint(tmp_path, 15, state(config))
+    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == ["step_00000005.pt", "step_00000010.pt"]
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(config: Config, tmp_path: Path) -> None:

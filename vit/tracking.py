@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from vit.training.checkpoint import write_atomically
+from vit.files import write_atomically
 from vit.training.run import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"

@@ -1,15 +1,17 @@
 """Files that hold a model: checkpoints to resume from, and the finished model with its config.
 
-Every file is written whole or not at all, and only tensors and plain values are read back: nothing
-in a file is ever executed.
+Every file is written whole or not at all, carries the SHA-256 of its content, by which a single
+changed bit is noticed, and only tensors and plain values are read back: nothing in a file is ever
+executed.
 """
 
+import errno
+import hashlib
 import io
 import json
-import os
-import pickle
 import sys
 import warnings
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,14 @@ import safetensors.torch
 import torch
 
 from vit.config import Config, from_dict, to_dict
+from vit.files import seal, unseal, write_atomically
 from vit.model.vit import VisionTransformer
 
 MODEL_FILE = "model.safetensors"
 SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # finished models by name
 METADATA_KEY = "vit"  # in model.safetensors: config, classes and step as JSON
+DIGEST_KEY = "sha256"  # likewise: of the whole file, with zeros where the digest itself stands
+BLANK = "0" * 64
 CHECKPOINT_FOLDER = "checkpoints"
 KEEP = 2  # checkpoints; the older one is there in case the newer cannot be read
 
@@ -52,34 +57,26 @@ def build_model(config: Config, num_classes: int) -> VisionTransformer:
     return VisionTransformer(num_classes=num_classes, **asdict(config.model))
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves either the old one or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
-    """Write RUN/checkpoints/step_N.pt and delete all but the last two.
+    """Write RUN/checkpoints/step_N.pt and, once it is known to be whole, delete all but two.
 
     Args:
         run: The run folder.
         step: Steps done.
         state: Tensors and plain values.
+
+    Raises:
+        OSError: It could not be written, or is not what was written; the older ones are left.
     """
     folder = run / CHECKPOINT_FOLDER
     folder.mkdir(exist_ok=True)
     buffer = io.BytesIO()
     torch.save({"step": step, **state}, buffer)
-    write_atomically(folder / f"step_{step:08d}.pt", buffer.getvalue())
+    path = folder / f"step_{step:08d}.pt"
+    write_atomically(path, seal(buffer.getvalue()))
+    if unseal(path.read_bytes()) is None:
+        path.unlink()
+        raise OSError(errno.EIO, "it does not read back as it was written", str(path))
     for old in (*sorted(folder.glob("step_*.pt"))[:-KEEP], *folder.glob(".step_*.tmp")):
         old.unlink()
 
@@ -88,20 +85,44 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint without executing anything in it.
 
     Raises:
-        ValueError: The file is not a whole checkpoint.
+        ValueError: The file is not a checkpoint of this project, or is damaged.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of foreign pickles; the error says it all
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # torch's own text advises to execute what is in the file
-        raise ValueError(f"{path} is not a checkpoint, or is damaged") from None
-    except (RuntimeError, EOFError, OSError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is not a checkpoint, or is damaged: {reason}") from None
-    if not isinstance(state, dict) or not {"step", "config", "classes", "model"} <= state.keys():
-        raise ValueError(f"{path} is not a checkpoint of this project")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    content = unseal(data)
+    state = _unpickle(data if content is None else content)
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is not a checkpoint, or is damaged")
+    if not {"step", "config", "classes", "model"} <= state.keys():
+        raise ValueError(f"{path} is not a checkpoint of this project{_weights_of(state)}")
+    if content is None:
+        raise ValueError(f"{path} is damaged: it is not what was written (SHA-256)")
     return state
+
+
+def _unpickle(data: bytes) -> Any:
+    """Read tensors and plain values; None where data holds anything else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of foreign pickles
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception:  # what a foreign or damaged file raises is not for us to list
+            return None
+
+
+def _weights_of(names: Collection[str]) -> str:
+    """Say what kind of weights somebody else's file holds, and what can be done with them."""
+    for wrapper in ("state_dict", "model"):
+        if isinstance(names, dict) and isinstance(names.get(wrapper), dict):
+            names = names[wrapper]
+    if not {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= set(names):
+        return ""
+    return (
+        ": it holds a ViT's weights in timm's names without a config; load them in Python with "
+        "VisionTransformer(...).load_state_dict (vit.model.vit)"
+    )
 
 
 def latest_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -120,19 +141,22 @@ def latest_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
         except ValueError as error:
             print(f"warning: {error}; trying an older one", file=sys.stderr)
     if paths:
-        raise ValueError(f"{run}: none of its checkpoints can be read")
+        raise ValueError(f"{run}: none of its checkpoints can be read; start anew with --overwrite")
     return None
 
 
 def save_model(
     path: Path, model: VisionTransformer, config: Config, classes: tuple[str, ...], step: int
 ) -> None:
-    """Write the weights as safetensors, with config, class names and step inside."""
+    """Write the weights as safetensors, with config, class names, step and digest inside."""
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
     about = {"config": to_dict(config), "classes": classes, "step": step}
-    write_atomically(path, safetensors.torch.save(tensors, {METADATA_KEY: json.dumps(about)}))
+    metadata = {METADATA_KEY: json.dumps(about), DIGEST_KEY: BLANK}
+    data = safetensors.torch.save(tensors, metadata)
+    digest = hashlib.sha256(data).hexdigest()
+    write_atomically(path, data.replace(BLANK.encode(), digest.encode(), 1))
 
 
 def load_model(path: Path) -> SavedModel:
@@ -156,12 +180,11 @@ def load_model(path: Path) -> SavedModel:
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
     if path.is_dir():
-        newest = latest_checkpoint(path)
-        if newest is None:
+        checkpoints = sorted(path.glob(f"{CHECKPOINT_FOLDER}/step_*.pt"))
+        if not checkpoints:
             raise ValueError(f"{path} holds neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
-        path, state = newest
-    else:
-        state = _read_model(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+        path = checkpoints[-1]
+    state = _read_model(path) if path.suffix == ".safetensors" else read_checkpoint(path)
     config, classes = from_dict(state["config"]), tuple(state["classes"])
     model = build_model(config, len(classes))
     try:
@@ -177,8 +200,16 @@ def _read_model(path: Path) -> dict[str, Any]:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        data = path.read_bytes()
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
-    if METADATA_KEY not in metadata:
-        raise ValueError(f"{path} holds weights only, without the config of a run of this project")
+    if METADATA_KEY not in metadata and DIGEST_KEY not in metadata:
+        raise ValueError(
+            f"{path} holds weights only, without the config of a run of this project"
+            f"{_weights_of(tensors)}"
+        )
+    digest = metadata.get(DIGEST_KEY, "")
+    blanked = data.replace(digest.encode(), BLANK.encode(), 1) if digest else data
+    if hashlib.sha256(blanked).hexdigest() != digest:
+        raise ValueError(f"{path} is damaged: it is not what was written (SHA-256)")
     return {"model": tensors, **json.loads(metadata[METADATA_KEY])}

@@ -6,12 +6,8 @@ from typing import Any
 import yaml
 
 from vit.config import Config, changed_keys, to_dict
-from vit.training.checkpoint import (
-    CHECKPOINT_FOLDER,
-    MODEL_FILE,
-    latest_checkpoint,
-    write_atomically,
-)
+from vit.files import write_atomically
+from vit.training.checkpoint import CHECKPOINT_FOLDER, MODEL_FILE, latest_checkpoint
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
