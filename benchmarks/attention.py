@@ -29,8 +29,8 @@ from vit.reporting.report import write_report
 from vit.tracking import Tracker, milestones
 from vit.training.checkpoint import build_model
 from vit.training.hardware import autocast, choose_precision, describe
+from vit.training.loop import Loop
 from vit.training.state import build_state
-from vit.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -91,15 +91,15 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
 
         training, held_out = draw_images(6400), draw_images(config.data.val_size)
         state = build_state(config, 10, CPU)
-        trainer = Trainer(config, state, training, held_out, CPU, precision)
-        trainer.plan()
+        loop = Loop(config, state, training, held_out, CPU, precision)
+        loop.count_steps()
         tracker = Tracker(Path(folder))
         values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
         works: dict[str, Callable[[], object]] = {
-            "milestone": lambda: trainer.follower.look(state.evaluated(), tracker, 0),
+            "milestone": lambda: loop.follower.look(state.evaluated(), tracker, 0),
             "curves": lambda: tracker.scalars(0, values),
         }
-        step = trainer._time_steps()
+        step = loop._time_steps()
         seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
         test = draw_images(10_000)
         report = timed(

@@ -31,8 +31,8 @@ from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.checkpoint import build_model
 from vit.training.hardware import autocast, choose_precision, describe
+from vit.training.loop import Loop
 from vit.training.state import build_state
-from vit.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
@@ -185,35 +185,35 @@ def profile(work: Callable[[], object], rows: int = 14) -> None:
         print(f"  {row.key[:44]:<46}{row.self_cpu_time_total / total:6.1%}{row.count:8,} calls")
 
 
-def quick_trainer() -> Trainer:
-    """Make the trainer of configs/quick.yaml on random pixels."""
+def quick_loop() -> Loop:
+    """Make the loop of configs/quick.yaml on random pixels."""
     config = dataclasses.replace(Config(), track=dataclasses.replace(Config().track, probes=0))
     pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
     precision = choose_precision(config.train.precision, CPU)
     state = build_state(config, CLASSES, CPU)
-    return Trainer(config, state, images, images.select(torch.arange(0)), CPU, precision)
+    return Loop(config, state, images, images.select(torch.arange(0)), CPU, precision)
 
 
 def measure_quick(rounds: int, steps: int = 10) -> None:
     """Print the parts of a step of configs/quick.yaml."""
-    trainer = quick_trainer()
-    size = trainer.config.train.batch_size
+    loop = quick_loop()
+    size = loop.config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
     print(
-        f"\nconfigs/quick.yaml, batch {size}: {size / trainer._time_steps():.0f} images/s, "
+        f"\nconfigs/quick.yaml, batch {size}: {size / loop._time_steps():.0f} images/s, "
         "mean over a run"
     )
 
     def train(side: int) -> None:
         for batch in batches:
-            trainer._train_batch(batch, 0.01, side)
+            loop._train_batch(batch, 0.01, side)
 
     def prepare(side: int) -> None:
         for batch in batches:
-            trainer._augmented(batch, side)
+            loop._augmented(batch, side)
 
-    for side in (trainer.small_size, SIZE):
+    for side in (loop.plan.small_size, SIZE):
         works = {"step": partial(train, side), "gathering": partial(prepare, side)}
         timings = take_turns(works, rounds)
         whole, part = timings["step"].seconds, timings["gathering"].seconds

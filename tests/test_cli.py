@@ -182,10 +182,10 @@ def test_printed_config_is_a_config_that_gives_the_same_run(tmp_path: Path) -> N
     printed = run("train.py", "--model.depth", "7", "--print_config")
     file = tmp_path / "printed.yaml"
     file.write_text(printed.stdout)
-    again, overwrite = parse_train(["--config", str(file)])
+    again, options = parse_train(["--config", str(file)])
     assert again == parse_train(["--model.depth", "7"])[0]
     assert again.model.depth == 7
-    assert not overwrite
+    assert options == {"overwrite": False, "allow_changes": False}
 
 
 def test_later_config_wins_and_flags_win_over_all(tmp_path: Path) -> None:

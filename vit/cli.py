@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence, Set
@@ -19,8 +20,12 @@ from vit.config import DEFAULT_CONFIG, Config, EvalConfig
 
 
 def fail(message: str) -> NoReturn:
-    """End the program with one line on standard error and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
+    """End the program with one line on standard error and exit code 2.
+
+    Of several processes that torchrun has started, the first speaks.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -36,14 +41,14 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def parse_train(arguments: Sequence[str]) -> tuple[Config, bool]:
+def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     """Read train.py's command line.
 
     Args:
         arguments: The words after `train.py`. Without `--config`, configs/quick.yaml is read.
 
     Returns:
-        The config, and whether a run that is there may be overwritten.
+        The config, and what may be done with a run that is there, as arguments of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -64,10 +69,19 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, bool]:
     parser.add_argument(
         "--overwrite", action="store_true", help="delete what the run folder holds and start anew"
     )
+    parser.add_argument(
+        "--resume.allow_changes",
+        action="store_true",
+        help="resume an unfinished run also with another config or number of processes",
+    )
     if not any(word == "--config" or word.startswith("--config=") for word in arguments):
         arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
     values = _parse(parser, Config, arguments)
-    return Config(**_fields(values, Config)), values["overwrite"]
+    options = {
+        "overwrite": values["overwrite"],
+        "allow_changes": values["resume.allow_changes"],
+    }
+    return Config(**_fields(values, Config)), options
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:

@@ -254,6 +254,8 @@ class TrainConfig:
         device: where it runs; auto takes a GPU if there is one
         precision: of matrix products; auto takes bfloat16 where the hardware computes it natively
         compile: torch.compile the model
+        max_skipped: steps in a row whose loss or gradient is not finite, and which are skipped,
+            before the run is given up
     """
 
     epochs: int = 11
@@ -267,9 +269,10 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False
+    max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate"):
+        for name in ("epochs", "batch_size", "accumulate", "max_skipped"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
         _require(
             self.batch_size % self.accumulate == 0,
@@ -311,9 +314,12 @@ class Config:
 
     Attributes:
         out: run folder
+        deterministic: refuse operations whose result depends on the order in which a GPU adds; on
+            a CPU the same seed gives the same numbers anyway
     """
 
     out: str = "runs/quick"
+    deterministic: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -402,9 +408,10 @@ def from_dict(values: dict[str, Any]) -> Config:
     """
     parts = {}
     for part in dataclasses.fields(Config):
-        value = values.get(part.name, {} if part.name != "out" else Config.out)
+        group = dataclasses.is_dataclass(part.type)
+        value = values.get(part.name, {} if group else part.default)
         try:
-            parts[part.name] = value if part.name == "out" else part.type(**value)  # type: ignore[operator]
+            parts[part.name] = part.type(**value) if group else value  # type: ignore[operator]
         except TypeError as error:
             raise ValueError(f"{part.name}: {error}") from None
     return Config(**parts)

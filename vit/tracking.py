@@ -59,8 +59,11 @@ class Tracker:
         """Write a text, in Markdown."""
         self._writer.add_text(tag, words, 0)
 
-    def results(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers by tag to TensorBoard alone: the report has them already."""
+    def aside(self, step: int, values: dict[str, float]) -> None:
+        """Write numbers by tag to TensorBoard alone.
+
+        So metrics.jsonl is free of what depends on the clock, and two runs alike have it alike.
+        """
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 

@@ -81,6 +81,12 @@ def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
         old.unlink()
 
 
+def checkpoint_steps(run: Path) -> list[int]:
+    """List the steps of a run's checkpoints, oldest first."""
+    names = sorted(path.stem for path in (run / CHECKPOINT_FOLDER).glob("step_*.pt"))
+    return [int(name.removeprefix("step_")) for name in names]
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint without executing anything in it.
 

@@ -1,5 +1,6 @@
 """What training says on the terminal at its start and at its end."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +9,36 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import IMAGE_SIZE, Config
 from vit.model.attention import uses_fused_kernel
-from vit.training.checkpoint import MODEL_FILE
+from vit.training.checkpoint import MODEL_FILE, checkpoint_steps
 from vit.training.hardware import describe
+from vit.training.plan import Plan
 from vit.training.run import EVAL_FOLDER, REPORT_FILE
 from vit.training.state import TrainState
+
+LOSSES = 30  # shown of a run that diverged
 
 
 def start_text(
     config: Config,
     state: TrainState,
+    plan: Plan,
     num_training: int,
     num_held_out: int,
-    steps_per_epoch: int,
     device: torch.device,
     precision: torch.dtype,
+    processes: int,
 ) -> str:
     """Say what is going to happen, with what and where.
 
     Args:
         config: The run.
-        state: Where it stands, with its steps counted.
+        state: Where it stands.
+        plan: How long it is.
         num_training: Images to train on.
         num_held_out: Images held out.
-        steps_per_epoch: Full batches in an epoch.
         device: Where it computes.
         precision: Of matrix products.
+        processes: How many train together.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         state.evaluated()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, device=device))
@@ -45,11 +51,12 @@ def start_text(
         f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
         f"heads {config.model.num_heads}: {parameters:,} parameters, "
         f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per image forward\n"
-        f"device   {describe(device)}, {str(precision)[6:]}, "
+        f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
+        f"{describe(device)}, {str(precision)[6:]}, "
         f"{'fused' if fused else 'math'} attention"
         f"{', compiled' if config.train.compile else ''}\n"
-        f"steps    {state.total_steps:,}, of {config.train.batch_size} images each; "
-        f"epochs: {state.total_steps / steps_per_epoch:.4g}"
+        f"steps    {plan.total_steps:,}, of {config.train.batch_size} images each; "
+        f"epochs: {plan.total_steps / plan.steps_per_epoch:.4g}"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
         f"{f', resumed after {state.step:,}' if state.step else ''}\n"
         f"run      {config.out}; follow it with: {tensorboard_command(Path(config.out))}"
@@ -68,6 +75,32 @@ def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
         f"next     python eval.py {run}\n"
         f"         python eval.py {run} --attention\n"
         f"         {tensorboard_command(run)}"
+    )
+
+
+def stopped_text(run: Path, number: int) -> str:
+    """Say how a run that a signal has stopped goes on."""
+    saved = checkpoint_steps(run)
+    return f"\nstopped by {signal.Signals(number).name}: the same command " + (
+        f"goes on after step {saved[-1]:,}" if saved else "starts anew: nothing was saved yet"
+    )
+
+
+def diverged_text(state: TrainState, what: str) -> str:
+    """Say that what was computed is not finite, and what came before.
+
+    Args:
+        state: Where the run stands.
+        what: "loss or gradient", or "weights".
+    """
+    rates = ", ".join(f"{optimizer.param_groups[0]['lr']:.3g}" for optimizer in state.optimizers)
+    losses = " ".join(f"{point[0].item():.4g}" for point in state.points[-LOSSES:])
+    return (
+        f"training diverged: {what} not finite at step {state.step:,}, after "
+        f"{state.skipped_in_a_row} skipped steps in a row (learning rate {rates}; losses up to "
+        f"there, nan for a skipped step: {losses}); nothing of that is saved. "
+        f"Lower --optim.lr and --optim.muon_lr or set --optim.clip_grad, and start anew with "
+        f"--overwrite"
     )
 
 

@@ -1,5 +1,10 @@
 """The run folder: what is in it, and whether to start, resume or refuse."""
 
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ from vit.files import write_atomically
 from vit.training.checkpoint import CHECKPOINT_FOLDER, MODEL_FILE, latest_checkpoint
 
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".lock"
 METRICS_FILE = "metrics.jsonl"
 MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
@@ -38,12 +44,59 @@ _WRITTEN = (
 )
 
 
-def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
+@contextlib.contextmanager
+def lock_run(run: Path) -> Iterator[None]:
+    """Keep other processes from writing into a run folder, which is made if it is not there.
+
+    The lock is the kernel's, on a file that names its owner: a process that dies, of whatever,
+    leaves none. A folder that was made for it and stayed empty is removed.
+
+    Raises:
+        ValueError: Another process has it.
+    """
+    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / LOCK_FILE
+    with _owned(path):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty: a run
+                for folder in made:
+                    folder.rmdir()
+
+
+@contextlib.contextmanager
+def _owned(path: Path) -> Iterator[None]:
+    """Hold a lock file."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                raise BlockingIOError  # its owner has just removed it, and another may be here
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"out: {path.parent} is being written by {file.read() or 'another process'}; "
+                "wait for it, stop it, or train elsewhere with --out"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def check_run(
+    config: Config, overwrite: bool, processes: int = 1, allow_changes: bool = False
+) -> dict[str, Any] | None:
     """Decide what happens to the run folder, without touching it.
 
     Args:
         config: Of the run that is asked for.
         overwrite: Whether what is there may go.
+        processes: How many train together.
+        allow_changes: Whether config and number of processes may differ from those of the run.
 
     Returns:
         The checkpoint to resume from, or None to start anew.
@@ -54,7 +107,8 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
     run = Path(config.out)
     if run.is_file():
         raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
-    if not run.exists() or all(path.match(".*.tmp") for path in run.iterdir()):
+    ours = (".*.tmp", LOCK_FILE)  # what a start that was cut short may have left
+    if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
     stored = _stored_config(run)
     if stored is None:
@@ -69,12 +123,13 @@ def check_run(config: Config, overwrite: bool) -> dict[str, Any] | None:
     newest = latest_checkpoint(run)
     if newest is None:  # stopped before there was anything to go on from
         return None
-    changes = changed_keys(_lasting(stored), _lasting(to_dict(config)))
-    if changes:
+    before = {**_lasting(stored), "processes": newest[1]["processes"]}
+    changes = changed_keys(before, {**_lasting(to_dict(config)), "processes": processes})
+    if changes and not allow_changes:
         raise ValueError(
             f"out: {run} holds an unfinished run with another config ({'; '.join(changes)}); "
-            f"resume it with its own values, train elsewhere with --out, "
-            f"or start anew with --overwrite"
+            f"resume it with its own values, or with these by --resume.allow_changes, "
+            f"train elsewhere with --out, or start anew with --overwrite"
         )
     return newest[1]
 
@@ -85,9 +140,8 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
         stored = yaml.safe_load((run / CONFIG_FILE).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
-    return (
-        stored if isinstance(stored, dict) and stored.keys() >= to_dict(Config()).keys() else None
-    )
+    groups = {"data", "model", "optim", "train"}
+    return stored if isinstance(stored, dict) and stored.keys() >= groups else None
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +161,6 @@ def prepare_run(config: Config, resume: bool) -> Path:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
                 path.unlink()
-        text = yaml.safe_dump(to_dict(config), sort_keys=False)
-        write_atomically(run / CONFIG_FILE, text.encode())
+    text = yaml.safe_dump(to_dict(config), sort_keys=False)
+    write_atomically(run / CONFIG_FILE, text.encode())
     return run

@@ -1,7 +1,9 @@
 """What a run carries from step to step, and the step."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from vit.config import Config
 from vit.model.vit import VisionTransformer
 from vit.seeding import fold_in
 from vit.training.checkpoint import build_model
+from vit.training.distributed import World
 from vit.training.hardware import autocast
 from vit.training.optim import build_optimizers
+
+COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
 
 
 @dataclass
@@ -28,6 +33,9 @@ class TrainState:
         step: Optimizer steps done.
         seconds: Time spent training, over all processes that worked on the run.
         total_steps: Steps in the whole run; 0 until they are counted.
+        skipped: Steps whose loss or gradient was not finite.
+        skipped_in_a_row: How many of them were the last ones.
+        points: Loss and accuracy, (2,), of each step of the epoch so far.
     """
 
     model: VisionTransformer
@@ -36,6 +44,9 @@ class TrainState:
     step: int = 0
     seconds: float = 0.0
     total_steps: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    points: list[Tensor] = field(default_factory=list)
 
     def evaluated(self) -> VisionTransformer:
         """Return the model to evaluate, in evaluation mode: the average where there is one."""
@@ -47,9 +58,8 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "ema": None if self.ema is None else self.ema.module.state_dict(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "total_steps": self.total_steps,
+            "points": torch.stack(self.points) if self.points else torch.empty(0, 2),
+            **{name: getattr(self, name) for name in COUNTS},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -59,8 +69,15 @@ class TrainState:
             optimizer.load_state_dict(values)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.total_steps = state["total_steps"]
+        self.points = list(state["points"])
+        for name in COUNTS:
+            setattr(self, name, state[name])
+
+    def is_finite(self) -> bool:
+        """Tell whether all weights and averages are finite, so that they are worth keeping."""
+        modules = [self.model] if self.ema is None else [self.model, self.ema.module]
+        tensors = [tensor for module in modules for tensor in module.state_dict().values()]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def build_state(
@@ -101,39 +118,62 @@ def train_step(
     label_smoothing: float = 0.0,
     clip_grad: float | None = None,
     accumulate: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Update the weights once.
+    world: World = World(),  # noqa: B008
+) -> Tensor:
+    """Update the weights once, or, where loss or gradient is not finite, skip the step.
+
+    A skipped step changes nothing but the counts of steps.
 
     Args:
         state: Is changed in place.
-        forward: The model, possibly compiled.
-        images: (B, 3, H, W) float32, normalised.
+        forward: The model, possibly compiled; with several processes, in DistributedDataParallel.
+        images: (B, 3, H, W) float32, normalised; this process's part of the batch.
         targets: (B, C) float32, probabilities.
         precision: Of matrix products.
         label_smoothing: 0 to 1.
         clip_grad: Largest norm of the gradient, or None.
         accumulate: Equal parts the batch is computed in; divides B. Batch norm sees one part
             at a time.
+        world: The processes that train together.
 
     Returns:
-        The mean loss and the share of images classified right, 0-d, still on the device.
+        (2,): the mean loss and the share of images classified right, over all processes, still on
+        the device; NaN if the step was skipped.
     """
     state.model.train()
-    loss_sum = torch.zeros((), device=images.device)
-    hits = torch.zeros((), device=images.device)
-    for part, target in zip(images.chunk(accumulate), targets.chunk(accumulate), strict=True):
-        with autocast(images.device, precision):
-            logits = forward(part)
-        loss = F.cross_entropy(logits.float(), target, label_smoothing=label_smoothing)
-        (loss / accumulate).backward()
-        loss_sum += loss.detach() / accumulate
-        hits += (logits.argmax(dim=1) == target.argmax(dim=1)).sum()
+    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    result = torch.zeros(2, device=images.device)
+    parts = list(zip(images.chunk(accumulate), targets.chunk(accumulate), strict=True))
+    for number, (part, target) in enumerate(parts):
+        with _gradients_shared(forward, world, last=number == len(parts) - 1):
+            with autocast(images.device, precision):
+                logits = forward(part)
+            loss = F.cross_entropy(logits.float(), target, label_smoothing=label_smoothing)
+            (loss / accumulate).backward()
+        hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
+        result += torch.stack((loss.detach(), hits)) / accumulate
+    result = world.mean(result)
+    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    state.step += 1
+    if not torch.isfinite(result[0] + norm):
+        for buffer, old in buffers:  # batch norm has seen what must not be kept
+            buffer.copy_(old)
+        state.model.zero_grad(set_to_none=True)
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        return torch.full_like(result, torch.nan)
+    state.skipped_in_a_row = 0
     if clip_grad is not None:
-        nn.utils.clip_grad_norm_(state.model.parameters(), clip_grad)
+        nn.utils.clip_grads_with_norm_(state.model.parameters(), clip_grad, norm)
     for optimizer in state.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    state.step += 1
     if state.ema is not None:
         state.ema.update(state.model, state.step)
-    return loss_sum, hits / len(images)
+    return result
+
+
+def _gradients_shared(forward: Any, world: World, last: bool) -> AbstractContextManager[None]:
+    """Let the processes average their gradients once a step, in its last part."""
+    return contextlib.nullcontext() if world.size == 1 or last else forward.no_sync()

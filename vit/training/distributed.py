@@ -1,0 +1,81 @@
+"""What torchrun says of this process, and what processes tell each other.
+
+Without torchrun there is one process, and nothing here costs anything.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train one model together.
+
+    Attributes:
+        rank: The number of this one, 0 to size - 1; 0 writes the files and prints.
+        size: How many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def part(self, batch: Tensor) -> Tensor:
+        """Return this process's equal part of a batch, whose length the size divides."""
+        return batch.chunk(self.size)[self.rank]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average values over the processes; values is changed."""
+        if self.size > 1:
+            dist.all_reduce(values)
+            values /= self.size
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Take the largest of the processes' values; values is changed."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def agree(self, value: Any) -> Any:
+        """Return what the main process passes, in all of them; they wait for it."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the main process do something before the others do it, e.g. fetch files."""
+        if not self.main:
+            self.agree(None)
+        yield
+        if self.main:
+            self.agree(None)
+
+
+@contextlib.contextmanager
+def join_world(device: torch.device) -> Iterator[World]:
+    """Meet the other processes that torchrun has started, if it has started any."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()
