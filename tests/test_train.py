@@ -1,6 +1,5 @@
 """Whole runs, small: what a run leaves behind, that it resumes exactly, that it refuses."""
 
-import io
 import json
 import shutil
 import signal
@@ -18,14 +17,14 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor
 
+from runs import ROOT, STEPS, command, events, load_images, metrics, pixels, small, stamps
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data import datasets
 from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, load, load_training, normalization
+from vit.data.datasets import ImageSet, load, normalization
 from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
 from vit.tracking import Tracker, milestones
@@ -37,64 +36,6 @@ from vit.training.run import check_run
 from vit.training.state import build_state, train_step
 from vit.training.stopping import StopRequest
 from vit.training.trainer import train
-
-ROOT = Path(__file__).resolve().parent.parent
-
-# Everything that draws random numbers or keeps state is on: what a resumed run could get wrong.
-SMALL: dict[str, Any] = {
-    "data": {"name": "shapes", "val_size": 60, "train_size": 320},
-    "model": {
-        "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
-        "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.2,
-    },
-    "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
-    "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
-    "train": {
-        "epochs": 6, "batch_size": 64, "accumulate": 2, "device": "cpu", "precision": "float32"
-    },
-    "track": {"every": 2, "probes": 3},
-}  # fmt: skip
-STEPS = 6 * (320 // 64)
-
-
-def small(out: Path, **changes: dict[str, Any]) -> Config:
-    parts = {part: {**values, **changes.get(part, {})} for part, values in SMALL.items()}
-    return from_dict({"out": str(out), **parts})
-
-
-def load_images(config: Config) -> tuple[ImageSet, ImageSet]:
-    data = config.data
-    return load_training(
-        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
-    )
-
-
-def command(config: Config, folder: Path) -> list[str]:
-    file = folder / "config.yaml"
-    folder.mkdir(exist_ok=True)
-    file.write_text(yaml.safe_dump(to_dict(config)))
-    return [sys.executable, str(ROOT / "train.py"), "--config", str(file)]
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """What was logged."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def events(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0})
-    accumulator.Reload()
-    return accumulator
-
-
-def pixels(encoded: bytes) -> np.ndarray:
-    """Decode a picture from an event."""
-    return np.asarray(Image.open(io.BytesIO(encoded)))
-
-
-def stamps(folder: Path) -> dict[Path, int]:
-    """What is in a folder, and when each was last written."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="module")

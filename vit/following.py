@@ -1,5 +1,6 @@
 """Following attention through training: what is looked at, at milestones, and what is kept."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from vit.explain.statistics import (
     largest_patch_norm,
     sink_mass,
 )
+from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.tracking import ROLLOUT_TAG, Tracker
 from vit.training.run import MAPS_FOLDER
@@ -100,7 +102,9 @@ class Follower:
         for number, picture in enumerate(rollout_pictures(self.probes.images, maps, captions)):
             tracker.picture(step, ROLLOUT_TAG.format(number), picture)
         self.folder.mkdir(exist_ok=True)
-        np.save(self.folder / f"step_{step:08d}.npy", maps.numpy())
+        file = io.BytesIO()
+        np.save(file, maps.numpy())
+        write_atomically(self.folder / f"step_{step:08d}.npy", file.getvalue())
         kept = sorted(path for path in self.folder.glob("step_*.npy") if _step_of(path) <= step)
         strip = torch.stack([torch.from_numpy(np.load(path)) for path in kept])
         steps = [_step_of(path) for path in kept]

@@ -3,7 +3,10 @@
 Steps count optimizer steps done: step 0 is the untrained model.
 """
 
+import contextlib
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,9 @@ def milestones(total_steps: int) -> list[int]:
 class Tracker:
     """Writes scalars and pictures of one run.
 
+    A full disk does not end the run: metrics.jsonl catches up when there is room again, TensorBoard
+    misses what was written meanwhile.
+
     Args:
         run: The run folder.
         step: The step that is resumed from; what an earlier process wrote beyond it is dropped.
@@ -42,30 +48,37 @@ class Tracker:
             whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut one
             kept = "".join(line for line in whole if json.loads(line)["step"] <= step)
             write_atomically(path, kept.encode())
-        self._metrics = path.open("a")
-        self._writer = SummaryWriter(str(run), purge_step=step + 1 if step else None)
+        self._metrics = path.open("ab", buffering=0)
+        self._pending = b""  # lines that are not in the file yet
+        self._run = run
+        self._writer: SummaryWriter | None = SummaryWriter(
+            str(run), purge_step=step + 1 if step else None
+        )
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Write numbers by tag."""
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-        self._metrics.write(json.dumps({"step": step, **values}) + "\n")
-
-    def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
-        """Write a picture, (height, width, 3) uint8."""
-        self._writer.add_image(tag, pixels, step, dataformats="HWC")
-
-    def text(self, tag: str, words: str) -> None:
-        """Write a text, in Markdown."""
-        self._writer.add_text(tag, words, 0)
+        self.aside(step, values)
+        self._pending += (json.dumps({"step": step, **values}) + "\n").encode()
 
     def aside(self, step: int, values: dict[str, float]) -> None:
         """Write numbers by tag to TensorBoard alone.
 
         So metrics.jsonl is free of what depends on the clock, and two runs alike have it alike.
         """
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+
+        def write(writer: SummaryWriter) -> None:
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, step)
+
+        self._show(write)
+
+    def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        """Write a picture, (height, width, 3) uint8."""
+        self._show(lambda writer: writer.add_image(tag, pixels, step, dataformats="HWC"))
+
+    def text(self, tag: str, words: str) -> None:
+        """Write a text, in Markdown."""
+        self._show(lambda writer: writer.add_text(tag, words, 0))
 
     def hyperparameters(self, values: dict[str, Any], metrics: list[str]) -> None:
         """Make a row of TensorBoard's HParams table.
@@ -79,15 +92,40 @@ class Tracker:
             key: value if isinstance(value, int | float | str) else str(value)
             for key, value in values.items()
         }
-        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
-            self._writer._get_file_writer().add_summary(summary)
+
+        def write(writer: SummaryWriter) -> None:
+            for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+                writer._get_file_writer().add_summary(summary)
+
+        self._show(write)
 
     def flush(self) -> None:
-        """Bring everything to the disk; before a checkpoint, so that it is never ahead."""
-        self._metrics.flush()
-        self._writer.flush()
+        """Bring everything to the disk; before a checkpoint, so that it is never ahead.
+
+        Raises:
+            OSError: metrics.jsonl could not be written; another flush writes it.
+        """
+        if self._writer is None:
+            with contextlib.suppress(OSError):  # still no room
+                self._writer = SummaryWriter(str(self._run))
+        self._show(lambda writer: writer.flush())
+        while self._pending:
+            self._pending = self._pending[self._metrics.write(self._pending) :]
 
     def close(self) -> None:
         """Flush and close."""
-        self._metrics.close()
-        self._writer.close()
+        try:
+            self.flush()
+        finally:
+            self._show(lambda writer: writer.close())
+            self._metrics.close()
+
+    def _show(self, write: Callable[[SummaryWriter], None]) -> None:
+        """Write to TensorBoard; a writer that has failed stays so, and is replaced at a flush."""
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            self._writer = None
+            print(f"\nwarning: TensorBoard misses points: {error}", file=sys.stderr)

@@ -147,7 +147,7 @@ class Loop:
         if tracker is not None and state.step == 0:
             tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(self.config))}```")
             tracker.text("model", f"```\n{state.model}\n```")
-            self.follower.look(state.evaluated(), tracker, 0)
+            self._look(tracker)
         self._since = time.perf_counter()
         with tqdm(
             total=plan.total_steps, initial=state.step, unit="step", dynamic_ncols=True,
@@ -190,7 +190,7 @@ class Loop:
                     logged, since = number, time.perf_counter()
                 if state.step in self.milestones:
                     pause = time.perf_counter()
-                    self.follower.look(state.evaluated(), tracker, state.step)
+                    self._look(tracker)
                     since += time.perf_counter() - pause
             if not last and stop.agreed(self.world):
                 self._save(tracker)
@@ -261,8 +261,18 @@ class Loop:
         tracker.scalars(self.state.step, values)
         return f"{result['accuracy']:6.2%}"
 
+    def _look(self, tracker: Tracker) -> None:
+        """Look at the attention; a full disk is no reason to lose the run."""
+        try:
+            self.follower.look(self.state.evaluated(), tracker, self.state.step)
+        except OSError as error:
+            print(
+                f"\nwarning: the maps of step {self.state.step} are not kept: {error}",
+                file=sys.stderr,
+            )
+
     def _save(self, tracker: Tracker | None) -> None:
-        """Write a checkpoint; a full disk is no reason to lose the run, so that is tried again."""
+        """Write a checkpoint; if that fails the run goes on, and tries again at the next."""
         state, now = self.state, time.perf_counter()
         state.seconds, self._since = state.seconds + now - self._since, now
         if tracker is None:

@@ -38,6 +38,7 @@ _WRITTEN = (
     f"{CHECKPOINT_FOLDER}/step_*.pt",
     f"{CHECKPOINT_FOLDER}/.step_*.tmp",
     f"{MAPS_FOLDER}/step_*.npy",
+    f"{MAPS_FOLDER}/.step_*.tmp",
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     ".*.tmp",
     CONFIG_FILE,

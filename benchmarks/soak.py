@@ -1,0 +1,196 @@
+"""Kill a run again and again; it must end as one that was left alone, to the last bit.
+
+    python benchmarks/soak.py [--kills 100] [--seed 0]
+
+A small run with everything on that draws random numbers or keeps state is started, killed with
+SIGKILL, started again, and so on: at random moments, while a checkpoint is being written, and while
+the report at the end is made. What it leaves is compared with an undisturbed run's: weights,
+optimizers, averages, every logged number, TensorBoard's curves, the report. Exit 1 if anything
+differs. The processes come from a server that has imported everything, so that they start at once.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from vit.config import Config, from_dict
+from vit.training.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
+from vit.training.trainer import train
+
+SPAWN = multiprocessing.get_context("forkserver")
+EPOCH = 5  # steps
+LONGEST_LIFE = 2.5  # seconds a process has before it is killed
+MOST_EPOCHS = 4  # that it may go on by, so that the run outlives all kills
+DEADLINE = 120.0  # seconds to wait for what must come
+
+
+def small_config(out: Path, epochs: int) -> Config:
+    """Return a run of short epochs in which everything is on that a resumed run could get wrong."""
+    return from_dict(
+        {
+            "out": str(out),
+            "data": {"name": "shapes", "val_size": 20, "train_size": 40 * EPOCH},
+            "model": {
+                "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
+                "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1,
+                "drop_path_rate": 0.2,
+            },
+            "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},
+            "optim": {"ema_decay": 0.9, "clip_grad": 1.0},
+            "train": {
+                "epochs": epochs, "batch_size": 40, "accumulate": 2, "device": "cpu",
+                "precision": "float32",
+            },
+            "track": {"every": 2, "probes": 2},
+        }
+    )  # fmt: skip
+
+
+def work(config: Config, log: Path) -> None:
+    """Train, silently, on one thread: what a process of the soak does."""
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # in place of a semaphore, which a killed process leaves
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    train(config)
+
+
+def start(config: Config, log: Path) -> BaseProcess:
+    """Start a process that trains."""
+    process = SPAWN.Process(target=work, args=(config, log))
+    process.start()
+    return process
+
+
+def wait(process: BaseProcess, done: Callable[[], bool], seconds: float) -> None:
+    """Wait until something is done, the time is over, or the process has ended by itself."""
+    end = time.monotonic() + seconds
+    while process.is_alive() and not done() and time.monotonic() < end:
+        time.sleep(0.0005)
+
+
+def has_reached(run: Path, step: int) -> bool:
+    """Tell whether a run has a checkpoint of a step, or of a later one."""
+    return max(checkpoint_steps(run), default=0) >= step
+
+
+def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Random) -> str:
+    """Train, with a number of kills, to the end; return what was hit, in words."""
+    run = Path(config.out)
+    log, folder = run.with_suffix(".log"), run / CHECKPOINT_FOLDER
+    halves = resumed = 0
+    at_the_end = max(1, kills // 10)
+    for number in range(kills):
+        before = max(checkpoint_steps(run), default=0)
+        resumed += before > 0
+        process = start(config, log)
+        if number >= kills - at_the_end:
+            wait(process, partial(has_reached, run, last_step), DEADLINE)
+            time.sleep(draw.uniform(0, LONGEST_LIFE / 2))
+        elif number % 3 == 0:
+            enough = before + EPOCH * draw.randrange(MOST_EPOCHS)
+            wait(process, partial(has_reached, run, enough), DEADLINE)
+            wait(process, lambda: bool(list(folder.glob(".step_*.tmp"))), DEADLINE)
+        else:
+            most = before + EPOCH * MOST_EPOCHS
+            wait(process, partial(has_reached, run, most), draw.uniform(0, LONGEST_LIFE))
+        process.kill()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            raise RuntimeError(f"the run ended by itself before kill {number}:\n{log.read_text()}")
+        halves += bool(list(folder.glob(".step_*.tmp")))
+    process = start(config, log)
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"the resumed run failed:\n{log.read_text()}")
+    return (
+        f"{kills} kills: {halves} left a checkpoint half written, {at_the_end} came after the last "
+        f"step, {resumed} hit a process that had resumed"
+    )
+
+
+def left_behind(run: Path) -> dict[str, Any]:
+    """Read all that must be the same, however often a run was killed."""
+    newest = latest_checkpoint(run)
+    assert newest is not None
+    report = json.loads((run / "eval" / "report.json").read_text())
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0}).Reload()
+    curves = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+        if tag != "train/images_per_second"
+    }
+    pictures = {
+        tag: {event.step: event.encoded_image_string for event in events.Images(tag)}
+        for tag in events.Tags()["images"]
+    }
+    return {
+        "weights": load_file(run / "model.safetensors"),
+        **{part: newest[1][part] for part in ("model", "optimizers", "ema", "points")},
+        "metrics.jsonl": (run / "metrics.jsonl").read_text(),
+        "curves": curves,
+        "pictures": pictures,
+        "report": {k: v for k, v in report.items() if k != "images_per_second"},
+    }
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """List the parts that are not the same, bit for bit."""
+    different = []
+    for part in one:
+        try:
+            torch.testing.assert_close(one[part], other[part], rtol=0, atol=0, equal_nan=True)
+        except (AssertionError, TypeError):
+            if one[part] != other[part]:
+                different.append(part)
+    return different
+
+
+def main() -> None:
+    """Parse the command line, soak, print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each resumption
+    SPAWN.set_forkserver_preload(["vit.training.trainer", "timm.utils"])
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        epochs = (MOST_EPOCHS + 1) * options.kills
+        alone, killed = (small_config(Path(name, out), epochs) for out in ("alone", "killed"))
+        start(alone, Path(name, "alone.log")).join()
+        expected = left_behind(Path(alone.out))
+        steps = EPOCH * epochs
+        told = kill_and_resume(killed, steps, options.kills, random.Random(options.seed))
+        different = differences(expected, left_behind(Path(killed.out)))
+    print(f"{told}; {steps} steps, {time.monotonic() - begin:.0f} s")
+    print(f"compared: {', '.join(expected)}")
+    if different:
+        print(f"different: {', '.join(different)}")
+        raise SystemExit(1)
+    print("all the same, bit for bit")
+
+
+if __name__ == "__main__":
+    main()

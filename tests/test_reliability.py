@@ -1,0 +1,284 @@
+"""What long runs die of, done to whole commands: they survive it, or say what to do."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import ROOT, STEPS, command, events, metrics, small
+from vit.config import Config
+from vit.training.checkpoint import checkpoint_steps, latest_checkpoint
+
+PLAIN = {  # nothing random, so that processes that share a batch compute what one would
+    "model": {
+        "stem": "linear", "drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0,
+        "drop_path_rate": 0,
+    },
+    "augment": {"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
+}  # fmt: skip
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what it puts in the background with the interrupt ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps_logged(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def with_torchrun(words: list[str]) -> list[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return [words[0], *start, *words[1:]]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Two finished runs are the same, bit for bit."""
+    left, right = latest_checkpoint(one), latest_checkpoint(other)
+    assert left is not None and right is not None
+    for part in ("model", "optimizers", "ema", "points", "step", "skipped"):
+        torch.testing.assert_close(
+            left[1][part], right[1][part], rtol=0, atol=0, equal_nan=True, msg=part
+        )
+    weights = load_file(other / "model.safetensors")
+    for name, tensor in load_file(one / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    reports = [json.loads((run / "eval/report.json").read_text()) for run in (one, other)]
+    for report in reports:
+        del report["images_per_second"]
+    assert reports[0] == reports[1]
+    curves = [events(run) for run in (one, other)]
+    for tag in ("train/loss", "train/accuracy", "val/loss", "test/accuracy"):
+        left_points, right_points = (
+            [(event.step, event.value) for event in shown.Scalars(tag)] for shown in curves
+        )
+        assert left_points == right_points, tag
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    words = command(small(folder / "run"), folder / "config")
+    subprocess.run(words, capture_output=True, check=True, timeout=200)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("pair")
+    words = with_torchrun(command(small(folder / "run"), folder / "config"))
+    subprocess.run(words, capture_output=True, check=True, timeout=200)
+    return folder / "run"
+
+
+def test_a_run_killed_25_times_ends_bit_for_bit_as_one_left_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "25"],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("25 kills: ") and done.stdout.endswith("bit for bit\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_saves_after_the_step_and_the_run_goes_on_from_there(
+    alone: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    run = tmp_path / "run"
+    words = command(small(run), tmp_path / "config")
+    process = start(words)
+    wait(lambda: steps_logged(run) >= 6, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    (*_, last) = checkpoint_steps(run)
+    assert f"stopped by {number.name}: the same command goes on after step {last}" in errors
+    assert "Traceback" not in errors
+    assert last >= 6 and not (run / ".lock").exists()
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
+    assert f"resumed after {last}" in done.stdout
+    assert_same(run, alone)
+
+
+def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    slow = {"embed_dim": 192, "depth": 12, "stem": "linear"}  # a step takes seconds
+    config = small(
+        tmp_path / "run", model=slow, data={"train_size": 2000}, track={"probes": 0},
+        train={"batch_size": 2000, "accumulate": 1},
+    )  # fmt: skip
+    process = start(command(config, tmp_path / "config"))
+    wait(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
+    time.sleep(1)  # into the first step
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "\n"
+    assert "once more stops at once" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert checkpoint_steps(tmp_path / "run") == []
+
+
+def test_processes_stop_at_the_same_step_and_go_on_bit_for_bit(pair: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = with_torchrun(command(small(run), tmp_path / "config"))
+    process = start(words)
+    wait(lambda: steps_logged(run) >= 6, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode != 0
+    (*_, last) = checkpoint_steps(run)
+    assert last >= 6
+    alone = command(small(run), tmp_path / "config")
+    refused = subprocess.run(alone, capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2
+    assert "processes: 2 -> 1" in refused.stderr and "--resume.allow_changes" in refused.stderr
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
+    assert f"resumed after {last}" in done.stdout and done.stdout.count("resumed") == 1
+    assert_same(run, pair)
+
+
+def test_processes_that_share_a_batch_learn_what_one_would(tmp_path: Path) -> None:
+    weights = []
+    for name, launch in {"one": list, "two": with_torchrun}.items():
+        config = small(tmp_path / name, **PLAIN, train={"epochs": 1})
+        words = launch(command(config, tmp_path / f"{name}_config"))
+        subprocess.run(words, capture_output=True, check=True, timeout=200)
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    losses = [[row["train/loss"] for row in rows if "train/loss" in row] for rows in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_batch_that_processes_cannot_share_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", train={"batch_size": 45, "accumulate": 3})
+    words = with_torchrun(command(config, tmp_path / "config"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "train.batch_size: 45" in line and "multiple of 6" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path: Path) -> None:
+    rates = {"lr": 1e30, "muon_lr": 1e30, "warmup": 0.0, "ema_decay": None, "clip_grad": None}
+    config = small(tmp_path / "run", optim=rates)
+    words = command(config, tmp_path / "config")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 3, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for part in ("diverged", "not finite at step", "10 skipped steps in a row", "learning rate",
+                 "nan nan nan", "--optim.lr", "--overwrite"):  # fmt: skip
+        assert part in line
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    newest = latest_checkpoint(tmp_path / "run")
+    if newest is not None:
+        assert all(tensor.isfinite().all() for tensor in newest[1]["model"].values())
+
+
+def test_full_disk_costs_a_checkpoint_and_not_the_run(alone: Path, tmp_path: Path) -> None:
+    """No file may grow beyond a size, as if the disk were full, for a while."""
+    run = tmp_path / "run"
+    process = start(command(small(run), tmp_path / "config"))
+    wait(lambda: bool(checkpoint_steps(run)), process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("warning: the checkpoint of step"):
+            break
+    assert "could not be written" in line and "training goes on" in line
+    assert checkpoint_steps(run)  # the good ones are kept
+    assert not list((run / "checkpoints").glob(".*"))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert checkpoint_steps(run)[-1] == STEPS
+    assert metrics(run) == metrics(alone)
+    for name, tensor in load_file(alone / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(run / "model.safetensors")[name]), name
+
+
+def test_two_processes_do_not_write_into_one_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = command(small(run, train={"epochs": 100}), tmp_path / "config")
+    first = start(words)
+    try:
+        wait(lambda: bool(checkpoint_steps(run)), first)
+        second = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        assert second.returncode == 2
+        assert f"is being written by process {first.pid} on {os.uname().nodename}" in second.stderr
+        assert first.poll() is None
+    finally:
+        first.kill()
+    first.communicate()
+    assert (run / ".lock").exists()  # of a dead process
+    third = start(words)
+    try:
+        last = steps_logged(run)
+        wait(lambda: steps_logged(run) > last, third)
+    finally:
+        third.kill()
+        third.communicate()
+
+
+def test_deterministic_runs_log_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        config = small(tmp_path / name, train={"epochs": 2, "precision": "bfloat16"})
+        words = [*command(config, tmp_path / f"{name}_config"), "--deterministic", "true"]
+        subprocess.run(words, capture_output=True, check=True, timeout=200)
+    assert (tmp_path / "one/metrics.jsonl").read_bytes()
+    assert_same(tmp_path / "one", tmp_path / "two")
+
+
+def test_changes_are_allowed_when_they_are_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(command(small(run, train={"epochs": 100}), tmp_path / "config"))
+    wait(lambda: bool(checkpoint_steps(run)), process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    last = checkpoint_steps(run)[-1]
+    shorter: Config = small(run, train={"epochs": -(-last // 5) + 1}, optim={"lr": 1e-4})
+    words = command(shorter, tmp_path / "config")
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2
+    assert "optim.lr: 0.002 -> 0.0001" in refused.stderr
+    assert "train.epochs: 100 -> " in refused.stderr
+    allowed: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run([*words, "--resume.allow_changes"], **allowed)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed after {last}" in done.stdout
+    assert checkpoint_steps(run)[-1] == shorter.train.epochs * 5
+    assert "lr: 0.0001" in (run / "config.yaml").read_text()
