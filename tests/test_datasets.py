@@ -120,7 +120,6 @@ class Site:
     """A server and what it did."""
 
     port: int
-    files: dict[str, bytes]
     fetched: list[str] = field(default_factory=list)
 
     def url(self, name: str) -> str:
@@ -128,22 +127,24 @@ class Site:
 
 
 @contextlib.contextmanager
-def serving(files: dict[str, bytes]) -> Iterator[Site]:
-    """Serve files by path on a free port until the block ends."""
-    site = Site(0, files)
+def serving(path: str, *answers: bytes) -> Iterator[Site]:
+    """Serve a file on a free port until the block ends: each answer once, the last ever after.
+
+    The longest one's length is announced, so that at a shorter one the connection breaks off.
+    """
+    site = Site(0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            known = self.path == path and answers
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Length", str(max(map(len, answers)) if known else 0))
+            self.end_headers()
+            number = len(site.fetched)
             if self.headers["Method"] != "HEAD":  # torchvision looks for redirects like this
                 site.fetched.append(self.path)
-            self.wfile.write(self.answer())
-
-        def answer(self) -> bytes:
-            body = site.files.get(self.path)
-            self.send_response(404 if body is None else 200)
-            self.send_header("Content-Length", str(len(body or b"")))
-            self.end_headers()
-            return body or b""
+            if known:
+                self.wfile.write(answers[min(number, len(answers) - 1)])
 
         def log_message(self, *args: object) -> None:
             pass
@@ -259,7 +260,7 @@ def assert_one_helpful_error(info: pytest.ExceptionInfo, tiny: Tiny, root: Path,
 
 def test_downloads_once_and_then_needs_no_server(tiny, tmp_path, monkeypatch, capsys):
     root = tmp_path / "not" / "yet"
-    with serving({tiny.path: tiny.archive}) as site:
+    with serving(tiny.path, tiny.archive) as site:
         monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
         assert_is_tiny(load(tiny.name, root, train=True), train=True)
         assert site.url(tiny.name) in capsys.readouterr().out
@@ -271,7 +272,7 @@ def test_downloads_once_and_then_needs_no_server(tiny, tmp_path, monkeypatch, ca
 
 
 def test_without_leave_to_download_nothing_is_fetched(tiny, tmp_path, monkeypatch):
-    with serving({tiny.path: tiny.archive}) as site:
+    with serving(tiny.path, tiny.archive) as site:
         monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
         with pytest.raises(ValueError) as info:
             load(tiny.name, tmp_path, train=True, download=False)
@@ -287,7 +288,7 @@ def test_an_unreachable_server(tiny, tmp_path):
 
 
 def test_an_archive_the_server_does_not_have(tiny, tmp_path, monkeypatch):
-    with serving({}) as site:
+    with serving(tiny.path) as site:
         monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
         with pytest.raises(ValueError) as info:
             load(tiny.name, tmp_path, train=True)
@@ -310,19 +311,58 @@ def test_a_server_that_does_not_speak_http(tiny, tmp_path, monkeypatch):
     assert_one_helpful_error(info, tiny, tmp_path, f"tried {tiny.source.url}")
 
 
-@pytest.mark.parametrize("damage", ["changed", "cut"])
-def test_a_damaged_archive_is_refused_and_a_sound_one_then_taken(
+def damaged(content: bytes, damage: str) -> bytes:
+    return b"x" + content[1:] if damage == "changed" else content[: len(content) // 2]
+
+
+with_damage = pytest.mark.parametrize("damage", ["changed", "half"])
+
+
+@with_damage
+def test_an_archive_that_arrives_damaged_is_fetched_once_more(tiny, tmp_path, monkeypatch, damage):
+    with serving(tiny.path, damaged(tiny.archive, damage), tiny.archive) as site:
+        monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
+        assert_is_tiny(load(tiny.name, tmp_path, train=True), train=True)
+    assert site.fetched == [tiny.path] * 2
+    assert (tmp_path / ARCHIVES[tiny.name]).read_bytes() == tiny.archive
+
+
+@with_damage
+def test_an_archive_that_arrives_damaged_twice_is_an_error_and_not_kept(
     tiny, tmp_path, monkeypatch, damage
 ):
-    bad = b"x" + tiny.archive[1:] if damage == "changed" else tiny.archive[:-5]
-    with serving({tiny.path: bad}) as site:
+    with serving(tiny.path, damaged(tiny.archive, damage)) as site:
         monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
         with pytest.raises(ValueError) as info:
             load(tiny.name, tmp_path, train=True)
-        assert_one_helpful_error(info, tiny, tmp_path, f"tried {site.url(tiny.name)}")
-        assert not (tmp_path / FOLDERS[tiny.name]).exists()
-        site.files[tiny.path] = tiny.archive
+    assert_one_helpful_error(info, tiny, tmp_path, f"tried {site.url(tiny.name)}")
+    assert f"{ARCHIVES[tiny.name]} arrived damaged twice" in str(info.value)
+    assert site.fetched == [tiny.path] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@with_damage
+def test_a_damaged_archive_in_root_is_replaced(tiny, tmp_path, monkeypatch, capsys, damage):
+    archive = tmp_path / ARCHIVES[tiny.name]
+    archive.write_bytes(damaged(tiny.archive, damage))
+    with pytest.raises(ValueError) as info:
+        load(tiny.name, tmp_path, train=True, download=False)
+    assert_one_helpful_error(info, tiny, tmp_path, f"{archive} is damaged (data.download=false")
+    assert archive.exists()  # without leave to replace it, it is left alone
+    with serving(tiny.path, tiny.archive) as site:
+        monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
         assert_is_tiny(load(tiny.name, tmp_path, train=True), train=True)
+    assert site.fetched == [tiny.path]
+    assert f"{archive} is damaged: downloading" in capsys.readouterr().out
+
+
+def test_a_damaged_archive_is_not_kept_where_no_other_can_be_had(tiny, tmp_path):
+    archive = tmp_path / ARCHIVES[tiny.name]
+    archive.write_bytes(damaged(tiny.archive, "half"))
+    with pytest.raises(ValueError) as info:
+        load(tiny.name, tmp_path, train=True)
+    assert_one_helpful_error(info, tiny, tmp_path, f"{archive} is damaged (tried")
+    assert not archive.exists()
 
 
 @pytest.mark.parametrize("download", [True, False])
@@ -345,20 +385,48 @@ def test_a_folder_put_there_by_hand_is_read(tiny, tmp_path):
     assert_is_tiny(load(tiny.name, tmp_path, train=True), train=True)
 
 
-@pytest.mark.parametrize("number", [0, -2, -1], ids=["training batch", "test batch", "class names"])
-@pytest.mark.parametrize("damage", ["missing", "changed"])
-def test_a_damaged_folder_is_refused_or_replaced(tiny, tmp_path, monkeypatch, number, damage):
-    file = put_folder(tiny, tmp_path) / list(tiny.folder)[number]
+@pytest.fixture(params=[0, -2, -1], ids=["training batch", "test batch", "class names"])
+def bad_file(request, tiny, tmp_path) -> Path:
+    return put_folder(tiny, tmp_path) / list(tiny.folder)[request.param]
+
+
+def spoil(file: Path, damage: str) -> str:
+    """Damage a file; return what is to be said of it."""
     if damage == "missing":
         file.unlink()
     else:
-        file.write_bytes(b"x" + file.read_bytes()[1:])
+        file.write_bytes(damaged(file.read_bytes(), damage))
+    return f"{file} is {'missing' if damage == 'missing' else 'damaged'}"
+
+
+with_spoilt_file = pytest.mark.parametrize("damage", ["missing", "changed", "half"])
+
+
+@with_spoilt_file
+def test_a_damaged_folder_is_refused_or_replaced(
+    tiny, tmp_path, monkeypatch, capsys, bad_file, damage
+):
+    problem = spoil(bad_file, damage)
     with pytest.raises(ValueError) as info:
         load(tiny.name, tmp_path, train=True, download=False)
-    assert_one_helpful_error(info, tiny, tmp_path, "data.download=false")
-    with serving({tiny.path: tiny.archive}) as site:
+    assert_one_helpful_error(info, tiny, tmp_path, f"{problem} (data.download=false")
+    with serving(tiny.path, tiny.archive) as site:
         monkeypatch.setattr(tiny.source, "url", site.url(tiny.name))
         assert_is_tiny(load(tiny.name, tmp_path, train=True), train=True)
+    assert capsys.readouterr().out == f"{problem}: downloading {site.url(tiny.name)}\n"
+
+
+@with_spoilt_file
+def test_a_damaged_folder_beside_a_whole_archive_is_unpacked_again(
+    tiny, tmp_path, capsys, bad_file, damage
+):
+    archive = tmp_path / ARCHIVES[tiny.name]
+    archive.write_bytes(tiny.archive)
+    problem = spoil(bad_file, damage)
+    assert_is_tiny(load(tiny.name, tmp_path, train=True, download=False), train=True)
+    assert capsys.readouterr().out == f"{problem}: unpacking {archive}\n"
+    assert_is_tiny(load(tiny.name, tmp_path, train=False, download=False), train=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_root_that_is_a_file(tiny, tmp_path):

@@ -1,19 +1,13 @@
-"""Data sets as whole tensors: uint8 images, labels, class names.
+"""Data sets as whole tensors: uint8 images, labels, class names."""
 
-torchvision downloads CIFAR and checks its sums; shapes are drawn on the fly.
-"""
-
-import contextlib
 import dataclasses
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
+from vit.data.cifar import read_cifar
 from vit.data.shapes import KINDS, draw_shapes
 from vit.seeding import fold_in, generator
 
@@ -94,39 +88,7 @@ def load(
         return ImageSet(images, labels, KINDS, masks)
     if name not in NORMALIZATION:
         raise ValueError(f"data.name: {name!r} is not one of {', '.join(NORMALIZATION)}")
-    dataset = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
-    root = Path(root).expanduser()
-    try:
-        raw = dataset(root, train=train)
-    except RuntimeError:  # not there, or not whole
-        archive = root / dataset.filename
-        if not check_integrity(archive, dataset.tgz_md5):
-            if not download:
-                what = "data.download=false, so nothing was fetched"
-                raise _no_data(dataset, root, what) from None
-            print(f"{name} is not in {root}: downloading {dataset.url}", flush=True)
-        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-        try:
-            download_and_extract_archive(
-                dataset.url, root, filename=dataset.filename, md5=dataset.tgz_md5
-            )
-            raw = dataset(root, train=train)
-        except (OSError, HTTPException, RuntimeError) as error:
-            for folder in missing:  # torchvision makes them before it has anything to put there
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-            raise _no_data(dataset, root, f"tried {dataset.url}: {error}") from None
-    images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
-    return ImageSet(images, torch.tensor(raw.targets), tuple(raw.classes))
-
-
-def _no_data(dataset: type, root: Path, what: str) -> ValueError:
-    archive, folder = dataset.filename, dataset.base_folder  # type: ignore[attr-defined]
-    return ValueError(
-        f"{dataset.__name__} is not in {root}, or is damaged there ({what}). "
-        f"Put {archive} or the unpacked {folder}/ into {root.resolve()}, or point "
-        f"--data.root at the folder that holds it; `make demo` needs no download."
-    )
+    return ImageSet(*read_cifar(name, Path(root).expanduser(), train, download))
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
