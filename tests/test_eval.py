@@ -25,6 +25,7 @@ from torch import Tensor
 from vit.config import EvalConfig
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, normalization
+from vit.data.photos import central_square, read_photo
 from vit.data.shapes import KINDS
 from vit.evaluation import predict, wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
@@ -32,7 +33,6 @@ from vit.explain.figures import overlay
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps
 from vit.reporting.attention import measure_maps
 from vit.reporting.opening import OpenRun, class_number, open_run
-from vit.reporting.photos import central_square, read_photo
 from vit.training.checkpoint import build_model, load_model, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -366,6 +366,13 @@ def save_turned(path: Path) -> np.ndarray:
     return np.rot90(photo, -1)
 
 
+def save_damaged_notes(path: Path) -> np.ndarray:
+    photo = draw_photo(48, 64)
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x05\0"  # five entries are announced, none is there
+    Image.fromarray(photo).save(path, quality=95, exif=exif)
+    return photo
+
+
 def save_bits(path: Path) -> np.ndarray:
     bits = draw_photo(40, 50)[..., 0] > 127
     Image.fromarray(bits).save(path)
@@ -389,6 +396,7 @@ PHOTOS: dict[str, Callable[[Path], np.ndarray]] = {  # each returns what is to b
     "see_through.gif": save_see_through_palette,
     "deep_grey.png": save_deep_grey,
     "turned.jpg": save_turned,
+    "damaged_notes.jpg": save_damaged_notes,
     "bits.png": save_bits,
     "wide.png": save_size(40, 300),
     "tall.png": save_size(301, 40),
@@ -401,7 +409,7 @@ PHOTOS: dict[str, Callable[[Path], np.ndarray]] = {  # each returns what is to b
 @pytest.mark.parametrize("name", PHOTOS)
 def test_photo_is_read_as_a_person_sees_it(name, tmp_path):
     expected = PHOTOS[name](tmp_path / name)
-    photo = read_photo(tmp_path / name)
+    photo = read_photo(tmp_path / name, "image")
     assert photo.dtype == np.uint8 and photo.shape == expected.shape
     far = np.abs(photo.astype(int) - expected).max()
     assert far <= (12 if name.endswith("jpg") else 1 if name == "transparent.png" else 0)
@@ -464,7 +472,7 @@ def overlay_of(folder: Path, stem: str, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("name", PHOTOS)
 def test_overlay_has_the_photos_size_and_is_grey_where_nothing_was_seen(classified, name, kind):
     photos, folder, _ = classified
-    photo = read_photo(photos / name)
+    photo = read_photo(photos / name, "image")
     drawn = overlay_of(folder, Path(name).stem, kind)
     assert drawn.shape == photo.shape
     height, width, _ = photo.shape
@@ -480,7 +488,7 @@ def test_overlay_has_the_photos_size_and_is_grey_where_nothing_was_seen(classifi
 
 def test_overlay_shows_the_map_of_what_the_model_saw(classified, opened):
     photos, folder, printed = classified
-    photo = read_photo(photos / "large.png")
+    photo = read_photo(photos / "large.png", "image")
     square = photo[:, 80:560]
     shrunk = Image.fromarray(square).resize((32, 32), Image.Resampling.BICUBIC)
     logits, maps = map_images(opened, torch.from_numpy(np.array(shrunk)).permute(2, 0, 1)[None])
@@ -558,7 +566,7 @@ def test_a_photo_cut_short_is_refused_wherever_it_was_cut(name, tmp_path):
     for length in range(0, len(content) * 9 // 10, max(1, len(content) // 50)):
         cut.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"cannot be read as a picture"):
-            read_photo(cut)
+            read_photo(cut, "image")
 
 
 # Two models.
@@ -704,6 +712,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cut.png").write_bytes(content[: len(content) // 2])
     (folder / "text.jpg").write_text("I am a picture.\n")
     (folder / "empty.png").touch()
+    Image.new("1", (9500, 9500)).save(folder / "huge.png")  # more than Pillow trusts
     (folder / "folder.png").mkdir()
     (folder / "no_run").mkdir()
     weights = timm.create_model("resnet10t", pretrained=False, num_classes=10).state_dict()
@@ -720,6 +729,7 @@ BAD_WORDS = [
     ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as a picture"),
     ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as a picture"),
     ("DEMO --image BAD/folder.png", "image: BAD/folder.png is no file"),
+    ("DEMO --image BAD/huge.png", "image: BAD/huge.png cannot be read as a picture: Image size"),
     ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of the model"),
     ("DEMO --attention --target ship", "circle, square, triangle, star"),
     ("DEMO --attention --target Star", "target: 'Star'"),

@@ -4,48 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from vit.config import IMAGE_SIZE, EvalConfig
+from vit.config import EvalConfig
 from vit.data.augment import normalize
+from vit.data.photos import as_image, central_square, read_photo
 from vit.explain.figures import SCALE, overlay
 from vit.explain.rollout import CLASS_SPECIFIC, attention_maps
 from vit.reporting.opening import class_number, open_run
 
 BEST = 5  # classes that are printed
 DRAWN = ("rollout", "relevance")
-
-
-def read_photo(path: Path) -> np.ndarray:
-    """Read a picture file upright and in colour, transparent parts white.
-
-    Returns:
-        (height, width, 3) uint8.
-
-    Raises:
-        ValueError: The file is not there, is no picture, or is damaged.
-    """
-    if not path.is_file():
-        raise ValueError(f"image: {path} is no file; it must be a picture file that is there")
-    try:
-        with Image.open(path) as file:
-            photo = ImageOps.exif_transpose(file)
-            if photo.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
-                grey = np.asarray(photo)
-                grey = grey // 257 if grey.max() > 255 else grey
-                photo = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
-            photo = photo.convert("RGBA")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image: {path} cannot be read as a picture: {error}") from None
-    white = Image.new("RGBA", photo.size, "white")
-    return np.asarray(Image.alpha_composite(white, photo).convert("RGB"))
-
-
-def central_square(height: int, width: int) -> tuple[slice, slice]:
-    """Return the rows and columns of the largest square in the middle."""
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    return slice(top, top + side), slice(left, left + side)
 
 
 def classify_photos(run: str, options: EvalConfig) -> None:
@@ -60,7 +29,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     Raises:
         ValueError: A picture or the model cannot be read, or there is no such class.
     """
-    photos = {Path(name): read_photo(Path(name)) for name in options.image}
+    photos = {Path(name): read_photo(Path(name), "image") for name in options.image}
     opened = open_run(run, options)
     classes = opened.saved.classes
     target = class_number(options.target, classes)
@@ -70,10 +39,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     written: set[str] = set()
     for path, photo in photos.items():
         square = central_square(*photo.shape[:2])
-        shrunk = Image.fromarray(photo[square]).resize(
-            (IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC
-        )
-        pixels = torch.from_numpy(np.asarray(shrunk).copy()).permute(2, 0, 1)[None]
+        pixels = as_image(photo)[None]
         aim = None if target is None else torch.tensor([target], device=opened.device)
         logits, maps = attention_maps(
             opened.model, normalize(pixels.to(opened.device), opened.mean, opened.std), DRAWN, aim
