@@ -52,7 +52,7 @@ def load_real(name: str, train: bool) -> ImageSet:
 # What is in them.
 
 
-@pytest.mark.parametrize("name", NORMALIZATION)
+@pytest.mark.parametrize("name", [*FOLDERS, "shapes"])
 @pytest.mark.parametrize(("train", "cifar", "shapes"), [(True, 50_000, 10_000),
                                                         (False, 10_000, 2_000)])  # fmt: skip
 def test_sizes_and_types(name, train, cifar, shapes):
@@ -67,7 +67,7 @@ def test_sizes_and_types(name, train, cifar, shapes):
     assert per_class.tolist() == [count // len(data.classes)] * len(data.classes)
 
 
-@pytest.mark.parametrize("name", NORMALIZATION)
+@pytest.mark.parametrize("name", [*FOLDERS, "shapes"])
 def test_normalization_is_that_of_the_training_images(name):
     images = load_real(name, train=True).images
     values = torch.arange(256).double() / 255
@@ -108,7 +108,9 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, shapes$"):
+    with pytest.raises(
+        ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, shapes, folder$"
+    ):
         load("mnist", tmp_path, train=True)
 
 

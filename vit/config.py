@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-DataName = Literal["cifar10", "cifar100", "shapes"]
+DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 
 IMAGE_SIZE = 32  # pixels; the images of every data set here are 32 x 32
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick.yaml"
@@ -31,9 +31,13 @@ class DataConfig:
     """Which images.
 
     Attributes:
-        name: data set; "shapes" is drawn on the fly and needs no download
-        root: folder that holds, or will hold, the downloaded data
+        name: data set; "shapes" is drawn on the fly and needs no download, "folder" is pictures of
+            one's own in root
+        root: folder that holds, or will hold, the downloaded data; with name=folder it holds
+            train/<class>/ and test/<class>/ with pictures
         download: fetch the data set if it is not in root
+        on_bad_image: with name=folder, whether a picture that cannot be read is an error or is
+            listed and left out
         val_size: training images held out for the curves; 0 holds out none
         train_size: use only so many training images (after holding out); null uses all
     """
@@ -41,6 +45,7 @@ class DataConfig:
     name: DataName = "cifar10"
     root: str = "data"
     download: bool = True
+    on_bad_image: Literal["error", "skip"] = "error"
     val_size: int = 1000
     train_size: int | None = None
 

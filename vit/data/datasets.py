@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from vit.data.cifar import read_cifar
+from vit.data.folder import read_folder
 from vit.data.shapes import KINDS, draw_shapes
 from vit.seeding import fold_in, generator
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn where no number is asked for
 
 # Mean and standard deviation of each channel over the training images, in units of 0 to 1.
-# tests/test_datasets.py measures them again.
+# tests/test_datasets.py measures them again. Those of folder are ImageNet's, as published: with them
+# a model file is enough to normalise images, whichever folder it was trained on.
 NORMALIZATION = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "shapes": ((0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
+    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
 
@@ -64,23 +67,31 @@ def normalization(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def load(
-    name: str, root: str | Path, train: bool, download: bool = True, count: int | None = None
+    name: str,
+    root: str | Path,
+    train: bool,
+    download: bool = True,
+    count: int | None = None,
+    on_bad_image: str = "error",
 ) -> ImageSet:
     """Load the training or the test images of a data set.
 
     Args:
-        name: "cifar10", "cifar100" or "shapes".
-        root: Folder that holds, or will hold, the downloaded data; shapes need none.
+        name: "cifar10", "cifar100", "shapes" or "folder".
+        root: Folder that holds, or will hold, the downloaded data, or that holds train/ and test/
+            of an image folder; shapes need none.
         train: Training images, or else test images.
         download: Whether to fetch what root does not hold.
-        count: How many shapes to draw; None draws 10,000 to train and 2,000 to test. CIFAR is
-            always whole.
+        count: How many shapes to draw; None draws 10,000 to train and 2,000 to test. The others
+            are always whole.
+        on_bad_image: "error", or "skip" to leave out what cannot be read of an image folder.
 
     Returns:
         The images, in the data set's own order.
 
     Raises:
-        ValueError: The name is not known, or the data is neither there nor could be fetched.
+        ValueError: The name is not known, the data is neither there nor could be fetched, or a
+            picture in an image folder cannot be read.
     """
     if name == "shapes":
         split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
@@ -88,7 +99,10 @@ def load(
         return ImageSet(images, labels, KINDS, masks)
     if name not in NORMALIZATION:
         raise ValueError(f"data.name: {name!r} is not one of {', '.join(NORMALIZATION)}")
-    return ImageSet(*read_cifar(name, Path(root).expanduser(), train, download))
+    root = Path(root).expanduser()
+    if name == "folder":
+        return ImageSet(*read_folder(root, train, on_bad_image))
+    return ImageSet(*read_cifar(name, root, train, download))
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
@@ -141,7 +155,13 @@ def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSe
 
 
 def load_training(
-    name: str, root: str, download: bool, train_size: int | None, val_size: int, seed: int
+    name: str,
+    root: str,
+    download: bool,
+    train_size: int | None,
+    val_size: int,
+    seed: int,
+    on_bad_image: str = "error",
 ) -> tuple[ImageSet, ImageSet]:
     """Load what a run trains on and what it holds out.
 
@@ -152,12 +172,17 @@ def load_training(
         train_size: Images to train on, of those that are not held out; None takes all.
         val_size: Images held out.
         seed: Of the choice.
+        on_bad_image: As for `load`.
 
     Raises:
-        ValueError: The data is not there, or there are fewer images than asked for.
+        ValueError: The data is not there or cannot be read, or there are fewer images than asked for.
     """
     count = None if train_size is None else train_size + val_size
-    everything = load(name, root, train=True, download=download, count=count)
+    everything = load(
+        name, root, train=True, download=download, count=count, on_bad_image=on_bad_image
+    )
+    if name == "folder":  # a bad test picture ends a run before it trains, and not when it has
+        load(name, root, train=False, on_bad_image=on_bad_image)
     training, held_out = hold_out(everything, val_size, seed)
     if train_size is None:
         return training, held_out

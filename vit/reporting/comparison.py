@@ -38,6 +38,12 @@ def compare_runs(run: str, options: EvalConfig) -> None:
             f"compare: {second.saved.path} was trained on {second.saved.config.data.name}, not on "
             f"{data} as {first.saved.path}; only models of one data set can be compared"
         )
+    if second.saved.classes != first.saved.classes:
+        apart = ", ".join(sorted({*second.saved.classes} ^ {*first.saved.classes}))
+        raise ValueError(
+            f"compare: {second.saved.path} does not have the classes of {first.saved.path}: only "
+            f"one of both has {apart}; only models of the same classes can be compared"
+        )
     test = load_test(first, options)
     names = _names(first.saved.path, second.saved.path)
     guesses, maps = zip(

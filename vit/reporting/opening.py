@@ -71,10 +71,21 @@ def load_test(opened: OpenRun, options: EvalConfig) -> ImageSet:
     """Load the test images of the data set that a model was trained on.
 
     Raises:
-        ValueError: They are not there and cannot be fetched.
+        ValueError: They are not there and cannot be fetched, or have other classes.
     """
-    data = opened.saved.config.data
-    return load(data.name, options.data.root or data.root, False, options.data.download)
+    data, classes = opened.saved.config.data, opened.saved.classes
+    root = options.data.root or data.root
+    test = load(
+        data.name, root, train=False, download=options.data.download, on_bad_image=data.on_bad_image
+    )
+    if test.classes != classes:
+        apart = ", ".join(sorted({*test.classes} ^ {*classes}))
+        raise ValueError(
+            f"data.root: the test images in {root} do not have the classes of "
+            f"{opened.saved.path}: only one of both has {apart}; point --data.root at test images "
+            f"of the model's classes"
+        )
+    return test
 
 
 def class_number(name: str | None, classes: tuple[str, ...]) -> int | None:

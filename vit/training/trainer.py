@@ -85,8 +85,9 @@ def _train(
     data, precision = config.data, choose_precision(config.train.precision, device)
     with world.main_first():
         training, held_out = load_training(
-            data.name, data.root, data.download, data.train_size, data.val_size, config.train.seed
-        )
+            data.name, data.root, data.download, data.train_size, data.val_size,
+            config.train.seed, data.on_bad_image,
+        )  # fmt: skip
     sample = None
     if config.train.whiten and checkpoint is None:  # a checkpoint has its own kernels
         sample = training.images[:WHITENED]
@@ -108,7 +109,9 @@ def _train(
     )
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         loop.run(tracker, stop)
-        test = load(data.name, data.root, train=False, download=False)
+        test = load(
+            data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image
+        )
         result = write_report(
             state.evaluated(), test, data.name, run / EVAL_FOLDER, step=state.step,
             device=device, precision=precision, probes=config.track.probes,

@@ -1,0 +1,289 @@
+"""Image folders: what is read of them, broken pictures, wrong layouts, a run from end to end."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.config import Config, EvalConfig, EvalDataConfig, from_dict
+from vit.data.datasets import load, load_training
+from vit.reporting.attention import explain_run
+from vit.reporting.comparison import compare_runs
+from vit.reporting.photos import classify_photos
+from vit.reporting.report import evaluate_run
+from vit.training.checkpoint import MODEL_FILE, load_model, save_model
+from vit.training.trainer import train
+
+ROOT = Path(__file__).resolve().parent.parent
+CLASSES = ("cat", "dog", "owl")
+
+
+def picture(number: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
+    """A picture of noise, which a number and a size (height, width) fix."""
+    pixels = np.random.default_rng(number).integers(256, size=(*size, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """8 training and 4 test pictures of each class; their files' names are their numbers."""
+    root = tmp_path / "pictures"
+    for number in range(36):
+        half, name = ("train" if number < 24 else "test"), CLASSES[number % 3]
+        (root / half / name).mkdir(parents=True, exist_ok=True)
+        picture(number).save(root / half / name / f"{number:02d}.png")
+    return root
+
+
+def as_tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+# What is read.
+
+
+def test_test_images_are_the_pictures_in_the_order_of_their_paths(root):
+    data = load("folder", root, train=False)
+    numbers = [24, 27, 30, 33, 25, 28, 31, 34, 26, 29, 32, 35]
+    assert data.images.dtype == torch.uint8
+    assert torch.equal(data.images, torch.stack([as_tensor(picture(n)) for n in numbers]))
+    assert data.labels.tolist() == [number % 3 for number in numbers]
+    assert data.classes == CLASSES and data.masks is None
+
+
+def test_training_images_are_the_pictures_mixed_always_alike(root):
+    data, again = (load("folder", root, train=True) for _ in range(2))
+    assert torch.equal(data.images, again.images) and torch.equal(data.labels, again.labels)
+    numbers = {as_tensor(picture(n)).numpy().tobytes(): n for n in range(24)}
+    found = [numbers[image.numpy().tobytes()] for image in data.images]
+    assert sorted(found) == list(range(24))
+    assert data.labels.tolist() == [number % 3 for number in found]
+    part, _ = load_training("folder", str(root), False, train_size=10, val_size=3, seed=0)
+    assert set(part.labels.tolist()) == {0, 1, 2}
+
+
+def save_wide(path: Path) -> None:
+    """Red in the middle, with blue on both sides, of which nothing is to be seen."""
+    wide = np.zeros((64, 128, 3), dtype=np.uint8)
+    wide[:, 32:96, 0] = wide[:, :32, 2] = wide[:, 96:, 2] = 200
+    Image.fromarray(wide).save(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "expected"),
+    [
+        ("wide.png", save_wide, (200, 0, 0)),
+        ("grey.png", Image.new("L", (9, 40), 70).save, (70, 70, 70)),
+        ("palette.png", Image.new("RGB", (50, 50), (9, 8, 7)).quantize(2).save, (9, 8, 7)),
+        ("clear.png", Image.new("RGBA", (33, 32), (1, 2, 3, 0)).save, (255, 255, 255)),
+        ("LARGE.JPG", Image.new("RGB", (500, 300), (90, 90, 90)).save, (90, 90, 90)),
+    ],
+)
+def test_a_picture_is_made_rgb_square_and_small(root, name, save, expected):
+    save(root / "test" / "cat" / name)
+    names = sorted(path.name for path in (root / "test" / "cat").iterdir())
+    image = load("folder", root, train=False).images[names.index(name)]
+    assert image.shape == (3, 32, 32)
+    assert (image == torch.tensor(expected)[:, None, None]).all()
+
+
+# Broken pictures.
+
+
+def cut(form: str) -> Callable[[Path], Any]:
+    def save(path: Path) -> None:
+        picture(0, (64, 64)).save(path, format=form)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+    return save
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "cut.jpg": cut("jpeg"),
+    "cut.png": cut("png"),
+    "text.png": lambda path: path.write_text("I am a picture.\n"),
+    "empty.png": Path.touch,
+    "huge.png": Image.new("1", (9500, 9500)).save,  # at which Pillow only warns
+    "enormous.png": Image.new("1", (14000, 14000)).save,
+    "nowhere.png": lambda path: path.symlink_to("none.png"),
+}
+with_half = pytest.mark.parametrize("half", ["train", "test"])
+
+
+@with_half
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
+    whole = load("folder", root, train=half == "train")
+    path = root / half / "dog" / name
+    BROKEN[name](path)
+    with pytest.raises(ValueError) as info:
+        load_training("folder", str(root), False, None, 3, seed=0)
+    assert str(info.value).startswith(f"data.root: {path} ")
+    assert str(info.value).endswith("or train with --data.on_bad_image skip")
+    assert capsys.readouterr() == ("", "")
+    data = load("folder", root, train=half == "train", on_bad_image="skip")
+    assert torch.equal(data.images, whole.images) and torch.equal(data.labels, whole.labels)
+    assert capsys.readouterr().err == (
+        f"left out 1 of {len(whole) + 1} pictures in {root / half} that cannot be read: {path}\n"
+    )
+
+
+def test_at_most_ten_of_those_left_out_are_named(root, capsys):
+    paths = [root / "test" / "owl" / f"bad_{number:02d}.png" for number in range(12)]
+    for count, end in ((10, paths[9].name), (11, "and 1 more"), (12, "and 2 more")):
+        for path in paths[:count]:
+            path.touch()
+        assert len(load("folder", root, train=False, on_bad_image="skip")) == 12
+        line = capsys.readouterr().err
+        assert line.startswith(f"left out {count} of {12 + count} pictures in")
+        assert line.endswith(f"{end}\n") and line.count("bad_") == 10
+
+
+# Wrong layouts.
+
+
+def clear(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def empty_class(root: Path) -> None:
+    clear(root / "test" / "dog")
+
+
+def class_of_other_files(root: Path) -> None:
+    empty_class(root)
+    (root / "test" / "dog" / "notes.txt").touch()
+
+
+def class_of_bad_pictures(root: Path) -> None:
+    empty_class(root)
+    (root / "test" / "dog" / "bad.png").touch()
+
+
+def files_only(root: Path) -> None:
+    clear(root / "train")
+    (root / "train" / "0.png").touch()
+
+
+WRONG = {
+    "no root": (
+        lambda root: root.rename(root.with_name("moved")),
+        ["ROOT has no train/ (it does not exist)", "needs train/<class>/ and test/<class>/"],
+    ),
+    "root is a file": (
+        lambda root: (shutil.rmtree(root), root.touch()),
+        ["ROOT has no train/ (it is a file)"],
+    ),
+    "no train": (
+        lambda root: (root / "train").rename(root / "training"),
+        ["ROOT has no train/ (it holds test, training)", "--data.root"],
+    ),
+    "no test": (
+        lambda root: (root / "test").rename(root / "val"),
+        ["ROOT has no test/ (it holds train, val)", "--data.root"],
+    ),
+    "empty train": (
+        lambda root: clear(root / "train"),
+        ["ROOT/train has no class folders (it holds nothing)"],
+    ),
+    "files only": (files_only, ["ROOT/train has no class folders (it holds 0.png)"]),
+    "one level too high": (
+        lambda root: [(root / half / "deep").mkdir() for half in ("train", "test")],
+        ["ROOT/train/deep has no picture that can be read (it holds nothing)"],
+    ),
+    "other classes": (
+        lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
+        ["same classes", "only train/ has dog and only test/ has wolf", "rename, add or delete"],
+    ),
+    "a class more": (
+        lambda root: (root / "train" / "ant").mkdir(),
+        ["same classes", "but only train/ has ant; rename"],
+    ),
+    "empty class": (empty_class, ["ROOT/test/dog has no picture", "(it holds nothing); every"]),
+    "class of other files": (class_of_other_files, ["(it holds notes.txt)", ".jpg, .jpeg, .png"]),
+    "class of bad pictures": (
+        class_of_bad_pictures,
+        ["ROOT/test/dog has no picture that can be read (it holds bad.png)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_layout_is_one_line_that_says_what_is_there_and_what_to_do(root, case):
+    spoil, parts = WRONG[case]
+    spoil(root)
+    with pytest.raises(ValueError) as info:
+        load_training("folder", str(root), False, None, 3, seed=0, on_bad_image="skip")
+    assert str(info.value).startswith("data.root: ") and "\n" not in str(info.value)
+    for part in parts:
+        assert part.replace("ROOT", str(root)) in str(info.value), info.value
+
+
+def test_test_images_alone_can_be_evaluated(root):
+    (root / "train").rename(root / "elsewhere")
+    assert len(load("folder", root, train=False)) == 12
+
+
+# A run.
+
+
+def small(root: Path, out: Path, **data: Any) -> Config:
+    return from_dict(
+        {
+            "out": str(out),
+            "data": {"name": "folder", "root": str(root), "val_size": 3, **data},
+            "model": {"embed_dim": 12, "depth": 1, "patch_size": 8},
+            "train": {"epochs": 1, "batch_size": 7, "device": "cpu", "precision": "float32"},
+            "track": {"probes": 1},
+        }
+    )
+
+
+def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
+    for half in ("train", "test"):
+        (root / half / "cat" / "bad.png").touch()
+    run = tmp_path / "run"
+    result = train(small(root, run, on_bad_image="skip"))
+    assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
+    saved = load_model(run)
+    assert saved.classes == CLASSES
+    options = EvalConfig(device="cpu", precision="float32", probes=1, faithfulness=0)
+    again = evaluate_run(str(run), options)
+    assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
+    explain_run(str(run), replace(options, attention=True))
+    assert (run / "eval/attention/index.json").exists()
+    classify_photos(str(run), replace(options, image=(str(root / "test/owl/26.png"),)))
+    assert "owl" in capsys.readouterr().out
+    other = tmp_path / "other"
+    other.mkdir()
+    save_model(other / MODEL_FILE, saved.model, saved.config, ("cat", "dog", "emu"), 1)
+    compare_runs(str(run), replace(options, compare=str(run)))
+    with pytest.raises(ValueError, match=r"^compare: .* only one of both has emu, owl;"):
+        compare_runs(str(run), replace(options, compare=str(other)))
+    (root / "test" / "owl").rename(root / "test" / "emu")
+    with pytest.raises(ValueError, match=r"^data\.root: .* only one of both has emu, owl;"):
+        evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
+
+
+@with_half
+def test_a_broken_picture_ends_a_run_in_one_line_before_a_file_is_written(root, tmp_path, half):
+    path = root / half / "cat" / "huge.png"
+    BROKEN["huge.png"](path)
+    command = [
+        sys.executable, str(ROOT / "train.py"), "--data.name", "folder", "--data.root", str(root),
+        "--data.val_size", "3", "--out", str(tmp_path / "run"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: data.root: {path} cannot be read")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
