@@ -95,6 +95,13 @@ def test_a_picture_is_made_rgb_square_and_small(root, name, save, expected):
     assert (image == torch.tensor(expected)[:, None, None]).all()
 
 
+def test_a_picture_is_shrunk_without_aliasing(root):
+    checkers = np.indices((96, 96)).sum(axis=0) % 2 * 255
+    Image.fromarray(checkers.astype(np.uint8)).save(root / "test" / "cat" / "00.png")
+    image = load("folder", root, train=False).images[0]
+    assert ((image > 90) & (image < 165)).all()
+
+
 # Broken pictures.
 
 
