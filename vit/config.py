@@ -6,7 +6,6 @@ line that names key, value and what is allowed. Heavy libraries are not imported
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +16,27 @@ IMAGE_SIZE = 32  # pixels; the images of every data set here are 32 x 32
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick.yaml"
 
 
+# More than any run can use, and little enough that nothing computed from it overflows.
+LARGE = 1_000_000
+
+
+def shorten(value: object, length: int = 60) -> str:
+    """Return a value as a text of one line, cut where it is long."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= length else text[:length] + "..."
+
+
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
     if not condition:
-        raise ValueError(f"{key}: {value} is not allowed; it must be {allowed}")
+        raise ValueError(f"{key}: {shorten(value)} is not allowed; it must be {allowed}")
+
+
+def _is_path(text: str) -> bool:
+    return bool(text.strip()) and "\0" not in text
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    return shorten(", ".join(str(n) for n in range(1, number + 1) if number % n == 0))
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,13 @@ class DataConfig:
     train_size: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.val_size >= 0, "data.val_size", self.val_size, "0 or more")
+        _require(0 <= self.val_size <= LARGE, "data.val_size", self.val_size, f"0 to {LARGE}")
+        _require(_is_path(self.root), "data.root", repr(self.root), "the name of a folder")
         _require(
-            self.train_size is None or self.train_size >= 1,
+            self.train_size is None or 1 <= self.train_size <= LARGE,
             "data.train_size",
             self.train_size,
-            "1 or more, or null",
+            f"1 to {LARGE}, or null",
         )
 
 
@@ -112,21 +126,34 @@ class ModelConfig:
     attn_kernel: Literal["auto", "math", "fused"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("patch_size", "embed_dim", "depth", "num_heads"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "1 or more")
+        largest = {"embed_dim": 10_000, "depth": 1000, "num_heads": 1000, "reg_tokens": 1000}
+        for name, limit in largest.items():
+            value, least = getattr(self, name), 0 if name == "reg_tokens" else 1
+            _require(least <= value <= limit, f"model.{name}", value, f"{least} to {limit}")
         _require(
-            self.head_dim is None or self.head_dim >= 1,
+            self.head_dim is None or 1 <= self.head_dim <= 1000,
             "model.head_dim",
             self.head_dim,
-            "1 or more, or null",
+            "1 to 1000, or null",
         )
-        _require(self.mlp_ratio > 0, "model.mlp_ratio", self.mlp_ratio, "above 0")
-        _require(self.reg_tokens >= 0, "model.reg_tokens", self.reg_tokens, "0 or more")
+        _require(
+            1 <= self.mlp_ratio * self.embed_dim <= LARGE,
+            "model.mlp_ratio",
+            self.mlp_ratio,
+            f"{1 / self.embed_dim:.3g} to {LARGE / self.embed_dim:.3g} "
+            f"with model.embed_dim={self.embed_dim}",
+        )
+        _require(
+            self.init_values is None or abs(self.init_values) <= LARGE,
+            "model.init_values",
+            self.init_values,
+            f"-{LARGE} to {LARGE}, or null",
+        )
         for name in ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"model.{name}", value, "from 0 up to, not including, 1")
         _require(
-            IMAGE_SIZE % self.patch_size == 0,
+            self.patch_size >= 1 and IMAGE_SIZE % self.patch_size == 0,
             "model.patch_size",
             self.patch_size,
             f"a divisor of the image size, {IMAGE_SIZE}: {_divisors(IMAGE_SIZE)}",
@@ -184,8 +211,8 @@ class AugmentConfig:
             f"0 to {IMAGE_SIZE - 1} pixels",
         )
         _require(0 <= self.erasing <= 1, "augment.erasing", self.erasing, "0 to 1")
-        _require(self.mixup >= 0, "augment.mixup", self.mixup, "0 or more")
-        _require(self.cutmix >= 0, "augment.cutmix", self.cutmix, "0 or more")
+        _require(0 <= self.mixup <= LARGE, "augment.mixup", self.mixup, f"0 to {LARGE}")
+        _require(0 <= self.cutmix <= LARGE, "augment.cutmix", self.cutmix, f"0 to {LARGE}")
 
 
 @dataclass(frozen=True)
@@ -219,17 +246,18 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "muon_lr"):
             value = getattr(self, name)
-            _require(0 < value < math.inf, f"optim.{name}", value, "above 0, and finite")
+            _require(0 < value <= LARGE, f"optim.{name}", value, f"above 0, up to {LARGE}")
         for name in ("weight_decay", "muon_weight_decay"):
-            _require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "0 or more")
+            value = getattr(self, name)
+            _require(0 <= value <= LARGE, f"optim.{name}", value, f"0 to {LARGE}")
         for name in ("warmup", "label_smoothing"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optim.{name}", value, "from 0 up to, not including, 1")
         _require(
-            self.clip_grad is None or self.clip_grad > 0,
+            self.clip_grad is None or 0 < self.clip_grad <= LARGE,
             "optim.clip_grad",
             self.clip_grad,
-            "above 0, or null",
+            f"above 0, up to {LARGE}, or null",
         )
         _require(
             self.ema_decay is None or 0 < self.ema_decay < 1,
@@ -278,7 +306,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_skipped"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
+            value = getattr(self, name)
+            _require(1 <= value <= LARGE, f"train.{name}", value, f"1 to {LARGE}")
         _require(
             self.batch_size % self.accumulate == 0,
             "train.accumulate",
@@ -289,10 +318,10 @@ class TrainConfig:
         _require(0 < self.small_scale <= 1, "train.small_scale", self.small_scale, "above 0, to 1")
         _require(0 <= self.small_share <= 1, "train.small_share", self.small_share, "0 to 1")
         _require(
-            self.budget_minutes is None or 0 < self.budget_minutes < math.inf,
+            self.budget_minutes is None or 0 < self.budget_minutes <= LARGE,
             "train.budget_minutes",
             self.budget_minutes,
-            "above 0 and finite, or null",
+            f"above 0, up to {LARGE}, or null",
         )
 
 
@@ -309,8 +338,8 @@ class TrackConfig:
     probes: int = 8
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, "track.every", self.every, "1 or more")
-        _require(self.probes >= 0, "track.probes", self.probes, "0 or more")
+        _require(1 <= self.every <= LARGE, "track.every", self.every, f"1 to {LARGE}")
+        _require(0 <= self.probes <= LARGE, "track.probes", self.probes, f"0 to {LARGE}")
 
 
 @dataclass(frozen=True)
@@ -331,6 +360,9 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        _require(_is_path(self.out), "out", repr(self.out), "the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -381,13 +413,13 @@ class EvalConfig:
     compare: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
-        _require(self.probes >= 0, "probes", self.probes, "0 or more")
+        _require(1 <= self.batch_size <= LARGE, "batch_size", self.batch_size, f"1 to {LARGE}")
+        _require(0 <= self.probes <= LARGE, "probes", self.probes, f"0 to {LARGE}")
         _require(
-            self.faithfulness == 0 or self.faithfulness >= 2,
+            self.faithfulness == 0 or 2 <= self.faithfulness <= LARGE,
             "faithfulness",
             self.faithfulness,
-            "0, or 2 or more: an interval needs two",
+            f"0, or 2 to {LARGE}: an interval needs two",
         )
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
         modes = {"attention": self.attention, "image": self.image, "compare": self.compare}
