@@ -1,0 +1,322 @@
+"""Bad input by the hundred: each ends in one line and exit code 2, and none would train.
+
+In one process, by what `train.py` and `eval.py` call; test_cli.py runs the commands themselves.
+The inputs are the same each time.
+"""
+
+import contextlib
+import io
+import json
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vit.cli import parse_eval, parse_train, user_errors
+from vit.config import Config, EvalConfig
+
+
+def types_of(config: type, prefix: str = "") -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for field in fields(config):
+        key = prefix + field.name
+        types |= types_of(field.type, f"{key}.") if is_dataclass(field.type) else {key: field.type}  # type: ignore[arg-type]
+    return types
+
+
+def kinds(kind: Any) -> set[Any]:
+    """Return what a type is made of: int, float, bool, str, NoneType, Literal."""
+    if typing.get_origin(kind) is Literal:
+        return {Literal}
+    return set(typing.get_args(kind)) or {kind}
+
+
+TYPES = types_of(Config)
+GROUPS = sorted({key.partition(".")[0] for key in TYPES if "." in key})
+NUMBERS = sorted(key for key, kind in TYPES.items() if kinds(kind) & {int, float})
+NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # take no text
+
+# The first values beyond each range, and what no divisor is.
+EDGES = {
+    "data.val_size": ("-1", "1000001"),
+    "data.train_size": ("0", "1000001"),
+    "model.patch_size": ("0", "-4", "3", "64"),
+    "model.embed_dim": ("0", "10001"),
+    "model.depth": ("0", "1001"),
+    "model.num_heads": ("0", "5", "1001"),
+    "model.head_dim": ("0", "1001"),
+    "model.mlp_ratio": ("0", "-1", "0.001", "20000"),
+    "model.init_values": ("1000001", "-1000001"),
+    "model.reg_tokens": ("-1", "1001"),
+    "model.drop_rate": ("-0.1", "1"),
+    "model.attn_drop_rate": ("-0.1", "1"),
+    "model.proj_drop_rate": ("-0.1", "1"),
+    "model.drop_path_rate": ("-0.1", "1"),
+    "augment.crop_padding": ("-1", "32"),
+    "augment.erasing": ("-0.1", "1.1"),
+    "augment.mixup": ("-0.1", "1000001"),
+    "augment.cutmix": ("-0.1", "1000001"),
+    "optim.lr": ("0", "-1", "1000001"),
+    "optim.muon_lr": ("0", "-1", "1000001"),
+    "optim.weight_decay": ("-0.1", "1000001"),
+    "optim.muon_weight_decay": ("-0.1", "1000001"),
+    "optim.warmup": ("-0.1", "1"),
+    "optim.label_smoothing": ("-0.1", "1"),
+    "optim.clip_grad": ("0", "-1", "1000001"),
+    "optim.ema_decay": ("0", "1"),
+    "train.epochs": ("0", "1000001"),
+    "train.budget_minutes": ("0", "-1", "1000001"),
+    "train.small_scale": ("0", "1.1"),
+    "train.small_share": ("-0.1", "1.1"),
+    "train.batch_size": ("0", "1000001"),
+    "train.accumulate": ("0", "3", "256", "1000001"),
+    "train.seed": ("-1", str(2**63)),
+    "track.every": ("0", "1000001"),
+    "track.probes": ("-1", "1000001"),
+}
+
+# Whole files, and what the line must name.
+ODD_FILES = [
+    (b"", "key: value"),
+    (b"# nothing\n", "key: value"),
+    (b"null", "key: value"),
+    (b"3", "key: value"),
+    (b"- model", "key: value"),
+    (b"x" * 99_999, "key: value"),
+    (b"x" * 100_001, "longer than 100000 bytes"),
+    (b"\0", "#x0000"),
+    (b"model: {depth: 3}\xff", "#x00ff"),
+    (b"\xff\xfe\0", "truncated data"),
+    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "#x0089"),
+    (b"\x7fELF\x02\x01\x01", "#x007f"),
+    (b"PK\x03\x04", "#x0003"),
+    (b"model:\n\tdepth: 3", "line 2"),
+    (b"model: {depth: 3", "line 1"),
+    (b"%YAML 9", "line 1"),
+    (b"---\nout: a\n---\nout: b", "single document"),
+    (b"out: *nowhere", "undefined alias"),
+    (b"model: &a {depth: *a}", "model.depth: a group of keys is not a whole number"),
+    (b"model: &a [*a]", "model: a list"),
+    (b"&a {model: *a}", "model.model"),
+    (b"&a {data: {root: *a}}", "data.root"),
+    (b"? [1, 2]\n: 3", "a list is not a key"),
+    (b"? &a {b: *a}\n: 3", "a group of keys is not a key"),
+    (b"!!python/object:os.system {}", "!!python/object:os.system"),
+    (b"out: !!python/object/apply:os.system ['true']", "out: the tag !!python/object/apply"),
+    (b"model: !!python/name:os.system", "model: the tag !!python/name:os.system"),
+    (b"out: !!binary aGk=", "out: the tag !!binary"),
+    (b"out: !mine x", "out: the tag !!!mine"),
+    (b"model: !!set {depth}", "model: the tag !!set"),
+    (b"model: {depth: !!int x}", "model.depth: 'x' is not a whole number"),
+    (b"model: {depth: 3, depth: 4}", "model.depth: given twice"),
+    (b"train: {seed: 1}\ntrain: {epochs: 1}", "train: given twice"),
+    (b"<<: {model: {depth: 3}}", "<<: no such key"),
+    (b"config: other.yaml", "config: no such key"),
+    (b"overwrite: true", "overwrite: no such key"),
+    (b"'': 3", "'': no such key"),
+    (b"model: {'': 3}", "model.: no such key"),
+    (b"model: {class_path: os.system}", "model.class_path: no such key"),
+    (b"out: ''", "out: '' is not allowed; it must be the name of a folder"),
+    (b'out: "a\\0b"', "the name of a folder"),
+    (b'data: {root: "\\0"}', "data.root"),
+    (b"out:", "out: null is not a text"),
+    (b"out: [a, b]", "out: a list is not a text"),
+    (b"train: {seed: 2001-01-01}", "train.seed: '2001-01-01'"),
+    (b"train: {epochs: 1e1}", "train.epochs: '10.0' is not a whole number"),
+    (b'"\\e[31m": 3', "?[31m: no such key"),
+    (b"? " + b"k" * 5000 + b"\n: 3", "kkk...: no such key"),
+    (b"out: " + b"x" * 5000, "out: 'xxx"),
+    (b"[" * 50_000, "nested too deep"),
+    (b"model: " + b"{a: " * 20_000, "nested too deep"),
+    (b"a: " + b"[" * 100 + b"]" * 100, "a: no such key"),
+    # What configs of earlier versions held.
+    (b"model: {dropout: 0.1}", "model.dropout: no such key"),
+    (b"log: {every: 50}", "log: no such key"),
+    (b"seed: 0", "did you mean train.seed?"),
+]
+
+Parse = Callable[[Sequence[str]], Any]
+
+
+def fuzz(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz") / "bad.yaml"
+
+
+def answer(words: Sequence[str], parse: Parse) -> tuple[Any, str]:
+    """Return what comes of a command line: a config, or the line with which it ends."""
+    result, printed = None, io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        try:
+            with user_errors():
+                result = parse(words)
+        except SystemExit as end:
+            assert end.code == 2
+    line = printed.getvalue()
+    assert (result is None) == bool(line)
+    if line:
+        assert line.startswith("error: ") and line.endswith("\n")
+        assert line[:-1].isprintable() and len(line) < 600, line
+    return result, line
+
+
+def refused(words: Sequence[str], *parts: str, parse: Parse = parse_train) -> None:
+    result, line = answer(words, parse)
+    assert result is None, f"{words} would run: {result}"
+    for part in parts:
+        assert part in line, f"{words}: {line}"
+
+
+def setting(key: str, value: str, file: Path | None) -> list[str]:
+    """Say key and value as a flag, or in a file."""
+    if file is None:
+        return [f"--{key}={value}"]
+    group, _, name = key.rpartition(".")
+    file.write_text(f"{group}:\n  {name}: {value}\n" if group else f"{name}: {value}\n")
+    return ["--config", str(file)]
+
+
+@pytest.mark.parametrize(
+    ("content", "part"), ODD_FILES, ids=[str(odd[0][:40]) for odd in ODD_FILES]
+)
+def test_odd_files(content: bytes, part: str, file: Path) -> None:
+    file.write_bytes(content)
+    refused(["--config", str(file)], part)
+
+
+@pytest.mark.parametrize("name", [".", "/dev/null", "/dev/zero", "", "\0", "n" * 5000, "{a: b}"])
+@pytest.mark.parametrize("flag", ["--config", "--model"])
+def test_what_is_no_file(flag: str, name: str, tmp_path: Path) -> None:
+    refused([flag, name], flag.removeprefix("--"), "is no YAML file of keys")
+
+
+@fuzz(100)
+@given(st.data(), st.sampled_from(sorted(TYPES)), st.booleans())
+def test_misspelt_keys(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
+    group, _, name = key.rpartition(".")
+    at = data.draw(st.integers(0, len(name) - 1))
+    letter = data.draw(st.sampled_from(["", "q", name[at] * 2]))  # left out, mistaken, doubled
+    wrong = f"{group}.{name[:at]}{letter}{name[at + 1 :]}".lstrip(".")
+    near = ["did you mean"] if len(name) >= 4 else []
+    refused(setting(wrong, "1", file if in_file else None), f"error: {wrong}: no such key", *near)
+
+
+@fuzz(60)
+@given(st.sampled_from(sorted(TYPES)), st.text("xyz", min_size=6), st.booleans())
+def test_unknown_groups_and_keys(file: Path, key: str, strange: str, in_file: bool) -> None:
+    group, _, name = key.rpartition(".")
+    where = file if in_file else None
+    refused(setting(f"{group}.{strange}".lstrip("."), "1", where), f"{strange}: no such key")
+    refused(setting(f"{strange}.{name}", "1", where), f"error: {strange}", "no such key")
+
+
+@fuzz(100)
+@given(st.data(), st.sampled_from(NAMED), st.booleans())
+def test_wrong_types(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
+    wrong = ["word", "[1]", "{a: 1}", "2001-01-01", "''", "1 2", "!!str x", "é", "--", "true?"]
+    made_of = kinds(TYPES[key])
+    wrong += [] if bool in made_of else ["true", "off"]
+    wrong += [] if float in made_of else ["1.5", "1e3", ".nan", "-.inf"]
+    wrong += [] if type(None) in made_of else ["null", "~"]
+    wrong += ["7", "0"] if made_of & {bool, Literal} else []
+    value = data.draw(st.sampled_from(wrong))
+    refused(setting(key, value, file if in_file else None), f"error: {key}: ", " is not ")
+
+
+@fuzz(150)
+@given(st.data(), st.sampled_from(NUMBERS), st.booleans())
+def test_out_of_range(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
+    endless = [] if int in kinds(TYPES[key]) else [".inf", "-.inf", ".nan", "1e400", "-1e300"]
+    huge = data.draw(st.integers(2**63, 10**90))
+    value = data.draw(
+        st.sampled_from([*EDGES[key], *endless, str(huge), str(-huge), hex(huge), "9" * 5000])
+    )
+    where = file if in_file else None
+    refused(setting(key, value, where), f"error: {key}: ", "is not allowed; it must be ")
+
+
+def test_every_number_has_its_edges() -> None:
+    assert set(EDGES) == set(NUMBERS)
+    for key, values in EDGES.items():
+        for value in values:
+            refused([f"--{key}={value}"], f"error: {key}: ", "is not allowed; it must be ")
+
+
+GARBAGE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=20,
+)
+
+
+@fuzz(60)
+@given(GARBAGE, st.sampled_from([*GROUPS, None]))
+def test_nested_garbage(file: Path, garbage: Any, group: str | None) -> None:
+    # No short random text is a key; but an empty group sets nothing, and so is no mistake.
+    bad = garbage or {"": garbage}
+    file.write_text(json.dumps({group: bad} if group else bad))
+    refused(["--config", str(file)], f"error: {group or ''}")
+
+
+EVAL_TYPES = types_of(EvalConfig)
+EVAL_WRONG = {
+    "data.download": ("word", "7", "null"),
+    "device": ("tpu", "7", "null"),
+    "precision": ("float8", "16", "null"),
+    "batch_size": ("word", "1.5", "null", "0", "-1", "1000001", "9" * 500),
+    "probes": ("word", "1.5", "null", "-1", "1000001", "9" * 500),
+    "seed": ("word", "1.5", "null", "-1", str(2**63)),
+    "faithfulness": ("word", "1.5", "null", "1", "-1", "1000001"),
+    "indices": ("word", "1.5", "null", "3,17", "[3]", "9" * 5000),
+}
+
+
+@pytest.mark.parametrize("key", EVAL_WRONG)
+def test_wrong_values_for_eval(key: str) -> None:
+    for value in EVAL_WRONG[key]:
+        refused(["x", f"--{key}", value], f"{key}: ", value[:60], " is not ", parse=parse_eval)
+
+
+@fuzz(40)
+@given(st.sampled_from(sorted(EVAL_TYPES)), st.text("xyz", min_size=6))
+def test_unknown_keys_for_eval(key: str, strange: str) -> None:
+    for wrong in (f"{key}q", f"{key}.{strange}", strange):
+        refused(["x", f"--{wrong}", "1"], f"error: {wrong}: no such key", parse=parse_eval)
+
+
+WORDS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from([f"--{key}" for key in [*TYPES, *EVAL_TYPES, *GROUPS, "config", "overwrite"]]),
+    st.builds("--{}={}".format, st.sampled_from(sorted(TYPES)), st.text(max_size=20)),
+    st.text("-=.:[]{}&*!0123456789enulltrue", max_size=20),
+)
+
+
+@fuzz(150)
+@given(st.lists(WORDS, max_size=4), st.sampled_from([parse_train, parse_eval]))
+def test_any_words_give_a_config_or_one_line(words: list[str], parse: Parse) -> None:
+    result, _ = answer(words, parse)
+    assert result is None or isinstance(result[0], Config) or isinstance(result[1], EvalConfig)
+
+
+@fuzz(100)
+@given(st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.encode))
+def test_any_bytes_give_a_config_or_one_line(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    result, _ = answer(["--config", str(file)], parse_train)
+    assert result is None or isinstance(result[0], Config)
