@@ -75,6 +75,7 @@ EDGES = {
     "train.small_share": ("-0.1", "1.1"),
     "train.batch_size": ("0", "1000001"),
     "train.accumulate": ("0", "3", "256", "1000001"),
+    "train.max_skipped": ("0", "1000001"),
     "train.seed": ("-1", str(2**63)),
     "track.every": ("0", "1000001"),
     "track.probes": ("-1", "1000001"),

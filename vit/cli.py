@@ -7,25 +7,20 @@ and exit code 2.
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
 import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence, Set
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from vit.config import DEFAULT_CONFIG, Config, EvalConfig, shorten
+from vit.yaml_flags import allowed, unknown, without_files
 
-LONGEST_FILE = 100_000  # bytes; a config has a few thousand
 LONGEST_TEXT = 1_000  # characters
 LONGEST_NUMBER = 100
-YAML_TAG = "tag:yaml.org,2002:"
-PLAIN_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 
 
 def fail(message: str) -> NoReturn:
@@ -158,7 +153,7 @@ def _parse(
     types = _types(config)
     groups = {key.partition(".")[0] for key in types if "." in key}
     files = {group: group for group in groups} | {name: "" for name in own if name == "config"}
-    words = _without_files(arguments, files, types)
+    words = without_files(arguments, files, types)
     _check_words(words, types, own)
     try:
         values = parser.parse_args(words)
@@ -187,7 +182,7 @@ def _check_words(words: Sequence[str], types: dict[str, Any], own: Sequence[str]
     for before, word in zip(["", *words], words, strict=False):
         flag, equals, value = word.partition("=")
         if word.startswith("--") and "." in flag and flag[2:] not in (*types, *own):
-            raise ValueError(_unknown(flag[2:], list(types)))
+            raise ValueError(unknown(flag[2:], list(types)))
         if not (word.startswith("-") and equals):
             flag, value = before, word
         key = flag.lstrip("-")
@@ -198,99 +193,6 @@ def _check_words(words: Sequence[str], types: dict[str, Any], own: Sequence[str]
                 f"{shorten(key)}: {shorten(value)!r} is not allowed; "
                 f"it must be at most {longest} characters, and it has {len(value)}"
             )
-
-
-def _without_files(
-    arguments: Sequence[str], files: dict[str, str], types: dict[str, Any]
-) -> list[str]:
-    """Put in place of each YAML file the flags that it stands for.
-
-    So a file's values are checked as flags are, and the later one wins.
-
-    Args:
-        arguments: The command line.
-        files: The flags that take a file, each with the group it holds; "" is all.
-        types: Of all keys.
-    """
-    words, rest = [], iter(arguments)
-    for word in rest:
-        name, equals, file = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in files:
-            words.append(word)
-            continue
-        if not equals:
-            file = next(rest, "--")
-        if file.startswith("--"):
-            raise ValueError(f"--{name}: expected one argument, a YAML file")
-        words += _flags(_read_yaml(name, file), files[name], types)
-    return words
-
-
-def _read_yaml(name: str, file: str) -> yaml.Node:
-    """Read a YAML file, as nodes: nothing is made from what it holds."""
-    hint = "" if name == "config" else f"; a single field is set by --{name}.<field>"
-    try:
-        with Path(file).open("rb") as stream:
-            content = stream.read(LONGEST_FILE + 1)
-        if len(content) > LONGEST_FILE:
-            raise ValueError(f"it is longer than {LONGEST_FILE} bytes")
-        node = yaml.compose(content, Loader=yaml.SafeLoader)
-        if not isinstance(node, yaml.MappingNode):
-            raise ValueError("it must hold lines of `key: value`")
-    except RecursionError:
-        problem = "it is nested too deep"
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = shorten(error, 200)
-    else:
-        return node
-    raise ValueError(f"{name}: {shorten(file)} is no YAML file of keys: {problem}{hint}")
-
-
-def _flags(node: yaml.Node, group: str, types: dict[str, Any]) -> Iterator[str]:
-    """Turn YAML into flags: `model: {depth: 3}` is --model.depth=3.
-
-    The group of a whole file is "". It goes no deeper than there are groups, so that an anchor
-    which holds itself does no harm.
-    """
-    _refuse_tag(node, group or "config")
-    if not isinstance(node, yaml.MappingNode):
-        raise ValueError(
-            f"{group}: {_shown(node)} is not a group of keys, as {group}: {{key: value}}"
-        )
-    seen = set()
-    for name, value in node.value:
-        if not isinstance(name, yaml.ScalarNode):
-            raise ValueError(f"{group or 'config'}: {_shown(name)} is not a key")
-        key = f"{group}.{name.value}" if group else name.value
-        if key in seen:
-            raise ValueError(f"{shorten(key)}: given twice in one file; keep one")
-        seen.add(key)
-        if key in types:
-            yield _flag(value, key, types[key])
-        elif any(known.startswith(f"{key}.") for known in types):
-            yield from _flags(value, key, types)
-        else:
-            raise ValueError(_unknown(key, list(types)))
-
-
-def _flag(node: yaml.Node, key: str, kind: Any) -> str:
-    _refuse_tag(node, key)
-    is_null = node.tag.endswith(":null")
-    if not isinstance(node, yaml.ScalarNode) or (is_null and not _takes_null(kind)):
-        raise ValueError(f"{key}: {_shown(node)} is not {_allowed(kind)}")
-    return f"--{key}={'null' if is_null else node.value}"
-
-
-def _refuse_tag(node: yaml.Node, key: str) -> None:
-    tag = node.tag.removeprefix(YAML_TAG)
-    if tag not in PLAIN_TAGS:
-        raise ValueError(f"{key}: the tag !!{shorten(tag)} is not allowed; write plain values")
-
-
-def _shown(node: yaml.Node) -> str:
-    if isinstance(node, yaml.ScalarNode):
-        return "null" if node.tag.endswith(":null") else repr(shorten(node.value))
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a group of keys"
 
 
 def _fields(values: Namespace, config: type) -> dict[str, Any]:
@@ -304,39 +206,10 @@ def _in_one_line(message: str, types: dict[str, Any], known: list[str]) -> str:
         value = re.search(r"(?:Got|Given) value: ?(.*)$", problem)
         if value and key in types:
             given = "null" if value.group(1) == "None" else repr(shorten(value.group(1)))
-            return f"{key}: {given} is not {_allowed(types[key])}"
+            return f"{key}: {given} is not {allowed(types[key])}"
         return f"{key}: {shorten(problem, 200)}"
     if re.search(r"arguments are required: run", text):
         return "run: missing; name a run folder or model file first: eval.py runs/quick ..."
     if found := re.search(r"[Uu]nrecognized arguments: (\S+)", text):
-        return _unknown(found.group(1).lstrip("-").split("=")[0], known)
+        return unknown(found.group(1).lstrip("-").split("=")[0], known)
     return shorten(text, 200)
-
-
-def _takes_null(kind: Any) -> bool:
-    return type(None) in typing.get_args(kind)
-
-
-def _allowed(kind: Any) -> str:
-    """Say in words what a type takes."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    if kind in words:
-        return words[kind]
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(typing.get_args(kind))
-    parts = [part for part in typing.get_args(kind) if part not in (type(None), ...)]
-    return " or ".join([_allowed(part) for part in parts] + ["null"] * _takes_null(kind))
-
-
-def _unknown(key: str, keys: list[str]) -> str:
-    key = shorten(key)
-    if key.endswith((".yaml", ".yml")):
-        return f"{key}: no such key; did you mean --config {key}?"
-    group, _, name = key.rpartition(".")
-    groups = {known.partition(".")[0] for known in keys}
-    last = {known: known.rpartition(".")[2] for known in [*keys, *groups]}
-    near = difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.6)
-    found = [known for known in last if last[known] in near]
-    found = [known for known in found if known == f"{group}.{near[0]}"] or found
-    hint = f"did you mean {' or '.join(found)}?" if found else "--help lists them"
-    return f"{key or repr(key)}: no such key; {hint}"

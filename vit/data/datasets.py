@@ -15,8 +15,8 @@ from vit.seeding import fold_in, generator
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn where no number is asked for
 
 # Mean and standard deviation of each channel over the training images, in units of 0 to 1.
-# tests/test_datasets.py measures them again. Those of folder are ImageNet's, as published: with them
-# a model file is enough to normalise images, whichever folder it was trained on.
+# tests/test_datasets.py measures them again. Those of folder are ImageNet's, as published: with
+# them a model file is enough to normalise images, whichever folder it was trained on.
 NORMALIZATION = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -175,7 +175,8 @@ def load_training(
         on_bad_image: As for `load`.
 
     Raises:
-        ValueError: The data is not there or cannot be read, or there are fewer images than asked for.
+        ValueError: The data is not there or cannot be read, or there are fewer images than asked
+            for.
     """
     count = None if train_size is None else train_size + val_size
     everything = load(

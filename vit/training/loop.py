@@ -5,6 +5,7 @@ import dataclasses
 import math
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from vit.training.state import TrainState, train_step
 from vit.training.stopping import Stopped, StopRequest
 
 BUDGET_SHARE = 0.96  # of a time budget that is for steps; the rest is for looking
+LOSSES = 30  # of the last steps, to be shown when a run diverges
 WARM_STEPS, TRIAL_STEPS = 10, 20  # by which the length of a run is set to its budget
 
 
@@ -81,6 +83,7 @@ class Loop:
         self.plan = make_plan(config, 0, steps_per_epoch(len(training), config.train.batch_size))
         self.milestones: list[int] = []
         self.save_error: OSError | None = None
+        self._losses: deque[Tensor] = deque(maxlen=LOSSES)
         self._since = time.perf_counter()  # the seconds before it are counted
         # Each process draws for itself; the first as it would alone.
         seed = config.train.seed
@@ -176,11 +179,11 @@ class Loop:
         logged, since = done, time.perf_counter()
         for number, batch in enumerate(batches[done:], start=done + 1):
             step = state.step
-            state.points.append(
-                self._train_batch(batch, plan.lr_share(step), plan.image_size(step))
-            )
+            point = self._train_batch(batch, plan.lr_share(step), plan.image_size(step))
+            state.points.append(point)
+            self._losses.append(point[0])
             if state.skipped_in_a_row >= config.train.max_skipped:
-                raise Diverged(diverged_text(state, "loss or gradient"))
+                raise self._diverged("loss or gradient")
             bar.update()
             last = number == len(batches)
             if tracker is not None:
@@ -278,7 +281,7 @@ class Loop:
         if tracker is None:
             return
         if not state.is_finite():
-            raise Diverged(diverged_text(state, "weights"))
+            raise self._diverged("weights")
         content = state.state_dict()
         content |= {
             "config": to_dict(self.config), "classes": list(self.training.classes),
@@ -295,6 +298,10 @@ class Loop:
                 "the one before is kept, and training goes on",
                 file=sys.stderr,
             )
+
+    def _diverged(self, what: str) -> Diverged:
+        losses = [loss.item() for loss in self._losses]
+        return Diverged(diverged_text(self.state, what, losses))
 
 
 def _mean(points: list[Tensor]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """What training says on the terminal at its start and at its end."""
 
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from vit.training.hardware import describe
 from vit.training.plan import Plan
 from vit.training.run import EVAL_FOLDER, REPORT_FILE
 from vit.training.state import TrainState
-
-LOSSES = 30  # shown of a run that diverged
 
 
 def start_text(
@@ -86,21 +85,21 @@ def stopped_text(run: Path, number: int) -> str:
     )
 
 
-def diverged_text(state: TrainState, what: str) -> str:
+def diverged_text(state: TrainState, what: str, losses: Iterable[float]) -> str:
     """Say that what was computed is not finite, and what came before.
 
     Args:
         state: Where the run stands.
         what: "loss or gradient", or "weights".
+        losses: Of the last steps; NaN for one that was skipped.
     """
     rates = ", ".join(f"{optimizer.param_groups[0]['lr']:.3g}" for optimizer in state.optimizers)
-    losses = " ".join(f"{point[0].item():.4g}" for point in state.points[-LOSSES:])
+    shown = " ".join(f"{loss:.4g}" for loss in losses)
     return (
         f"training diverged: {what} not finite at step {state.step:,}, after "
-        f"{state.skipped_in_a_row} skipped steps in a row (learning rate {rates}; losses up to "
-        f"there, nan for a skipped step: {losses}); nothing of that is saved. "
-        f"Lower --optim.lr and --optim.muon_lr or set --optim.clip_grad, and start anew with "
-        f"--overwrite"
+        f"{state.skipped_in_a_row} skipped steps in a row (learning rate {rates}; last losses, "
+        f"nan for a skipped step: {shown}); nothing of that is saved. Lower --optim.lr and "
+        f"--optim.muon_lr or set --optim.clip_grad, and start anew with --overwrite"
     )
 
 

@@ -88,6 +88,12 @@ def _train(
             data.name, data.root, data.download, data.train_size, data.val_size,
             config.train.seed, data.on_bad_image,
         )  # fmt: skip
+    if checkpoint is not None and tuple(checkpoint["classes"]) != training.classes:
+        raise ValueError(
+            f"data.root: {data.root} does not have the classes that {config.out} was started with: "
+            f"{', '.join(checkpoint['classes'])}; name the folder that has, or train elsewhere "
+            f"with --out"
+        )
     sample = None
     if config.train.whiten and checkpoint is None:  # a checkpoint has its own kernels
         sample = training.images[:WHITENED]
