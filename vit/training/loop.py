@@ -24,6 +24,7 @@ from vit.seeding import fold_in, generator
 from vit.tracking import Tracker, milestones
 from vit.training.checkpoint import save_checkpoint
 from vit.training.distributed import World
+from vit.training.memory import StepMemory, bytes_per_image, free_bytes
 from vit.training.messages import clock, diverged_text
 from vit.training.optim import set_lr
 from vit.training.plan import make_plan
@@ -55,7 +56,8 @@ class Loop:
         save_error: Why the last checkpoint could not be written; None where it was.
 
     Raises:
-        ValueError: There are fewer images than a batch has, or a batch cannot be shared out.
+        ValueError: There are fewer images than a batch has, a batch cannot be shared out, or needs
+            more memory than is free.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Loop:
         precision: torch.dtype,
         world: World = World(),  # noqa: B008
     ) -> None:
-        parts = config.train.accumulate * world.size
+        parts = config.train.accumulate * world.size  # of a batch, that are computed on their own
         if config.train.batch_size % parts:
             raise ValueError(
                 f"train.batch_size: {config.train.batch_size} cannot be shared by {world.size} "
@@ -76,6 +78,10 @@ class Loop:
                 f"it must be a multiple of {parts}"
             )
         self.config, self.state, self.world = config, state, world
+        images = config.train.batch_size // parts
+        needed = images * bytes_per_image(state.model, device, precision)
+        self.memory = StepMemory(images, needed, free_bytes(device))
+        self.memory.require()
         self.training, self.held_out = training.to(device), held_out.to(device)
         self.one_hot = torch.eye(len(training.classes), device=device)
         self.device, self.precision = device, precision
@@ -131,7 +137,8 @@ class Loop:
                 begin = time.perf_counter()
                 for _ in range(steps):
                     batch = torch.randint(count, (train.batch_size,), generator=draw)
-                    self._train_batch(batch.to(self.device), 0.1, size)[0].item()
+                    with self.memory.explained():
+                        self._train_batch(batch.to(self.device), 0.1, size)[0].item()
             seconds += share * (time.perf_counter() - begin) / TRIAL_STEPS
         return seconds
 
@@ -155,7 +162,7 @@ class Loop:
         with tqdm(
             total=plan.total_steps, initial=state.step, unit="step", dynamic_ncols=True,
             disable=tracker is None or not sys.stderr.isatty(),
-        ) as bar, stop.deferred():  # fmt: skip
+        ) as bar, stop.deferred(), self.memory.explained():  # fmt: skip
             while state.step < plan.total_steps:
                 begin, first = time.perf_counter(), state.step
                 self._train_epoch(tracker, bar, stop)

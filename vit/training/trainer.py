@@ -15,7 +15,7 @@ import torch
 
 from vit.config import Config, flatten, to_dict
 from vit.data.augment import normalize
-from vit.data.datasets import load, load_training, normalization
+from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.reporting.report import write_report
 from vit.tracking import Tracker
 from vit.training.checkpoint import MODEL_FILE, save_model
@@ -82,22 +82,13 @@ def _train(
     stop: StopRequest,
 ) -> dict[str, Any] | None:
     """Train in a run folder that is ours alone; arguments and results as for `train`."""
-    data, precision = config.data, choose_precision(config.train.precision, device)
+    precision = choose_precision(config.train.precision, device)
     with world.main_first():
-        training, held_out = load_training(
-            data.name, data.root, data.download, data.train_size, data.val_size,
-            config.train.seed, data.on_bad_image,
-        )  # fmt: skip
-    if checkpoint is not None and tuple(checkpoint["classes"]) != training.classes:
-        raise ValueError(
-            f"data.root: {data.root} does not have the classes that {config.out} was started with: "
-            f"{', '.join(checkpoint['classes'])}; name the folder that has, or train elsewhere "
-            f"with --out"
-        )
+        training, held_out = _load_training(config, checkpoint)
     sample = None
     if config.train.whiten and checkpoint is None:  # a checkpoint has its own kernels
         sample = training.images[:WHITENED]
-        sample = normalize(sample, *normalization(data.name, sample.device))
+        sample = normalize(sample, *normalization(config.data.name, sample.device))
     state = build_state(config, len(training.classes), device, sample)
     loop = Loop(config, state, training, held_out, device, precision, world)
     if checkpoint is not None:
@@ -115,6 +106,7 @@ def _train(
     )
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         loop.run(tracker, stop)
+        data = config.data
         test = load(
             data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image
         )
@@ -129,6 +121,26 @@ def _train(
         print(f"error: the last checkpoint is missing: {loop.save_error}", file=sys.stderr)
         raise SystemExit(1)
     return result
+
+
+def _load_training(config: Config, checkpoint: dict[str, Any] | None) -> tuple[ImageSet, ImageSet]:
+    """Load what a run trains on and what it holds out.
+
+    Raises:
+        ValueError: It is not there, or is not what the run was started with.
+    """
+    data = config.data
+    training, held_out = load_training(
+        data.name, data.root, data.download, data.train_size, data.val_size,
+        config.train.seed, data.on_bad_image,
+    )  # fmt: skip
+    if checkpoint is not None and tuple(checkpoint["classes"]) != training.classes:
+        raise ValueError(
+            f"data.root: {data.root} does not have the classes that {config.out} was started with: "
+            f"{', '.join(checkpoint['classes'])}; name the folder that has, or train elsewhere "
+            f"with --out"
+        )
+    return training, held_out
 
 
 def write_hyperparameters(

@@ -1,0 +1,24 @@
+"""One process is a world of its own; what several do is in test_reliability.py."""
+
+import torch
+
+from vit.training.distributed import World, join_world
+
+
+def test_one_process_is_alone() -> None:
+    with join_world(torch.device("cpu")) as world:
+        assert world == World(0, 1)
+        values = torch.tensor([1.0, 2.0])
+        assert torch.equal(world.mean(values.clone()), values)
+        assert torch.equal(world.largest(values.clone()), values)
+        assert world.agree("this") == "this"
+        with world.main_first():
+            pass
+
+
+def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:
+    batch = torch.arange(12)
+    parts = [World(rank, 3).part(batch) for rank in range(3)]
+    assert {len(part) for part in parts} == {4}
+    assert torch.equal(torch.cat(parts), batch)
+    assert [World(rank, 3).main for rank in range(3)] == [True, False, False]

@@ -1,0 +1,89 @@
+"""The run folder belongs to one process at a time; see test_train.py for what it refuses."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from vit.config import Config, to_dict
+from vit.training.checkpoint import save_checkpoint
+from vit.training.run import LOCK_FILE, check_run, lock_run, prepare_run
+
+
+def test_lock_names_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "b" / "run"
+    with lock_run(run):
+        owner = (run / LOCK_FILE).read_text()
+        assert owner == f"process {os.getpid()} on {os.uname().nodename}"
+        with pytest.raises(ValueError, match=f"{run} is being written by {owner}"), lock_run(run):
+            pass
+        assert (run / LOCK_FILE).read_text() == owner
+    assert list(tmp_path.iterdir()) == []  # the folders were made for it
+
+
+def test_lock_keeps_what_is_in_the_folder_and_the_folders_it_found(tmp_path: Path) -> None:
+    kept, found = tmp_path / "kept", tmp_path / "found"
+    found.mkdir()
+    with lock_run(kept):
+        (kept / "config.yaml").write_text("x")
+    with lock_run(found):
+        pass
+    assert [path.name for path in kept.iterdir()] == ["config.yaml"]
+    assert list(found.iterdir()) == []
+
+
+def test_lock_goes_when_what_it_guards_fails(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), lock_run(tmp_path / "run"):
+        raise KeyError
+    assert not (tmp_path / "run").exists()
+
+
+def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from vit.training.run import lock_run\n"
+        "with lock_run(Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    run = tmp_path / "run"
+    dead = subprocess.run([sys.executable, "-c", program, str(run)])
+    assert dead.returncode == -9
+    assert (run / LOCK_FILE).read_text().startswith("process ")
+    assert check_run(Config(out=str(run)), overwrite=False) is None
+    with lock_run(run):
+        assert str(os.getpid()) in (run / LOCK_FILE).read_text()
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Config:
+    """A run that two processes have begun."""
+    config = Config(out=str(tmp_path / "run"))
+    prepare_run(config, resume=False)
+    state = {"model": {"w": torch.zeros(1)}, "config": to_dict(config), "classes": ["a"]}
+    save_checkpoint(tmp_path / "run", 7, {**state, "processes": 2})
+    return config
+
+
+def test_other_number_of_processes_is_refused_unless_allowed(unfinished: Config) -> None:
+    found = check_run(unfinished, overwrite=False, processes=2)
+    assert found is not None and found["step"] == 7
+    with pytest.raises(ValueError, match=r"processes: 2 -> 1.*--resume\.allow_changes"):
+        check_run(unfinished, overwrite=False, processes=1)
+    found = check_run(unfinished, overwrite=False, processes=1, allow_changes=True)
+    assert found is not None and found["step"] == 7
+
+
+def test_allowed_changes_become_the_run_s_config(unfinished: Config) -> None:
+    changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 -> 0\.0001"):
+        check_run(changed, overwrite=False, processes=2)
+    assert check_run(changed, overwrite=False, processes=2, allow_changes=True) is not None
+    run = prepare_run(changed, resume=True)
+    assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 1e-4
+    assert list((run / "checkpoints").iterdir())

@@ -1,0 +1,56 @@
+"""Signals: the first is a request, the second is obeyed at once, and then all is as before."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from vit.training.distributed import World
+from vit.training.stopping import Stopped, stop_on_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_is_only_noted_while_steps_are_made(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stop_on_signals() as stop:
+        with stop.deferred():
+            assert not stop.agreed(World())
+            os.kill(os.getpid(), number)
+            assert stop.agreed(World())
+        assert stop.signal == number
+    assert "stopping after this step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_what_is_no_step(number: signal.Signals) -> None:
+    with stop_on_signals() as stop:
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), number)
+        assert stop.signal == number
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyError), stop_on_signals():
+        assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] != before
+        raise KeyError
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+def test_second_signal_ends_the_process(second: str) -> None:
+    program = (
+        "import os, signal\n"
+        "from vit.training.stopping import stop_on_signals\n"
+        "with stop_on_signals() as stop, stop.deferred():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('after the first', flush=True)\n"
+        f"    os.kill(os.getpid(), signal.{second})\n"
+        "    print('after the second', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "after the first\n"
+    assert done.returncode == -signal.Signals[second]
