@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from runs import ROOT, STEPS, command, events, metrics, small
 from vit.config import Config
+from vit.files import seal
 from vit.training.checkpoint import checkpoint_steps, latest_checkpoint
 
 PLAIN = {  # nothing random, so that processes that share a batch compute what one would
@@ -229,6 +231,50 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(alone: Path, tmp_path: Pat
     assert metrics(run) == metrics(alone)
     for name, tensor in load_file(alone / "model.safetensors").items():
         assert torch.equal(tensor, load_file(run / "model.safetensors")[name]), name
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints, killed."""
+    folder = tmp_path_factory.mktemp("begun")
+    process = start(command(small(folder / "run", train={"epochs": 100}), folder / "config"))
+    wait(lambda: len(checkpoint_steps(folder / "run")) == 2, process)
+    process.kill()
+    process.communicate()
+    return folder / "run"
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) -> None:
+    run, proof = tmp_path / "run", tmp_path / "proof"
+    shutil.copytree(begun, run)
+    evil = run / "checkpoints" / "step_99999999.pt"
+    torch.save({**torch.load(max(run.glob("checkpoints/*.pt"))), "extra": Payload(proof)}, evil)
+    evil.write_bytes(seal(evil.read_bytes()))
+    python, eval_py = sys.executable, str(ROOT / "eval.py")
+    for words in ([evil], [run], [begun, "--compare", evil], [evil, "--attention"],
+                  [evil, "--image", "x.png"]):  # fmt: skip
+        done = subprocess.run([python, eval_py, *words], capture_output=True, text=True)
+        assert done.returncode == 2 and not proof.exists()
+        if "x.png" not in words:
+            assert f"{evil} is not a checkpoint" in done.stderr
+    process = start([*command(small(run, train={"epochs": 100}), tmp_path / "config")])
+    wait(lambda: steps_logged(run) > max(checkpoint_steps(begun)), process)
+    process.kill()
+    _, errors = process.communicate()
+    assert f"warning: {evil} is not a checkpoint, or is damaged; trying an older one" in errors
+    assert not proof.exists()
+    torch.load(evil, weights_only=False)
+    assert proof.exists()  # it would have run
 
 
 def test_two_processes_do_not_write_into_one_run(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def write_hyperparameters(
 ) -> None:
     """Enter a finished run into TensorBoard's HParams table."""
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
-    tracker.aside(step, values)
+    tracker.aside(step + 1, values)  # beyond the last step: a run killed here does it again
     metrics = [*values, *(["val/accuracy"] if config.data.val_size else [])]
     settings = flatten(to_dict(config))
     places = ("out", "data.root", "data.download")
