@@ -65,6 +65,7 @@ EDGES = {
     "optim.muon_lr": ("0", "-1", "1000001"),
     "optim.weight_decay": ("-0.1", "1000001"),
     "optim.muon_weight_decay": ("-0.1", "1000001"),
+    "optim.muon_momentum": ("-0.1", "1"),
     "optim.warmup": ("-0.1", "1"),
     "optim.label_smoothing": ("-0.1", "1"),
     "optim.clip_grad": ("0", "-1", "1000001"),

@@ -18,7 +18,10 @@ from vit.training.optim import build_optimizers, lr_at, set_lr
 SCHEDULES = ["linear", "cosine"]
 NAMES = ["adamw", "muon"]
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
-RATES = {"lr": 0.01, "weight_decay": 0.5, "muon_lr": 0.02, "muon_weight_decay": 0.75}
+RATES = {
+    "lr": 0.01, "weight_decay": 0.5,
+    "muon_lr": 0.02, "muon_weight_decay": 0.75, "muon_momentum": 0.9,
+}  # fmt: skip
 
 VARIANTS = {
     "class token": {},
@@ -162,8 +165,9 @@ def test_muon_updates_each_matrix_as_torchs_does(stem):
         for key, value in learned.items()
     }
     torchs = torch.optim.Muon(
-        [part for parts in expected.values() for part in parts], lr=0.02, weight_decay=0.75
-    )
+        [part for parts in expected.values() for part in parts],
+        lr=0.02, weight_decay=0.75, momentum=0.9,
+    )  # fmt: skip
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
         for key, parameter in learned.items():
@@ -216,7 +220,7 @@ def test_optimizers_from_a_file_go_on_identically(name, variant):
 
     other = build_vit(seed=1, **VARIANTS[variant])
     # Other rates, so that those from the file show.
-    others = build_optimizers(other, name, 1.0, 0.0, 1.0, 0.0)
+    others = build_optimizers(other, name, 1.0, 0.0, 1.0, 0.0, 0.0)
     weights, states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     other.load_state_dict(weights)
     for optimizer, state in zip(others, states, strict=True):

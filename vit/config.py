@@ -225,6 +225,7 @@ class OptimConfig:
         weight_decay: of AdamW; norms, biases, tokens and positions have none
         muon_lr: peak learning rate of Muon
         muon_weight_decay: of Muon
+        muon_momentum: of Muon, whose average of gradients reaches back about 1 / (1 - it) steps
         schedule: how the learning rate falls to zero after the warm-up
         warmup: share of all steps in which the learning rate rises
         label_smoothing: share of the target spread over all classes
@@ -237,6 +238,7 @@ class OptimConfig:
     weight_decay: float = 0.05
     muon_lr: float = 0.02
     muon_weight_decay: float = 0.05
+    muon_momentum: float = 0.85
     schedule: Literal["linear", "cosine"] = "linear"
     warmup: float = 0.05
     label_smoothing: float = 0.1
@@ -250,7 +252,7 @@ class OptimConfig:
         for name in ("weight_decay", "muon_weight_decay"):
             value = getattr(self, name)
             _require(0 <= value <= LARGE, f"optim.{name}", value, f"0 to {LARGE}")
-        for name in ("warmup", "label_smoothing"):
+        for name in ("warmup", "label_smoothing", "muon_momentum"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optim.{name}", value, "from 0 up to, not including, 1")
         _require(

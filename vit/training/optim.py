@@ -47,10 +47,15 @@ class Muon(torch.optim.Muon):
             matrices of D / number rows that it is made of.
         lr: Learning rate; a matrix of more rows than columns takes it times √(rows / columns).
         weight_decay: Share of a weight that goes, times the learning rate.
+        momentum: Share of the average of past gradients that each step keeps.
     """
 
     def __init__(
-        self, parameters: list[tuple[nn.Parameter, int]], lr: float, weight_decay: float
+        self,
+        parameters: list[tuple[nn.Parameter, int]],
+        lr: float,
+        weight_decay: float,
+        momentum: float,
     ) -> None:
         self.parameters = parameters
         # They share their memory with the parameters, so that updating them updates those.
@@ -64,6 +69,7 @@ class Muon(torch.optim.Muon):
             [matrix for matrices in self.matrices for matrix in matrices],
             lr=lr,
             weight_decay=weight_decay,
+            momentum=momentum,
         )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -96,6 +102,7 @@ def build_optimizers(
     weight_decay: float,
     muon_lr: float,
     muon_weight_decay: float,
+    muon_momentum: float,
 ) -> list[Optimizer]:
     """Make the optimizers of a VisionTransformer.
 
@@ -124,7 +131,7 @@ def build_optimizers(
     ]
     optimizers: list[Optimizer] = [torch.optim.AdamW(groups, lr=lr, fused=True)]
     if matrices:
-        muon = Muon(matrices, muon_lr, muon_weight_decay)
+        muon = Muon(matrices, muon_lr, muon_weight_decay, muon_momentum)
         muon.param_groups[0]["initial_lr"] = muon_lr
         optimizers.append(muon)
     return optimizers

@@ -69,7 +69,7 @@ class TrainState:
             optimizer.load_state_dict(values)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
-        self.points = list(state["points"])
+        self.points = list(state["points"].to(self.model.head.weight.device))
         for name in COUNTS:
             setattr(self, name, state[name])
 
@@ -99,7 +99,13 @@ def build_state(
     model.to(device)
     optim = config.optim
     optimizers = build_optimizers(
-        model, optim.name, optim.lr, optim.weight_decay, optim.muon_lr, optim.muon_weight_decay
+        model,
+        optim.name,
+        optim.lr,
+        optim.weight_decay,
+        optim.muon_lr,
+        optim.muon_weight_decay,
+        optim.muon_momentum,
     )
     if optim.ema_decay is None:
         return TrainState(model, optimizers)
