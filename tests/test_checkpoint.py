@@ -18,6 +18,7 @@ from vit.files import seal
 from vit.training import checkpoint
 from vit.training.checkpoint import (
     build_model,
+    checkpoint_steps,
     latest_checkpoint,
     load_model,
     read_checkpoint,
@@ -34,9 +35,10 @@ def config() -> Config:
     return replace(config, model=replace(config.model, embed_dim=24, depth=1))
 
 
-def state(config: Config) -> dict[str, Any]:
+def state(config: Config, step: int = 1) -> dict[str, Any]:
     model = build_model(config, len(CLASSES)).state_dict()
-    return {"model": model, "ema": None, "config": to_dict(config), "classes": list(CLASSES)}
+    about = {"config": to_dict(config), "classes": list(CLASSES)}
+    return {"step": step, "model": model, "ema": None, **about}
 
 
 def torch_bytes(value: Any) -> bytes:
@@ -67,7 +69,7 @@ def test_last_two_checkpoints_are_kept_and_the_newest_is_taken(
     config: Config, tmp_path: Path
 ) -> None:
     for step in (5, 10, 1000):
-        save_checkpoint(tmp_path, step, state(config))
+        save_checkpoint(tmp_path, step, state(config, step))
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step_00000010.pt", "step_00001000.pt"]
     newest = latest_checkpoint(tmp_path)
@@ -77,8 +79,8 @@ def test_last_two_checkpoints_are_kept_and_the_newest_is_taken(
 def test_broken_checkpoint_falls_back_to_the_one_before(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_checkpoint(tmp_path, 5, state(config))
-    save_checkpoint(tmp_path, 10, state(config))
+    save_checkpoint(tmp_path, 5, state(config, 5))
+    save_checkpoint(tmp_path, 10, state(config, 10))
     newest = tmp_path / "checkpoints" / "step_00000010.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
     found = latest_checkpoint(tmp_path)
@@ -99,7 +101,7 @@ class Payload:
 
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
-    evil = torch_bytes({"step": 1, **state(config), "extra": Payload(proof)})
+    evil = torch_bytes({**state(config), "extra": Payload(proof)})
     for data in (evil, seal(evil)):
         (tmp_path / "evil.pt").write_bytes(data)
         with pytest.raises(ValueError, match=r"evil\.pt is not a checkpoint"):
@@ -122,7 +124,7 @@ def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path)
         "noise.pt": (b"\x00" * 100, "is not a checkpoint"),
         "pickle.pt": (pickle.dumps({"a": 1}), "is not a checkpoint"),
         "empty.pt": (b"", "is not a checkpoint"),
-        "unsealed.pt": (torch_bytes({"step": 1, **state(config)}), "is damaged"),
+        "unsealed.pt": (torch_bytes(state(config)), "is damaged"),
     }
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
@@ -136,7 +138,7 @@ def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path)
 def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path) -> None:
     model = build_model(config, len(CLASSES))
     save_model(tmp_path / "model.safetensors", model, config, CLASSES, step=1)
-    save_checkpoint(tmp_path, 1, state(config))
+    save_checkpoint(tmp_path, 1, state(config, 1))
     random = np.random.default_rng(0)
     for whole in (tmp_path / "model.safetensors", tmp_path / "checkpoints" / "step_00000001.pt"):
         load_model(whole)
@@ -157,9 +159,21 @@ def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path)
                 load_model(damaged)
 
 
+def test_damaged_checkpoint_beyond_the_one_resumed_from_goes(
+    config: Config, tmp_path: Path
+) -> None:
+    for step in (5, 10):
+        save_checkpoint(tmp_path, step, state(config, step))
+    newest = tmp_path / "checkpoints" / "step_00000010.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    save_checkpoint(tmp_path, 7, state(config, 7))
+    assert checkpoint_steps(tmp_path) == [5, 7]
+    assert load_model(tmp_path).step == 7
+
+
 def test_eval_takes_no_older_checkpoint_for_the_newest(config: Config, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 5, state(config))
-    save_checkpoint(tmp_path, 10, state(config))
+    save_checkpoint(tmp_path, 5, state(config, 5))
+    save_checkpoint(tmp_path, 10, state(config, 10))
     newest = tmp_path / "checkpoints" / "step_00000010.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"step_00000010\.pt is damaged"):
@@ -170,14 +184,14 @@ def test_checkpoint_that_does_not_read_back_replaces_nothing(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (5, 10):
-        save_checkpoint(tmp_path, step, state(config))
+        save_checkpoint(tmp_path, step, state(config, step))
 
     def failing_disk(path: Path, data: bytes) -> None:
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     monkeypatch.setattr(checkpoint, "write_atomically", failing_disk)
     with pytest.raises(OSError, match="does not read back"):
-        save_checkpoint(tmp_path, 15, state(config))
+        save_checkpoint(tmp_path, 15, state(config, 15))
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step_00000005.pt", "step_00000010.pt"]
 

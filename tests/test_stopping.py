@@ -1,11 +1,13 @@
 """Signals: the first is a request, the second is obeyed at once, and then all is as before."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from vit.training.distributed import World
 from vit.training.stopping import Stopped, stop_on_signals
@@ -13,15 +15,35 @@ from vit.training.stopping import Stopped, stop_on_signals
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_is_only_noted_while_steps_are_made(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with stop_on_signals() as stop:
-        with stop.deferred():
-            assert not stop.agreed(World())
-            os.kill(os.getpid(), number)
-            assert stop.agreed(World())
+    with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
+        assert not stop.agreed(World())
+        os.kill(os.getpid(), number)
+        assert stop.agreed(World())
         assert stop.signal == number
-    assert "stopping after this step" in capsys.readouterr().err
+    assert "stopping after this step" in capfd.readouterr().err
+
+
+def test_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -> None:
+    class Reducing(World):
+        def largest(self, values: torch.Tensor) -> torch.Tensor:
+            if not request.signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return values
+
+    with stop_on_signals() as request, contextlib.suppress(Stopped), request.deferred():
+        assert not request.agreed(Reducing(0, 2))  # the others have not heard of it
+        assert request.agreed(Reducing(0, 2))
+        assert request.signal == signal.SIGTERM
+
+
+def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.signal == signal.SIGINT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

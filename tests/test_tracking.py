@@ -139,3 +139,46 @@ def test_a_new_run_purges_nothing(tmp_path):
     tracker.scalars(1, {"val/loss": 0.5})
     tracker.close()
     assert read_scalars(tmp_path) == {"val/loss": [(0, 1.0), (1, 0.5)]}
+
+
+def test_damaged_lines_of_metrics_are_dropped(tmp_path):
+    damage = [b"\0" * 20, b"[1]", b'{"a": 1}', b'{"step": "x"}', b"\xff\xfe"]
+    whole = [b'{"step": 1, "a": 2}', b'{"step": 2, "a": 3}']
+    lines = [whole[0], *damage, whole[1], b'{"step": 9, "a": 1}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"step": 2, "cu')
+    Tracker(tmp_path, step=2).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(whole) + b"\n"
+
+
+def test_full_disk_ends_nothing_and_metrics_catch_up(tmp_path, capsys):
+    tracker = Tracker(tmp_path)
+    tracker.scalars(1, {"train/loss": 1.0})
+    tracker.flush()
+    file, tracker._metrics = tracker._metrics, open("/dev/full", "ab", buffering=0)  # noqa: SIM115, PTH123
+    tracker.scalars(2, {"train/loss": 2.0})
+    with pytest.raises(OSError, match="No space left"):
+        tracker.flush()
+    tracker._metrics.close()
+    tracker._metrics = file
+    tracker.scalars(3, {"train/loss": 3.0})
+    tracker.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_tensorboard_goes_on_after_a_full_disk(tmp_path, capsys):
+    tracker = Tracker(tmp_path)
+    tracker.scalars(1, {"train/loss": 1.0})
+    tracker.flush()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    tracker._writer.add_scalar = full
+    for step in (2, 3):
+        tracker.scalars(step, {"train/loss": 2.0})
+    tracker.flush()
+    tracker.scalars(4, {"train/loss": 4.0})
+    tracker.close()
+    assert capsys.readouterr().err.count("TensorBoard misses points") == 1
+    assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 4]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]

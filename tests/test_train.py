@@ -462,7 +462,7 @@ def test_run_stopped_before_its_first_checkpoint_holds_nobody_up(tmp_path: Path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(small(run))))
-    assert check_run(small(run, model={"depth": 3}), overwrite=False) is None
+    assert check_run(small(run, model={"depth": 3}), overwrite=False, how={}) is None
 
 
 def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:

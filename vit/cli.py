@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from vit.config import DEFAULT_CONFIG, Config, EvalConfig, shorten
+from vit.console import is_out_of_memory
 from vit.yaml_flags import allowed, unknown, without_files
 
 LONGEST_TEXT = 1_000  # characters
@@ -24,14 +25,12 @@ LONGEST_NUMBER = 100
 
 
 def fail(message: str) -> NoReturn:
-    """End the program with one line on standard error and exit code 2.
-
-    Of several processes that torchrun has started, the first speaks.
-    """
+    """End the program with one line on standard error and exit code 2."""
     line = " ".join(message.split())
-    if os.environ.get("RANK", "0") == "0":
-        # What a file or a flag holds must not steer the terminal.
-        print("error: " + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    who = "error: " if rank == "0" else f"error (process {rank}): "
+    # What a file or a flag holds must not steer the terminal.
+    print(who + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -42,6 +41,10 @@ def user_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            fail(f"out of memory; a smaller model or batch takes less: {shorten(error, 200)}")
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -165,6 +165,13 @@ class ModelConfig:
             "a power of two with model.stem=conv",
         )
         _require(
+            self.stem == "linear" or self.embed_dim >= self.patch_size.bit_length(),
+            "model.embed_dim",
+            self.embed_dim,
+            f"{self.patch_size.bit_length()} or more with model.stem=conv and "
+            f"model.patch_size={self.patch_size}",
+        )
+        _require(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
             "model.num_heads",
             self.num_heads,
@@ -293,7 +300,7 @@ class TrainConfig:
             before the run is given up
     """
 
-    epochs: int = 11
+    epochs: int = 10
     budget_minutes: float | None = None
     whiten: bool = True
     small_scale: float = 0.75

@@ -73,7 +73,6 @@ class Follower:
         shares = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
         maps = (shares * num_tokens).unflatten(1, grid).cpu()
         captions = captions_of(logits, self.probes.labels, self.probes.classes)
-        self._draw_rollout(maps, captions, tracker, step)
         heads = head_maps([w[:1] for w in weights], readout=readout, num_prefix_tokens=prefix)
         name = self.probes.classes[self.probes.labels[0]]
         sheet = heads_picture(
@@ -97,6 +96,7 @@ class Follower:
             for layer, value in enumerate(values.tolist())
         }
         tracker.scalars(step, scalars | self._judge(model))
+        self._draw_rollout(maps, captions, tracker, step)
 
     def _draw_rollout(self, maps: Tensor, captions: list[str], tracker: Tracker, step: int) -> None:
         for number, picture in enumerate(rollout_pictures(self.probes.images, maps, captions)):
@@ -105,9 +105,10 @@ class Follower:
         file = io.BytesIO()
         np.save(file, maps.numpy())
         write_atomically(self.folder / f"step_{step:08d}.npy", file.getvalue())
-        kept = sorted(path for path in self.folder.glob("step_*.npy") if _step_of(path) <= step)
-        strip = torch.stack([torch.from_numpy(np.load(path)) for path in kept])
-        steps = [_step_of(path) for path in kept]
+        found = {_step_of(path): np.load(path) for path in sorted(self.folder.glob("step_*.npy"))}
+        # A run that was resumed with other probes has maps of another shape.
+        kept = {s: old for s, old in found.items() if s <= step and old.shape == maps.shape}
+        strip, steps = torch.from_numpy(np.stack(list(kept.values()))), list(kept)
         tracker.picture(
             step, "attention/filmstrip", filmstrip_picture(self.probes.images, strip, steps)
         )

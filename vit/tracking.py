@@ -5,7 +5,8 @@ Steps count optimizer steps done: step 0 is the untrained model.
 
 import contextlib
 import json
-import sys
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from vit.console import warn
 from vit.files import write_atomically
 from vit.training.run import METRICS_FILE
 
@@ -44,10 +46,9 @@ class Tracker:
     def __init__(self, run: Path, step: int = 0) -> None:
         path = run / METRICS_FILE
         if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]  # a crash may have cut one
-            kept = "".join(line for line in whole if json.loads(line)["step"] <= step)
-            write_atomically(path, kept.encode())
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+            write_atomically(path, b"".join(kept))
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines that are not in the file yet
         self._run = run
@@ -111,14 +112,16 @@ class Tracker:
         self._show(lambda writer: writer.flush())
         while self._pending:
             self._pending = self._pending[self._metrics.write(self._pending) :]
+        os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush as far as there is room, and close."""
         try:
             self.flush()
-        finally:
-            self._show(lambda writer: writer.close())
-            self._metrics.close()
+        except OSError as error:
+            warn(f"{METRICS_FILE} misses lines: {error}")
+        self._show(lambda writer: writer.close())
+        self._metrics.close()
 
     def _show(self, write: Callable[[SummaryWriter], None]) -> None:
         """Write to TensorBoard; a writer that has failed stays so, and is replaced at a flush."""
@@ -128,4 +131,12 @@ class Tracker:
             write(self._writer)
         except OSError as error:
             self._writer = None
-            print(f"\nwarning: TensorBoard misses points: {error}", file=sys.stderr)
+            warn(f"TensorBoard misses points: {error}")
+
+
+def _step_of(line: bytes) -> float:
+    """Read the step of a line of metrics; infinity where the line is damaged."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf

@@ -29,10 +29,7 @@ class NeighbourConv(nn.Module):
         super().__init__()
         self.grid_size = grid_size
         self.num_prefix_tokens = num_prefix_tokens
-        # Channels last, as the gradients come; DistributedDataParallel wants both alike.
-        self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim).to(
-            memory_format=torch.channels_last
-        )
+        self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, D) to (B, N, D)."""

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import io
 import json
-import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import safetensors.torch
 import torch
 
 from vit.config import Config, from_dict, to_dict
+from vit.console import warn
 from vit.files import seal, unseal, write_atomically
 from vit.model.vit import VisionTransformer
 
@@ -58,12 +58,14 @@ def build_model(config: Config, num_classes: int) -> VisionTransformer:
 
 
 def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
-    """Write RUN/checkpoints/step_N.pt and, once it is known to be whole, delete all but two.
+    """Write RUN/checkpoints/step_N.pt and, once it is known to be whole, delete older ones but one.
+
+    Later ones, which were damaged if the run has come back to an earlier step, are deleted too.
 
     Args:
         run: The run folder.
         step: Steps done.
-        state: Tensors and plain values.
+        state: Tensors and plain values, step among them.
 
     Raises:
         OSError: It could not be written, or is not what was written; the older ones are left.
@@ -71,13 +73,15 @@ def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
     folder = run / CHECKPOINT_FOLDER
     folder.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    torch.save({"step": step, **state}, buffer)
+    torch.save(state, buffer)
     path = folder / f"step_{step:08d}.pt"
     write_atomically(path, seal(buffer.getvalue()))
     if unseal(path.read_bytes()) is None:
         path.unlink()
         raise OSError(errno.EIO, "it does not read back as it was written", str(path))
-    for old in (*sorted(folder.glob("step_*.pt"))[:-KEEP], *folder.glob(".step_*.tmp")):
+    saved = sorted(folder.glob("step_*.pt"))
+    end = saved.index(path) + 1
+    for old in (*saved[: max(0, end - KEEP)], *saved[end:], *folder.glob(".step_*.tmp")):
         old.unlink()
 
 
@@ -145,7 +149,7 @@ def latest_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             return path, read_checkpoint(path)
         except ValueError as error:
-            print(f"warning: {error}; trying an older one", file=sys.stderr)
+            warn(f"{error}; trying an older one")
     if paths:
         raise ValueError(f"{run}: none of its checkpoints can be read; start anew with --overwrite")
     return None

@@ -42,6 +42,18 @@ class World:
             values /= self.size
         return values
 
+    def average(self, gradients: list[Tensor]) -> None:
+        """Average gradients over the processes, in place.
+
+        All of them at once and in the same order at each step, so that a resumed run adds as the
+        uninterrupted one does; DistributedDataParallel orders them anew after its first step.
+        """
+        if self.size > 1:
+            mean = self.mean(torch.cat([gradient.flatten() for gradient in gradients]))
+            parts = mean.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
     def largest(self, values: Tensor) -> Tensor:
         """Take the largest of the processes' values; values is changed."""
         if self.size > 1:
@@ -57,10 +69,19 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let the main process do something before the others do it, e.g. fetch files."""
-        if not self.main:
-            self.agree(None)
-        yield
+        """Let the main process do something before the others do it, e.g. fetch files.
+
+        Raises:
+            ValueError: In the others, what it was in the main process.
+        """
+        if not self.main and (problem := self.agree(None)):
+            raise ValueError(problem)
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if self.main:
+                self.agree(str(error))
+            raise
         if self.main:
             self.agree(None)
 
@@ -73,7 +94,10 @@ def join_world(device: torch.device) -> Iterator[World]:
         yield World()
         return
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= there:
+            raise ValueError(f"torchrun --nproc_per_node: there are {there} GPUs; start one each")
+        torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(dist.get_rank(), size)

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import yaml
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from vit.config import Config, to_dict
+from vit.console import say, warn
 from vit.data.augment import augment, shrink
 from vit.data.batches import epoch_batches, steps_per_epoch
 from vit.data.datasets import ImageSet, normalization
@@ -24,7 +24,7 @@ from vit.seeding import fold_in, generator
 from vit.tracking import Tracker, milestones
 from vit.training.checkpoint import save_checkpoint
 from vit.training.distributed import World
-from vit.training.memory import StepMemory, bytes_per_image, free_bytes
+from vit.training.memory import measure_step
 from vit.training.messages import clock, diverged_text
 from vit.training.optim import set_lr
 from vit.training.plan import make_plan
@@ -77,10 +77,14 @@ class Loop:
                 f"processes with train.accumulate={config.train.accumulate}; "
                 f"it must be a multiple of {parts}"
             )
+        if config.model.stem == "conv" and config.train.batch_size == parts:
+            raise ValueError(
+                f"train.batch_size: {config.train.batch_size} in {parts} parts (train.accumulate, "
+                "processes) is one image at a time; the batch norm of model.stem=conv needs two"
+            )
         self.config, self.state, self.world = config, state, world
         images = config.train.batch_size // parts
-        needed = images * bytes_per_image(state.model, device, precision)
-        self.memory = StepMemory(images, needed, free_bytes(device))
+        self.memory = measure_step(state.model, images, device, precision)
         self.memory.require()
         self.training, self.held_out = training.to(device), held_out.to(device)
         self.one_hot = torch.eye(len(training.classes), device=device)
@@ -90,15 +94,13 @@ class Loop:
         self.milestones: list[int] = []
         self.save_error: OSError | None = None
         self._losses: deque[Tensor] = deque(maxlen=LOSSES)
-        self._since = time.perf_counter()  # the seconds before it are counted
+        self._since = 0.0  # the time up to which state.seconds has counted
         # Each process draws for itself; the first as it would alone.
         seed = config.train.seed
         self.draws = fold_in(seed, "rank", world.rank) if world.rank else seed
         # Both image sizes are compiled on their own, so that the grid is a plain number.
         compile_ = config.train.compile
         self.forward = torch.compile(state.model, dynamic=False) if compile_ else state.model
-        if world.size > 1:
-            self.forward = DistributedDataParallel(self.forward)
         self.follower = Follower(
             Path(config.out), held_out if len(held_out) else training, config.track.probes,
             self.mean, self.std, precision, seed,
@@ -137,8 +139,7 @@ class Loop:
                 begin = time.perf_counter()
                 for _ in range(steps):
                     batch = torch.randint(count, (train.batch_size,), generator=draw)
-                    with self.memory.explained():
-                        self._train_batch(batch.to(self.device), 0.1, size)[0].item()
+                    self._train_batch(batch.to(self.device), 0.1, size)[0].item()
             seconds += share * (time.perf_counter() - begin) / TRIAL_STEPS
         return seconds
 
@@ -162,7 +163,7 @@ class Loop:
         with tqdm(
             total=plan.total_steps, initial=state.step, unit="step", dynamic_ncols=True,
             disable=tracker is None or not sys.stderr.isatty(),
-        ) as bar, stop.deferred(), self.memory.explained():  # fmt: skip
+        ) as bar, stop.deferred():  # fmt: skip
             while state.step < plan.total_steps:
                 begin, first = time.perf_counter(), state.step
                 self._train_epoch(tracker, bar, stop)
@@ -181,7 +182,7 @@ class Loop:
             len(self.training), config.train.batch_size, config.train.seed, epoch
         ).to(self.device)
         batches = batches[: plan.total_steps - epoch * plan.steps_per_epoch]
-        if done == 0:
+        if done == 0 or len(state.points) != done:  # a new epoch, or a batch of another size
             state.points.clear()
         logged, since = done, time.perf_counter()
         for number, batch in enumerate(batches[done:], start=done + 1):
@@ -209,7 +210,8 @@ class Loop:
     def _log(self, tracker: Tracker, bar: tqdm, speed: float) -> None:
         """Write the means over the steps since the last point of the curves."""
         state = self.state
-        start = (len(state.points) - 1) // self.config.track.every * self.config.track.every
+        every = self.config.track.every
+        start = (len(state.points) - 1) // every * every
         loss, accuracy = _mean(state.points[start:])
         rate = state.optimizers[0].param_groups[0]["lr"]
         values = {"train/loss": loss, "train/accuracy": accuracy, "train/lr": rate}
@@ -229,12 +231,11 @@ class Loop:
         self._save(tracker)
         loss, accuracy = _mean(state.points)
         left = state.seconds * (plan.work(plan.total_steps) / plan.work(state.step) - 1)
-        bar.write(
+        say(
             f"epoch {-(-state.step // plan.steps_per_epoch):>3}/{plan.epochs}   loss {loss:.4f}   "
             f"training {accuracy:6.2%}   held out {validation}   {speed:,.0f} images/s   "
             f"{clock(state.seconds)}, {clock(left)} left"
         )
-        sys.stdout.flush()  # tqdm does not, and a log file should show it
 
     def _train_batch(self, batch: Tensor, share: float, size: int) -> Tensor:
         """Learn the images at `batch` (B,), of a size, with a share of the peak rates."""
@@ -242,11 +243,12 @@ class Loop:
         images, targets = self._augmented(self.world.part(batch), size)
         torch.manual_seed(fold_in(self.draws, "dropout", state.step))
         set_lr(state.optimizers, share)
-        return train_step(
-            state, self.forward, images, targets, precision=self.precision,
-            label_smoothing=config.optim.label_smoothing, clip_grad=config.optim.clip_grad,
-            accumulate=config.train.accumulate, world=self.world,
-        )  # fmt: skip
+        with self.memory.explained():
+            return train_step(
+                state, self.forward, images, targets, precision=self.precision,
+                label_smoothing=config.optim.label_smoothing, clip_grad=config.optim.clip_grad,
+                accumulate=config.train.accumulate, world=self.world,
+            )  # fmt: skip
 
     def _augmented(self, batch: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Gather the images at `batch` (B,), and their classes one-hot; augment, shrink them."""
@@ -276,23 +278,21 @@ class Loop:
         try:
             self.follower.look(self.state.evaluated(), tracker, self.state.step)
         except OSError as error:
-            print(
-                f"\nwarning: the maps of step {self.state.step} are not kept: {error}",
-                file=sys.stderr,
-            )
+            warn(f"the maps of step {self.state.step} are not kept: {error}")
 
     def _save(self, tracker: Tracker | None) -> None:
         """Write a checkpoint; if that fails the run goes on, and tries again at the next."""
         state, now = self.state, time.perf_counter()
         state.seconds, self._since = state.seconds + now - self._since, now
-        if tracker is None:
-            return
         if not state.is_finite():
             raise self._diverged("weights")
+        if tracker is None:
+            return
         content = state.state_dict()
         content |= {
             "config": to_dict(self.config), "classes": list(self.training.classes),
-            "processes": self.world.size,
+            "num_images": len(self.training), "processes": self.world.size,
+            "device": self.device.type, "precision": str(self.precision),
         }  # fmt: skip
         try:
             tracker.flush()  # first, so that a checkpoint is never ahead of the curves
@@ -300,10 +300,9 @@ class Loop:
             self.save_error = None
         except OSError as error:
             self.save_error = error
-            print(
-                f"\nwarning: the checkpoint of step {state.step} could not be written ({error}); "
-                "the one before is kept, and training goes on",
-                file=sys.stderr,
+            warn(
+                f"the checkpoint of step {state.step} could not be written ({error}); "
+                "the one before is kept, and training goes on"
             )
 
     def _diverged(self, what: str) -> Diverged:

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 
 from vit.config import IMAGE_SIZE
+from vit.console import is_out_of_memory
 from vit.model.vit import VisionTransformer
 from vit.training.hardware import autocast
 
 FEW, MORE = 2, 6  # images by which a step's memory is measured
-WORKING = 1.3  # what a step takes, over what it keeps for its backward pass; measured
-CGROUP_LIMIT, CGROUP_USED = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory.current"),
-)
+COPIES = 4  # of the weights beside themselves: gradients, two averages of them, and one of weights
+CGROUP = Path("/sys/fs/cgroup")  # of a container, version 2
 
 
 def bytes_per_image(model: VisionTransformer, device: torch.device, precision: torch.dtype) -> int:
-    """Measure what each image of a batch adds to the memory of a training step.
+    """Measure what each image of a batch makes a training step keep for its backward pass.
 
     Args:
         model: On the device; is not changed.
@@ -30,9 +28,11 @@ def bytes_per_image(model: VisionTransformer, device: torch.device, precision: t
         precision: Of matrix products.
     """
     model = copy.deepcopy(model).train()
-    kept = [_kept(model, torch.zeros(n, 3, IMAGE_SIZE, IMAGE_SIZE), device, precision)
-            for n in (FEW, MORE)]  # fmt: skip
-    return int(WORKING * (kept[1] - kept[0]) / (MORE - FEW))
+    few, more = (
+        _kept(model, torch.zeros(number, 3, IMAGE_SIZE, IMAGE_SIZE), device, precision)
+        for number in (FEW, MORE)
+    )
+    return (more - few) // (MORE - FEW)
 
 
 def _kept(
@@ -59,14 +59,19 @@ def free_bytes(device: torch.device) -> int | None:
     """Return how much memory there is for more; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = []
-    for line in _read(Path("/proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            free.append(1024 * int(line.split()[1]))
-    limit, used = _read(CGROUP_LIMIT).strip(), _read(CGROUP_USED).strip()
+    machine = _numbers(Path("/proc/meminfo"))
+    free = [1024 * machine["MemAvailable:"]] if "MemAvailable:" in machine else []
+    limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
     if limit.isdigit() and used.isdigit():
-        free.append(int(limit) - int(used))
+        cached = _numbers(CGROUP / "memory.stat").get("inactive_file", 0)  # is given up when asked
+        free.append(int(limit) - int(used) + cached)
     return min(free, default=None)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Read lines of a name and a whole number."""
+    rows = (line.split() for line in _read(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _read(path: Path) -> str:
@@ -82,7 +87,7 @@ class StepMemory:
 
     Attributes:
         images: Computed at a time.
-        needed: Bytes that they need.
+        needed: Bytes that they need, at least.
         free: Bytes that are free; None where the system does not say.
     """
 
@@ -93,7 +98,7 @@ class StepMemory:
     def advice(self) -> str:
         """Say how much is needed, and what to do where that is too much."""
         return (
-            f"train.batch_size: {self.images} images at a time need about "
+            f"train.batch_size: {self.images} images at a time need at least "
             f"{self.needed / 1e9:.2g} GB of memory"
             f"{'' if self.free is None else f', {self.free / 1e9:.2g} GB were free at the start'}; "
             f"lower --train.batch_size, or raise --train.accumulate: it computes a batch in parts"
@@ -123,9 +128,10 @@ class StepMemory:
             raise
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is torch's or Python's way to say that memory is short."""
-    texts = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    )
+def measure_step(
+    model: VisionTransformer, images: int, device: torch.device, precision: torch.dtype
+) -> StepMemory:
+    """Measure what a step with so many images at a time takes at least, and what is free."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    needed = COPIES * weights + images * bytes_per_image(model, device, precision)
+    return StepMemory(images, needed, free_bytes(device))

@@ -80,7 +80,7 @@ def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
 def stopped_text(run: Path, number: int) -> str:
     """Say how a run that a signal has stopped goes on."""
     saved = checkpoint_steps(run)
-    return f"\nstopped by {signal.Signals(number).name}: the same command " + (
+    return f"stopped by {signal.Signals(number).name}: the same command " + (
         f"goes on after step {saved[-1]:,}" if saved else "starts anew: nothing was saved yet"
     )
 

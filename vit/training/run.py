@@ -53,8 +53,10 @@ def lock_run(run: Path) -> Iterator[None]:
     leaves none. A folder that was made for it and stayed empty is removed.
 
     Raises:
-        ValueError: Another process has it.
+        ValueError: Another process has it, or it is a file.
     """
+    if run.is_file():
+        raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
     made = [folder for folder in (run, *run.parents) if not folder.exists()]
     run.mkdir(parents=True, exist_ok=True)
     path = run / LOCK_FILE
@@ -89,15 +91,18 @@ def _owned(path: Path) -> Iterator[None]:
 
 
 def check_run(
-    config: Config, overwrite: bool, processes: int = 1, allow_changes: bool = False
+    config: Config,
+    overwrite: bool,
+    how: dict[str, Any],
+    allow_changes: bool = False,
 ) -> dict[str, Any] | None:
     """Decide what happens to the run folder, without touching it.
 
     Args:
         config: Of the run that is asked for.
         overwrite: Whether what is there may go.
-        processes: How many train together.
-        allow_changes: Whether config and number of processes may differ from those of the run.
+        how: What else must be as it was, or the numbers would differ: processes, device, precision.
+        allow_changes: Whether the run may be resumed with another config, or otherwise.
 
     Returns:
         The checkpoint to resume from, or None to start anew.
@@ -106,8 +111,6 @@ def check_run(
         ValueError: The folder holds a finished run, a run with another config, or other things.
     """
     run = Path(config.out)
-    if run.is_file():
-        raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
     ours = (".*.tmp", LOCK_FILE)  # what a start that was cut short may have left
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
@@ -124,8 +127,13 @@ def check_run(
     newest = latest_checkpoint(run)
     if newest is None:  # stopped before there was anything to go on from
         return None
-    before = {**_lasting(stored), "processes": newest[1]["processes"]}
-    changes = changed_keys(before, {**_lasting(to_dict(config)), "processes": processes})
+    before = {**_lasting(stored), **{key: newest[1].get(key) for key in how}}
+    changes = changed_keys(before, {**_lasting(to_dict(config)), **how})
+    if any(change.startswith("train.budget_minutes:") for change in changes):
+        raise ValueError(
+            f"out: {run} was started with another train.budget_minutes ({'; '.join(changes)}), "
+            "which fixed its steps; resume it with that, or train elsewhere with --out"
+        )
     if changes and not allow_changes:
         raise ValueError(
             f"out: {run} holds an unfinished run with another config ({'; '.join(changes)}); "
@@ -142,7 +150,9 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     groups = {"data", "model", "optim", "train"}
-    return stored if isinstance(stored, dict) and stored.keys() >= groups else None
+    if not isinstance(stored, dict) or not all(isinstance(stored.get(g), dict) for g in groups):
+        return None
+    return stored
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """What a run carries from step to step, and the step."""
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,12 +61,23 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned; rates and decays stay those of the config.
+
+        Raises:
+            ValueError: It is of another model or another kind of optimizer.
+            RuntimeError: Likewise.
+        """
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            groups = [
+                {key: value for key, value in group.items() if key not in ("params", "lr")}
+                for group in optimizer.param_groups
+            ]
             optimizer.load_state_dict(values)
+            for group, own in zip(optimizer.param_groups, groups, strict=True):
+                group.update(own)
         if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"])
+            self.ema.module.load_state_dict(state["ema"] or state["model"])
         self.points = list(state["points"].to(self.model.head.weight.device))
         for name in COUNTS:
             setattr(self, name, state[name])
@@ -132,7 +141,7 @@ def train_step(
 
     Args:
         state: Is changed in place.
-        forward: The model, possibly compiled; with several processes, in DistributedDataParallel.
+        forward: The model, possibly compiled.
         images: (B, 3, H, W) float32, normalised; this process's part of the batch.
         targets: (B, C) float32, probabilities.
         precision: Of matrix products.
@@ -149,17 +158,16 @@ def train_step(
     state.model.train()
     buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
     result = torch.zeros(2, device=images.device)
-    parts = list(zip(images.chunk(accumulate), targets.chunk(accumulate), strict=True))
-    for number, (part, target) in enumerate(parts):
-        with _gradients_shared(forward, world, last=number == len(parts) - 1):
-            with autocast(images.device, precision):
-                logits = forward(part)
-            loss = F.cross_entropy(logits.float(), target, label_smoothing=label_smoothing)
-            (loss / accumulate).backward()
+    for part, target in zip(images.chunk(accumulate), targets.chunk(accumulate), strict=True):
+        with autocast(images.device, precision):
+            logits = forward(part)
+        loss = F.cross_entropy(logits.float(), target, label_smoothing=label_smoothing)
+        (loss / accumulate).backward()
         hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
         result += torch.stack((loss.detach(), hits)) / accumulate
     result = world.mean(result)
     gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+    world.average(gradients)
     norm = nn.utils.get_total_norm(gradients)
     state.step += 1
     if not torch.isfinite(result[0] + norm):
@@ -178,8 +186,3 @@ def train_step(
     if state.ema is not None:
         state.ema.update(state.model, state.step)
     return result
-
-
-def _gradients_shared(forward: Any, world: World, last: bool) -> AbstractContextManager[None]:
-    """Let the processes average their gradients once a step, in its last part."""
-    return contextlib.nullcontext() if world.size == 1 or last else forward.no_sync()

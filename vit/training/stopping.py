@@ -1,14 +1,16 @@
 """Being asked to stop: Ctrl-C, and the SIGTERM of a scheduler that wants its machine back."""
 
 import contextlib
+import os
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
 
 import torch
 
 from vit.training.distributed import World
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
@@ -28,35 +30,49 @@ class StopRequest:
 
     def agreed(self, world: World) -> bool:
         """Tell whether any process was asked to stop, the same in all; called after every step."""
-        if world.size > 1:
-            self.signal = int(world.largest(torch.tensor(self.signal)))
-        return self.signal != 0
+        # A signal that comes meanwhile is heard at the next step, by all.
+        heard = int(world.largest(torch.tensor(self.signal))) if world.size > 1 else self.signal
+        self.signal = heard or self.signal
+        return heard != 0
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only note a first signal; what runs inside asks `agreed` and raises Stopped itself."""
+        """Only note a first signal; what runs inside asks `agreed` and raises Stopped itself.
+
+        Raises:
+            Stopped: On leaving, where a signal came too late to be asked for.
+        """
         self._deferred = True
         try:
             yield
         finally:
             self._deferred = False
+        if self.signal:
+            raise Stopped
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal."""
-        if self.signal:  # the second one: at once
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        """Take the first signal; the second stops the process at once.
+
+        torchrun passes on what its processes were sent already, so there the second is not heard;
+        torchrun ends processes that take too long by itself.
+        """
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        for each in STOPPING:
+            signal.signal(each, signal.SIG_DFL if alone else signal.SIG_IGN)
         self.signal = number
         if not self._deferred:
             raise Stopped
-        print("\nstopping after this step; once more stops at once", file=sys.stderr)
+        again = "; once more stops at once" if alone else ""
+        with contextlib.suppress(OSError):
+            # Not by print: it may be what was interrupted.
+            os.write(2, f"\nstopping after this step{again}\n".encode())
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """Take SIGINT and SIGTERM as requests to stop."""
     request = StopRequest()
-    before = {n: signal.signal(n, request.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request.handle) for number in STOPPING}
     try:
         yield request
     finally:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vit.config import Config, flatten, to_dict
+from vit.config import Config, flatten, shorten, to_dict
+from vit.console import say
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.reporting.report import write_report
@@ -24,7 +25,7 @@ from vit.training.hardware import choose_device, choose_precision
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import end_text, start_text, stopped_text
 from vit.training.run import EVAL_FOLDER, check_run, lock_run, prepare_run
-from vit.training.state import build_state
+from vit.training.state import TrainState, build_state
 from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
 WHITENED = 500  # training images by whose patches the stem is whitened
@@ -53,36 +54,50 @@ def train(
         SystemExit: With 128 + its number after a signal, with 3 when training diverged, with 1
             when the last checkpoint could not be written.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
     torch.use_deterministic_algorithms(config.deterministic)
-    device, run = choose_device(config.train.device), Path(config.out)
-    with stop_on_signals() as stop, join_world(device) as world:
+    device = choose_device(config.train.device)
+    with stop_on_signals() as stop:
         try:
-            # Once before anything is touched, and once more when nobody else can change it.
-            check_run(config, overwrite, world.size, allow_changes)
-            with lock_run(run) if world.main else contextlib.nullcontext():
-                world.agree("locked")
-                checkpoint = check_run(config, overwrite, world.size, allow_changes)
-                return _train(config, checkpoint, device, world, stop)
+            with join_world(device) as world:
+                return _train_alone(config, overwrite, allow_changes, device, world, stop)
         except Stopped:
-            if world.main:
-                print(stopped_text(run, stop.signal), file=sys.stderr)
+            say(stopped_text(Path(config.out), stop.signal), sys.stderr)
             raise SystemExit(128 + stop.signal) from None
         except Diverged as error:
-            if world.main:
-                print(f"\nerror: {error}", file=sys.stderr)
+            say(f"error: {error}", sys.stderr)
             raise SystemExit(3) from None
+
+
+def _train_alone(
+    config: Config,
+    overwrite: bool,
+    allow_changes: bool,
+    device: torch.device,
+    world: World,
+    stop: StopRequest,
+) -> dict[str, Any] | None:
+    """Train in a run folder that nobody else writes into; the rest is as for `train`."""
+    precision = choose_precision(config.train.precision, device)
+    how = {"processes": world.size, "device": device.type, "precision": str(precision)}
+    with contextlib.ExitStack() as stack:
+        with world.main_first():
+            if world.main:
+                stack.enter_context(lock_run(Path(config.out)))
+            checkpoint = check_run(config, overwrite, how, allow_changes)
+        return _train(config, checkpoint, device, precision, world, stop)
 
 
 def _train(
     config: Config,
     checkpoint: dict[str, Any] | None,
     device: torch.device,
+    precision: torch.dtype,
     world: World,
     stop: StopRequest,
 ) -> dict[str, Any] | None:
-    """Train in a run folder that is ours alone; arguments and results as for `train`."""
-    precision = choose_precision(config.train.precision, device)
+    """Train from a checkpoint or anew, evaluate and explain; returns what `train` does."""
     with world.main_first():
         training, held_out = _load_training(config, checkpoint)
     sample = None
@@ -92,17 +107,16 @@ def _train(
     state = build_state(config, len(training.classes), device, sample)
     loop = Loop(config, state, training, held_out, device, precision, world)
     if checkpoint is not None:
-        state.load_state_dict(checkpoint)
+        _take_over(state, checkpoint, config.out)
     loop.count_steps()
     if not world.main:
         loop.run(None, stop)
         return None
     run = prepare_run(config, resume=checkpoint is not None)
-    print(
+    say(
         start_text(
             config, state, loop.plan, len(training), len(held_out), device, precision, world.size
-        ),
-        flush=True,
+        )
     )
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         loop.run(tracker, stop)
@@ -115,10 +129,11 @@ def _train(
             device=device, precision=precision, probes=config.track.probes,
         )  # fmt: skip
         write_hyperparameters(tracker, config, state.step, result)
+        tracker.flush()
     save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, state.step)
-    print(end_text(run, result, state.seconds))
+    say(end_text(run, result, state.seconds))
     if loop.save_error is not None:
-        print(f"error: the last checkpoint is missing: {loop.save_error}", file=sys.stderr)
+        say(f"error: the last checkpoint is missing: {loop.save_error}", sys.stderr)
         raise SystemExit(1)
     return result
 
@@ -134,13 +149,29 @@ def _load_training(config: Config, checkpoint: dict[str, Any] | None) -> tuple[I
         data.name, data.root, data.download, data.train_size, data.val_size,
         config.train.seed, data.on_bad_image,
     )  # fmt: skip
-    if checkpoint is not None and tuple(checkpoint["classes"]) != training.classes:
+    started = checkpoint or {"classes": training.classes, "num_images": len(training)}
+    if (*started["classes"], started["num_images"]) != (*training.classes, len(training)):
         raise ValueError(
-            f"data.root: {data.root} does not have the classes that {config.out} was started with: "
-            f"{', '.join(checkpoint['classes'])}; name the folder that has, or train elsewhere "
-            f"with --out"
+            f"data.root: {data.root} does not have the {started['num_images']:,} training images "
+            f"of the classes {', '.join(started['classes'])} that {config.out} was started with; "
+            f"name the folder that has, or train elsewhere with --out"
         )
     return training, held_out
+
+
+def _take_over(state: TrainState, checkpoint: dict[str, Any], out: str) -> None:
+    """Go on from a checkpoint.
+
+    Raises:
+        ValueError: Changes that were allowed have made another model of it.
+    """
+    try:
+        state.load_state_dict(checkpoint)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"out: the checkpoint in {out} does not fit the changed model or optimizer "
+            f"({shorten(error, 200)}); take those changes back, or train elsewhere with --out"
+        ) from None
 
 
 def write_hyperparameters(

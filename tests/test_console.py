@@ -1,0 +1,43 @@
+"""What is said reaches the terminal, and a full disk is no error."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vit.console import is_out_of_memory, say, warn
+
+
+def test_texts_go_where_they_belong(capsys: pytest.CaptureFixture[str]) -> None:
+    say("this")
+    warn("that")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("this\n", "warning: that\n")
+
+
+def test_full_disk_ends_nothing() -> None:
+    program = (
+        "import sys\n"
+        "from vit.console import say, warn\n"
+        "say('a')\n"
+        "warn('b')\n"
+        "import os; os._exit(7)\n"  # without the flush of a normal end
+    )
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full)
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_of_memory_are_known(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
