@@ -1,11 +1,9 @@
-"""Whole runs, small: what a run leaves behind, that it resumes exactly, that it refuses."""
+"""Whole runs, small: what a run leaves behind, and what it refuses; see test_reliability.py too."""
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +27,7 @@ from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
 from vit.tracking import Tracker, milestones
 from vit.training import loop, trainer
-from vit.training.checkpoint import latest_checkpoint, load_model
+from vit.training.checkpoint import load_model
 from vit.training.loop import Loop
 from vit.training.optim import lr_at
 from vit.training.run import check_run
@@ -283,43 +281,6 @@ def test_model_file_and_last_checkpoint_are_the_same_model(finished: tuple[Path,
         assert torch.equal(tensor, from_checkpoint.model.state_dict()[name]), name
 
 
-def test_killed_run_resumes_bit_for_bit(finished: tuple[Path, str], tmp_path: Path) -> None:
-    reference, _ = finished
-    config = small(tmp_path / "run")
-    words = command(config, tmp_path / "config")
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000010.pt"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert checkpoint.exists()
-    assert not (tmp_path / "run" / "model.safetensors").exists()
-
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
-    assert "resumed after" in done.stdout
-    resumed = load_file(tmp_path / "run" / "model.safetensors")
-    expected = load_file(reference / "model.safetensors")
-    assert resumed.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(resumed[name], tensor), name
-    last, last_expected = latest_checkpoint(tmp_path / "run"), latest_checkpoint(reference)
-    assert last is not None and last_expected is not None
-    for part in ("model", "optimizers", "ema"):
-        torch.testing.assert_close(last[1][part], last_expected[1][part], rtol=0, atol=0)
-    assert metrics(tmp_path / "run") == metrics(reference)
-    reports = [
-        json.loads((r / "eval/report.json").read_text()) for r in (tmp_path / "run", reference)
-    ]
-    assert reports[0]["loss"] == reports[1]["loss"]
-    shown = events(tmp_path / "run")
-    steps = [event.step for event in shown.Scalars("val/loss")]
-    assert steps == list(range(5, STEPS + 1, 5))
-    strips = [e.Images("attention/filmstrip")[-1] for e in (shown, events(reference))]
-    assert strips[0].encoded_image_string == strips[1].encoded_image_string
-
-
 def steps_of(run: Path) -> list[int]:
     return [int(path.stem[5:]) for path in sorted((run / "checkpoints").iterdir())]
 
@@ -492,29 +453,6 @@ def test_impossible_run_leaves_no_folder(
     with pytest.raises(ValueError, match=message):
         train(small(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
-
-
-def test_interrupted_run_ends_with_130_and_says_that_it_resumes(tmp_path: Path) -> None:
-    words = command(small(tmp_path / "run", train={"epochs": 200}), tmp_path / "config")
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts what it puts in the background with the interrupt ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("run/checkpoints/*.pt")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert "stopped by SIGINT: the same command goes on after step " in errors
-    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
