@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runs import load_images, metrics, small
+from small_runs import load_images, metrics, small
 from vit.config import Config
 from vit.tracking import Tracker
 from vit.training import loop as loop_module

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runs import command, small
+from small_runs import command, small
 from vit.config import Config
 from vit.training import memory
 from vit.training.checkpoint import build_model

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import ROOT, STEPS, command, events, metrics, small
+from small_runs import ROOT, STEPS, command, events, metrics, small
 from vit.config import Config
 from vit.files import seal
 from vit.training.checkpoint import checkpoint_steps, latest_checkpoint

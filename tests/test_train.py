@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor
 
-from runs import ROOT, STEPS, command, events, load_images, metrics, pixels, small, stamps
+from small_runs import ROOT, STEPS, command, events, load_images, metrics, pixels, small, stamps
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data import datasets
 from vit.data.augment import normalize
