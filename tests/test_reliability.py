@@ -337,4 +337,8 @@ def test_changes_are_allowed_when_they_are_asked_for(tmp_path: Path) -> None:
     deeper = command(small(run, model={"depth": 3}), tmp_path / "config")
     (run / "model.safetensors").unlink()
     done = subprocess.run([*deeper, "--resume.allow_changes"], **allowed)
-    assert done.returncode == 2 and "does not fit the changed model" in done.stderr
+    assert done.returncode == 2 and "model.depth: 2 -> 3" in done.stderr
+    shorter = small(run, train={"epochs": 1}, optim={"lr": 1e-4})
+    words = command(shorter, tmp_path / "config")
+    done = subprocess.run([*words, "--resume.allow_changes"], **allowed)
+    assert done.returncode == 2 and "train.epochs: 1 are 5 steps" in done.stderr

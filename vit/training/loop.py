@@ -110,12 +110,20 @@ class Loop:
         """Fix the length of the run, unless a time budget fixed it before the run was resumed.
 
         With a time budget trial steps are timed and undone; they count as training time.
+
+        Raises:
+            ValueError: A resumed run has made more steps already.
         """
         state, train = self.state, self.config.train
         if train.budget_minutes is None:
             state.total_steps = train.epochs * self.plan.steps_per_epoch
         elif state.total_steps == 0:
             self._fit_into(60 * train.budget_minutes)
+        if state.step > state.total_steps:
+            raise ValueError(
+                f"train.epochs: {train.epochs} are {state.total_steps:,} steps, and the run in "
+                f"{self.config.out} has made {state.step:,} already; it must be more"
+            )
         self.plan = dataclasses.replace(self.plan, total_steps=state.total_steps)
         self.milestones = milestones(state.total_steps)
 

@@ -80,9 +80,10 @@ def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
 def stopped_text(run: Path, number: int) -> str:
     """Say how a run that a signal has stopped goes on."""
     saved = checkpoint_steps(run)
-    return f"stopped by {signal.Signals(number).name}: the same command " + (
-        f"goes on after step {saved[-1]:,}" if saved else "starts anew: nothing was saved yet"
-    )
+    name = signal.Signals(number).name
+    if not saved:
+        return f"stopped by {name}; nothing was saved yet, so the same command starts anew"
+    return f"stopped by {name}: the same command goes on after step {saved[-1]}"
 
 
 def diverged_text(state: TrainState, what: str, losses: Iterable[float]) -> str:

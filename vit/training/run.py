@@ -16,6 +16,8 @@ from vit.training.checkpoint import CHECKPOINT_FOLDER, MODEL_FILE, latest_checkp
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
+# What a checkpoint was made with, and cannot go on without.
+FIXED = ("data.", "model.", "optim.name:", "train.budget_minutes:", "train.seed:")
 METRICS_FILE = "metrics.jsonl"
 MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
@@ -116,7 +118,10 @@ def check_run(
         return None
     stored = _stored_config(run)
     if stored is None:
-        raise ValueError(f"out: {run} holds other things than a run; choose another --out")
+        raise ValueError(
+            f"out: {run} holds other things than a run, or a run without its {CONFIG_FILE}; "
+            "choose another --out"
+        )
     if overwrite:
         return None
     if (run / MODEL_FILE).exists():
@@ -129,10 +134,11 @@ def check_run(
         return None
     before = {**_lasting(stored), **{key: newest[1].get(key) for key in how}}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **how})
-    if any(change.startswith("train.budget_minutes:") for change in changes):
+    if any(change.startswith(FIXED) for change in changes):
         raise ValueError(
-            f"out: {run} was started with another train.budget_minutes ({'; '.join(changes)}), "
-            "which fixed its steps; resume it with that, or train elsewhere with --out"
+            f"out: {run} holds an unfinished run of other data, another model or another course "
+            f"({'; '.join(changes)}); resume it with its own values, train elsewhere with --out, "
+            f"or start anew with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(

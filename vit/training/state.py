@@ -61,12 +61,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; rates and decays stay those of the config.
-
-        Raises:
-            ValueError: It is of another model or another kind of optimizer.
-            RuntimeError: Likewise.
-        """
+        """Take over what `state_dict` returned; rates and decays stay those of the config."""
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             groups = [

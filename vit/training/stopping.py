@@ -63,9 +63,10 @@ class StopRequest:
         if not self._deferred:
             raise Stopped
         again = "; once more stops at once" if alone else ""
-        with contextlib.suppress(OSError):
-            # Not by print: it may be what was interrupted.
-            os.write(2, f"\nstopping after this step{again}\n".encode())
+        if os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):
+                # Not by print: it may be what was interrupted.
+                os.write(2, f"\nstopping after this step{again}\n".encode())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vit.config import Config, flatten, shorten, to_dict
+from vit.config import Config, flatten, to_dict
 from vit.console import say
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, load_training, normalization
@@ -25,7 +25,7 @@ from vit.training.hardware import choose_device, choose_precision
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import end_text, start_text, stopped_text
 from vit.training.run import EVAL_FOLDER, check_run, lock_run, prepare_run
-from vit.training.state import TrainState, build_state
+from vit.training.state import build_state
 from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
 WHITENED = 500  # training images by whose patches the stem is whitened
@@ -63,7 +63,8 @@ def train(
             with join_world(device) as world:
                 return _train_alone(config, overwrite, allow_changes, device, world, stop)
         except Stopped:
-            say(stopped_text(Path(config.out), stop.signal), sys.stderr)
+            if os.environ.get("RANK", "0") == "0":
+                say(stopped_text(Path(config.out), stop.signal), sys.stderr)
             raise SystemExit(128 + stop.signal) from None
         except Diverged as error:
             say(f"error: {error}", sys.stderr)
@@ -107,7 +108,7 @@ def _train(
     state = build_state(config, len(training.classes), device, sample)
     loop = Loop(config, state, training, held_out, device, precision, world)
     if checkpoint is not None:
-        _take_over(state, checkpoint, config.out)
+        state.load_state_dict(checkpoint)
     loop.count_steps()
     if not world.main:
         loop.run(None, stop)
@@ -157,21 +158,6 @@ def _load_training(config: Config, checkpoint: dict[str, Any] | None) -> tuple[I
             f"name the folder that has, or train elsewhere with --out"
         )
     return training, held_out
-
-
-def _take_over(state: TrainState, checkpoint: dict[str, Any], out: str) -> None:
-    """Go on from a checkpoint.
-
-    Raises:
-        ValueError: Changes that were allowed have made another model of it.
-    """
-    try:
-        state.load_state_dict(checkpoint)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"out: the checkpoint in {out} does not fit the changed model or optimizer "
-            f"({shorten(error, 200)}); take those changes back, or train elsewhere with --out"
-        ) from None
 
 
 def write_hyperparameters(
