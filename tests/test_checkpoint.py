@@ -13,6 +13,7 @@ import timm
 import torch
 from PIL import Image
 
+from small_runs import Payload
 from vit.config import Config, to_dict
 from vit.files import seal
 from vit.training import checkpoint
@@ -87,16 +88,6 @@ def test_broken_checkpoint_falls_back_to_the_one_before(
     assert found is not None and found[1]["step"] == 5
     assert "step_00000010.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
     assert latest_checkpoint(tmp_path / "nothing") is None
-
-
-class Payload:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from small_runs import ROOT, STEPS, command, events, metrics, small
+from small_runs import ROOT, STEPS, Payload, command, events, metrics, small
 from vit.config import Config
 from vit.files import seal
 from vit.training.checkpoint import checkpoint_steps, latest_checkpoint
@@ -246,16 +246,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process.kill()
     process.communicate()
     return folder / "run"
-
-
-class Payload:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ and exit code 2.
 import argparse
 import contextlib
 import dataclasses
-import os
 import re
 import sys
 import typing
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from vit.config import DEFAULT_CONFIG, Config, EvalConfig, shorten
-from vit.console import is_out_of_memory
+from vit.console import is_out_of_memory, rank
 from vit.yaml_flags import allowed, unknown, without_files
 
 LONGEST_TEXT = 1_000  # characters
@@ -27,8 +26,7 @@ LONGEST_NUMBER = 100
 def fail(message: str) -> NoReturn:
     """End the program with one line on standard error and exit code 2."""
     line = " ".join(message.split())
-    rank = os.environ.get("RANK", "0")
-    who = "error: " if rank == "0" else f"error (process {rank}): "
+    who = f"error (process {rank()}): " if rank() else "error: "
     # What a file or a flag holds must not steer the terminal.
     print(who + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     raise SystemExit(2)
@@ -85,7 +83,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         "--resume.allow_changes",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="resume an unfinished run also with another config or number of processes",
+        help="resume an unfinished run also with other rates, epochs, batch, augmentation, device "
+        "or number of processes; data and model stay",
     )
     if not any(word == "--config" or word.startswith("--config=") for word in arguments):
         arguments = ["--config", str(DEFAULT_CONFIG), *arguments]

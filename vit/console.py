@@ -1,10 +1,16 @@
 """What is said on the terminal, which may be a log file on a full disk."""
 
 import contextlib
+import os
 import sys
 from typing import TextIO
 
 from tqdm import tqdm
+
+
+def rank() -> int:
+    """Return the number of this process among those torchrun has started; the first is 0."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def say(text: str, file: TextIO | None = None) -> None:

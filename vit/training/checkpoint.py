@@ -79,7 +79,7 @@ def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
     if unseal(path.read_bytes()) is None:
         path.unlink()
         raise OSError(errno.EIO, "it does not read back as it was written", str(path))
-    saved = sorted(folder.glob("step_*.pt"))
+    saved = _checkpoints(run)
     end = saved.index(path) + 1
     for old in (*saved[: max(0, end - KEEP)], *saved[end:], *folder.glob(".step_*.tmp")):
         old.unlink()
@@ -87,8 +87,11 @@ def save_checkpoint(run: Path, step: int, state: dict[str, Any]) -> None:
 
 def checkpoint_steps(run: Path) -> list[int]:
     """List the steps of a run's checkpoints, oldest first."""
-    names = sorted(path.stem for path in (run / CHECKPOINT_FOLDER).glob("step_*.pt"))
-    return [int(name.removeprefix("step_")) for name in names]
+    return [int(path.stem.removeprefix("step_")) for path in _checkpoints(run)]
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return sorted((run / CHECKPOINT_FOLDER).glob("step_*.pt"))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -144,8 +147,8 @@ def latest_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
     Raises:
         ValueError: There are checkpoints, and none can be read.
     """
-    paths = sorted((run / CHECKPOINT_FOLDER).glob("step_*.pt"), reverse=True)
-    for path in paths:
+    paths = _checkpoints(run)
+    for path in reversed(paths):
         try:
             return path, read_checkpoint(path)
         except ValueError as error:
@@ -190,7 +193,7 @@ def load_model(path: Path) -> SavedModel:
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
     if path.is_dir():
-        checkpoints = sorted(path.glob(f"{CHECKPOINT_FOLDER}/step_*.pt"))
+        checkpoints = _checkpoints(path)
         if not checkpoints:
             raise ValueError(f"{path} holds neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
         path = checkpoints[-1]

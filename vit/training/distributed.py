@@ -86,10 +86,15 @@ class World:
             self.agree(None)
 
 
+def world_size() -> int:
+    """Return how many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextlib.contextmanager
 def join_world(device: torch.device) -> Iterator[World]:
     """Meet the other processes that torchrun has started, if it has started any."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world_size()
     if size == 1:
         yield World()
         return

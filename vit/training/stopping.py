@@ -8,7 +8,8 @@ from types import FrameType
 
 import torch
 
-from vit.training.distributed import World
+from vit.console import rank
+from vit.training.distributed import World, world_size
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,14 +57,14 @@ class StopRequest:
         torchrun passes on what its processes were sent already, so there the second is not heard;
         torchrun ends processes that take too long by itself.
         """
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        alone = world_size() == 1
         for each in STOPPING:
             signal.signal(each, signal.SIG_DFL if alone else signal.SIG_IGN)
         self.signal = number
         if not self._deferred:
             raise Stopped
         again = "; once more stops at once" if alone else ""
-        if os.environ.get("RANK", "0") == "0":
+        if rank() == 0:
             with contextlib.suppress(OSError):
                 # Not by print: it may be what was interrupted.
                 os.write(2, f"\nstopping after this step{again}\n".encode())

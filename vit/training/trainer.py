@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vit.config import Config, flatten, to_dict
-from vit.console import say
+from vit.console import rank, say
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, load_training, normalization
 from vit.reporting.report import write_report
@@ -42,8 +42,8 @@ def train(
     Args:
         config: The run.
         overwrite: Whether a run that is in the folder already may be deleted.
-        allow_changes: Whether an unfinished run may be resumed with another config or another
-            number of processes.
+        allow_changes: Whether an unfinished run may be resumed with other rates, epochs, batch,
+            augmentation, device or number of processes; data and model stay.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -63,11 +63,12 @@ def train(
             with join_world(device) as world:
                 return _train_alone(config, overwrite, allow_changes, device, world, stop)
         except Stopped:
-            if os.environ.get("RANK", "0") == "0":
+            if rank() == 0:
                 say(stopped_text(Path(config.out), stop.signal), sys.stderr)
             raise SystemExit(128 + stop.signal) from None
-        except Diverged as error:
-            say(f"error: {error}", sys.stderr)
+        except Diverged as error:  # all have, with the same numbers
+            if rank() == 0:
+                say(f"error: {error}", sys.stderr)
             raise SystemExit(3) from None
 
 
