@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vit.cli import parse_eval, parse_train
+from vit.cli import parse_eval, parse_train, user_errors
 from vit.config import Config, EvalConfig, changed_keys, from_dict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +22,11 @@ BAD_FLAGS = [
     ("--model.patch_size 64", "model.patch_size: 64", "1, 2, 4, 8, 16, 32"),
     ("--model.class_token false --model.global_pool token", "model.global_pool: token", "avg"),
     ("--model.pos_embed sincos --model.embed_dim 99", "model.embed_dim: 99", "multiple of 4"),
+    (
+        "--model.embed_dim 2 --model.num_heads 1",
+        "model.embed_dim: 2",
+        "3 or more with model.stem=conv and model.patch_size=4",
+    ),
     ("--model.embed_dim x", "model.embed_dim: 'x'", "a whole number"),
     ("--model.depth 1.5", "model.depth: '1.5'", "a whole number"),
     ("--model.depth 0", "model.depth: 0", "1 to 1000"),
@@ -164,6 +169,26 @@ def test_missing_data_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None
         "--data.root", "make demo",
     )  # fmt: skip
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")]
+)
+def test_memory_that_runs_out_anywhere_is_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, user_errors():
+        raise error
+    assert ended.value.code == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: out of memory; a smaller model or batch takes less: {error}\n"
+    )
+
+
+def test_mistake_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), user_errors():
+        raise RuntimeError("shapes cannot be multiplied")
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])

@@ -202,3 +202,11 @@ def test_batch_is_shared_out_only_in_equal_parts(tmp_path: Path) -> None:
     state = build_state(config, 10, CPU)
     with pytest.raises(ValueError, match=r"batch_size: 64 .* 3 processes .* multiple of 12"):
         Loop(config, state, training, held_out, CPU, torch.float32, World(0, 3))
+
+
+def test_batch_norm_is_not_given_one_image_at_a_time(tmp_path: Path) -> None:
+    config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
+    training, held_out = load_images(config)
+    state = build_state(config, 10, CPU)
+    with pytest.raises(ValueError, match=r"batch_size: 12 in 12 parts .* one image at a time"):
+        Loop(config, state, training, held_out, CPU, torch.float32, World(0, 3))

@@ -197,6 +197,17 @@ def test_batch_that_processes_cannot_share_is_refused_in_one_line(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_processes_all_end_when_the_first_finds_no_data(tmp_path: Path) -> None:
+    data = {"name": "cifar10", "root": str(tmp_path / "data"), "download": False}
+    words = with_torchrun(command(small(tmp_path / "run", data=data), tmp_path / "config"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    first, second = sorted(line for line in done.stderr.splitlines() if line.startswith("error"))
+    assert first.replace("error (process 1): ", "error: ") == second
+    assert "cifar-10-python.tar.gz" in second
+    assert not (tmp_path / "run").exists()
+
+
 def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path: Path) -> None:
     wild = dict.fromkeys(("lr", "muon_lr", "weight_decay", "muon_weight_decay"), 1e6)
     config = small(tmp_path / "run", optim={**wild, "warmup": 0.0})

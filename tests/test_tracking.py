@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +90,18 @@ def test_flush_brings_everything_to_the_disk(tmp_path):
         assert read_scalars(tmp_path) == {"train/loss": [(3, 1.5)]}
     finally:
         tracker.close()
+
+
+def test_metrics_are_on_the_disk_before_a_flush_ends(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").read_text())
+    )
+    tracker = Tracker(tmp_path)
+    tracker.scalars(3, {"train/loss": 1.5})
+    tracker.flush()
+    assert synced == ['{"step": 3, "train/loss": 1.5}\n']
+    tracker.close()
 
 
 def wait_for_the_next_second() -> None:

@@ -27,7 +27,7 @@ from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
 from vit.tracking import Tracker, milestones
 from vit.training import loop, trainer
-from vit.training.checkpoint import load_model
+from vit.training.checkpoint import load_model, read_checkpoint, save_checkpoint
 from vit.training.loop import Loop
 from vit.training.optim import lr_at
 from vit.training.run import check_run
@@ -417,6 +417,31 @@ def test_unfinished_run_with_another_config_is_refused_by_key(unended: Path) -> 
     with pytest.raises(ValueError, match=r"model.depth: 2 -> 3.*--overwrite"):
         train(small(run, model={"depth": 3}))
     assert stamps(run) == before
+
+
+@pytest.mark.parametrize("changes", [{"num_images": 321}, {"classes": [*KINDS[:-1], "blob"]}])
+def test_unfinished_run_whose_images_are_others_now_is_refused(
+    changes: dict[str, Any], unended: Path
+) -> None:
+    for path in (unended / "checkpoints").iterdir():
+        content = {**read_checkpoint(path), **changes}
+        save_checkpoint(unended, content["step"], content)
+    before = stamps(unended)
+    with pytest.raises(ValueError, match=r"data\.root: .* that .*unended was started with"):
+        train(small(unended))
+    assert stamps(unended) == before
+
+
+def test_deterministic_run_asks_torch_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        trainer, "_train", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    for deterministic in (True, False):
+        train(replace(small(tmp_path / "run"), deterministic=deterministic))
+    assert seen == [True, False]
 
 
 def test_run_stopped_before_its_first_checkpoint_holds_nobody_up(tmp_path: Path) -> None:
