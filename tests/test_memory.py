@@ -80,8 +80,8 @@ def test_batch_that_does_not_fit_is_refused_with_what_it_needs() -> None:
     StepMemory(100, 10**9, 2 * 10**9).require()
     StepMemory(100, 10**9, None).require()
     words = (
-        r"train\.batch_size: 100 images at a time need at least 3 GB of memory, 2 GB were free.*"
-        r"--train\.batch_size.*--train\.accumulate"
+        r"train\.batch_size: 100 images at a time need at least 3\.0 GB of memory, "
+        r"2\.0 GB were free.*--train\.batch_size.*--train\.accumulate"
     )
     with pytest.raises(ValueError, match=words):
         StepMemory(100, 3 * 10**9, 2 * 10**9).require()

@@ -97,10 +97,10 @@ class StepMemory:
 
     def advice(self) -> str:
         """Say how much is needed, and what to do where that is too much."""
+        free = "" if self.free is None else f", {self.free / 1e9:,.1f} GB were free at the start"
         return (
             f"train.batch_size: {self.images} images at a time need at least "
-            f"{self.needed / 1e9:.2g} GB of memory"
-            f"{'' if self.free is None else f', {self.free / 1e9:.2g} GB were free at the start'}; "
+            f"{self.needed / 1e9:,.1f} GB of memory{free}; "
             f"lower --train.batch_size, or raise --train.accumulate: it computes a batch in parts"
         )
 
