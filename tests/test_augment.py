@@ -23,15 +23,19 @@ from vit.data.augment import (
     shrink,
 )
 from vit.data.datasets import NORMALIZATION
+from vit.data.rand_augment import rand_augment
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION["cifar10"])
 ZERO, UNIT = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 1 / 255)  # normalise to the bytes
-ALL = {"crop_padding": 4, "flip": True, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0}
+ALL = {
+    "crop_padding": 4, "flip": True, "rand_ops": 2, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0
+}  # fmt: skip
 
 # Each function as Generator, images and targets -> tensors.
 FUNCTIONS: dict[str, Callable[[Generator, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "random_crop": lambda g, x, _: (random_crop(x, 4, g),),
     "random_flip": lambda g, x, _: (random_flip(x, g),),
+    "rand_augment": lambda g, x, _: (rand_augment(x, 2, 9.0, g),),
     "random_erasing": lambda g, x, _: (random_erasing(x.float(), 0.5, g),),
     "mixup_shares": lambda g, x, _: (mixup_shares(x.float(), 0.8, g),),
     "cutmix_shares": lambda g, x, _: (cutmix_shares(x.float(), 1.0, g),),

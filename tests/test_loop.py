@@ -196,6 +196,18 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
     assert errors.count("No space left on device") == 2 and "checkpoint of step 10" in errors
 
 
+def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> None:
+    augment = {"erasing": 0, "mixup": 1.0, "cutmix": 0, "mix_share": 0.6}
+    loop = make_loop(small(tmp_path, **{**BARE, "augment": augment}))
+    mixed = []
+    for step in range(15):
+        loop.state.step = step
+        targets = loop._augmented(torch.arange(64), 32)[1]
+        assert torch.allclose(targets.sum(dim=1), torch.ones(64))
+        mixed.append(bool((targets.max(dim=1).values < 1).any()))
+    assert mixed == [True] * 9 + [False] * 6
+
+
 def test_batch_is_shared_out_only_in_equal_parts(tmp_path: Path) -> None:
     config = small(tmp_path, train={"batch_size": 64, "accumulate": 4})
     training, held_out = load_images(config)

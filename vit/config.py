@@ -199,16 +199,22 @@ class AugmentConfig:
     Attributes:
         crop_padding: random crop after padding so many reflected pixels on each side
         flip: mirror half of the images
+        rand_ops: operations of RandAugment for each image (arXiv 1909.13719); 0 is off
+        rand_magnitude: how strong they are, of 30
         erasing: probability of overwriting a random rectangle with noise (arXiv 1708.04896)
         mixup: alpha of mixup (arXiv 1710.09412); 0 is off
         cutmix: alpha of cutmix (arXiv 1905.04899); 0 is off; with both on, each image takes one
+        mix_share: share of all steps with mixup and cutmix; after that images are whole
     """
 
     crop_padding: int = 2
     flip: bool = True
+    rand_ops: int = 0
+    rand_magnitude: float = 9.0
     erasing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    mix_share: float = 1.0
 
     def __post_init__(self) -> None:
         _require(
@@ -217,7 +223,13 @@ class AugmentConfig:
             self.crop_padding,
             f"0 to {IMAGE_SIZE - 1} pixels",
         )
-        _require(0 <= self.erasing <= 1, "augment.erasing", self.erasing, "0 to 1")
+        _require(0 <= self.rand_ops <= 100, "augment.rand_ops", self.rand_ops, "0 to 100")
+        _require(
+            0 <= self.rand_magnitude <= 30, "augment.rand_magnitude", self.rand_magnitude, "0 to 30"
+        )
+        for name in ("erasing", "mix_share"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"augment.{name}", value, "0 to 1")
         _require(0 <= self.mixup <= LARGE, "augment.mixup", self.mixup, f"0 to {LARGE}")
         _require(0 <= self.cutmix <= LARGE, "augment.cutmix", self.cutmix, f"0 to {LARGE}")
 

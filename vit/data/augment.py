@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from vit.data.rand_augment import rand_augment
+
 
 def augment(
     images: Tensor,
@@ -18,20 +20,24 @@ def augment(
     generator: Generator,
     crop_padding: int = 0,
     flip: bool = False,
+    rand_ops: int = 0,
+    rand_magnitude: float = 9.0,
     erasing: float = 0.0,
     mixup: float = 0.0,
     cutmix: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Make a batch ready to train on: crop, flip, normalise, erase, mix.
+    """Make a batch ready to train on: crop, flip, change, normalise, erase, mix.
 
     Args:
-        images: (B, 3, H, W) uint8.
+        images: (B, 3, H, W) uint8; H = W with rand_ops.
         targets: (B, C) float, probabilities.
         mean: (3, 1, 1), in units of 0 to 1.
         std: (3, 1, 1), in units of 0 to 1.
         generator: On the images' device.
         crop_padding: Pixels, see `random_crop`; 0 is off.
         flip: Whether half of the images are mirrored.
+        rand_ops: Operations, see `rand_augment`; 0 is off.
+        rand_magnitude: Of those, 0 to 30.
         erasing: Probability, see `random_erasing`; 0 is off.
         mixup: Alpha; 0 is off.
         cutmix: Alpha; 0 is off. With mixup on as well, each image takes one of the two.
@@ -43,6 +49,8 @@ def augment(
         images = random_crop(images, crop_padding, generator)
     if flip:
         images = random_flip(images, generator)
+    if rand_ops:
+        images = rand_augment(images, rand_ops, rand_magnitude, generator)
     images = normalize(images, mean, std)
     if erasing:
         images = random_erasing(images, erasing, generator)

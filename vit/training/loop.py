@@ -260,11 +260,14 @@ class Loop:
 
     def _augmented(self, batch: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Gather the images at `batch` (B,), and their classes one-hot; augment, shrink them."""
+        settings = {k: v for k, v in vars(self.config.augment).items() if k != "mix_share"}
+        if not self.plan.mixes(self.state.step):
+            settings |= {"mixup": 0.0, "cutmix": 0.0}
         images, targets = augment(
             self.training.images[batch], self.one_hot[self.training.labels[batch]],
             self.mean, self.std,
             generator(self.draws, "augment", self.state.step, device=self.device),
-            **vars(self.config.augment),
+            **settings,
         )  # fmt: skip
         return shrink(images, size), targets
 

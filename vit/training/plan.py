@@ -15,6 +15,7 @@ class Plan:
         steps_per_epoch: Full batches in an epoch.
         small_size: Pixels on a side of the images at first.
         small_share: Share of all steps with images of that size.
+        mix_share: Share of all steps in which images are mixed.
         warmup: Share of all steps in which the learning rate rises.
         schedule: How it falls: "linear" or "cosine".
     """
@@ -23,6 +24,7 @@ class Plan:
     steps_per_epoch: int
     small_size: int
     small_share: float
+    mix_share: float
     warmup: float
     schedule: str
 
@@ -40,6 +42,10 @@ class Plan:
         """Return the pixels on a side of a step's images: small ones come first."""
         return self.small_size if step < self.small_share * self.total_steps else IMAGE_SIZE
 
+    def mixes(self, step: int) -> bool:
+        """Tell whether a step may mix images; whole ones come last."""
+        return step < self.mix_share * self.total_steps
+
     def lr_share(self, step: int) -> float:
         """Return the learning rate of a step as a share of its peak, 0 to 1."""
         return lr_at(step, self.total_steps, int(self.warmup * self.total_steps), self.schedule)
@@ -56,5 +62,5 @@ def make_plan(config: Config, total_steps: int, steps_per_epoch: int) -> Plan:
     small_size = patch * max(1, round(IMAGE_SIZE / patch * train.small_scale))
     return Plan(
         total_steps, steps_per_epoch, small_size, train.small_share,
-        config.optim.warmup, config.optim.schedule,
+        config.augment.mix_share, config.optim.warmup, config.optim.schedule,
     )  # fmt: skip

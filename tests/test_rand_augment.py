@@ -1,0 +1,100 @@
+"""RandAugment: each operation is torchvision's, and each image draws its own."""
+
+import pytest
+import torch
+from torch import Generator, Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.autoaugment import RandAugment, _apply_op
+
+from vit.data.datasets import load
+from vit.data.rand_augment import OPERATIONS, STRONGEST, apply_operations, rand_augment
+
+# Operations that torchvision gives a sign.
+TWO_WAYS = {
+    "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast",
+    "sharpness",
+}  # fmt: skip
+
+
+def seeded(seed: int = 0) -> Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    """Drawn shapes, noise, and one plain image, which has no contrast to stretch."""
+    noise = torch.randint(256, (15, 3, 32, 32), dtype=torch.uint8, generator=seeded())
+    plain = torch.full((1, 3, 32, 32), 77, dtype=torch.uint8)
+    return torch.cat([load("shapes", "", train=True, count=16).images, noise, plain])
+
+
+def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> Tensor:
+    """Change one image as torchvision's RandAugment does once it has drawn."""
+    name = {"autocontrast": "AutoContrast"}.get(
+        operation, "".join(word.capitalize() for word in operation.split("_"))
+    )
+    amounts, signed = RandAugment()._augmentation_space(STRONGEST + 1, (32, 32))[name]
+    assert signed == (operation in TWO_WAYS)
+    amount = float(amounts[magnitude]) if amounts.ndim else 0.0
+    amount *= sign if signed else 1
+    return _apply_op(image, name, amount, InterpolationMode.NEAREST, None)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("magnitude", [0, 1, 9, 15, 23, 30])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_is_torchvisions(
+    images: Tensor, operation: str, magnitude: int, sign: int
+) -> None:
+    count = len(images)
+    found = apply_operations(
+        images, torch.full((count,), OPERATIONS.index(operation)), magnitude,
+        torch.full((count,), sign),
+    )  # fmt: skip
+    expected = torch.stack([by_torchvision(i, operation, magnitude, sign) for i in images])
+    assert found.dtype == torch.uint8 and found.shape == images.shape
+    # One level of 255, where rounding falls the other way.
+    apart = (found.int() - expected.int()).abs()
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.05
+
+
+def test_each_image_takes_its_own(images: Tensor) -> None:
+    """In a batch of all operations each image is changed as it would be alone."""
+    operations = torch.arange(28) % len(OPERATIONS)
+    signs = torch.tensor([1, -1]).repeat_interleave(14)
+    together = apply_operations(images[:28], operations, 9, signs)
+    for place in range(28):
+        part = slice(place, place + 1)
+        alone = apply_operations(images[part], operations[part], 9, signs[part])
+        assert torch.equal(alone[0], together[place]), OPERATIONS[operations[place]]
+
+
+def test_operations_are_drawn_evenly_both_ways() -> None:
+    """Of one image many times: each operation and way leaves its own picture."""
+    image = load("shapes", "", train=True, count=1).images
+    count = 9_200
+    changed = rand_augment(image.expand(count, -1, -1, -1), 1, 9, seeded())
+    numbers = torch.arange(len(OPERATIONS))
+    pictures = {}
+    for sign in (1, -1):
+        ways = apply_operations(
+            image.expand(len(OPERATIONS), -1, -1, -1), numbers, 9, torch.full_like(numbers, sign)
+        )
+        for picture in ways:
+            key = picture.numpy().tobytes()
+            pictures[key] = pictures.get(key, 0.0) + 0.5 / len(OPERATIONS)
+    counts = dict.fromkeys(pictures, 0)
+    for picture in changed:
+        counts[picture.numpy().tobytes()] += 1  # no other picture comes out
+    chi_square = sum(
+        (counts[key] - count * share) ** 2 / (count * share) for key, share in pictures.items()
+    )
+    assert len(pictures) > 18
+    assert chi_square < len(pictures) + 5 * (2 * len(pictures)) ** 0.5
+
+
+def test_several_operations_follow_each_other(images: Tensor) -> None:
+    generator = seeded()
+    step_by_step = rand_augment(rand_augment(images, 1, 9, generator), 1, 9, generator)
+    assert torch.equal(rand_augment(images, 2, 9, seeded()), step_by_step)
+    assert torch.equal(rand_augment(images, 0, 9, seeded()), images)

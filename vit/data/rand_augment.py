@@ -1,0 +1,115 @@
+"""RandAugment (arXiv 1909.13719) for whole batches on their device; every image draws its own.
+
+Operations and their strengths are those of torchvision's RandAugment, which takes one image at a
+time, as kornia's takes one draw for a whole batch. All randomness comes from the generator that is
+passed. Shapes: B batch, H height, W width.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+OPERATIONS = (
+    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color",
+    "contrast", "sharpness", "posterize", "solarize", "autocontrast", "equalize",
+)  # fmt: skip
+STRONGEST = 30  # magnitude
+
+
+def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Generator) -> Tensor:
+    """Change each image by some random operations, one after the other.
+
+    Args:
+        images: (B, 3, H, W) uint8, H = W.
+        num_ops: Operations for each image.
+        magnitude: How strong they are, 0 to `STRONGEST`.
+        generator: On the images' device.
+
+    Returns:
+        (B, 3, H, W) uint8.
+    """
+    for _ in range(num_ops):
+        count, device = (len(images),), images.device
+        operations = torch.randint(len(OPERATIONS), count, generator=generator, device=device)
+        signs = 2 * torch.randint(2, count, generator=generator, device=device) - 1
+        images = apply_operations(images, operations, magnitude, signs)
+    return images
+
+
+def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs: Tensor) -> Tensor:
+    """Change each image by its operation.
+
+    Args:
+        images: (B, 3, H, W) uint8, H = W.
+        operations: (B,) int64, places in `OPERATIONS`.
+        magnitude: 0 to `STRONGEST`.
+        signs: (B,) int64, 1 or -1: which way an operation goes that has two.
+
+    Returns:
+        (B, 3, H, W) uint8.
+    """
+    from torchvision.transforms.v2 import functional as tv  # late: takes a while to import
+
+    share = magnitude / STRONGEST
+    which = operations[:, None, None, None]
+    # Every image goes through every operation, and what is not its own is dropped: on a GPU that
+    # costs less than asking the host which image takes which.
+    changed = {
+        "posterize": tv.posterize(images, 8 - round(4 * share)),
+        "solarize": tv.solarize(images, 255 * (1 - share)),
+        "autocontrast": tv.autocontrast(images),
+        "equalize": tv.equalize(images),
+    }
+    grey = tv.rgb_to_grayscale(images).float()
+    others = {
+        "brightness": torch.zeros_like(grey),
+        "color": grey,
+        "contrast": grey.mean(dim=(1, 2, 3), keepdim=True),
+        "sharpness": tv.adjust_sharpness(images, 0.0).float(),
+    }
+    factors = 1 + 0.9 * share * signs[:, None, None, None]
+    for name, other in others.items():
+        blended = factors * images + (1 - factors) * other
+        changed[name] = blended.clamp(0, 255).to(torch.uint8)
+    result = warp(images, operations, share, signs)
+    for name, values in changed.items():
+        result = torch.where(which == OPERATIONS.index(name), values, result)
+    return result
+
+
+def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Tensor:
+    """Shear, shift or turn the images whose operation that is, filling in black.
+
+    Args:
+        images: (B, 3, H, W) uint8, H = W.
+        operations: (B,) int64, places in `OPERATIONS`.
+        share: Of the strongest: shear by 0.3, shift by 150 / 331 of a side, turn by 30 degrees.
+        signs: (B,) int64, 1 or -1.
+
+    Returns:
+        (B, 3, H, W) uint8; the images of other operations as they were.
+    """
+    side = images.shape[-1]
+    shear, shift = 0.3 * share, 2 * int(share * 150 / 331 * side) / side
+    turn = math.radians(30 * share)
+    zero = torch.zeros(len(images), device=images.device)
+    amounts = {
+        name: torch.where(operations == OPERATIONS.index(name), signs, zero)
+        for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+    }
+    angle = turn * amounts["rotate"]
+    # Where each pixel comes from: x and y from -1 to 1; shearing leaves the upper left corner.
+    across = torch.stack(
+        [angle.cos(), -angle.sin() + shear * amounts["shear_x"],
+         shear * amounts["shear_x"] - shift * amounts["translate_x"]], dim=1,
+    )  # fmt: skip
+    down = torch.stack(
+        [angle.sin() + shear * amounts["shear_y"], angle.cos(),
+         shear * amounts["shear_y"] - shift * amounts["translate_y"]], dim=1,
+    )  # fmt: skip
+    sources = torch.stack([across, down], dim=1)
+    grid = F.affine_grid(sources, list(images.shape), align_corners=False)
+    moved = F.grid_sample(images.float(), grid, mode="nearest", align_corners=False)
+    return moved.to(torch.uint8)
