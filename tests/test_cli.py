@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from vit.cli import parse_eval, parse_train, user_errors
@@ -184,6 +185,19 @@ def test_memory_that_runs_out_anywhere_is_one_line(
         capsys.readouterr().err
         == f"error: out of memory; a smaller model or batch takes less: {error}\n"
     )
+
+
+def test_operation_without_fixed_order_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(SystemExit) as ended, user_errors():
+            torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: deterministic: true") and "put_ adds" in error
+    assert error.count("\n") == 1
 
 
 def test_mistake_of_ours_keeps_its_traceback() -> None:

@@ -42,6 +42,13 @@ def user_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             fail(f"out of memory; a smaller model or batch takes less: {shorten(error, 200)}")
+        if "does not have a deterministic implementation" in str(error):
+            operation = str(error).partition(" ")[0]
+            fail(
+                f"deterministic: true is not possible with this config on this device: {operation} "
+                "adds in no fixed order; train without --deterministic, or, where the operation is "
+                "upsample_*, with --train.small_share 0"
+            )
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
