@@ -1,0 +1,217 @@
+"""What must hold on a GPU as it does on the CPU: `python -m pytest -m gpu`."""
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from small_runs import ROOT, command, load_images, metrics, small
+from vit.cli import parse_train
+from vit.config import Config
+from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.model.attention import scaled_dot_product_attention
+from vit.model.vit import VisionTransformer
+from vit.training.checkpoint import build_model, latest_checkpoint
+from vit.training.hardware import autocast
+from vit.training.loop import Loop
+from vit.training.state import TrainState, build_state
+from vit.training.trainer import train
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN rounds the inputs of convolutions to ten bits unless it is told not to."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def read(name: str) -> Config:
+    return parse_train(["--config", str(ROOT / "configs" / f"{name}.yaml")])[0]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return how far one is from the other, over how large the other is."""
+    one, other = one.detach().double().cpu(), other.detach().double().cpu()
+    return float((one - other).norm() / other.norm())
+
+
+def lively(config: Config, device: torch.device) -> VisionTransformer:
+    """Make a model whose every weight does something; zero_init leaves whole blocks silent."""
+    torch.manual_seed(0)
+    model = build_model(config, 10)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model.to(device).eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cpu_and_gpu_agree(name: str) -> None:
+    config = read(name)
+    images = torch.randn(16, 3, 32, 32)
+    on_cpu, on_gpu = lively(config, CPU), lively(config, GPU)
+    expected = on_cpu(images)
+    assert distance(on_gpu(images.to(GPU)), expected) < 1e-4
+    with autocast(GPU, torch.bfloat16):
+        assert distance(on_gpu(images.to(GPU)), expected) < 5e-2
+
+
+@pytest.mark.parametrize(("precision", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", [(8, 3, 64, 32), (4, 4, 257, 64), (2, 1, 1024, 16)])
+def test_fused_and_written_attention_agree(
+    shape: tuple[int, ...], precision: torch.dtype, limit: float
+) -> None:
+    exact = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    spread = torch.randn(shape, dtype=torch.float64)
+    expected = scaled_dot_product_attention(*exact)[0]
+    (expected * spread).sum().backward()
+    kernels: list[Any] = [
+        F.scaled_dot_product_attention,
+        lambda *parts: scaled_dot_product_attention(*parts)[0],
+    ]
+    for kernel in kernels:
+        parts = [part.detach().to(GPU, precision).requires_grad_() for part in exact]
+        output = kernel(*parts)
+        (output * spread.to(GPU, precision)).sum().backward()
+        assert distance(output, expected) < limit
+        for part, reference in zip(parts, exact, strict=True):
+            assert part.grad is not None and reference.grad is not None
+            assert distance(part.grad, reference.grad) < 2 * limit
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compiled_and_eager_agree(name: str) -> None:
+    model = lively(read(name), GPU)
+    images = torch.randn(16, 3, 32, 32, device=GPU)
+    compiled = torch.compile(copy.deepcopy(model), dynamic=False)
+    gradients = []
+    for forward in (model, compiled):
+        logits = forward(images)
+        logits.logsumexp(dim=1).sum().backward()
+        gradients.append([p.grad for p in forward.parameters()])
+    assert distance(compiled(images), model(images)) < 1e-4
+    for one, other in zip(*gradients, strict=True):
+        assert distance(one, other) < 1e-3
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_maps_are_those_of_the_cpu(name: str) -> None:
+    config = read(name)
+    images = torch.randn(4, 3, 32, 32)
+    _, expected = attention_maps(lively(config, CPU), images, MAP_KINDS)
+    _, maps = attention_maps(lively(config, GPU), images.to(GPU), MAP_KINDS)
+    for kind in MAP_KINDS:
+        scale = float(expected[kind].abs().max())
+        torch.testing.assert_close(maps[kind].cpu(), expected[kind], rtol=0, atol=1e-4 * scale)
+
+
+def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:
+    # Stretching positions to another grid has no fixed order on a GPU.
+    how = {"device": "cuda", "precision": "auto", "small_share": 0, **changes.pop("train", {})}
+    return dataclasses.replace(small(out, train=how, **changes), deterministic=True)
+
+
+def assert_same(one: Path, other: Path) -> None:
+    left, right = latest_checkpoint(one), latest_checkpoint(other)
+    assert left is not None and right is not None
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(left[1][part], right[1][part], rtol=0, atol=0, msg=part)
+    assert metrics(one) == metrics(other)
+
+
+def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Interrupted three times by an end that comes too early, as a kill would be."""
+    train(on_gpu(tmp_path / "alone"))
+    for step in (7, 15, 23):
+        program = (
+            "import sys, os\n"
+            "from vit.cli import parse_train\n"
+            "from vit.training import loop\n"
+            "from vit.training.trainer import train\n"
+            "before = loop.train_step\n"
+            "def until(state, *rest, **how):\n"
+            f"    if state.step == {step}: os._exit(9)\n"
+            "    return before(state, *rest, **how)\n"
+            "loop.train_step = until\n"
+            "train(parse_train(sys.argv[1:])[0])\n"
+        )
+        words = command(on_gpu(tmp_path / "killed"), tmp_path / "config")[2:]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 9, done.stderr
+    train(on_gpu(tmp_path / "killed"))
+    assert_same(tmp_path / "killed", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_of_every_config_learns(name: str, tmp_path: Path) -> None:
+    """As it comes, compiled or not, but for the number of images."""
+    config = read(name)
+    shapes = small(tmp_path / "run", data={"train_size": 2000, "val_size": 0}).data
+    config = dataclasses.replace(config, out=str(tmp_path / "run"), data=shapes)
+    training, held_out = load_images(config)
+    state = build_state(config, 10, GPU)
+    loop = Loop(config, state, training, held_out, GPU, torch.bfloat16)
+    loop.count_steps()
+    losses = losses_of(loop, state, 30)
+    assert losses.isfinite().all()
+    assert losses[-5:].mean() < losses[:5].mean()
+
+
+def losses_of(loop: Loop, state: TrainState, steps: int) -> Tensor:
+    """Train on the same batch for some steps."""
+    batch = torch.arange(loop.config.train.batch_size, device=GPU)
+    points = [loop._train_batch(batch, min(1.0, step / 10), 32) for step in range(steps)]
+    assert state.step == steps and state.skipped == 0
+    return torch.stack(points)[:, 0].cpu()
+
+
+def test_operation_without_fixed_order_is_refused_in_one_line(tmp_path: Path) -> None:
+    words = command(on_gpu(tmp_path / "run", train={"small_share": 0.5}), tmp_path / "config")
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "error: deterministic: true is not possible" in done.stderr
+    assert "--train.small_share 0" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    config = on_gpu(
+        tmp_path / "run", model={"embed_dim": 384, "depth": 12, "patch_size": 1, "num_heads": 6},
+        data={"train_size": 40_000}, train={"batch_size": 40_000, "accumulate": 1},
+    )  # fmt: skip
+    assert free < 40_000 * 12 * 1024 * 384 * 4
+    with pytest.raises(ValueError, match=r"train\.batch_size: 40000 images at a time need"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+    program = (  # what is taken after the estimate was made is found in the step itself
+        "import sys, torch\n"
+        "from vit.cli import parse_train, user_errors\n"
+        "from vit.training import memory\n"
+        "from vit.training.trainer import train\n"
+        "memory.StepMemory.require = lambda self: None\n"
+        "with user_errors():\n"
+        "    train(parse_train(sys.argv[1:])[0])\n"
+    )
+    words = command(config, tmp_path / "config")[2:]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "error: out of memory; train.batch_size: 40000" in done.stderr
+    assert "Traceback" not in done.stderr
