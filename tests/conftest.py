@@ -1,5 +1,6 @@
-"""One thread for all tests: the models are tiny, and threads that wait for each other slow them."""
+"""One thread for each test: the models are tiny, and threads that wait for each other slow them."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,13 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's run folder, made by its command in a minute or two."""
-    run = tmp_path_factory.mktemp("demo") / "shapes"
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # which the processes of this test run share
+    run = base / "demo" / "shapes"
+    run.parent.mkdir(exist_ok=True)
     everything = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    subprocess.run(
-        [
-            sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/shapes.yaml"),
-            "--out", str(run),
-        ],
-        check=True, capture_output=True, env=everything, timeout=900,
-    )  # fmt: skip
+    with (base / "demo" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first makes it, the others wait
+        if not (run / "model.safetensors").exists():
+            subprocess.run(
+                [
+                    sys.executable, str(ROOT / "train.py"), "--config",
+                    str(ROOT / "configs/shapes.yaml"), "--out", str(run),
+                ],
+                check=True, capture_output=True, env=everything, timeout=900,
+            )  # fmt: skip
     return run
