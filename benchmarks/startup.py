@@ -7,7 +7,7 @@ Whole commands on CIFAR-10, which must lie unpacked under --root, in processes o
 1. `train.py --help`.
 2. A run of configs/quick.yaml that ends its training after one step: seconds from the start of the
    command to the line that says so.
-3. The largest resident memory of a short run of configs/quick.yaml, with its test and pictures.
+3. The largest resident memory of an epoch of configs/quick.yaml, with its test and pictures.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
                 f"{name:<22}{statistics.median(times):5.2f} s   "
                 f"({min(times):.2f} to {max(times):.2f}, {arguments.rounds} times)"
             )
-        memory = peak_memory([*quick, "--data.train_size", "5120"])
+        memory = peak_memory(quick)
         print(f"{'peak memory':<22}{memory / 1e9:5.2f} GB")
 
 

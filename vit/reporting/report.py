@@ -26,6 +26,7 @@ from vit.training.run import REPORT_FILE, REPORT_FILES
 
 MISTAKES = 16  # in the gallery
 PROJECTED = 1000  # images in TensorBoard's projector
+PROJECTED_AT_ONCE = 250  # of them, which bounds the memory of a run
 
 
 def write_report(
@@ -156,11 +157,13 @@ def _project(
     step: int,
 ) -> None:
     """Write what the last layer sees of images for TensorBoard's projector, with the images."""
-    with autocast(mean.device, precision):
-        tokens = model.forward_features(normalize(images.images.to(mean.device), mean, std))
-        features = model.forward_head(tokens, pre_logits=True)
+    features = []
+    for part in images.images.split(PROJECTED_AT_ONCE):
+        with autocast(mean.device, precision):
+            tokens = model.forward_features(normalize(part.to(mean.device), mean, std))
+            features.append(model.forward_head(tokens, pre_logits=True).float().cpu())
     writer.add_embedding(
-        features.float().cpu(), [images.classes[label] for label in images.labels],
+        torch.cat(features), [images.classes[label] for label in images.labels],
         images.images / 255, step, "features",
     )  # fmt: skip
 

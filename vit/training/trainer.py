@@ -122,7 +122,8 @@ def _train(
     )
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         loop.run(tracker, stop)
-        data = config.data
+        save_error, data = loop.save_error, config.data
+        del loop, training, held_out  # the images to train on are not needed beside those to test
         test = load(
             data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image
         )
@@ -132,10 +133,10 @@ def _train(
         )  # fmt: skip
         write_hyperparameters(tracker, config, state.step, result)
         tracker.flush()
-    save_model(run / MODEL_FILE, state.evaluated(), config, training.classes, state.step)
+    save_model(run / MODEL_FILE, state.evaluated(), config, test.classes, state.step)
     say(end_text(run, result, state.seconds))
-    if loop.save_error is not None:
-        say(f"error: the last checkpoint is missing: {loop.save_error}", sys.stderr)
+    if save_error is not None:
+        say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)
     return result
 
