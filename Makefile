@@ -21,7 +21,7 @@ demo: .venv/installed
 	$(BIN)/python eval.py runs/shapes
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

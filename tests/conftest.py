@@ -16,12 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's run folder, made by its command in a minute or two."""
-    base = tmp_path_factory.getbasetemp()
+    base, environment = tmp_path_factory.getbasetemp(), dict(os.environ)
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # which the processes of this test run share
+    else:
+        del environment["OMP_NUM_THREADS"]  # nothing else runs meanwhile
     run = base / "demo" / "shapes"
     run.parent.mkdir(exist_ok=True)
-    everything = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     with (base / "demo" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first makes it, the others wait
         if not (run / "model.safetensors").exists():
@@ -30,6 +31,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     sys.executable, str(ROOT / "train.py"), "--config",
                     str(ROOT / "configs/shapes.yaml"), "--out", str(run),
                 ],
-                check=True, capture_output=True, env=everything, timeout=900,
+                check=True, capture_output=True, env=environment, timeout=900,
             )  # fmt: skip
     return run
