@@ -11,7 +11,7 @@ COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.
 
 help:
 	@echo "make demo   train, evaluate and explain on drawn shapes: no download, about 2 minutes"
-	@echo "make test   the whole test suite, about 18 minutes"
+	@echo "make test   the whole test suite, about 12 minutes"
 	@echo "make lint   ruff and mypy"
 	@echo "make lock   write requirements*.lock anew, after a change in requirements*.txt"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
