@@ -1,7 +1,7 @@
 """RandAugment (arXiv 1909.13719) for whole batches on their device; every image draws its own.
 
-Operations and their strengths are those of torchvision's RandAugment, which takes one image at a
-time, as kornia's takes one draw for a whole batch. All randomness comes from the generator that is
+Operations and their strengths are those of torchvision's RandAugment; but that takes one image at
+a time, and kornia's one draw for a whole batch. All randomness comes from the generator that is
 passed. Shapes: B batch, H height, W width.
 """
 
@@ -54,8 +54,8 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
 
     share = magnitude / STRONGEST
     which = operations[:, None, None, None]
-    # Every image goes through every operation, and what is not its own is dropped: on a GPU that
-    # costs less than asking the host which image takes which.
+    # Every image goes through every operation, and what is not its own is dropped: so a GPU need
+    # not tell the host which image takes which.
     changed = {
         "posterize": tv.posterize(images, 8 - round(4 * share)),
         "solarize": tv.solarize(images, 255 * (1 - share)),
