@@ -7,6 +7,7 @@ MLP ratio 2, batch 16) with one thing changed at a time, in the precision that `
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -31,8 +32,8 @@ def steps(
         size, 4, 3, 10, "linear", dim, depth, HEADS, mlp_ratio=2, class_token=False,
         global_pool="avg",
     )  # fmt: skip
-    images = torch.randn(batch, 3, size, size)
-    return training(model.train(), images, torch.arange(batch) % 10, precision, 1)
+    batches = itertools.repeat((torch.randn(batch, 3, size, size), torch.arange(batch) % 10))
+    return training(model.train(), batches, precision, 1)
 
 
 def attention_alone(precision: torch.dtype, tokens: int) -> Callable[[], None]:

@@ -16,7 +16,8 @@ Pixels are random: speed does not depend on them.
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -89,14 +90,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def training(
-    model: nn.Module, images: Tensor, labels: Tensor, precision: torch.dtype, steps: int
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: torch.dtype, steps: int
 ) -> Callable[[], None]:
     """Return work that trains a model for some steps."""
     optimizer = torch.optim.AdamW(model.parameters())
+    device = next(model.parameters()).device
 
     def work() -> None:
         for _ in range(steps):
-            with autocast(CPU, precision):
+            images, labels = (part.to(device, non_blocking=True) for part in next(batches))
+            with autocast(device, precision):
                 logits = model(images)
             F.cross_entropy(logits.float(), labels).backward()
             optimizer.step()
@@ -105,20 +108,33 @@ def training(
     return work
 
 
-def matrix_peak(precision: torch.dtype) -> float:
+def seconds_each(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Return the median seconds of some work; the device is waited for after several times."""
+
+    def some() -> None:
+        for _ in range(times):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return take_turns({"work": some}, rounds=9)["work"].seconds / times
+
+
+def matrix_peak(precision: torch.dtype, device: torch.device = CPU, size: int = 2048) -> float:
     """Return what large matrix products reach here, FLOP/s."""
-    a, b = (torch.randn(2048, 2048, dtype=precision) for _ in range(2))
-    timing = take_turns({"product": lambda: a @ b}, rounds=9)["product"]
-    return 2 * 2048**3 / timing.seconds
+    a, b = (torch.randn(size, size, dtype=precision, device=device) for _ in range(2))
+    return 2 * size**3 / seconds_each(lambda: a @ b, device)
 
 
-def flops_of_step(model: VisionTransformer, batch: int) -> float:
+def flops_of_step(model: VisionTransformer, batch: int, size: int = SIZE) -> float:
     """Count the floating-point operations of matrix products and convolutions, both ways."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    few, device = 2, model.head.weight.device
     with FlopCounterMode(display=False) as counter:
-        model(torch.randn(batch, 3, SIZE, SIZE)).sum().backward()
-    return counter.get_total_flops()
+        model(torch.randn(few, 3, size, size, device=device)).sum().backward()
+    model.zero_grad()
+    return counter.get_total_flops() / few * batch
 
 
 def compare_peers(batch: int, rounds: int, steps: int) -> None:
@@ -127,7 +143,9 @@ def compare_peers(batch: int, rounds: int, steps: int) -> None:
     images = torch.randn(batch, 3, SIZE, SIZE, generator=draw)
     labels = torch.randint(CLASSES, (batch,), generator=draw)
     works = {
-        f"{name}, {str(precision)[6:]}": training(make().train(), images, labels, precision, steps)
+        f"{name}, {str(precision)[6:]}": training(
+            make().train(), itertools.repeat((images, labels)), precision, steps
+        )
         for precision in (torch.float32, torch.bfloat16)
         for name, make in MODELS.items()
     }
@@ -175,29 +193,32 @@ def compare_kernels(batch: int, rounds: int) -> None:
         )
 
 
-def profile(work: Callable[[], object], rows: int = 14) -> None:
-    """Print which operations some work spends its time in."""
+def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 14) -> None:
+    """Print which operations some work spends the device's time in."""
     with torch.profiler.profile() as profiler:
         work()
     averages = profiler.key_averages()
-    total = sum(row.self_cpu_time_total for row in averages)
-    for row in sorted(averages, key=lambda row: -row.self_cpu_time_total)[:rows]:
-        print(f"  {row.key[:44]:<46}{row.self_cpu_time_total / total:6.1%}{row.count:8,} calls")
+    cost = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
+    total = sum(getattr(row, cost) for row in averages)
+    for row in sorted(averages, key=lambda row: -getattr(row, cost))[:rows]:
+        print(f"  {row.key[:44]:<46}{getattr(row, cost) / total:6.1%}{row.count:8,} calls")
 
 
-def quick_loop() -> Loop:
-    """Make the loop of configs/quick.yaml on random pixels."""
-    config = dataclasses.replace(Config(), track=dataclasses.replace(Config().track, probes=0))
+def make_loop(config: Config, device: torch.device = CPU) -> Loop:
+    """Make the loop of a config on random pixels."""
+    config = dataclasses.replace(config, track=dataclasses.replace(config.track, probes=0))
     pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
-    precision = choose_precision(config.train.precision, CPU)
-    state = build_state(config, CLASSES, CPU)
-    return Loop(config, state, images, images.select(torch.arange(0)), CPU, precision)
+    precision = choose_precision(config.train.precision, device)
+    state = build_state(config, CLASSES, device)
+    loop = Loop(config, state, images, images.select(torch.arange(0)), device, precision)
+    loop.count_steps()
+    return loop
 
 
 def measure_quick(rounds: int, steps: int = 10) -> None:
     """Print the parts of a step of configs/quick.yaml."""
-    loop = quick_loop()
+    loop = make_loop(Config())
     size = loop.config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
     print(

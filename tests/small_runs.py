@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vit.config import Config, from_dict, to_dict
 from vit.data.datasets import ImageSet, load_training
+from vit.training.checkpoint import latest_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,3 +84,27 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Two finished runs are the same, bit for bit."""
+    left, right = latest_checkpoint(one), latest_checkpoint(other)
+    assert left is not None and right is not None
+    for part in ("model", "optimizers", "ema", "points", "step", "skipped"):
+        torch.testing.assert_close(
+            left[1][part], right[1][part], rtol=0, atol=0, equal_nan=True, msg=part
+        )
+    weights = load_file(other / "model.safetensors")
+    for name, tensor in load_file(one / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    reports = [json.loads((run / "eval/report.json").read_text()) for run in (one, other)]
+    for report in reports:
+        del report["images_per_second"]
+    assert reports[0] == reports[1]
+    curves = [events(run) for run in (one, other)]
+    for tag in ("train/loss", "train/accuracy", "val/loss", "test/accuracy"):
+        left_points, right_points = (
+            [(event.step, event.value) for event in shown.Scalars(tag)] for shown in curves
+        )
+        assert left_points == right_points, tag

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from small_runs import ROOT, command, load_images, metrics, small
+from small_runs import ROOT, assert_same, command, load_images, small
 from vit.cli import parse_train
 from vit.config import Config
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.checkpoint import build_model, latest_checkpoint
+from vit.training.checkpoint import build_model
 from vit.training.hardware import autocast
 from vit.training.loop import Loop
 from vit.training.state import TrainState, build_state
@@ -123,14 +123,6 @@ def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:
     # Stretching positions to another grid has no fixed order on a GPU.
     how = {"device": "cuda", "precision": "auto", "small_share": 0, **changes.pop("train", {})}
     return dataclasses.replace(small(out, train=how, **changes), deterministic=True)
-
-
-def assert_same(one: Path, other: Path) -> None:
-    left, right = latest_checkpoint(one), latest_checkpoint(other)
-    assert left is not None and right is not None
-    for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(left[1][part], right[1][part], rtol=0, atol=0, msg=part)
-    assert metrics(one) == metrics(other)
 
 
 def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -208,17 +208,16 @@ def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> No
     assert mixed == [True] * 9 + [False] * 6
 
 
-def test_batch_is_shared_out_only_in_equal_parts(tmp_path: Path) -> None:
-    config = small(tmp_path, train={"batch_size": 64, "accumulate": 4})
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (64, r"batch_size: 64 .* 3 processes .* multiple of 12"),
+        (12, r"batch_size: 12 in 12 parts .* one image at a time"),
+    ],
+)
+def test_batch_that_cannot_be_shared_out_is_refused(tmp_path: Path, batch: int, words: str) -> None:
+    config = small(tmp_path, train={"batch_size": batch, "accumulate": 4})
     training, held_out = load_images(config)
     state = build_state(config, 10, CPU)
-    with pytest.raises(ValueError, match=r"batch_size: 64 .* 3 processes .* multiple of 12"):
-        Loop(config, state, training, held_out, CPU, torch.float32, World(0, 3))
-
-
-def test_batch_norm_is_not_given_one_image_at_a_time(tmp_path: Path) -> None:
-    config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
-    training, held_out = load_images(config)
-    state = build_state(config, 10, CPU)
-    with pytest.raises(ValueError, match=r"batch_size: 12 in 12 parts .* one image at a time"):
+    with pytest.raises(ValueError, match=words):
         Loop(config, state, training, held_out, CPU, torch.float32, World(0, 3))

@@ -6,8 +6,9 @@ from torch import Generator, Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import RandAugment, _apply_op
 
+from vit.config import STRONGEST
 from vit.data.datasets import load
-from vit.data.rand_augment import OPERATIONS, STRONGEST, apply_operations, rand_augment
+from vit.data.rand_augment import OPERATIONS, apply_operations, rand_augment
 
 # Operations that torchvision gives a sign.
 TWO_WAYS = {
@@ -41,7 +42,7 @@ def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("magnitude", [0, 1, 9, 15, 23, 30])
+@pytest.mark.parametrize("magnitude", [0, 1, 9, 12, 15, 23, 30])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operation_is_torchvisions(
     images: Tensor, operation: str, magnitude: int, sign: int

@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from small_runs import ROOT, STEPS, Payload, command, events, metrics, small
+from small_runs import ROOT, STEPS, Payload, assert_same, command, metrics, small
 from vit.config import Config
 from vit.files import seal
 from vit.training.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.training.run import lock_run
 
 PLAIN = {  # nothing random, so that processes that share a batch compute what one would
     "model": {
@@ -27,6 +28,11 @@ PLAIN = {  # nothing random, so that processes that share a batch compute what o
         "drop_path_rate": 0,
     },
     "augment": {"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
+}  # fmt: skip
+
+
+WILD: dict[str, Any] = {  # diverges
+    "lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0,
 }  # fmt: skip
 
 
@@ -59,30 +65,6 @@ def steps_logged(run: Path) -> int:
 def with_torchrun(words: list[str], processes: int = 2) -> list[str]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return [words[0], *start, *words[1:]]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    """Two finished runs are the same, bit for bit."""
-    left, right = latest_checkpoint(one), latest_checkpoint(other)
-    assert left is not None and right is not None
-    for part in ("model", "optimizers", "ema", "points", "step", "skipped"):
-        torch.testing.assert_close(
-            left[1][part], right[1][part], rtol=0, atol=0, equal_nan=True, msg=part
-        )
-    weights = load_file(other / "model.safetensors")
-    for name, tensor in load_file(one / "model.safetensors").items():
-        assert torch.equal(tensor, weights[name]), name
-    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
-    reports = [json.loads((run / "eval/report.json").read_text()) for run in (one, other)]
-    for report in reports:
-        del report["images_per_second"]
-    assert reports[0] == reports[1]
-    curves = [events(run) for run in (one, other)]
-    for tag in ("train/loss", "train/accuracy", "val/loss", "test/accuracy"):
-        left_points, right_points = (
-            [(event.step, event.value) for event in shown.Scalars(tag)] for shown in curves
-        )
-        assert left_points == right_points, tag
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +191,7 @@ def test_processes_all_end_when_the_first_finds_no_data(tmp_path: Path) -> None:
 
 
 def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path: Path) -> None:
-    wild = dict.fromkeys(("lr", "muon_lr", "weight_decay", "muon_weight_decay"), 1e6)
-    config = small(tmp_path / "run", optim={**wild, "warmup": 0.0})
+    config = small(tmp_path / "run", optim=WILD)
     words = command(config, tmp_path / "config")
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 3, done.stderr
@@ -223,6 +204,26 @@ def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path: Path)
     newest = latest_checkpoint(tmp_path / "run")
     if newest is not None:
         assert all(tensor.isfinite().all() for tensor in newest[1]["model"].values())
+
+
+def test_processes_all_end_when_the_first_may_not_write(tmp_path: Path) -> None:
+    """Only the first asks for the lock, so the others know of it from the first alone."""
+    words = with_torchrun(command(small(tmp_path / "run"), tmp_path / "config"))
+    with lock_run(tmp_path / "run"):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    first, second = sorted(line for line in done.stderr.splitlines() if line.startswith("error"))
+    assert first.replace("error (process 1): ", "error: ") == second
+    assert f"is being written by process {os.getpid()}" in second
+
+
+def test_processes_that_diverge_say_so_once(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", optim=WILD)
+    words = with_torchrun(command(config, tmp_path / "config"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "diverged" in line
 
 
 def test_full_disk_costs_a_checkpoint_and_not_the_run(alone: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from small_runs import ROOT, STEPS, command, events, load_images, metrics, pixel
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data import datasets
 from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, load, normalization
+from vit.data.datasets import ImageSet, choose_probes, load, normalization
 from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
 from vit.tracking import Tracker, milestones
@@ -34,6 +34,8 @@ from vit.training.run import check_run
 from vit.training.state import build_state, train_step
 from vit.training.stopping import StopRequest
 from vit.training.trainer import train
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,13 @@ def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, st
     assert {name: names.count(name) for name in names} == dict.fromkeys(KINDS, 100)
     with Image.open(tensors.parent / "sprite.png") as sprite:
         assert sprite.size == (32 * 32, 32 * 32)
+    shown = choose_probes(load("shapes", ".", train=False), 1000, 0)
+    assert names == [KINDS[label] for label in shown.labels]
+    model = load_model(finished[0]).model
+    with torch.no_grad():
+        tokens = model.forward_features(normalize(shown.images, *normalization("shapes", CPU)))
+    expected = model.forward_head(tokens, pre_logits=True).detach()
+    torch.testing.assert_close(torch.from_numpy(features).float(), expected, rtol=0, atol=1e-4)
 
 
 def test_eval_gives_the_same_numbers_as_the_end_of_training(

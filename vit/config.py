@@ -13,6 +13,7 @@ from typing import Any, Literal
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 
 IMAGE_SIZE = 32  # pixels; the images of every data set here are 32 x 32
+STRONGEST = 30  # magnitude of RandAugment
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick.yaml"
 
 
@@ -225,7 +226,10 @@ class AugmentConfig:
         )
         _require(0 <= self.rand_ops <= 100, "augment.rand_ops", self.rand_ops, "0 to 100")
         _require(
-            0 <= self.rand_magnitude <= 30, "augment.rand_magnitude", self.rand_magnitude, "0 to 30"
+            0 <= self.rand_magnitude <= STRONGEST,
+            "augment.rand_magnitude",
+            self.rand_magnitude,
+            f"0 to {STRONGEST}",
         )
         for name in ("erasing", "mix_share"):
             value = getattr(self, name)

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from vit.config import STRONGEST
+
 OPERATIONS = (
     "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color",
     "contrast", "sharpness", "posterize", "solarize", "autocontrast", "equalize",
 )  # fmt: skip
-STRONGEST = 30  # magnitude
 
 
 def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Generator) -> Tensor:
