@@ -21,14 +21,14 @@ import torch
 from timing import take_turns, timed
 from torch import Tensor
 
+from vit.checkpoint import build_model
 from vit.config import Config, TrainConfig
 from vit.data.datasets import ImageSet
 from vit.explain.rollout import attention_maps, attention_rollout
+from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
 from vit.tracking import Tracker, milestones
-from vit.training.checkpoint import build_model
-from vit.training.hardware import autocast, choose_precision, describe
 from vit.training.loop import Loop
 from vit.training.state import build_state
 

@@ -39,7 +39,7 @@ from train_step import (
 from vit.cli import parse_train
 from vit.config import Config
 from vit.data.datasets import normalization
-from vit.training.hardware import choose_device, describe
+from vit.hardware import choose_device, describe
 
 CONFIGS = ("configs/cifar10.yaml", "configs/cifar10_fast.yaml", "configs/cifar10_paper.yaml")
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from timing import take_turns
 from torch import nn
 from train_step import training
 
+from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.hardware import autocast, choose_precision, describe
 
 CPU = torch.device("cpu")
 BATCH, DIM, DEPTH, HEADS = 16, 192, 4, 3

@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from vit.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.config import Config, from_dict
-from vit.training.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.training.trainer import train
 
 SPAWN = multiprocessing.get_context("forkserver")

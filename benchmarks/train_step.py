@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from timing import take_turns
 from torch import Tensor, nn
 
+from vit.checkpoint import build_model
 from vit.config import Config
 from vit.data.datasets import ImageSet, normalization
 from vit.evaluation import predict
+from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.checkpoint import build_model
-from vit.training.hardware import autocast, choose_precision, describe
 from vit.training.loop import Loop
 from vit.training.state import build_state
 

@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from vit.checkpoint import latest_checkpoint
 from vit.config import Config, from_dict, to_dict
 from vit.data.datasets import ImageSet, load_training
-from vit.training.checkpoint import latest_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,10 +14,8 @@ import torch
 from PIL import Image
 
 from small_runs import Payload
-from vit.config import Config, to_dict
-from vit.files import seal
-from vit.training import checkpoint
-from vit.training.checkpoint import (
+from vit import checkpoint
+from vit.checkpoint import (
     build_model,
     checkpoint_steps,
     latest_checkpoint,
@@ -26,6 +24,8 @@ from vit.training.checkpoint import (
     save_checkpoint,
     save_model,
 )
+from vit.config import Config, to_dict
+from vit.files import seal
 
 CLASSES = ("cat", "dog", "frog")
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from vit.checkpoint import build_model, load_model, save_model
 from vit.config import EvalConfig
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, normalization
@@ -33,7 +34,6 @@ from vit.explain.figures import overlay
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps
 from vit.reporting.attention import measure_maps
 from vit.reporting.opening import OpenRun, class_number, open_run
-from vit.training.checkpoint import build_model, load_model, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = EvalConfig(device="cpu", precision="float32")

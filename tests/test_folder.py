@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.checkpoint import MODEL_FILE, load_model, save_model
 from vit.config import Config, EvalConfig, EvalDataConfig, from_dict
 from vit.data.datasets import load, load_training
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
-from vit.training.checkpoint import MODEL_FILE, load_model, save_model
 from vit.training.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent

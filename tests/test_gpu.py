@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from small_runs import ROOT, assert_same, command, load_images, small
+from vit.checkpoint import build_model
 from vit.cli import parse_train
 from vit.config import Config
 from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.hardware import autocast
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.checkpoint import build_model
-from vit.training.hardware import autocast
 from vit.training.loop import Loop
 from vit.training.state import TrainState, build_state
 from vit.training.trainer import train

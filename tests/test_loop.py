@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from small_runs import load_images, metrics, small
+from vit.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.config import Config
 from vit.tracking import Tracker
 from vit.training import loop as loop_module
-from vit.training.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.training.distributed import World
 from vit.training.loop import Diverged, Loop
 from vit.training.state import TrainState, build_state, train_step

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from small_runs import command, small
+from vit.checkpoint import build_model
 from vit.config import Config
 from vit.training import memory
-from vit.training.checkpoint import build_model
 from vit.training.memory import StepMemory, bytes_per_image, free_bytes, measure_step
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_estimate_is_what_a_step_takes() -> None:
         "import re, sys, torch\n"
         "import torch.nn.functional as F\n"
         "from vit.config import Config\n"
-        "from vit.training.checkpoint import build_model\n"
+        "from vit.checkpoint import build_model\n"
         "torch.manual_seed(0)\n"
         "model, n = build_model(Config(), 10).train(), int(sys.argv[1])\n"
         "F.cross_entropy(model(torch.randn(n, 3, 32, 32)), torch.zeros(n).long()).backward()\n"

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from small_runs import ROOT, STEPS, Payload, assert_same, command, metrics, small
+from vit.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.config import Config
 from vit.files import seal
-from vit.training.checkpoint import checkpoint_steps, latest_checkpoint
-from vit.training.run import lock_run
+from vit.run_folder import lock_run
 
 PLAIN = {  # nothing random, so that processes that share a batch compute what one would
     "model": {

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.checkpoint import SHIPPED, load_model
 from vit.config import from_dict, to_dict
 from vit.data.datasets import load, normalization
 from vit.evaluation import predict
-from vit.training.checkpoint import SHIPPED, load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = ROOT / "data" / "cifar-10-batches-py"

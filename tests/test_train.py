@@ -19,18 +19,18 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor
 
 from small_runs import ROOT, STEPS, command, events, load_images, metrics, pixels, small, stamps
+from vit.checkpoint import load_model, read_checkpoint, save_checkpoint
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data import datasets
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, choose_probes, load, normalization
 from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
+from vit.run_folder import check_run
 from vit.tracking import Tracker, milestones
 from vit.training import loop, trainer
-from vit.training.checkpoint import load_model, read_checkpoint, save_checkpoint
 from vit.training.loop import Loop
 from vit.training.optim import lr_at
-from vit.training.run import check_run
 from vit.training.state import build_state, train_step
 from vit.training.stopping import StopRequest
 from vit.training.trainer import train

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.data.augment import normalize
-from vit.training.hardware import autocast
+from vit.hardware import autocast
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 

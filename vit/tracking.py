@@ -17,7 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from vit.console import warn
 from vit.files import write_atomically
-from vit.training.run import METRICS_FILE
+from vit.run_folder import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 MILESTONES = 10  # pictures TensorBoard keeps of one tag, unless it is told otherwise

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vit.hardware import autocast
 from vit.seeding import generator
-from vit.training.hardware import autocast
 
 LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # shares of the patches
 

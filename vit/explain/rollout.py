@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
-from vit.training.hardware import autocast
 
 Readout = Literal["class_token", "mean"]
 HeadFusion = Literal["mean", "max", "min"]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from vit.checkpoint import CHECKPOINT_FOLDER
 from vit.config import EvalConfig
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet
@@ -18,7 +19,6 @@ from vit.evaluation import mcnemar, wilson_interval
 from vit.explain.figures import comparison_picture
 from vit.explain.rollout import attention_maps
 from vit.reporting.opening import OpenRun, load_test, open_run
-from vit.training.checkpoint import CHECKPOINT_FOLDER
 
 
 def compare_runs(run: str, options: EvalConfig) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vit.checkpoint import CHECKPOINT_FOLDER, SHIPPED, SavedModel, load_model
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, load, normalization
+from vit.hardware import choose_device, choose_precision, describe
 from vit.model.vit import VisionTransformer
-from vit.training.checkpoint import CHECKPOINT_FOLDER, SHIPPED, SavedModel, load_model
-from vit.training.hardware import choose_device, choose_precision, describe
-from vit.training.run import EVAL_FOLDER
+from vit.run_folder import EVAL_FOLDER
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
 from vit.explain.rollout import attention_maps
 from vit.files import write_atomically
+from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.reporting.opening import load_test, open_run
-from vit.training.hardware import autocast
-from vit.training.run import REPORT_FILE, REPORT_FILES
+from vit.run_folder import REPORT_FILE, REPORT_FILES
 
 MISTAKES = 16  # in the gallery
 PROJECTED = 1000  # images in TensorBoard's projector

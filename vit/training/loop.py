@@ -13,16 +13,16 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
+from vit.checkpoint import save_checkpoint
 from vit.config import Config, to_dict
 from vit.console import say, warn
 from vit.data.augment import augment, shrink
 from vit.data.batches import epoch_batches, steps_per_epoch
 from vit.data.datasets import ImageSet, normalization
 from vit.evaluation import evaluate
-from vit.following import Follower
+from vit.reporting.attention_logging import Follower
 from vit.seeding import fold_in, generator
 from vit.tracking import Tracker, milestones
-from vit.training.checkpoint import save_checkpoint
 from vit.training.distributed import World
 from vit.training.memory import measure_step
 from vit.training.messages import clock, diverged_text

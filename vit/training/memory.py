@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vit.config import IMAGE_SIZE
 from vit.console import is_out_of_memory
+from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
-from vit.training.hardware import autocast
 
 FEW, MORE = 2, 6  # images by which a step's memory is measured
 COPIES = 4  # of the weights beside themselves: gradients, two averages of them, and one of weights

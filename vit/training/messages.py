@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from vit.checkpoint import MODEL_FILE, checkpoint_steps
 from vit.config import IMAGE_SIZE, Config
+from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
-from vit.training.checkpoint import MODEL_FILE, checkpoint_steps
-from vit.training.hardware import describe
+from vit.run_folder import EVAL_FOLDER, REPORT_FILE
 from vit.training.plan import Plan
-from vit.training.run import EVAL_FOLDER, REPORT_FILE
 from vit.training.state import TrainState
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vit.checkpoint import build_model
 from vit.config import Config
+from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.seeding import fold_in
-from vit.training.checkpoint import build_model
 from vit.training.distributed import World
-from vit.training.hardware import autocast
 from vit.training.optim import build_optimizers
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
+from vit.checkpoint import MODEL_FILE, save_model
 from vit.config import Config, flatten, to_dict
 from vit.console import rank, say
 from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, load, load_training, normalization
+from vit.hardware import choose_device, choose_precision
 from vit.reporting.report import write_report
+from vit.run_folder import EVAL_FOLDER, check_run, lock_run, prepare_run
 from vit.tracking import Tracker
-from vit.training.checkpoint import MODEL_FILE, save_model
 from vit.training.distributed import World, join_world
-from vit.training.hardware import choose_device, choose_precision
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import end_text, start_text, stopped_text
-from vit.training.run import EVAL_FOLDER, check_run, lock_run, prepare_run
 from vit.training.state import build_state
 from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 

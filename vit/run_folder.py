@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from vit.checkpoint import CHECKPOINT_FOLDER, MODEL_FILE, latest_checkpoint
 from vit.config import Config, changed_keys, to_dict
 from vit.files import write_atomically
-from vit.training.checkpoint import CHECKPOINT_FOLDER, MODEL_FILE, latest_checkpoint
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"

@@ -17,8 +17,8 @@ from vit.explain.faithfulness import (
     random_maps,
 )
 from vit.explain.rollout import attention_maps
-from vit.following import JUDGED, JUDGED_LEVELS, Follower
 from vit.model.vit import VisionTransformer
+from vit.reporting.attention_logging import JUDGED, JUDGED_LEVELS, Follower
 from vit.tracking import Tracker
 
 IMAGES = load("shapes", ".", train=False, count=60)

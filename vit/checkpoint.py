@@ -25,7 +25,7 @@ from vit.files import seal, unseal, write_atomically
 from vit.model.vit import VisionTransformer
 
 MODEL_FILE = "model.safetensors"
-SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # finished models by name
+SHIPPED = Path(__file__).resolve().parent / "weights"  # finished models by name
 METADATA_KEY = "vit"  # in model.safetensors: config, classes and step as JSON
 DIGEST_KEY = "sha256"  # likewise: of the whole file, with zeros where the digest itself stands
 BLANK = "0" * 64

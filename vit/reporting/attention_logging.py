@@ -21,8 +21,8 @@ from vit.explain.statistics import (
 )
 from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
+from vit.run_folder import MAPS_FOLDER
 from vit.tracking import ROLLOUT_TAG, Tracker
-from vit.training.run import MAPS_FOLDER
 
 JUDGED = 32  # images whose maps are put to the test at a milestone
 JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # shares of patches hidden; fewer than in eval, for speed

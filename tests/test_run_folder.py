@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
+from vit.checkpoint import save_checkpoint
 from vit.config import Config, to_dict
-from vit.training.checkpoint import save_checkpoint
-from vit.training.run import LOCK_FILE, check_run, lock_run, prepare_run
+from vit.run_folder import LOCK_FILE, check_run, lock_run, prepare_run
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}
@@ -50,7 +50,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from vit.training.run import lock_run\n"
+        "from vit.run_folder import lock_run\n"
         "with lock_run(Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), 9)\n"
     )
