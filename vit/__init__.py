@@ -1,1 +1,41 @@
-"""Vision Transformers with hand-written attention: train, evaluate, look inside."""
+"""Vision Transformers trained from scratch, with attention you can inspect.
+
+The names below are imported when they are first used, so `import vit` is fast.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vit.classifier import Classifier, load
+    from vit.explain.rollout import attention_rollout
+    from vit.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention
+    from vit.model.vit import VisionTransformer
+
+_MODULES = {
+    "Classifier": "vit.classifier",
+    "load": "vit.classifier",
+    "attention_rollout": "vit.explain.rollout",
+    "MultiHeadSelfAttention": "vit.model.attention",
+    "scaled_dot_product_attention": "vit.model.attention",
+    "VisionTransformer": "vit.model.vit",
+}
+
+__all__ = [
+    "Classifier",
+    "MultiHeadSelfAttention",
+    "VisionTransformer",
+    "attention_rollout",
+    "load",
+    "scaled_dot_product_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

@@ -1,73 +1,78 @@
-"""How good a model is: accuracy with its interval, per class, confusion, calibration.
+"""Metrics of a classifier: accuracy with its interval, per class, confusion, calibration.
 
 Shapes: B batch, C classes, N images.
 """
 
 import math
 import time
-from typing import Any
+from collections.abc import Container, Iterator
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from vit.data.augment import normalize
-from vit.hardware import autocast
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 
 
-@torch.no_grad()
-def predict(
-    model: nn.Module,
-    images: Tensor,
-    mean: Tensor,
-    std: Tensor,
-    precision: torch.dtype = torch.float32,
-    batch_size: int = 500,
-) -> Tensor:
-    """Classify images in batches.
+class Evaluator(Protocol):
+    """Something that is measured or drawn from time to time during training.
+
+    Attributes:
+        steps: The optimizer steps after which it runs; 0 is the untrained model.
+    """
+
+    steps: Container[int]
+
+    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
+        """Yield tags with numbers, or with pictures (height, width, 3) uint8."""
+
+
+class Validation:
+    """Evaluator that measures loss and accuracy on held-out images.
 
     Args:
-        model: In evaluation mode.
-        images: (N, 3, H, W) uint8, on the model's device.
-        mean: (3, 1, 1), in units of 0 to 1, on the same device.
-        std: (3, 1, 1), likewise.
-        precision: Of matrix products.
-        batch_size: Images at a time.
-
-    Returns:
-        Logits (N, C), float32, on the same device.
+        images: The held-out images; if there are none, nothing is measured.
+        steps: The steps after which it runs.
     """
-    with autocast(images.device, precision):
-        parts = [model(normalize(part, mean, std)) for part in images.split(batch_size)]
-    return torch.cat(parts).float()
+
+    def __init__(self, images: ImageSet, steps: Container[int]) -> None:
+        self.images, self.steps = images, steps
+
+    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
+        """Yield val/loss (nats) and val/accuracy (0 to 1)."""
+        if len(self.images):
+            result, _ = evaluate(classifier, self.images)
+            yield "val/loss", result["loss"]
+            yield "val/accuracy", result["accuracy"]
 
 
 def evaluate(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    classes: tuple[str, ...],
-    mean: Tensor,
-    std: Tensor,
-    precision: torch.dtype = torch.float32,
-    batch_size: int = 500,
+    classifier: Classifier, images: ImageSet, batch_size: int = 500
 ) -> tuple[dict[str, Any], Tensor]:
-    """Classify images and report how well; arguments as for `predict` and `report`.
+    """Classify labelled images and measure how well.
+
+    Args:
+        classifier: The model.
+        images: Images with labels, on any device.
+        batch_size: Images per forward pass.
 
     Returns:
-        The report, with images_per_second, and the logits (N, C) on the CPU.
+        The report, see `report`, with images_per_second; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
-    logits = predict(model, images, mean, std, precision, batch_size).cpu()
+    logits = classifier.logits(images.images, batch_size).cpu()
     seconds = time.perf_counter() - start
-    result = report(logits, labels.cpu(), classes)
-    return {**result, "images_per_second": len(labels) / seconds}, logits
+    result = report(logits, images.labels.cpu(), images.classes)
+    return {**result, "images_per_second": len(images) / seconds}, logits
 
 
 def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:
-    """Measure predictions.
+    """Compute the metrics of predictions.
 
     Args:
         logits: (N, C) float32.
@@ -75,7 +80,7 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
         classes: The C class names.
 
     Returns:
-        n, accuracy (0 to 1) with its 95 % interval accuracy_95, loss (cross entropy, nats),
+        n, accuracy (0 to 1) with its 95% interval accuracy_95, loss (cross entropy, nats),
         top5_accuracy, ece (0 to 1), per_class (recall, precision and n by class name),
         confusion_matrix (C rows of true classes, C columns of predicted ones, counts) and
         reliability (see `reliability`).
@@ -110,25 +115,28 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def wilson_interval(hits: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of `count` tries (Wilson 1927, without correction)."""
+    """Return the 95% confidence interval of a proportion (Wilson 1927, without correction)."""
     z = 1.959964
     share = hits / count
     centre = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
     low, high = (centre - spread) / scale, (centre + spread) / scale
-    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding must not leave it out
+    return max(0.0, min(low, share)), min(
+        1.0, max(high, share)
+    )  # the proportion stays inside despite rounding
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Test whether two classifiers err alike on the same images (McNemar 1947, exact).
+    """Test whether two classifiers differ on the same images (McNemar 1947, exact).
 
     Args:
-        only_first: Images that only the first gets right.
-        only_second: Images that only the second gets right.
+        only_first: Number of images that only the first classifies correctly.
+        only_second: Number of images that only the second classifies correctly.
 
     Returns:
-        The probability of a split at least as uneven if both were equally good, 0 to 1.
+        The p-value, 0 to 1: the probability of a split at least as uneven if both were equally
+        good.
     """
     tries, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(tries, k) for k in range(fewer + 1))
@@ -138,14 +146,15 @@ def mcnemar(only_first: int, only_second: int) -> float:
 def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
     """Compare confidence with accuracy in 15 bins of equal width (arXiv 1706.04599).
 
-    The mean gap, weighted by n, is the expected calibration error.
+    The mean gap, weighted by n, is the expected calibration error (ECE).
 
     Args:
         probabilities: (N, C).
         labels: (N,) int64.
 
     Returns:
-        For each bin that holds images: their number n, mean confidence and accuracy, each 0 to 1.
+        For each bin that contains images: their number n, mean confidence and accuracy (0 to 1),
+        and the 95% interval accuracy_95.
     """
     confidence, predicted = probabilities.max(dim=1)
     hit = (predicted == labels).double()
@@ -158,23 +167,24 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
                 "n": int(inside.sum()),
                 "confidence": confidence[inside].double().mean().item(),
                 "accuracy": hit[inside].mean().item(),
+                "accuracy_95": wilson_interval(int(hit[inside].sum()), int(inside.sum())),
             }
         )
     return bins
 
 
 def as_table(result: dict[str, Any]) -> str:
-    """Lay a report out as text: the whole set first, then class by class."""
+    """Format a report as text: overall metrics first, then one row per class."""
     low, high = result["accuracy_95"]
     lines = [
-        f"accuracy        {result['accuracy']:7.2%}   95 % interval {low:.2%} to {high:.2%}, "
+        f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
         f"{result['n']:,} images",
         f"top-5 accuracy  {result['top5_accuracy']:7.2%}",
         f"loss            {result['loss']:7.4f}",
-        f"calibration     {result['ece']:7.4f}   expected error (ECE, {CALIBRATION_BINS} bins)",
+        f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
         f"speed           {result['images_per_second']:7,.0f}   images/s",
         "",
-        f"{'class':<20}{'recall':>9}{'precision':>11}{'images':>9}   most often taken for",
+        f"{'class':<20}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",
     ]
     names = list(result["per_class"])
     for row, (name, values) in enumerate(result["per_class"].items()):

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from vit.checkpoint import CHECKPOINT_FOLDER, MODEL_FILE, latest_checkpoint
+from vit.checkpoint import CHECKPOINT_FOLDER, Checkpoint, latest_checkpoint
 from vit.config import Config, changed_keys, to_dict
 from vit.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
+MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
 # What a checkpoint was made with, and cannot go on without.
 FIXED = ("data.", "model.", "optim.name:", "train.budget_minutes:", "train.seed:")
@@ -95,15 +96,15 @@ def _owned(path: Path) -> Iterator[None]:
 def check_run(
     config: Config,
     overwrite: bool,
-    how: dict[str, Any],
+    environment: dict[str, Any],
     allow_changes: bool = False,
-) -> dict[str, Any] | None:
+) -> Checkpoint | None:
     """Decide what happens to the run folder, without touching it.
 
     Args:
         config: Of the run that is asked for.
         overwrite: Whether what is there may go.
-        how: What else must be as it was, or the numbers would differ: processes, device, precision.
+        environment: What else the numbers depend on: processes, device and precision.
         allow_changes: Whether the run may be resumed with another config, or otherwise.
 
     Returns:
@@ -132,8 +133,8 @@ def check_run(
     newest = latest_checkpoint(run)
     if newest is None:  # stopped before there was anything to go on from
         return None
-    before = {**_lasting(stored), **{key: newest[1].get(key) for key in how}}
-    changes = changed_keys(before, {**_lasting(to_dict(config)), **how})
+    before = {**_lasting(stored), **newest.environment}
+    changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
     if any(change.startswith(FIXED) for change in changes):
         raise ValueError(
             f"out: {run} holds an unfinished run of other data, another model or another course "
@@ -146,7 +147,7 @@ def check_run(
             f"resume it with its own values, or with these by --resume.allow_changes, "
             f"train elsewhere with --out, or start anew with --overwrite"
         )
-    return newest[1]
+    return newest
 
 
 def _stored_config(run: Path) -> dict[str, Any] | None:

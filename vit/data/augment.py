@@ -1,6 +1,7 @@
-"""Augmentation of whole batches on their device; every image draws its own parameters.
+"""Augmentation of whole batches on their device, with random parameters for each image.
 
-All randomness comes from the generator that is passed. Shapes: B batch, C classes.
+All randomness comes from the generator that is passed. Shapes: B batch, C classes, H height,
+W width.
 """
 
 import math
@@ -9,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
 
 
 def augment(
     images: Tensor,
     targets: Tensor,
-    mean: Tensor,
-    std: Tensor,
+    preprocess: Preprocess,
     generator: Generator,
     crop_padding: int = 0,
     flip: bool = False,
@@ -26,24 +27,23 @@ def augment(
     mixup: float = 0.0,
     cutmix: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Make a batch ready to train on: crop, flip, change, normalise, erase, mix.
+    """Augment a batch: crop, flip, RandAugment, normalize, erase, mix.
 
     Args:
-        images: (B, 3, H, W) uint8; H = W with rand_ops.
+        images: (B, channels, H, W) uint8; H = W with rand_ops.
         targets: (B, C) float, probabilities.
-        mean: (3, 1, 1), in units of 0 to 1.
-        std: (3, 1, 1), in units of 0 to 1.
+        preprocess: Normalizes the images.
         generator: On the images' device.
-        crop_padding: Pixels, see `random_crop`; 0 is off.
-        flip: Whether half of the images are mirrored.
-        rand_ops: Operations, see `rand_augment`; 0 is off.
-        rand_magnitude: Of those, 0 to 30.
-        erasing: Probability, see `random_erasing`; 0 is off.
-        mixup: Alpha; 0 is off.
-        cutmix: Alpha; 0 is off. With mixup on as well, each image takes one of the two.
+        crop_padding: Padding of the random crop in pixels, see `random_crop`; 0 disables it.
+        flip: Whether to mirror half of the images.
+        rand_ops: RandAugment operations per image, see `rand_augment`; 0 disables it.
+        rand_magnitude: Strength of these operations, 0 to 30.
+        erasing: Probability of random erasing, see `random_erasing`; 0 disables it.
+        mixup: Alpha of mixup; 0 disables it.
+        cutmix: Alpha of cutmix; 0 disables it. With mixup, each image gets one of both.
 
     Returns:
-        Images (B, 3, H, W) float32, normalised, and targets (B, C).
+        Images (B, channels, H, W) float32, normalized, and targets (B, C).
     """
     if crop_padding:
         images = random_crop(images, crop_padding, generator)
@@ -51,7 +51,7 @@ def augment(
         images = random_flip(images, generator)
     if rand_ops:
         images = rand_augment(images, rand_ops, rand_magnitude, generator)
-    images = normalize(images, mean, std)
+    images = preprocess.normalize(images)
     if erasing:
         images = random_erasing(images, erasing, generator)
     if mixup and cutmix:
@@ -67,22 +67,11 @@ def augment(
     return images, targets
 
 
-def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Turn uint8 images (B, 3, H, W) into float32 of mean 0 and deviation 1 per channel.
-
-    Args:
-        images: (B, 3, H, W) uint8.
-        mean: (3, 1, 1), in units of 0 to 1.
-        std: (3, 1, 1), in units of 0 to 1.
-    """
-    return images.float().mul_(1 / (255 * std)).sub_(mean / std)
-
-
 def random_crop(images: Tensor, padding: int, generator: Generator) -> Tensor:
     """Shift each image by up to `padding` pixels each way, filling in by reflection.
 
     Args:
-        images: (B, 3, H, W), any dtype.
+        images: (B, channels, H, W), any dtype.
         padding: Pixels, less than H and W.
         generator: On the images' device.
 
@@ -106,15 +95,15 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 def random_flip(images: Tensor, generator: Generator) -> Tensor:
-    """Mirror each image (B, 3, H, W) left to right with probability 1/2."""
+    """Mirror each image (B, channels, H, W) left to right with probability 1/2."""
     return torch.where(_coin(images, 0.5, generator), images.flip(-1), images)
 
 
-def shrink(images: Tensor, size: int) -> Tensor:
-    """Shrink images (B, 3, H, W), float, to `size` pixels on a side, without aliasing."""
-    if images.shape[2:] == (size, size):
+def shrink(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Shrink images (B, channels, H, W), float, to a height and width, with antialiasing."""
+    if images.shape[2:] == size:
         return images
-    return F.interpolate(images, (size, size), mode="bilinear", antialias=True)
+    return F.interpolate(images, size, mode="bilinear", antialias=True)
 
 
 def random_erasing(images: Tensor, probability: float, generator: Generator) -> Tensor:
@@ -124,7 +113,7 @@ def random_erasing(images: Tensor, probability: float, generator: Generator) -> 
     border.
 
     Args:
-        images: (B, 3, H, W) float, normalised.
+        images: (B, channels, H, W) float, normalized.
         probability: That an image is changed, 0 to 1.
         generator: On the images' device.
     """
@@ -158,7 +147,7 @@ def mix(
     """Blend each image, and its target, with those of a random other one.
 
     Args:
-        images: (B, 3, H, W) float.
+        images: (B, channels, H, W) float.
         targets: (B, C) float.
         shares: (B, 1, H, W), 0 to 1: how much of the image itself stays at each pixel.
         generator: On the images' device.

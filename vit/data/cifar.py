@@ -24,7 +24,7 @@ def read_cifar(
         download: Whether to fetch what root does not hold.
 
     Returns:
-        Images (N, 3, 32, 32) uint8, labels (N,) int64 and the class names.
+        Images (N, 3, H, W) uint8, labels (N,) int64 and the class names.
 
     Raises:
         ValueError: The data is not there or damaged, and could not be fetched.

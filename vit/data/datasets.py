@@ -1,6 +1,7 @@
-"""Data sets as whole tensors: uint8 images, labels, class names."""
+"""Data sets as whole tensors: uint8 images, labels and class names; subsets and splits of them."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,20 +10,13 @@ from torch import Tensor
 
 from vit.data.cifar import read_cifar
 from vit.data.folder import read_folder
+from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS, draw_shapes
+from vit.data.specs import DATASETS
 from vit.seeding import fold_in, generator
 
-SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn where no number is asked for
-
-# Mean and standard deviation of each channel over the training images, in units of 0 to 1.
-# tests/test_datasets.py measures them again. Those of folder are ImageNet's, as published: with
-# them a model file is enough to normalise images, whichever folder it was trained on.
-NORMALIZATION = {
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "shapes": ((0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
-    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
+SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
+MAX_LISTED = 20  # classes whose image counts are listed one by one
 
 
 @dataclass(frozen=True)
@@ -30,10 +24,10 @@ class ImageSet:
     """Images with labels.
 
     Attributes:
-        images: (N, 3, H, W) uint8.
+        images: (N, channels, H, W) uint8.
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
-        masks: (N, H, W) bool, True on the object, where the data set knows it.
+        masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
     """
 
     images: Tensor
@@ -54,16 +48,14 @@ class ImageSet:
         )
 
     def to(self, device: torch.device) -> "ImageSet":
-        """Return the set with images and labels on a device."""
+        """Return the set with its images and labels on a device."""
         return dataclasses.replace(
             self, images=self.images.to(device), labels=self.labels.to(device)
         )
 
-
-def normalization(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of a data set's channels, (3, 1, 1) each, on a device."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION[name])
-    return mean.to(device), std.to(device)
+    def class_counts(self) -> list[int]:
+        """Count the images of each class."""
+        return torch.bincount(self.labels, minlength=len(self.classes)).tolist()
 
 
 def load(
@@ -74,45 +66,45 @@ def load(
     count: int | None = None,
     on_bad_image: str = "error",
 ) -> ImageSet:
-    """Load the training or the test images of a data set.
+    """Load the training or test images of a data set.
 
     Args:
-        name: "cifar10", "cifar100", "shapes" or "folder".
-        root: Folder that holds, or will hold, the downloaded data, or that holds train/ and test/
-            of an image folder; shapes need none.
-        train: Training images, or else test images.
-        download: Whether to fetch what root does not hold.
-        count: How many shapes to draw; None draws 10,000 to train and 2,000 to test. The others
-            are always whole.
-        on_bad_image: "error", or "skip" to leave out what cannot be read of an image folder.
+        name: A key of `vit.data.specs.DATASETS`.
+        root: Folder for downloaded data, or the image folder with train/ and test/; not used by
+            "shapes".
+        train: Whether to load the training images rather than the test images.
+        download: Whether to download what is missing from root.
+        count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
+            data sets are always loaded completely.
+        on_bad_image: "error", or "skip" to leave out unreadable files of an image folder.
 
     Returns:
         The images, in the data set's own order.
 
     Raises:
-        ValueError: The name is not known, the data is neither there nor could be fetched, or a
-            picture in an image folder cannot be read.
+        ValueError: The name is unknown, the data is missing and could not be downloaded, or an
+            image cannot be read.
     """
+    if name not in DATASETS:
+        raise ValueError(f"data.name: {name!r} is not one of {', '.join(DATASETS)}")
     if name == "shapes":
         split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
         images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
         return ImageSet(images, labels, KINDS, masks)
-    if name not in NORMALIZATION:
-        raise ValueError(f"data.name: {name!r} is not one of {', '.join(NORMALIZATION)}")
     root = Path(root).expanduser()
     if name == "folder":
-        return ImageSet(*read_folder(root, train, on_bad_image))
+        return ImageSet(*read_folder(root, train, on_bad_image, Preprocess.for_dataset(name)))
     return ImageSet(*read_cifar(name, root, train, download))
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, as evenly over the classes as their sizes allow.
+    """Choose images at random, with equal numbers per class as far as the classes allow.
 
     Args:
         labels: (N,) int64.
-        count: How many, 0 to N.
-        seed: Of the run.
-        purpose: What they are for; another purpose is another draw.
+        count: Number of images to choose, 0 to N.
+        seed: Seed of the run.
+        purpose: What the images are for; different purposes give independent choices.
 
     Returns:
         (count,) int64, ascending indices into labels.
@@ -121,34 +113,74 @@ def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tens
         ValueError: count is larger than N.
     """
     if count > len(labels):
-        raise ValueError(f"{purpose}: {count} images are asked for, {len(labels)} are there")
-    order = torch.randperm(len(labels), generator=generator(seed, purpose))
-    turn = torch.empty_like(labels)  # of an image in its class: the first of each come first
-    for label in labels.unique():
-        members = order[labels[order] == label]
-        turn[members] = torch.arange(len(members))
-    chosen = order[turn[order].argsort(stable=True)[:count]]
+        raise ValueError(f"{purpose}: {count} images requested, but there are only {len(labels)}")
+    order, turn, _ = _random_turns(labels, seed, purpose)
+    chosen = order[turn.argsort(stable=True)[:count]]
     return chosen.sort().values
 
 
+def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
+    """Choose images at random, in proportion to the class sizes, leaving at least one per class.
+
+    Each class gets its proportional number, rounded by the Webster method. For classes of equal
+    size this is the same choice as `balanced_subset`.
+
+    Args:
+        labels: (N,) int64.
+        count: Number of images to choose, 0 to N - C for C classes.
+        seed: Seed of the run.
+        purpose: What the images are for; different purposes give independent choices.
+
+    Returns:
+        (count,) int64, ascending indices into labels.
+
+    """
+    order, turn, size = _random_turns(labels, seed, purpose)
+    assert count <= (turn < size - 1).sum()
+    priority = (turn + 0.5) / size
+    priority[turn == size - 1] = torch.inf  # the last image of a class stays
+    chosen = order[priority.argsort(stable=True)[:count]]
+    return chosen.sort().values
+
+
+def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Shuffle images; number them within their classes.
+
+    Returns:
+        A permutation (N,), and for each image in that order its number within its class, from 0,
+        and the size of its class.
+    """
+    order = torch.randperm(len(labels), generator=generator(seed, purpose))
+    turn, size = torch.empty_like(labels), torch.empty_like(labels)
+    for label in labels.unique():
+        members = labels[order] == label
+        size[members] = members.sum()
+        turn[members] = torch.arange(int(members.sum()))
+    return order, turn, size
+
+
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
-    """Choose images to look at, spread over the classes; all if there are fewer."""
+    """Choose images to look at, balanced over the classes; all of them if there are fewer."""
     return images.select(
         balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
     )
 
 
 def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Split a set into what is trained on and `count` images, balanced over classes, held out.
+    """Split a set into training images and `count` held-out images, stratified by class.
 
     Raises:
-        ValueError: Nothing would be left to train on.
+        ValueError: A class would be left without training images.
     """
-    if count >= len(images):
+    counts = images.class_counts()
+    most = sum(max(n - 1, 0) for n in counts)
+    if count > most or min(counts) == 0:
         raise ValueError(
-            f"data.val_size: {count} leaves nothing of {len(images)} training images to train on"
+            f"data.val_size: {count} is not allowed; it must be at most {most}, because every "
+            f"class keeps at least one training image "
+            f"({describe_counts(images.classes, counts)})"
         )
-    held = balanced_subset(images.labels, count, seed, "data.val_size")
+    held = stratified_subset(images.labels, count, seed, "data.val_size")
     kept = torch.ones(len(images), dtype=torch.bool)
     kept[held] = False
     return images.select(kept.nonzero().squeeze(1)), images.select(held)
@@ -163,32 +195,53 @@ def load_training(
     seed: int,
     on_bad_image: str = "error",
 ) -> tuple[ImageSet, ImageSet]:
-    """Load what a run trains on and what it holds out.
+    """Load the training images of a data set and hold some of them out.
 
     Args:
-        name: As for `load`.
-        root: Likewise.
-        download: Likewise.
-        train_size: Images to train on, of those that are not held out; None takes all.
-        val_size: Images held out.
-        seed: Of the choice.
-        on_bad_image: As for `load`.
+        name: Data set, as for `load`.
+        root: Folder, as for `load`.
+        download: Whether to download missing data, as for `load`.
+        train_size: Number of training images after holding out; None uses all.
+        val_size: Number of images to hold out.
+        seed: Seed of the split.
+        on_bad_image: "error" or "skip", as for `load`.
+
+    Returns:
+        The training images and the held-out images.
 
     Raises:
-        ValueError: The data is not there or cannot be read, or there are fewer images than asked
-            for.
+        ValueError: The data is missing or cannot be read, there are fewer images than requested,
+            or a class would be left without training images.
     """
     count = None if train_size is None else train_size + val_size
     everything = load(
         name, root, train=True, download=download, count=count, on_bad_image=on_bad_image
     )
-    if name == "folder":  # a bad test picture ends a run before it trains, and not when it has
+    if name == "folder":  # an unreadable test image stops a run before training, not after it
         load(name, root, train=False, on_bad_image=on_bad_image)
     training, held_out = hold_out(everything, val_size, seed)
     if train_size is None:
         return training, held_out
     if train_size > len(training):
         raise ValueError(
-            f"data.train_size: {train_size} is more than the {len(training)} training images"
+            f"data.train_size: {train_size} is not allowed; it must be at most {len(training)}, "
+            "the number of training images"
         )
-    return training.select(torch.arange(train_size)), held_out
+    training = training.select(torch.arange(train_size))
+    counts = training.class_counts()
+    if min(counts) == 0:
+        raise ValueError(
+            f"data.train_size: {train_size} leaves a class without training images "
+            f"({describe_counts(training.classes, counts)}); use more"
+        )
+    return training, held_out
+
+
+def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
+    """List the number of images of each class, or summarize them if there are many classes."""
+    low, high = min(counts), max(counts)
+    if low == high:
+        return f"{low:,} in each of {len(classes)} classes"
+    if len(classes) > MAX_LISTED:
+        return f"{low:,} to {high:,} in each of {len(classes)} classes"
+    return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))

@@ -1,4 +1,4 @@
-"""Image folders: pictures sorted into train/<class>/ and test/<class>/, torchvision's layout."""
+"""Image folders in torchvision's layout: train/<class>/ and test/<class>/."""
 
 import sys
 from collections.abc import Sequence
@@ -9,30 +9,31 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from vit.data.photos import as_image, read_photo
+from vit.data.photos import read_photo
+from vit.data.preprocess import Preprocess
 from vit.seeding import generator
 
 LISTED = 10  # names in a message
 
 
 def read_folder(
-    root: Path, train: bool, on_bad_image: str
+    root: Path, train: bool, on_bad_image: str, preprocess: Preprocess
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Read the training or the test images of an image folder, squared and resized.
+    """Read the training or test images of an image folder, cropped and resized.
 
     Args:
-        root: Folder that holds train/ and test/; for test images test/ is enough.
-        train: Training images, or else test images.
-        on_bad_image: What happens at a picture that cannot be read: "error", or "skip", which
-            leaves it out and says so on standard error.
+        root: Folder that contains train/ and test/; test/ is enough to read the test images.
+        train: Whether to read the training images rather than the test images.
+        on_bad_image: What to do about an unreadable image: "error", or "skip" it with a warning.
+        preprocess: Crops and resizes the images.
 
     Returns:
-        Images (N, 3, 32, 32) uint8, labels (N,) int64 and the class names. Test images are in the
-        order of their paths; training images are mixed, always alike, because what takes the first
-        few of them wants all classes.
+        Images (N, channels, H, W) uint8, labels (N,) int64 and the class names. Test images are
+        sorted by path. Training images are shuffled with a fixed seed, so that the first few
+        already cover all classes.
 
     Raises:
-        ValueError: A folder, a class or its pictures are missing, or a picture cannot be read.
+        ValueError: A folder, a class or its images are missing, or an image cannot be read.
     """
     files = _find(root, train)
     if train:
@@ -40,17 +41,17 @@ def read_folder(
     images, labels, bad = [], [], []
     for path, label in files.samples:
         try:
-            images.append(as_image(read_photo(Path(path), "data.root")))
+            images.append(preprocess.resize(read_photo(Path(path), "data.root")))
             labels.append(label)
         except ValueError as error:
             if on_bad_image != "skip":
-                what = "replace or delete it, or train with --data.on_bad_image skip"
+                what = "replace or delete it, or use --data.on_bad_image skip"
                 raise ValueError(f"{error}; {what}") from None
             bad.append(path)
     if bad:
-        share = f"{len(bad):,} of {len(files):,} pictures in {files.root}"
-        print(f"left out {share} that cannot be read: {_some(bad)}", file=sys.stderr, flush=True)
-    _require_pictures(files, labels)
+        count = f"{len(bad):,} of {len(files):,} images in {files.root}"
+        print(f"skipped {count} that cannot be read: {_some(bad)}", file=sys.stderr, flush=True)
+    _require_images(files, labels)
     order = torch.arange(len(labels))
     if train:
         order = torch.randperm(len(labels), generator=generator(0, "folder"))
@@ -58,10 +59,10 @@ def read_folder(
 
 
 def _find(root: Path, train: bool) -> ImageFolder:
-    """List the classes and picture files of a half.
+    """List the classes and image files of one split.
 
     Raises:
-        ValueError: The folder is not there or holds no folders.
+        ValueError: The folder does not exist or contains no class folders.
     """
     folder = root / ("train" if train else "test")
     try:
@@ -70,8 +71,8 @@ def _find(root: Path, train: bool) -> ImageFolder:
         place, what = (folder, "class folders") if folder.is_dir() else (root, f"{folder.name}/")
         raise ValueError(
             f"data.root: {place} has no {what} ({_content(place)}); data.name=folder needs "
-            f"train/<class>/ and test/<class>/ with pictures: point --data.root at the folder "
-            f"that holds train/ and test/"
+            f"images in train/<class>/ and test/<class>/: point --data.root at the folder "
+            f"that contains train/ and test/"
         ) from None
 
 
@@ -83,31 +84,31 @@ def _require_same_classes(root: Path, train: list[str], test: list[str]) -> None
             if here
         ]
         raise ValueError(
-            f"data.root: train/ and test/ in {root} must have the same classes, but "
+            f"data.root: train/ and test/ in {root} must contain the same classes, but "
             f"{' and '.join(only)}; rename, add or delete folders until they agree"
         )
 
 
-def _require_pictures(files: ImageFolder, labels: list[int]) -> None:
+def _require_images(files: ImageFolder, labels: list[int]) -> None:
     there = set(labels)
     for number, name in enumerate(files.classes):
         if number not in there:
             folder = Path(files.root) / name
             raise ValueError(
-                f"data.root: {folder} has no picture that can be read ({_content(folder)}); every "
-                f"class needs one or more ({', '.join(IMG_EXTENSIONS)}) in train/ and in test/: "
+                f"data.root: {folder} contains no readable image ({_content(folder)}); every class "
+                f"needs at least one ({', '.join(IMG_EXTENSIONS)}) in both train/ and test/: "
                 f"add some, or delete the class from both"
             )
 
 
 def _content(folder: Path) -> str:
-    """Say what a folder holds."""
+    """Describe what a folder contains."""
     if not folder.is_dir():
         return "it is a file" if folder.exists() else "it does not exist"
-    return f"it holds {_some(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
+    return f"it contains {_some(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
 
 
 def _some(names: Sequence[str]) -> str:
-    """Join the first names, and say how many more there are."""
+    """Join the first few names and count the rest."""
     more = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {more:,} more" if more > 0 else "")

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-SIZE = 32  # height and width of an image, pixels
+from vit.data.specs import DATASETS
+
+SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels
 SUBSAMPLES = 3  # sample points per pixel and axis; their mean makes the edges anti-aliased
 CHUNK = 500  # images drawn at once; bounds the memory and keeps the work inside the CPU caches
 RADIUS = (9.0, 13.0)  # of the circle around an object, pixels

@@ -13,8 +13,6 @@ from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vit.evaluation import wilson_interval
-
 DPI = 100
 
 
@@ -49,10 +47,10 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
     confidence = [b["confidence"] for b in bins]
     upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="calibrated")
     accuracy = np.array([b["accuracy"] for b in bins])
-    low, high = np.array([wilson_interval(round(b["accuracy"] * b["n"]), b["n"]) for b in bins]).T
+    low, high = np.array([b["accuracy_95"] for b in bins]).T
     upper.errorbar(
         confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
-        capsize=2, elinewidth=1, label="model, 95 % interval",
+        capsize=2, elinewidth=1, label="model, 95% interval",
     )  # fmt: skip
     upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
     upper.set_title(f"reliability, expected calibration error {ece:.3f}", fontsize=10)

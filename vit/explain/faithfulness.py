@@ -9,12 +9,11 @@ Shapes: B images, K levels, P patches.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from vit.hardware import autocast
 from vit.seeding import generator
 
 LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # shares of the patches
@@ -35,23 +34,21 @@ def centred_map(grid_size: tuple[int, int]) -> Tensor:
 
 @torch.no_grad()
 def hiding_curves(
-    model: nn.Module,
+    classify: Callable[[Tensor], Tensor],
     images: Tensor,
     maps: Tensor,
     target: Tensor,
     levels: Sequence[float] = LEVELS,
-    precision: torch.dtype = torch.float32,
     batch_size: int = 500,
 ) -> tuple[Tensor, Tensor]:
     """Hide more and more patches, the most and the least important first.
 
     Args:
-        model: In evaluation mode.
-        images: (B, 3, H, W), normalised, on the model's device.
+        classify: Maps normalized images to logits, such as `Classifier.forward`.
+        images: (B, channels, H, W), normalized, on the classifier's device.
         maps: (B, rows, columns), more is more important; of equals the earlier counts as more.
         target: (B,) int64, the class whose probability is followed.
         levels: K shares of the patches to hide, 0 to 1.
-        precision: Of matrix products.
         batch_size: Images at a time.
 
     Returns:
@@ -71,9 +68,8 @@ def hiding_curves(
             images.split(batch_size), hidden.split(batch_size), target.split(batch_size),
             strict=True,
         ):  # fmt: skip
-            with autocast(images.device, precision):
-                logits = model(part.masked_fill(mask, 0.0))
-            parts.append(logits.float().softmax(dim=1).gather(1, aim[:, None])[:, 0])
+            logits = classify(part.masked_fill(mask, 0.0))
+            parts.append(logits.softmax(dim=1).gather(1, aim[:, None])[:, 0])
         return torch.cat(parts)
 
     hidden = [round(level * count) for level in levels]
@@ -115,12 +111,11 @@ def with_baselines(maps: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def score_maps(
-    model: nn.Module,
+    classify: Callable[[Tensor], Tensor],
     images: Tensor,
     maps: dict[str, Tensor],
     target: Tensor,
     levels: Sequence[float] = LEVELS,
-    precision: torch.dtype = torch.float32,
     batch_size: int = 500,
 ) -> dict[str, dict[str, Tensor]]:
     """Put maps by kind to the test: what `faithfulness` returns, on the CPU, for each.
@@ -129,7 +124,7 @@ def score_maps(
     """
     scores = {}
     for kind, found in maps.items():
-        curves = hiding_curves(model, images, found, target, levels, precision, batch_size)
+        curves = hiding_curves(classify, images, found, target, levels, batch_size)
         scores[kind] = {name: values.cpu() for name, values in faithfulness(*curves).items()}
     return scores
 

@@ -1,0 +1,37 @@
+"""What is fixed about each data set: image size, channels, and the statistics of its pixels.
+
+This module does not import torch, so the command line can check a config against a data set before
+anything heavy is loaded.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """The properties of a data set that a model depends on.
+
+    Attributes:
+        image_size: Height and width of an image, in pixels.
+        mean: Mean of each channel over the training images, 0 to 1.
+        std: Standard deviation of each channel over the training images, 0 to 1.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return len(self.mean)
+
+
+# tests/test_datasets.py measures the means and standard deviations again. Those of "folder" are
+# ImageNet's, as published, so that a model file does not depend on the folder it was trained on.
+DATASETS = {
+    "cifar10": DatasetSpec((32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": DatasetSpec((32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "shapes": DatasetSpec((32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
+    "folder": DatasetSpec((32, 32), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
