@@ -147,7 +147,7 @@ def left_behind(run: Path) -> dict[str, Any]:
     }
     return {
         "weights": load_file(run / "model.safetensors"),
-        **{part: newest[1][part] for part in ("model", "optimizers", "ema", "points")},
+        **{part: getattr(newest, part) for part in ("model", "optimizers", "ema", "points")},
         "metrics.jsonl": (run / "metrics.jsonl").read_text(),
         "curves": curves,
         "pictures": pictures,

@@ -15,7 +15,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.checkpoint import latest_checkpoint
 from vit.config import Config, from_dict, to_dict
-from vit.data.datasets import ImageSet, load_training
+from vit.data.preprocess import Preprocess
+from vit.tracking import Tracker
+from vit.training.distributed import World
+from vit.training.environment import Environment
+from vit.training.loop import Loop
+from vit.training.state import TrainState, build_state
+from vit.training.step import TrainingStep
+from vit.training.stopping import StopRequest
+from vit.training.trainer import build_loop, build_step, load_data
+
+CPU = torch.device("cpu")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,11 +51,36 @@ def small(out: Path, **changes: dict[str, Any]) -> Config:
     return from_dict({"out": str(out), **parts})
 
 
-def load_images(config: Config) -> tuple[ImageSet, ImageSet]:
-    data = config.data
-    return load_training(
-        data.name, data.root, False, data.train_size, data.val_size, config.train.seed
+def environment(device: torch.device = CPU, stop: StopRequest | None = None) -> Environment:
+    return Environment(device, torch.float32, World(), stop or StopRequest())
+
+
+def make_state(
+    config: Config, device: torch.device = CPU, sample: torch.Tensor | None = None
+) -> TrainState:
+    """Build the untrained state of a config with ten classes."""
+    preprocess = Preprocess.for_dataset(config.data.name)
+    return build_state(
+        config.model, config.optim, preprocess, 10, config.train.seed, device, sample
     )
+
+
+def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:
+    """Build the step of a run, resumed if it has a checkpoint."""
+    return make_loop(config, device=device).step
+
+
+def make_loop(
+    config: Config,
+    tracker: Tracker | None = None,
+    stop: StopRequest | None = None,
+    device: torch.device = CPU,
+) -> Loop:
+    """Build the loop of a run, resumed if it has a checkpoint."""
+    env, checkpoint = environment(device, stop), latest_checkpoint(Path(config.out))
+    training, held_out = load_data(config, checkpoint, env)
+    step = build_step(config, checkpoint, training, env)
+    return build_loop(config, step, training, held_out, tracker, env)
 
 
 def command(config: Config, folder: Path) -> list[str]:
@@ -92,7 +127,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert left is not None and right is not None
     for part in ("model", "optimizers", "ema", "points", "step", "skipped"):
         torch.testing.assert_close(
-            left[1][part], right[1][part], rtol=0, atol=0, equal_nan=True, msg=part
+            getattr(left, part), getattr(right, part), rtol=0, atol=0, equal_nan=True, msg=part
         )
     weights = load_file(other / "model.safetensors")
     for name, tensor in load_file(one / "model.safetensors").items():

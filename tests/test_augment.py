@@ -16,17 +16,16 @@ from vit.data.augment import (
     cutmix_shares,
     mix,
     mixup_shares,
-    normalize,
     random_crop,
     random_erasing,
     random_flip,
     shrink,
 )
-from vit.data.datasets import NORMALIZATION
+from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
 
-MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION["cifar10"])
-ZERO, UNIT = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 1 / 255)  # normalise to the bytes
+CIFAR10 = Preprocess.for_dataset("cifar10")
+BYTES = Preprocess((32, 32), (0.0,) * 3, (1 / 255,) * 3)  # normalizes to the bytes themselves
 ALL = {
     "crop_padding": 4, "flip": True, "rand_ops": 2, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0
 }  # fmt: skip
@@ -40,7 +39,7 @@ FUNCTIONS: dict[str, Callable[[Generator, Tensor, Tensor], tuple[Tensor, ...]]] 
     "mixup_shares": lambda g, x, _: (mixup_shares(x.float(), 0.8, g),),
     "cutmix_shares": lambda g, x, _: (cutmix_shares(x.float(), 1.0, g),),
     "mix": lambda g, x, y: mix(x.float(), y, torch.full_like(x[:, :1], 0.3, dtype=y.dtype), g),
-    "augment": lambda g, x, y: augment(x, y, MEAN, STD, g, **ALL),
+    "augment": lambda g, x, y: augment(x, y, CIFAR10, g, **ALL),
 }
 with_functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -127,15 +126,6 @@ def test_each_image_draws_its_own_parameters(name, least):
 
 
 # Normalisation.
-
-
-def test_normalize_is_the_formula():
-    images = torch.arange(256, dtype=torch.uint8).expand(2, 3, 4, 256)
-    result = normalize(images, MEAN, STD)
-    assert result.dtype == torch.float32
-    mean, std = (np.array(values)[:, None, None] for values in NORMALIZATION["cifar10"])
-    expected = (images.numpy() / 255.0 - mean) / std
-    np.testing.assert_allclose(result.numpy(), expected, rtol=0, atol=2e-6)
 
 
 # Crop.
@@ -324,7 +314,7 @@ def test_any_other_image_is_as_likely_as_another():
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_mix_takes_whole_images_exactly(share):
-    images, targets = normalize(draw_images(20), MEAN, STD), draw_targets(20)
+    images, targets = CIFAR10.normalize(draw_images(20)), draw_targets(20)
     mixed, mixed_targets = mix(images, targets, torch.full((20, 1, 32, 32), share), seeded())
     if share:
         assert torch.equal(mixed, images) and torch.equal(mixed_targets, targets)
@@ -338,7 +328,7 @@ def test_mix_takes_whole_images_exactly(share):
 )
 def test_target_weights_are_pixel_weights(options):
     images, targets = plain_images(200)
-    mixed, weights = augment(images, targets, ZERO, UNIT, seeded(), **options)
+    mixed, weights = augment(images, targets, BYTES, seeded(), **options)
     values = torch.arange(200.0)
     assert weights.min() >= 0
     torch.testing.assert_close(weights.sum(1), torch.ones(200), rtol=0, atol=1e-5)
@@ -347,7 +337,7 @@ def test_target_weights_are_pixel_weights(options):
 
 def test_cutmix_pixels_come_from_the_image_or_one_other():
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, ZERO, UNIT, seeded(), cutmix=1.0)
+    mixed, weights = augment(images, targets, BYTES, seeded(), cutmix=1.0)
     mixed = mixed.round().long()
     assert (mixed == mixed[:, :1]).all()
     for number, (pixels, weight) in enumerate(zip(mixed[:, 0], weights, strict=True)):
@@ -367,7 +357,7 @@ def test_cutmix_pixels_come_from_the_image_or_one_other():
 @pytest.mark.parametrize("seed", range(3))
 def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, ZERO, UNIT, seeded(seed), **options)
+    mixed, weights = augment(images, targets, BYTES, seeded(seed), **options)
     partnered = (weights > 0).sum(1) == 2  # neither itself, nor covered by the box
     constant = (mixed - mixed[:, :1, :1, :1]).abs().flatten(1).amax(1) < 1e-3
     blended = (partnered & constant).sum().item()
@@ -384,8 +374,8 @@ def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
 
 def test_augment_with_all_off_only_normalises():
     images, targets = draw_images(10), draw_targets(10)
-    result, result_targets = augment(images, targets, MEAN, STD, seeded())
-    assert torch.equal(result, normalize(images, MEAN, STD))
+    result, result_targets = augment(images, targets, CIFAR10, seeded())
+    assert torch.equal(result, CIFAR10.normalize(images))
     assert torch.equal(result_targets, targets)
 
 
@@ -394,11 +384,11 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
     images, targets = draw_images(30), draw_targets(30)
     options = {"crop_padding": 3, "flip": True, "erasing": 0.4}
     result, result_targets = augment(
-        images, targets, MEAN, STD, seeded(), **options, **({mixed: 0.7} if mixed else {})
+        images, targets, CIFAR10, seeded(), **options, **({mixed: 0.7} if mixed else {})
     )
     generator = seeded()
     x = random_flip(random_crop(images, 3, generator), generator)
-    x = random_erasing(normalize(x, MEAN, STD), 0.4, generator)
+    x = random_erasing(CIFAR10.normalize(x), 0.4, generator)
     if mixed:
         shares = (mixup_shares if mixed == "mixup" else cutmix_shares)(x, 0.7, generator)
         x, targets = mix(x, targets, shares, generator)
@@ -408,17 +398,17 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
 @pytest.mark.parametrize("option", ALL)
 def test_every_option_has_its_effect_alone(option):
     images, targets = draw_images(30), draw_targets(30)
-    result, result_targets = augment(images, targets, MEAN, STD, seeded(), **{option: ALL[option]})
+    result, result_targets = augment(images, targets, CIFAR10, seeded(), **{option: ALL[option]})
     assert result.dtype == result_targets.dtype == torch.float32
     assert result.shape == images.shape and result_targets.shape == targets.shape
-    assert not torch.equal(result, normalize(images, MEAN, STD))
+    assert not torch.equal(result, CIFAR10.normalize(images))
     assert torch.equal(result_targets, targets) == (option not in ("mixup", "cutmix"))
 
 
 def test_noise_of_erasing_is_not_normalised_again():
     images = torch.zeros(300, 3, 32, 32, dtype=torch.uint8)
-    result, _ = augment(images, draw_targets(300), MEAN, STD, seeded(), erasing=1.0)
-    noise = result[result != normalize(images, MEAN, STD)]
+    result, _ = augment(images, draw_targets(300), CIFAR10, seeded(), erasing=1.0)
+    noise = result[result != CIFAR10.normalize(images)]
     assert noise.mean().item() == pytest.approx(0, abs=0.02)
     assert noise.std().item() == pytest.approx(1, abs=0.02)
 
@@ -426,7 +416,7 @@ def test_noise_of_erasing_is_not_normalised_again():
 @pytest.mark.parametrize("seed", range(3))
 def test_targets_stay_probabilities(seed):
     targets = torch.softmax(torch.randn(64, 10, generator=seeded(5)), dim=1)
-    _, result = augment(draw_images(64), targets, MEAN, STD, seeded(seed), **ALL)
+    _, result = augment(draw_images(64), targets, CIFAR10, seeded(seed), **ALL)
     assert result.min() >= 0
     torch.testing.assert_close(result.sum(1), torch.ones(64), rtol=0, atol=1e-5)
 
@@ -435,9 +425,9 @@ def test_targets_stay_probabilities(seed):
 def test_shrinking_is_torchvisions_antialiased_resize(size):
     images = torch.randn(4, 3, 32, 32)
     expected = resize(images, [size, size], antialias=True)
-    assert_close(shrink(images, size), expected, rtol=0, atol=1e-6)
+    assert_close(shrink(images, (size, size)), expected, rtol=0, atol=1e-6)
 
 
 def test_images_of_the_right_size_are_not_touched():
     images = torch.randn(4, 3, 32, 32)
-    assert shrink(images, 32) is images
+    assert shrink(images, (32, 32)) is images

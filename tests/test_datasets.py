@@ -23,8 +23,17 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
-from vit.data.datasets import NORMALIZATION, ImageSet, balanced_subset, hold_out, load
+from vit.data.datasets import (
+    ImageSet,
+    balanced_subset,
+    describe_counts,
+    hold_out,
+    load,
+    load_training,
+    stratified_subset,
+)
 from vit.data.shapes import KINDS, draw_shapes
+from vit.data.specs import DATASETS
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -75,8 +84,8 @@ def test_normalization_is_that_of_the_training_images(name):
     shares = shares / shares.sum(1, keepdim=True)
     mean = (shares * values).sum(1)
     std = (shares * (values - mean[:, None]) ** 2).sum(1).sqrt()
-    assert mean.tolist() == pytest.approx(NORMALIZATION[name][0], abs=1e-4)
-    assert std.tolist() == pytest.approx(NORMALIZATION[name][1], abs=1e-4)
+    assert mean.tolist() == pytest.approx(DATASETS[name].mean, abs=1e-4)
+    assert std.tolist() == pytest.approx(DATASETS[name].std, abs=1e-4)
 
 
 def test_cifar10_classes():
@@ -519,7 +528,7 @@ def test_every_image_and_every_class_has_the_same_chance():
 
 
 def test_more_than_there_are_cannot_be_chosen():
-    with pytest.raises(ValueError, match=r"^probes: 31 images are asked for, 30 are there$"):
+    with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
         balanced_subset(labels_of([10, 10, 10]), 31, 0, "probes")
 
 
@@ -531,7 +540,7 @@ def numbered_set(sizes: list[int]) -> ImageSet:
     return ImageSet(images, labels, ("a", "b", "c"), numbers[:, None, None].expand(-1, 2, 2) > 20)
 
 
-@pytest.mark.parametrize("count", [0, 1, 9, 10, 59])
+@pytest.mark.parametrize("count", [0, 1, 9, 10, 57])
 def test_hold_out_splits_into_two_complete_disjoint_parts(count):
     whole = numbered_set([20, 20, 20])
     kept, held = hold_out(whole, count, seed=0)
@@ -561,10 +570,83 @@ def test_hold_out_shares_no_draw_with_the_probes():
     assert not torch.equal(held, balanced_subset(whole.labels, 12, 0, "track.probes"))
 
 
-@pytest.mark.parametrize("count", [60, 61])
+@pytest.mark.parametrize("count", [58, 60, 61])
 def test_hold_out_leaves_something_to_train_on(count):
-    with pytest.raises(ValueError, match=rf"^data\.val_size: {count} .* 60 training images"):
+    words = rf"^data\.val_size: {count} .* at most 57, .*\(20 in each of 3 classes\)$"
+    with pytest.raises(ValueError, match=words):
         hold_out(numbered_set([20, 20, 20]), count, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "expected"),
+    [
+        ([100, 100, 30], 100, [44, 43, 13]),  # equal numbers would take all of the third
+        ([100, 100, 30], 227, [99, 99, 29]),
+        ([1, 2, 30], 15, [0, 1, 14]),
+        ([1, 1, 8], 7, [0, 0, 7]),
+        ([10, 10, 10], 12, [4, 4, 4]),
+        ([10, 10, 10], 0, [0, 0, 0]),
+    ],
+)
+def test_stratified_subset_is_proportional_and_leaves_one_of_each(sizes, count, expected):
+    labels = labels_of(sizes)
+    for seed in range(5):
+        chosen = stratified_subset(labels, count, seed, "test")
+        assert (chosen.diff() > 0).all()
+        taken = torch.bincount(labels[chosen], minlength=3)
+        # Of classes of the same size it is chance which one gives one more.
+        assert sorted(taken.tolist()) == sorted(expected)
+        assert taken[2] == expected[2]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.data())
+@settings(max_examples=60, deadline=None)
+def test_stratified_counts_are_within_one_of_proportional(sizes, data):
+    labels = labels_of(sizes)
+    count = data.draw(st.integers(0, len(labels) - len(sizes)))
+    taken = torch.bincount(
+        labels[stratified_subset(labels, count, 0, "test")], minlength=len(sizes)
+    )
+    assert taken.sum() == count
+    free = [number for number, size in zip(taken.tolist(), sizes, strict=True) if number < size - 1]
+    for number, size in zip(taken.tolist(), sizes, strict=True):
+        assert number < size  # one is left
+    # Webster: no class that could give more lags behind one that has given.
+    lag = [(n + 0.5) / s for n, s in zip(taken.tolist(), sizes, strict=True) if n < s - 1]
+    lead = [(n - 0.5) / s for n, s in zip(taken.tolist(), sizes, strict=True) if n > 0]
+    assert not free or not lead or max(lead) <= min(lag) + 1e-6
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_splits_of_equal_classes_are_those_of_the_balanced_choice(classes):
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
+    labels = (torch.arange(5000) % classes)[order]
+    for seed in range(3):
+        for count in (0, 7, 100, 1000):
+            balanced = balanced_subset(labels, count, seed, "data.val_size")
+            assert torch.equal(stratified_subset(labels, count, seed, "data.val_size"), balanced)
+
+
+def test_split_of_cifar10_stays_what_it_was():
+    whole = load_real("cifar10", train=True)
+    training, held = hold_out(whole, 1000, seed=0)
+    assert torch.equal(held.images[:8], whole.images[[22, 68, 179, 220, 222, 237, 347, 371]])
+    assert held.class_counts() == [100] * 10 and training.class_counts() == [4900] * 10
+
+
+def test_class_without_training_images_is_refused_with_the_counts():
+    with pytest.raises(
+        ValueError, match=r"^data\.train_size: 4 leaves a class .*\(circle .* use more"
+    ):
+        load_training("shapes", "", False, 4, 0, seed=0)
+
+
+def test_counts_are_listed_or_summarized():
+    assert describe_counts(["a", "b"], [3, 3]) == "3 in each of 2 classes"
+    assert describe_counts(["a", "b"], [3000, 1]) == "a 3,000, b 1"
+    assert describe_counts([str(n) for n in range(21)], [*range(5, 26)]) == (
+        "5 to 25 in each of 21 classes"
+    )
 
 
 def test_select_takes_images_in_the_order_asked_for():

@@ -13,13 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.checkpoint import MODEL_FILE, load_model, save_model
+from vit.classifier import load_model, save_model
 from vit.config import Config, EvalConfig, EvalDataConfig, from_dict
 from vit.data.datasets import load, load_training
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
+from vit.run_folder import MODEL_FILE
 from vit.training.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,12 +135,12 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
     with pytest.raises(ValueError) as info:
         load_training("folder", str(root), False, None, 3, seed=0)
     assert str(info.value).startswith(f"data.root: {path} ")
-    assert str(info.value).endswith("or train with --data.on_bad_image skip")
+    assert str(info.value).endswith("or use --data.on_bad_image skip")
     assert capsys.readouterr() == ("", "")
     data = load("folder", root, train=half == "train", on_bad_image="skip")
     assert torch.equal(data.images, whole.images) and torch.equal(data.labels, whole.labels)
     assert capsys.readouterr().err == (
-        f"left out 1 of {len(whole) + 1} pictures in {root / half} that cannot be read: {path}\n"
+        f"skipped 1 of {len(whole) + 1} images in {root / half} that cannot be read: {path}\n"
     )
 
 
@@ -150,7 +151,7 @@ def test_at_most_ten_of_those_left_out_are_named(root, capsys):
             path.touch()
         assert len(load("folder", root, train=False, on_bad_image="skip")) == 12
         line = capsys.readouterr().err
-        assert line.startswith(f"left out {count} of {12 + count} pictures in")
+        assert line.startswith(f"skipped {count} of {12 + count} images in")
         assert line.endswith(f"{end}\n") and line.count("bad_") == 10
 
 
@@ -192,20 +193,20 @@ WRONG = {
     ),
     "no train": (
         lambda root: (root / "train").rename(root / "training"),
-        ["ROOT has no train/ (it holds test, training)", "--data.root"],
+        ["ROOT has no train/ (it contains test, training)", "--data.root"],
     ),
     "no test": (
         lambda root: (root / "test").rename(root / "val"),
-        ["ROOT has no test/ (it holds train, val)", "--data.root"],
+        ["ROOT has no test/ (it contains train, val)", "--data.root"],
     ),
     "empty train": (
         lambda root: clear(root / "train"),
-        ["ROOT/train has no class folders (it holds nothing)"],
+        ["ROOT/train has no class folders (it contains nothing)"],
     ),
-    "files only": (files_only, ["ROOT/train has no class folders (it holds 0.png)"]),
+    "files only": (files_only, ["ROOT/train has no class folders (it contains 0.png)"]),
     "one level too high": (
         lambda root: [(root / half / "deep").mkdir() for half in ("train", "test")],
-        ["ROOT/train/deep has no picture that can be read (it holds nothing)"],
+        ["ROOT/train/deep contains no readable image (it contains nothing)"],
     ),
     "other classes": (
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
@@ -215,11 +216,17 @@ WRONG = {
         lambda root: (root / "train" / "ant").mkdir(),
         ["same classes", "but only train/ has ant; rename"],
     ),
-    "empty class": (empty_class, ["ROOT/test/dog has no picture", "(it holds nothing); every"]),
-    "class of other files": (class_of_other_files, ["(it holds notes.txt)", ".jpg, .jpeg, .png"]),
+    "empty class": (
+        empty_class,
+        ["ROOT/test/dog contains no readable image", "(it contains nothing); every"],
+    ),
+    "class of other files": (
+        class_of_other_files,
+        ["(it contains notes.txt)", ".jpg, .jpeg, .png"],
+    ),
     "class of bad pictures": (
         class_of_bad_pictures,
-        ["ROOT/test/dog has no picture that can be read (it holds bad.png)"],
+        ["ROOT/test/dog contains no readable image (it contains bad.png)"],
     ),
 }  # fmt: skip
 
@@ -262,7 +269,7 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     result = train(small(root, run, on_bad_image="skip"))
     assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
     saved = load_model(run)
-    assert saved.classes == CLASSES
+    assert saved.classifier.classes == CLASSES
     options = EvalConfig(device="cpu", precision="float32", probes=1, faithfulness=0)
     again = evaluate_run(str(run), options)
     assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
@@ -272,7 +279,8 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     assert "owl" in capsys.readouterr().out
     other = tmp_path / "other"
     other.mkdir()
-    save_model(other / MODEL_FILE, saved.model, saved.config, ("cat", "dog", "emu"), 1)
+    renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
+    save_model(other / MODEL_FILE, renamed, saved.config, 1)
     compare_runs(str(run), replace(options, compare=str(run)))
     with pytest.raises(ValueError, match=r"^compare: .* only one of both has emu, owl;"):
         compare_runs(str(run), replace(options, compare=str(other)))

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,64 +11,58 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_runs import load_images, metrics, small
-from vit.checkpoint import checkpoint_steps, latest_checkpoint
+from small_runs import make_loop, make_step, metrics, small
+from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.config import Config
 from vit.tracking import Tracker
-from vit.training import loop as loop_module
+from vit.training import trainer
 from vit.training.distributed import World
 from vit.training.loop import Diverged, Loop
-from vit.training.state import TrainState, build_state, train_step
+from vit.training.rules import check_batch
+from vit.training.state import TrainState
+from vit.training.step import TrainingStep
 from vit.training.stopping import Stopped, StopRequest
 
-CPU = torch.device("cpu")
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
 
 
 class StopAt(StopRequest):
     """A request that comes after a step."""
 
-    def __init__(self, state: TrainState, step: int) -> None:
+    def __init__(self, step: int) -> None:
         super().__init__()
-        self.state, self.step = state, step
+        self.step = step
+        self.state: TrainState | None = None
 
     def agreed(self, world: World) -> bool:
+        assert self.state is not None
         return self.state.step == self.step
 
 
-def make_loop(config: Config) -> Loop:
-    """Make the loop of a run, resumed where it has a checkpoint."""
-    training, held_out = load_images(config)
-    state = build_state(config, 10, CPU)
-    loop = Loop(config, state, training, held_out, CPU, torch.float32)
-    found = latest_checkpoint(Path(config.out))
-    if found is not None:
-        state.load_state_dict(found[1])
-    loop.count_steps()
+def run(config: Config, stop_at: int = 0) -> Loop:
+    """Run a config in its folder, resumed if it has a checkpoint; return the loop at its end."""
+    Path(config.out).mkdir(exist_ok=True)
+    stop = StopAt(stop_at)
+    loop = make_loop(config, stop=stop)
+    stop.state = loop.step.state
+    loop.tracker = Tracker(Path(config.out), loop.step.state.step)
+    try:
+        loop.run()
+    finally:
+        loop.tracker.close()
     return loop
 
 
-def run(loop: Loop, stop_at: int = 0) -> None:
-    Path(loop.config.out).mkdir(exist_ok=True)
-    tracker = Tracker(Path(loop.config.out), loop.state.step)
-    try:
-        loop.run(tracker, StopAt(loop.state, stop_at))
-    finally:
-        tracker.close()
-
-
 def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    alone = make_loop(small(tmp_path / "alone", **BARE))
-    run(alone)
+    alone = run(small(tmp_path / "alone", **BARE))
     for step in range(1, 16):
         config = small(tmp_path / f"stopped_{step}", **BARE)
         with pytest.raises(Stopped):
-            run(make_loop(config), stop_at=step)
+            run(config, stop_at=step)
         assert checkpoint_steps(tmp_path / f"stopped_{step}")[-1] == step
-        resumed = make_loop(config)
-        assert resumed.state.step == step
-        run(resumed)
-        one, other = resumed.state.state_dict(), alone.state.state_dict()
+        assert make_loop(config).step.state.step == step
+        resumed = run(config)
+        one, other = resumed.step.state.state_dict(), alone.step.state.state_dict()
         for part in ("model", "optimizers", "ema", "points", "step"):
             torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
@@ -76,12 +71,10 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path
 def test_seconds_add_up_over_interruptions(tmp_path: Path) -> None:
     config = small(tmp_path / "run", **BARE)
     with pytest.raises(Stopped):
-        run(make_loop(config), stop_at=7)
-    resumed = make_loop(config)
-    before = resumed.state.seconds
+        run(config, stop_at=7)
+    before = make_loop(config).step.state.seconds
     assert before > 0
-    run(resumed)
-    assert resumed.state.seconds > before
+    assert run(config).step.state.seconds > before
 
 
 def image(state: TrainState) -> dict[str, Any]:
@@ -107,10 +100,11 @@ class SpoiltGradient(torch.autograd.Function):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("what", ["images", "loss", "gradient"])
 def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> None:
-    config = small(Path("unused"))
-    state = build_state(config, 10, CPU)
+    config = small(Path("unused"), train={"accumulate": accumulate})
+    step = replace(make_step(config), label_smoothing=0.0, clip_grad=None)
+    state = step.state
     images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
-    train_step(state, state.model, images, targets)  # so that optimizers have something to lose
+    step.update(images, targets)  # so that optimizers have something to lose
     before = image(state)
     forwards: dict[str, Callable[[Tensor], Tensor]] = {
         "images": state.model,
@@ -121,12 +115,12 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
     bad = images.clone()
     if what == "images":
         bad[3, 0, 0, 0] = math.nan
-    result = train_step(state, forwards[what], bad, targets, accumulate=accumulate)
+    result = replace(step, forward=forwards[what]).update(bad, targets)
     assert result.isnan().all()
     assert (state.step, state.skipped, state.skipped_in_a_row) == (2, 1, 1)
     torch.testing.assert_close(image(state), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in state.model.parameters())
-    train_step(state, state.model, images, targets)
+    step.update(images, targets)
     assert (state.step, state.skipped, state.skipped_in_a_row) == (3, 1, 0)
     assert state.is_finite()
 
@@ -134,19 +128,21 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """Make the images of some steps NaN."""
 
-    def spoilt(state: TrainState, forward: Any, images: Tensor, *rest: Any, **how: Any) -> Tensor:
-        if state.step in steps:
-            images = images * math.nan
-        return train_step(state, forward, images, *rest, **how)
+    update = TrainingStep.update
 
-    monkeypatch.setattr(loop_module, "train_step", spoilt)
+    def spoilt(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
+        if step.state.step in steps:
+            images = images * math.nan
+        return update(step, images, targets)
+
+    monkeypatch.setattr(TrainingStep, "update", spoilt)
 
 
 def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, range(4, 7))
-    run(make_loop(small(tmp_path / "run", **BARE)))
+    run(small(tmp_path / "run", **BARE))
     rows = metrics(tmp_path / "run")
     losses = {row["step"]: row.get("train/loss") for row in rows if "train/lr" in row}
     assert set(losses) == {3, 5, 8, 10, 13, 15}
@@ -160,21 +156,28 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     spoil(monkeypatch, range(7, 100))
     config = small(tmp_path / "run", **{**BARE, "train": {"epochs": 5, "max_skipped": 6}})
     with pytest.raises(Diverged, match=r"step 13, after 6 skipped .*( nan){6}\)") as error:
-        run(make_loop(config))
+        run(config)
     assert "learning rate 0.00" in str(error.value)
     found = latest_checkpoint(tmp_path / "run")
-    assert found is not None and found[1]["step"] == 10
-    assert all(tensor.isfinite().all() for tensor in found[1]["model"].values())
+    assert found is not None and found.step == 10
+    assert all(tensor.isfinite().all() for tensor in found.model.values())
 
 
 @pytest.mark.parametrize("where", ["model", "ema"])
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, where: str) -> None:
-    loop = make_loop(small(tmp_path / "run", **BARE))
-    modules = {"model": loop.state.model, "ema": loop.state.ema.module}
-    with torch.no_grad():
-        modules[where].head.bias[0] = torch.inf
+def test_weights_that_are_not_finite_are_not_saved(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = TrainingStep.update
+
+    def spoilt(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
+        result = update(step, images, targets)
+        with torch.no_grad():
+            {"model": step.state.model, "ema": step.state.ema.module}[where].head.bias[0] = math.inf
+        return result
+
+    monkeypatch.setattr(TrainingStep, "update", spoilt)
     with pytest.raises(Diverged):
-        run(loop)
+        run(small(tmp_path / "run", **BARE))
     assert checkpoint_steps(tmp_path / "run") == []
 
 
@@ -183,14 +186,13 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
 ) -> None:
     tried = []
 
-    def full(folder: Path, step: int, content: dict[str, Any]) -> None:
-        tried.append(step)
-        if step < 15:
+    def full(folder: Path, checkpoint: Checkpoint) -> None:
+        tried.append(checkpoint.step)
+        if checkpoint.step < 15:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop_module, "save_checkpoint", full)
-    loop = make_loop(small(tmp_path / "run", **BARE))
-    run(loop)
+    monkeypatch.setattr(trainer, "save_checkpoint", full)
+    loop = run(small(tmp_path / "run", **BARE))
     assert tried == [5, 10, 15] and loop.save_error is None
     errors = capsys.readouterr().err
     assert errors.count("No space left on device") == 2 and "checkpoint of step 10" in errors
@@ -198,11 +200,11 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
 
 def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> None:
     augment = {"erasing": 0, "mixup": 1.0, "cutmix": 0, "mix_share": 0.6}
-    loop = make_loop(small(tmp_path, **{**BARE, "augment": augment}))
+    step = make_step(small(tmp_path, **{**BARE, "augment": augment}))
     mixed = []
-    for step in range(15):
-        loop.state.step = step
-        targets = loop._augmented(torch.arange(64), 32)[1]
+    for number in range(15):
+        step.state.step = number
+        targets = step.prepare(torch.arange(64))[1]
         assert torch.allclose(targets.sum(dim=1), torch.ones(64))
         mixed.append(bool((targets.max(dim=1).values < 1).any()))
     assert mixed == [True] * 9 + [False] * 6
@@ -217,7 +219,5 @@ def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> No
 )
 def test_batch_that_cannot_be_shared_out_is_refused(tmp_path: Path, batch: int, words: str) -> None:
     config = small(tmp_path, train={"batch_size": batch, "accumulate": 4})
-    training, held_out = load_images(config)
-    state = build_state(config, 10, CPU)
     with pytest.raises(ValueError, match=words):
-        Loop(config, state, training, held_out, CPU, torch.float32, World(0, 3))
+        check_batch(config, processes=3)

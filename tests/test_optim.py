@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from models import PLAIN
 from vit.model.vit import VisionTransformer
-from vit.training.optim import Muon, build_optimizers, lr_at, orthogonalize, set_lr
+from vit.training.optim import Muon, build_optimizers, orthogonalize, set_lr
+from vit.training.schedule import lr_at
 
 SCHEDULES = ["linear", "cosine"]
 NAMES = ["adamw", "muon"]
@@ -55,7 +56,7 @@ def take_steps(model: VisionTransformer, optimizers: list[Optimizer], steps: ran
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(4, 3, 8, 8, generator=generator)
         labels = torch.randint(3, (4,), generator=generator)
-        set_lr(optimizers, lr_at(step, total_steps=8, warmup_steps=2, schedule="linear"))
+        set_lr(optimizers, lr_at(step, total_steps=8, warmup_steps=2, decay="linear"))
         F.cross_entropy(model(images), labels).backward()
         for optimizer in optimizers:
             optimizer.step()

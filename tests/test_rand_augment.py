@@ -42,7 +42,7 @@ def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("magnitude", [0, 1, 9, 12, 15, 23, 30])
+@pytest.mark.parametrize("magnitude", [0, 1, 9, 15, 23, 30])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operation_is_torchvisions(
     images: Tensor, operation: str, magnitude: int, sign: int

@@ -18,24 +18,35 @@ from safetensors.torch import load_file
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import Tensor
 
-from small_runs import ROOT, STEPS, command, events, load_images, metrics, pixels, small, stamps
-from vit.checkpoint import load_model, read_checkpoint, save_checkpoint
+from small_runs import (
+    ROOT,
+    STEPS,
+    command,
+    events,
+    make_loop,
+    make_state,
+    make_step,
+    metrics,
+    pixels,
+    small,
+    stamps,
+)
+from vit.checkpoint import read_checkpoint, save_checkpoint
+from vit.classifier import load_model
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data import datasets
-from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, choose_probes, load, normalization
+from vit.data.datasets import ImageSet, choose_probes, load
+from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.reporting.report import evaluate_run
 from vit.run_folder import check_run
 from vit.tracking import Tracker, milestones
-from vit.training import loop, trainer
-from vit.training.loop import Loop
-from vit.training.optim import lr_at
-from vit.training.state import build_state, train_step
-from vit.training.stopping import StopRequest
+from vit.training import trainer
+from vit.training.schedule import lr_at
+from vit.training.step import TrainingStep
 from vit.training.trainer import train
 
-CPU = torch.device("cpu")
+SHAPES = Preprocess.for_dataset("shapes")
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +95,14 @@ def test_report_has_the_promised_keys(finished: tuple[Path, str]) -> None:
 
 def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
     run, printed = finished
-    state = build_state(small(run), 10, torch.device("cpu"))
+    state = make_state(small(run))
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     for part in (
-        "320 images to train on, 60 held out", f"{parameters:,} parameters", "GFLOPs per image",
-        f"{torch.get_num_threads()} threads", f"steps    {STEPS}, of 64 images each",
-        "epochs: 6", "epoch   6/6",
-        "95 % interval", "of training", f"python eval.py {run}",
+        "320 training images (32 in each of 10 classes), 60 held out",
+        f"{parameters:,} parameters", "GFLOPs per forward pass",
+        f"CPU with {torch.get_num_threads()} thread", f"steps    {STEPS} with 64 images each",
+        "6 epochs", "epoch   6/6", "validation ",
+        "95% interval", "of training", f"python eval.py {run}",
         f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000",
     ):  # fmt: skip
         assert part in printed
@@ -194,9 +206,9 @@ def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, st
         assert sprite.size == (32 * 32, 32 * 32)
     shown = choose_probes(load("shapes", ".", train=False), 1000, 0)
     assert names == [KINDS[label] for label in shown.labels]
-    model = load_model(finished[0]).model
+    model = load_model(finished[0], device="cpu").classifier.model
     with torch.no_grad():
-        tokens = model.forward_features(normalize(shown.images, *normalization("shapes", CPU)))
+        tokens = model.forward_features(SHAPES.normalize(shown.images))
     expected = model.forward_head(tokens, pre_logits=True).detach()
     torch.testing.assert_close(torch.from_numpy(features).float(), expected, rtol=0, atol=1e-4)
 
@@ -267,13 +279,15 @@ def test_test_images_are_read_once_and_last(
         order.append("training images" if train else "test images")
         return load(*args, train=train, **kwargs)
 
-    def watched_step(*args: Any, **kwargs: Any) -> Any:
+    update = TrainingStep.update
+
+    def watched_update(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
         order.append("step")
-        return train_step(*args, **kwargs)
+        return update(step, images, targets)
 
     monkeypatch.setattr(trainer, "load", watched_load)
     monkeypatch.setattr(datasets, "load", watched_load)
-    monkeypatch.setattr(loop, "train_step", watched_step)
+    monkeypatch.setattr(TrainingStep, "update", watched_update)
     train(small(tmp_path / "run", train={"epochs": 1}))
     assert order == ["training images", *["step"] * 5, "test images"]
 
@@ -284,10 +298,12 @@ def test_model_file_and_last_checkpoint_are_the_same_model(finished: tuple[Path,
     from_checkpoint = load_model(run / "checkpoints" / f"step_{STEPS:08d}.pt")
     assert whole.path == run / "model.safetensors"
     assert whole.config == from_checkpoint.config == small(run)
-    assert whole.classes == from_checkpoint.classes
+    assert whole.classifier.classes == from_checkpoint.classifier.classes
+    assert whole.classifier.preprocess == from_checkpoint.classifier.preprocess == SHAPES
+    assert whole.finished and not from_checkpoint.finished
     assert whole.step == from_checkpoint.step == STEPS
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.equal(tensor, from_checkpoint.model.state_dict()[name]), name
+    for name, tensor in whole.classifier.model.state_dict().items():
+        assert torch.equal(tensor, from_checkpoint.classifier.model.state_dict()[name]), name
 
 
 def steps_of(run: Path) -> list[int]:
@@ -316,13 +332,9 @@ def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
 
 
 def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
-    config = small(tmp_path, train={"budget_minutes": 1.0})
-    training, held_out = load_images(config)
-    state = build_state(config, 10, torch.device("cpu"))
-    fresh = build_state(config, 10, torch.device("cpu")).state_dict()
-    steps = Loop(config, state, training, held_out, torch.device("cpu"), torch.float32)
-    steps.count_steps()
-    planned = state.state_dict()
+    config = small(tmp_path, train={"budget_minutes": 1.0, "whiten": False})
+    fresh = make_state(config).state_dict()
+    planned = make_step(config).state.state_dict()
     assert planned.pop("total_steps") > 0 and planned.pop("seconds") > 0
     for part in ("model", "optimizers", "ema", "step"):
         torch.testing.assert_close(planned[part], fresh[part], rtol=0, atol=0)
@@ -333,11 +345,10 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
     still = {"lr": 1e-12, "muon_lr": 1e-12, "weight_decay": 0.0, "muon_weight_decay": 0.0}
     config = small(tmp_path / "run", optim=still, train={"whiten": whiten, "epochs": 1})
     train(config)
-    training, _ = load_images(config)
-    expected = build_state(config, 10, torch.device("cpu")).model.patch_embed
+    images = make_step(config).images.images
+    expected = make_state(config).model.patch_embed
     if whiten:
-        images = normalize(training.images, *normalization("shapes", torch.device("cpu")))
-        expected.whiten(images)
+        expected.whiten(SHAPES.normalize(images))
     weights = load_file(tmp_path / "run" / "model.safetensors")
     torch.testing.assert_close(
         weights["patch_embed.proj.0.weight"], expected.proj[0].weight.detach(), rtol=0, atol=1e-6
@@ -351,26 +362,24 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
 )  # fmt: skip
 def test_small_images_come_first(tmp_path: Path, scale, share, expected) -> None:
     config = small(tmp_path, train={"small_scale": scale, "small_share": share, "epochs": 2})
-    training, held_out = load_images(config)
-    state = build_state(config, 10, torch.device("cpu"))
-    steps = Loop(config, state, training, held_out, torch.device("cpu"), torch.float32)
-    steps.count_steps()
+    loop = make_loop(config)
+    state, schedule = loop.step.state, loop.step.schedule
     sizes: list[int] = []
 
     def forward(images: Tensor) -> Tensor:
         sizes.extend({images.shape[2], images.shape[3]})
         return state.model(images)
 
-    steps.forward = forward
-    tracker = Tracker(tmp_path)
-    steps.run(tracker, StopRequest())
-    tracker.close()
+    loop.step = replace(loop.step, forward=forward)
+    loop.tracker = Tracker(tmp_path)
+    loop.run()
+    loop.tracker.close()
     per_step = len(sizes) // state.total_steps  # a batch may be computed in parts
     assert sizes == sorted(sizes)
     for size, part in expected.items():
         assert sizes.count(size) / per_step == pytest.approx(part * state.total_steps, abs=1)
     full = sum(part * (size / 32) ** 2 for size, part in expected.items()) * state.total_steps
-    assert steps.plan.work(state.total_steps) == pytest.approx(full)
+    assert schedule.work(state.total_steps) == pytest.approx(full)
 
 
 def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:
@@ -433,10 +442,9 @@ def test_unfinished_run_whose_images_are_others_now_is_refused(
     changes: dict[str, Any], unended: Path
 ) -> None:
     for path in (unended / "checkpoints").iterdir():
-        content = {**read_checkpoint(path), **changes}
-        save_checkpoint(unended, content["step"], content)
+        save_checkpoint(unended, replace(read_checkpoint(path), **changes))
     before = stamps(unended)
-    with pytest.raises(ValueError, match=r"data\.root: .* that .*unended was started with"):
+    with pytest.raises(ValueError, match=r"data\.root: .* does not contain .*unended was started"):
         train(small(unended))
     assert stamps(unended) == before
 
@@ -445,11 +453,15 @@ def test_deterministic_run_asks_torch_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(
-        trainer, "_train", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
-    )
+
+    def stop_here(*_: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(trainer, "load_data", stop_here)
     for deterministic in (True, False):
-        train(replace(small(tmp_path / "run"), deterministic=deterministic))
+        with pytest.raises(ValueError, match="far enough"):
+            train(replace(small(tmp_path / "run"), deterministic=deterministic))
     assert seen == [True, False]
 
 
@@ -457,7 +469,7 @@ def test_run_stopped_before_its_first_checkpoint_holds_nobody_up(tmp_path: Path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(small(run))))
-    assert check_run(small(run, model={"depth": 3}), overwrite=False, how={}) is None
+    assert check_run(small(run, model={"depth": 3}), overwrite=False, environment={}) is None
 
 
 def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -489,6 +501,16 @@ def test_impossible_run_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
+def bare_step(config: Config) -> TrainingStep:
+    """Build a step on a few shapes whose learning rate is constant."""
+    config = replace(
+        config,
+        data=replace(config.data, name="shapes", train_size=64, val_size=0),
+        train=replace(config.train, batch_size=64, accumulate=1, whiten=False, device="cpu"),
+    )
+    return replace(make_step(config), label_smoothing=0.0, clip_grad=None)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_overfits_one_batch(name: str) -> None:
     """A model that cannot learn 64 images by heart is broken."""
@@ -498,12 +520,11 @@ def test_overfits_one_batch(name: str) -> None:
         model=replace(config.model, embed_dim=48, depth=2),
         optim=replace(config.optim, name=name, label_smoothing=0.0),  # type: ignore[arg-type]
     )
-    state = build_state(config, 10, torch.device("cpu"))
     data = load("shapes", "", train=True, count=64)
-    images = normalize(data.images, *normalization("shapes", torch.device("cpu")))
-    targets = torch.eye(10)[data.labels]
+    step = bare_step(config)
+    images, targets = SHAPES.normalize(data.images), torch.eye(10)[data.labels]
     for _ in range(60):
-        loss, accuracy = train_step(state, state.model, images, targets).tolist()
+        loss, accuracy = step.update(images, targets).tolist()
     assert accuracy == 1.0
     assert loss < 0.1
 
@@ -517,9 +538,8 @@ def test_accumulated_step_equals_the_whole_one() -> None:
     images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
     results = []
     for parts in (1, 4):
-        state = build_state(config, 10, torch.device("cpu"))
-        step = train_step(state, state.model, images, targets, clip_grad=1.0, accumulate=parts)
-        results.append((step, *state.model.parameters()))
+        step = replace(bare_step(config), clip_grad=1.0, accumulate=parts)
+        results.append((step.update(images, targets), *step.state.model.parameters()))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
 
 

@@ -56,16 +56,17 @@ class Tracker:
             str(run), purge_step=step + 1 if step else None
         )
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers by tag."""
-        self.aside(step, values)
-        self._pending += (json.dumps({"step": step, **values}) + "\n").encode()
+    def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
+        """Write numbers by tag.
 
-    def aside(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers by tag to TensorBoard alone.
-
-        So metrics.jsonl is free of what depends on the clock, and two runs alike have it alike.
+        Args:
+            step: Optimizer steps done.
+            values: Numbers by tag.
+            tensorboard_only: Whether to keep them out of metrics.jsonl. What depends on the clock
+                stays out, so that identical runs have identical files.
         """
+        if not tensorboard_only:
+            self._pending += (json.dumps({"step": step, **values}) + "\n").encode()
 
         def write(writer: SummaryWriter) -> None:
             for tag, value in values.items():

@@ -1,6 +1,6 @@
-"""What torchrun says of this process, and what processes tell each other.
+"""The processes started by torchrun, and the communication between them.
 
-Without torchrun there is one process, and nothing here costs anything.
+Without torchrun there is one process, and nothing here has a cost.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ class World:
     """The processes that train one model together.
 
     Attributes:
-        rank: The number of this one, 0 to size - 1; 0 writes the files and prints.
-        size: How many there are.
+        rank: Number of this process, 0 to size - 1; process 0 writes files and prints.
+        size: Number of processes.
     """
 
     rank: int = 0
@@ -32,11 +32,11 @@ class World:
         return self.rank == 0
 
     def part(self, batch: Tensor) -> Tensor:
-        """Return this process's equal part of a batch, whose length the size divides."""
+        """Return this process's part of a batch, whose length is a multiple of the size."""
         return batch.chunk(self.size)[self.rank]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average values over the processes; values is changed."""
+        """Average values over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
             values /= self.size
@@ -45,8 +45,8 @@ class World:
     def average(self, gradients: list[Tensor]) -> None:
         """Average gradients over the processes, in place.
 
-        All of them at once and in the same order at each step, so that a resumed run adds as the
-        uninterrupted one does; DistributedDataParallel orders them anew after its first step.
+        All at once and in the same order at every step, so that a resumed run adds in the same
+        order as an uninterrupted one; DistributedDataParallel reorders them after its first step.
         """
         if self.size > 1:
             mean = self.mean(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -55,13 +55,13 @@ class World:
                 gradient.copy_(part.view_as(gradient))
 
     def largest(self, values: Tensor) -> Tensor:
-        """Take the largest of the processes' values; values is changed."""
+        """Take the maximum of values over the processes, in place."""
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def agree(self, value: Any) -> Any:
-        """Return what the main process passes, in all of them; they wait for it."""
+        """Return in all processes the value that the main process passes."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
@@ -69,10 +69,10 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let the main process do something before the others do it, e.g. fetch files.
+        """Let the main process do something before the others, such as downloading files.
 
         Raises:
-            ValueError: In the others, what it was in the main process.
+            ValueError: In the other processes, with the message of the main process's error.
         """
         if not self.main and (problem := self.agree(None)):
             raise ValueError(problem)
@@ -87,13 +87,13 @@ class World:
 
 
 def world_size() -> int:
-    """Return how many processes torchrun has started; 1 without it."""
+    """Return the number of processes started by torchrun; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager
 def join_world(device: torch.device) -> Iterator[World]:
-    """Meet the other processes that torchrun has started, if it has started any."""
+    """Connect to the other processes started by torchrun, if there are any."""
     size = world_size()
     if size == 1:
         yield World()

@@ -1,6 +1,5 @@
-"""Optimizers, their parameter groups, and the learning rate as a function of the step."""
+"""Optimizers and their parameter groups."""
 
-import math
 from collections import defaultdict
 from typing import Any
 
@@ -8,55 +7,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
-def lr_at(step: int, total_steps: int, warmup_steps: int, schedule: str) -> float:
-    """Return the learning rate of a step as a share of its peak.
-
-    It rises linearly over the warm-up and falls to zero, which the step after the last would have.
-
-    Args:
-        step: 0 to total_steps.
-        total_steps: Steps in the whole run.
-        warmup_steps: Steps until the peak, less than total_steps.
-        schedule: "linear" or "cosine", the shape of the fall.
-
-    Returns:
-        0 to 1.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    done = (step - warmup_steps) / (total_steps - warmup_steps)
-    return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+# Coefficients of x, x³ and x⁵ in an iteration that brings values from 0 to 1 close to 1.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
-def set_lr(optimizers: list[Optimizer], share: float) -> None:
-    """Set every group's learning rate to a share of its peak."""
+def set_lr(optimizers: list[Optimizer], factor: float) -> None:
+    """Set every group's learning rate to a fraction of its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
-
-
-NEWTON_SCHULZ = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of x, x³ and x⁵, after which values of 0 to 1 are near 1
+            group["lr"] = group["initial_lr"] * factor
 
 
 class Muon(Optimizer):
-    """Momentum made orthogonal, for matrices (https://kellerjordan.github.io/posts/muon).
+    """Muon: momentum orthogonalized by Newton-Schulz (https://kellerjordan.github.io/posts/muon).
 
-    The numbers are those of torch.optim.Muon, to rounding. That goes matrix by matrix, which for
-    the small ones here takes twice as long as all of one shape at once; and it takes only what is
-    stored as a matrix, whereas a convolution's kernel is one with a row for each output channel,
-    and a fused projection is several below each other, to be made orthogonal one by one.
+    Computes the same updates as torch.optim.Muon, up to rounding. Torch's version handles one
+    matrix at a time, which takes twice as long for small matrices as handling all matrices of one
+    shape together. It also accepts only parameters stored as matrices, whereas a convolution kernel
+    is a matrix with one row per output channel, and a fused projection is several matrices on top
+    of each other that must be orthogonalized separately.
 
     Args:
         parameters: Matrices (D, E) and channels-last kernels (D, C, h, w), each with the number of
-            matrices of D / number rows that it is made of.
-        lr: Learning rate; a matrix of more rows than columns takes it times √(rows / columns).
-        weight_decay: Share of a weight that goes, times the learning rate.
-        momentum: Share of the average of past gradients that each step keeps.
+            matrices with D / number rows that it consists of.
+        lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        momentum: Decay of the moving average of gradients, 0 to 1.
     """
 
     def __init__(
@@ -72,13 +48,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters by their gradients."""
+        """Update the parameters from their gradients."""
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
             for (rows, columns), parts in self._by_shape(group["params"]).items():
                 matrices, gradients, averages = zip(*parts, strict=True)
                 torch._foreach_lerp_(averages, gradients, 1 - momentum)
-                ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov's
+                ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov momentum
                 updates = orthogonalize(torch.stack(ahead))
                 torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
                 rate = lr * max(1, rows / columns) ** 0.5
@@ -87,7 +63,7 @@ class Muon(Optimizer):
     def _by_shape(
         self, parameters: list[nn.Parameter]
     ) -> dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]]:
-        """Sort matrices, gradients and averages of gradients by their shape."""
+        """Group matrices, their gradients and averages of gradients by shape."""
         by_shape = defaultdict(list)
         for parameter in parameters:
             assert parameter.grad is not None
@@ -103,12 +79,12 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Bring the singular values of matrices near 1, by Newton and Schulz's iteration.
+    """Bring the singular values of matrices close to 1 by Newton-Schulz iteration.
 
     Args:
         matrices: (K, m, n).
-        steps: Of the iteration; after five values are 0.7 to 1.2.
-        eps: Least norm that a matrix is divided by.
+        steps: Number of iterations; after five, singular values are between 0.7 and 1.2.
+        eps: Lower bound of the norm by which a matrix is divided.
 
     Returns:
         (K, m, n) bfloat16.
@@ -116,7 +92,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # the smaller product of the two
+    x = x.mT if tall else x  # so that the Gram matrix is the smaller one
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
@@ -126,7 +102,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """See (D, E), or (D, C, h, w) with channels last, as a matrix of D rows."""
+    """View (D, E), or (D, C, h, w) in channels-last format, as a matrix with D rows."""
     return tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
 
 
@@ -139,12 +115,12 @@ def build_optimizers(
     muon_weight_decay: float,
     muon_momentum: float,
 ) -> list[Optimizer]:
-    """Make the optimizers of a VisionTransformer.
+    """Build the optimizers of a VisionTransformer.
 
-    Norms, biases, tokens and positions are not decayed. With "muon" the weight matrices of the
-    encoder blocks, queries, keys and values each on their own, and the stem's kernels go to `Muon`;
-    everything else, depthwise kernels and the head too, goes to AdamW (arXiv 1711.05101), as
-    everything does with "adamw".
+    Norms, biases, tokens and position embeddings have no weight decay. With "muon", `Muon` updates
+    the weight matrices of the encoder blocks (queries, keys and values as separate matrices) and
+    the kernels of the stem. AdamW (arXiv 1711.05101) updates everything else, including depthwise
+    kernels and the head; with "adamw" it updates all parameters.
 
     Returns:
         One or two optimizers; each group keeps its peak learning rate as "initial_lr".

@@ -1,20 +1,17 @@
-"""What a run carries from step to step, and the step."""
+"""What a run carries from step to step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from vit.checkpoint import build_model
-from vit.config import Config
-from vit.hardware import autocast
+from vit.classifier import build_model
+from vit.config import ModelConfig, OptimConfig
+from vit.data.preprocess import Preprocess
 from vit.model.vit import VisionTransformer
 from vit.seeding import fold_in
-from vit.training.distributed import World
 from vit.training.optim import build_optimizers
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
@@ -22,17 +19,17 @@ COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of
 
 @dataclass
 class TrainState:
-    """What a run carries from step to step, and all that a checkpoint holds.
+    """The state of a run: everything that changes from step to step.
 
     Attributes:
-        model: What is trained.
-        optimizers: They update it.
+        model: The model being trained.
+        optimizers: The optimizers of its parameters.
         ema: Moving average of the weights (timm's ModelEmaV3), or None.
         step: Optimizer steps done.
-        seconds: Time spent training, over all processes that worked on the run.
-        total_steps: Steps in the whole run; 0 until they are counted.
-        skipped: Steps whose loss or gradient was not finite.
-        skipped_in_a_row: How many of them were the last ones.
+        seconds: Training time, including that before the run was interrupted.
+        total_steps: Steps in the whole run; 0 until it is known.
+        skipped: Steps skipped because loss or gradient was not finite.
+        skipped_in_a_row: How many of the latest steps were skipped.
         points: Loss and accuracy, (2,), of each step of the epoch so far.
     """
 
@@ -47,11 +44,11 @@ class TrainState:
     points: list[Tensor] = field(default_factory=list)
 
     def evaluated(self) -> VisionTransformer:
-        """Return the model to evaluate, in evaluation mode: the average where there is one."""
+        """Return the model to evaluate, in evaluation mode: the moving average if there is one."""
         return (self.model if self.ema is None else self.ema.module).eval()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it as tensors and plain values."""
+        """Return the state as tensors and plain values, named as in `vit.checkpoint.Checkpoint`."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -61,7 +58,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; rates and decays stay those of the config."""
+        """Restore what `state_dict` returned; learning rates and decays stay as configured."""
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             groups = [
@@ -78,32 +75,40 @@ class TrainState:
             setattr(self, name, state[name])
 
     def is_finite(self) -> bool:
-        """Tell whether all weights and averages are finite, so that they are worth keeping."""
+        """Tell whether all weights and their moving averages are finite."""
         modules = [self.model] if self.ema is None else [self.model, self.ema.module]
         tensors = [tensor for module in modules for tensor in module.state_dict().values()]
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def build_state(
-    config: Config, num_classes: int, device: torch.device, sample: Tensor | None = None
+    model: ModelConfig,
+    optim: OptimConfig,
+    preprocess: Preprocess,
+    num_classes: int,
+    seed: int,
+    device: torch.device,
+    sample: Tensor | None = None,
 ) -> TrainState:
-    """Make the untrained state of a run; the same seed and sample give the same weights.
+    """Build the untrained state of a run; the same arguments give the same weights.
 
     Args:
-        config: The run.
-        num_classes: Of the data.
-        device: Where the model is to be.
-        sample: Training images (B, 3, H, W), normalised, by which the stem is whitened; None
-            leaves it at random.
+        model: Settings of the model.
+        optim: Settings of the optimizers.
+        preprocess: Its image size and channels are those of the model's input.
+        num_classes: Number of classes.
+        seed: Seed of the run.
+        device: Where to put the model.
+        sample: Training images (B, channels, H, W) uint8 from which the stem is whitened; None
+            leaves its random weights.
     """
-    torch.manual_seed(fold_in(config.train.seed, "init"))
-    model = build_model(config, num_classes)
+    torch.manual_seed(fold_in(seed, "init"))
+    network = build_model(model, preprocess, num_classes)
     if sample is not None:
-        model.patch_embed.whiten(sample)
-    model.to(device)
-    optim = config.optim
+        network.patch_embed.whiten(preprocess.normalize(sample))
+    network.to(device)
     optimizers = build_optimizers(
-        model,
+        network,
         optim.name,
         optim.lr,
         optim.weight_decay,
@@ -112,72 +117,7 @@ def build_state(
         optim.muon_momentum,
     )
     if optim.ema_decay is None:
-        return TrainState(model, optimizers)
-    from timm.utils import ModelEmaV3  # late: importing timm takes seconds
+        return TrainState(network, optimizers)
+    from timm.utils import ModelEmaV3  # here, because importing timm takes seconds
 
-    return TrainState(model, optimizers, ModelEmaV3(model, optim.ema_decay, use_warmup=True))
-
-
-def train_step(
-    state: TrainState,
-    forward: Callable[[Tensor], Tensor],
-    images: Tensor,
-    targets: Tensor,
-    *,
-    precision: torch.dtype = torch.float32,
-    label_smoothing: float = 0.0,
-    clip_grad: float | None = None,
-    accumulate: int = 1,
-    world: World = World(),  # noqa: B008
-) -> Tensor:
-    """Update the weights once, or, where loss or gradient is not finite, skip the step.
-
-    A skipped step changes nothing but the counts of steps.
-
-    Args:
-        state: Is changed in place.
-        forward: The model, possibly compiled.
-        images: (B, 3, H, W) float32, normalised; this process's part of the batch.
-        targets: (B, C) float32, probabilities.
-        precision: Of matrix products.
-        label_smoothing: 0 to 1.
-        clip_grad: Largest norm of the gradient, or None.
-        accumulate: Equal parts the batch is computed in; divides B. Batch norm sees one part
-            at a time.
-        world: The processes that train together.
-
-    Returns:
-        (2,): the mean loss and the share of images classified right, over all processes, still on
-        the device; NaN if the step was skipped.
-    """
-    state.model.train()
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-    result = torch.zeros(2, device=images.device)
-    for part, target in zip(images.chunk(accumulate), targets.chunk(accumulate), strict=True):
-        with autocast(images.device, precision):
-            logits = forward(part)
-        loss = F.cross_entropy(logits.float(), target, label_smoothing=label_smoothing)
-        (loss / accumulate).backward()
-        hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
-        result += torch.stack((loss.detach(), hits)) / accumulate
-    result = world.mean(result)
-    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-    world.average(gradients)
-    norm = nn.utils.get_total_norm(gradients)
-    state.step += 1
-    if not torch.isfinite(result[0] + norm):
-        for buffer, old in buffers:  # batch norm has seen what must not be kept
-            buffer.copy_(old)
-        state.model.zero_grad(set_to_none=True)
-        state.skipped += 1
-        state.skipped_in_a_row += 1
-        return torch.full_like(result, torch.nan)
-    state.skipped_in_a_row = 0
-    if clip_grad is not None:
-        nn.utils.clip_grads_with_norm_(state.model.parameters(), clip_grad, norm)
-    for optimizer in state.optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    if state.ema is not None:
-        state.ema.update(state.model, state.step)
-    return result
+    return TrainState(network, optimizers, ModelEmaV3(network, optim.ema_decay, use_warmup=True))

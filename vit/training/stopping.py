@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C, and the SIGTERM of a scheduler that wants its machine back."""
+"""Stopping on signals: Ctrl-C, and the SIGTERM with which a scheduler ends a job."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
-    """The process was asked to stop, and can; like KeyboardInterrupt not an error."""
+    """A signal asked the process to stop; like KeyboardInterrupt, this is not an error."""
 
 
 class StopRequest:
     """Whether a signal has asked this process to stop.
 
     Attributes:
-        signal: Its number; 0 while there was none.
+        signal: The number of the signal, or 0 if none has arrived.
     """
 
     def __init__(self) -> None:
@@ -30,18 +30,18 @@ class StopRequest:
         self._deferred = False
 
     def agreed(self, world: World) -> bool:
-        """Tell whether any process was asked to stop, the same in all; called after every step."""
-        # A signal that comes meanwhile is heard at the next step, by all.
+        """Tell whether any process was asked to stop; called by all processes after every step."""
+        # A signal that arrives meanwhile counts at the next step, in all processes.
         heard = int(world.largest(torch.tensor(self.signal))) if world.size > 1 else self.signal
         self.signal = heard or self.signal
         return heard != 0
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only note a first signal; what runs inside asks `agreed` and raises Stopped itself.
+        """Only record the first signal; the code inside asks `agreed` and raises Stopped itself.
 
         Raises:
-            Stopped: On leaving, where a signal came too late to be asked for.
+            Stopped: On exit, if a signal arrived after the last call of `agreed`.
         """
         self._deferred = True
         try:
@@ -52,10 +52,10 @@ class StopRequest:
             raise Stopped
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take the first signal; the second stops the process at once.
+        """Handle the first signal; a second one stops the process immediately.
 
-        torchrun passes on what its processes were sent already, so there the second is not heard;
-        torchrun ends processes that take too long by itself.
+        torchrun forwards signals that its processes have already received, so under torchrun a
+        second signal is ignored; torchrun itself ends processes that take too long.
         """
         alone = world_size() == 1
         for each in STOPPING:
@@ -63,16 +63,16 @@ class StopRequest:
         self.signal = number
         if not self._deferred:
             raise Stopped
-        again = "; once more stops at once" if alone else ""
+        again = "; press Ctrl-C again to stop immediately" if alone else ""
         if rank() == 0:
             with contextlib.suppress(OSError):
-                # Not by print: it may be what was interrupted.
-                os.write(2, f"\nstopping after this step{again}\n".encode())
+                # Not with print, which may be what the signal interrupted.
+                os.write(2, f"\nfinishing this step{again}\n".encode())
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Take SIGINT and SIGTERM as requests to stop."""
+    """Treat SIGINT and SIGTERM as requests to stop."""
     request = StopRequest()
     before = {number: signal.signal(number, request.handle) for number in STOPPING}
     try:

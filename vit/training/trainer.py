@@ -1,139 +1,244 @@
 """Training: from a config to a finished run folder.
 
-A run is a function of its config: every random draw is made from the seed and the step. On a CPU,
-with the same number of processes and threads, a run that is interrupted and resumed is bit for bit
-the run that was not; on a GPU up to the order in which its kernels add.
+A run is a function of its config: everything random is derived from the seed and the step. On a
+CPU, with the same number of processes and threads, a run that is interrupted and resumed gives the
+same bits as one that is not; on a GPU this holds up to the order in which kernels add.
 """
 
 import contextlib
-import os
+import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from vit.checkpoint import MODEL_FILE, save_model
+from vit.checkpoint import Checkpoint, save_checkpoint
+from vit.classifier import Classifier, save_model
 from vit.config import Config, flatten, to_dict
-from vit.console import rank, say
-from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, load, load_training, normalization
-from vit.hardware import choose_device, choose_precision
+from vit.console import say
+from vit.data.batches import steps_per_epoch
+from vit.data.datasets import ImageSet, choose_probes, load, load_training
+from vit.data.preprocess import Preprocess
+from vit.evaluation import Evaluator, Validation
+from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, check_run, lock_run, prepare_run
-from vit.tracking import Tracker
-from vit.training.distributed import World, join_world
-from vit.training.loop import Diverged, Loop
-from vit.training.messages import end_text, start_text, stopped_text
-from vit.training.state import build_state
-from vit.training.stopping import Stopped, StopRequest, stop_on_signals
+from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
+from vit.tracking import Tracker, milestones
+from vit.training.budget import fit_budget
+from vit.training.environment import Environment, claim_run, start_environment
+from vit.training.loop import Loop
+from vit.training.messages import end_text, start_text
+from vit.training.rules import check_sizes
+from vit.training.schedule import Schedule, scaled_size
+from vit.training.state import TrainState, build_state
+from vit.training.step import TrainingStep
 
-WHITENED = 500  # training images by whose patches the stem is whitened
+WHITENING_IMAGES = 500  # training images from whose patches the stem is whitened
 
 
 def train(
     config: Config, overwrite: bool = False, allow_changes: bool = False
 ) -> dict[str, Any] | None:
-    """Train, evaluate and explain a model; leave everything in the run folder `config.out`.
+    """Train, evaluate and explain a model, and leave everything in the run folder `config.out`.
 
-    An unfinished run with the same config is resumed. With torchrun the processes share every
-    batch; the first of them writes.
+    An unfinished run with the same config is resumed. Under torchrun, the processes share every
+    batch and the first one writes.
 
     Args:
         config: The run.
-        overwrite: Whether a run that is in the folder already may be deleted.
-        allow_changes: Whether an unfinished run may be resumed with other rates, epochs, batch,
-            augmentation, device or number of processes; data and model stay.
+        overwrite: Whether to delete a run that is already in the folder.
+        allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
+            size, augmentation, device or number of processes; data and model stay.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
         first.
 
     Raises:
-        ValueError: Something in the config, the data or the run folder does not allow the run.
-        SystemExit: With 128 + its number after a signal, with 3 when training diverged, with 1
-            when the last checkpoint could not be written.
+        ValueError: The config, the data or the run folder does not allow the run.
+        SystemExit: With 128 + its number after a signal, with 3 if training diverged, with 1 if
+            the last checkpoint could not be written.
     """
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
-    torch.use_deterministic_algorithms(config.deterministic)
-    device = choose_device(config.train.device)
-    with stop_on_signals() as stop:
-        try:
-            with join_world(device) as world:
-                return _train_alone(config, overwrite, allow_changes, device, world, stop)
-        except Stopped:
-            if rank() == 0:
-                say(stopped_text(Path(config.out), stop.signal), sys.stderr)
-            raise SystemExit(128 + stop.signal) from None
-        except Diverged as error:  # all have, with the same numbers
-            if rank() == 0:
-                say(f"error: {error}", sys.stderr)
-            raise SystemExit(3) from None
+    check_sizes(config)
+    with (
+        start_environment(config) as env,
+        claim_run(config, env, overwrite, allow_changes) as checkpoint,
+    ):
+        training, held_out = load_data(config, checkpoint, env)
+        step = build_step(config, checkpoint, training, env)
+        with open_tracker(config, checkpoint, step, held_out, env) as tracker:
+            loop = build_loop(config, step, training, held_out, tracker, env)
+            loop.run()
+            classifier, state, save_error = loop.classifier(), step.state, loop.save_error
+            del loop, step, training, held_out  # make room for the test images
+            if tracker is None:
+                return None
+            return finish_run(config, classifier, state, tracker, save_error)
 
 
-def _train_alone(
-    config: Config,
-    overwrite: bool,
-    allow_changes: bool,
-    device: torch.device,
-    world: World,
-    stop: StopRequest,
-) -> dict[str, Any] | None:
-    """Train in a run folder that nobody else writes into; the rest is as for `train`."""
-    precision = choose_precision(config.train.precision, device)
-    how = {"processes": world.size, "device": device.type, "precision": str(precision)}
-    with contextlib.ExitStack() as stack:
-        with world.main_first():
-            if world.main:
-                stack.enter_context(lock_run(Path(config.out)))
-            checkpoint = check_run(config, overwrite, how, allow_changes)
-        return _train(config, checkpoint, device, precision, world, stop)
+def load_data(
+    config: Config, checkpoint: Checkpoint | None, env: Environment
+) -> tuple[ImageSet, ImageSet]:
+    """Load the training images and the held-out images, and move them to the device.
 
-
-def _train(
-    config: Config,
-    checkpoint: dict[str, Any] | None,
-    device: torch.device,
-    precision: torch.dtype,
-    world: World,
-    stop: StopRequest,
-) -> dict[str, Any] | None:
-    """Train from a checkpoint or anew, evaluate and explain; returns what `train` does."""
-    with world.main_first():
-        training, held_out = _load_training(config, checkpoint)
-    sample = None
-    if config.train.whiten and checkpoint is None:  # a checkpoint has its own kernels
-        sample = training.images[:WHITENED]
-        sample = normalize(sample, *normalization(config.data.name, sample.device))
-    state = build_state(config, len(training.classes), device, sample)
-    loop = Loop(config, state, training, held_out, device, precision, world)
-    if checkpoint is not None:
-        state.load_state_dict(checkpoint)
-    loop.count_steps()
-    if not world.main:
-        loop.run(None, stop)
-        return None
-    run = prepare_run(config, resume=checkpoint is not None)
-    say(
-        start_text(
-            config, state, loop.plan, len(training), len(held_out), device, precision, world.size
-        )
-    )
-    with contextlib.closing(Tracker(run, state.step)) as tracker:
-        loop.run(tracker, stop)
-        save_error, data = loop.save_error, config.data
-        del loop, training, held_out  # the images to train on are not needed beside those to test
-        test = load(
-            data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image
-        )
-        result = write_report(
-            state.evaluated(), test, data.name, run / EVAL_FOLDER, step=state.step,
-            device=device, precision=precision, probes=config.track.probes,
+    Raises:
+        ValueError: They are missing, or are not those the run was started with.
+    """
+    data = config.data
+    with env.world.main_first():
+        training, held_out = load_training(
+            data.name, data.root, data.download, data.train_size, data.val_size,
+            config.train.seed, data.on_bad_image,
         )  # fmt: skip
-        write_hyperparameters(tracker, config, state.step, result)
-        tracker.flush()
-    save_model(run / MODEL_FILE, state.evaluated(), config, test.classes, state.step)
+    if checkpoint is not None:
+        started = (*checkpoint.classes, checkpoint.num_images)
+        if started != (*training.classes, len(training)):
+            raise ValueError(
+                f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
+                f"images of the classes {', '.join(checkpoint.classes)} with which the run in "
+                f"{config.out} was started; point --data.root at them, or train in another folder "
+                "with --out"
+            )
+    return training.to(env.device), held_out.to(env.device)
+
+
+def build_step(
+    config: Config, checkpoint: Checkpoint | None, training: ImageSet, env: Environment
+) -> TrainingStep:
+    """Build the state of the run, new or from the checkpoint, and its step with the schedule.
+
+    Raises:
+        ValueError: A batch is larger than the training set, or the checkpoint is beyond the end.
+    """
+    train, preprocess = config.train, Preprocess.for_dataset(config.data.name)
+    whitens = train.whiten and checkpoint is None  # a checkpoint has its own kernels
+    state = build_state(
+        config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
+        training.images[:WHITENING_IMAGES].cpu() if whitens else None,
+    )  # fmt: skip
+    if checkpoint is not None:
+        state.load_state_dict(vars(checkpoint))
+    step = TrainingStep(
+        state=state,
+        # Each image size is compiled separately, so that the grid is a plain number.
+        forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
+        images=training,
+        preprocess=preprocess,
+        schedule=Schedule(
+            total_steps=train.epochs * steps_per_epoch(len(training), train.batch_size),
+            steps_per_epoch=steps_per_epoch(len(training), train.batch_size),
+            full_size=preprocess.image_size,
+            small_size=scaled_size(
+                preprocess.image_size, train.small_scale, config.model.patch_size
+            ),
+            small_fraction=train.small_share,
+            mix_fraction=config.augment.mix_share,
+            warmup=config.optim.warmup,
+            decay=config.optim.schedule,
+        ),
+        augmentation=config.augment,
+        label_smoothing=config.optim.label_smoothing,
+        clip_grad=config.optim.clip_grad,
+        accumulate=train.accumulate,
+        precision=env.precision,
+        seed=train.seed,
+        world=env.world,
+    )
+    if train.budget_minutes is None:
+        state.total_steps = step.schedule.total_steps
+    elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
+        state.total_steps = fit_budget(step, 60 * train.budget_minutes, train.batch_size)
+    if state.step > state.total_steps:
+        raise ValueError(
+            f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
+            f"{config.out} has already made {state.step:,}; use more epochs"
+        )
+    schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
+    return dataclasses.replace(step, schedule=schedule)
+
+
+@contextlib.contextmanager
+def open_tracker(
+    config: Config,
+    checkpoint: Checkpoint | None,
+    step: TrainingStep,
+    held_out: ImageSet,
+    env: Environment,
+) -> Iterator[Tracker | None]:
+    """Prepare the run folder, say what is about to happen, and open the logs; main process only."""
+    if not env.world.main:
+        yield None
+        return
+    run = prepare_run(config, resume=checkpoint is not None)
+    say(start_text(config, step, held_out))
+    with contextlib.closing(Tracker(run, step.state.step)) as tracker:
+        if step.state.step == 0:
+            tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(config))}```")
+            tracker.text("model", f"```\n{step.state.model}\n```")
+        yield tracker
+
+
+def build_loop(
+    config: Config,
+    step: TrainingStep,
+    training: ImageSet,
+    held_out: ImageSet,
+    tracker: Tracker | None,
+    env: Environment,
+) -> Loop:
+    """Connect the step with what is measured, drawn and saved during training."""
+    run, seed, schedule = Path(config.out), config.train.seed, step.schedule
+    looked_at = held_out if len(held_out) else training
+    at_milestones = milestones(schedule.total_steps)
+    epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
+    evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
+    if config.track.probes:
+        probes = choose_probes(looked_at, config.track.probes, seed)
+        judged = choose_probes(looked_at, JUDGED, seed)
+        evaluators += [
+            AttentionLogging(run / MAPS_FOLDER, probes, at_milestones),
+            MapFaithfulness(judged, seed, at_milestones),
+        ]
+    about = {
+        "config": to_dict(config),
+        "preprocess": step.preprocess.to_dict(),
+        "classes": list(training.classes),
+        "num_images": len(training),
+        "environment": env.describe(),
+    }
+
+    def save() -> None:
+        save_checkpoint(run, Checkpoint(**step.state.state_dict(), **about))
+
+    return Loop(
+        step, config.train.batch_size, evaluators, tracker, save, env.stop,
+        config.track.every, config.train.max_skipped,
+    )  # fmt: skip
+
+
+def finish_run(
+    config: Config,
+    classifier: Classifier,
+    state: TrainState,
+    tracker: Tracker,
+    save_error: OSError | None,
+) -> dict[str, Any]:
+    """Evaluate the finished model on the test images, and write the report and the model file.
+
+    Raises:
+        SystemExit: With 1 if the last checkpoint could not be written.
+    """
+    run, data = Path(config.out), config.data
+    test = load(data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image)
+    result = write_report(
+        classifier, test, run / EVAL_FOLDER, step=state.step, probes=config.track.probes
+    )
+    write_hyperparameters(tracker, config, state.step, result)
+    tracker.flush()
+    save_model(run / MODEL_FILE, classifier, config, state.step)
     say(end_text(run, result, state.seconds))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
@@ -141,33 +246,13 @@ def _train(
     return result
 
 
-def _load_training(config: Config, checkpoint: dict[str, Any] | None) -> tuple[ImageSet, ImageSet]:
-    """Load what a run trains on and what it holds out.
-
-    Raises:
-        ValueError: It is not there, or is not what the run was started with.
-    """
-    data = config.data
-    training, held_out = load_training(
-        data.name, data.root, data.download, data.train_size, data.val_size,
-        config.train.seed, data.on_bad_image,
-    )  # fmt: skip
-    started = checkpoint or {"classes": training.classes, "num_images": len(training)}
-    if (*started["classes"], started["num_images"]) != (*training.classes, len(training)):
-        raise ValueError(
-            f"data.root: {data.root} does not have the {started['num_images']:,} training images "
-            f"of the classes {', '.join(started['classes'])} that {config.out} was started with; "
-            f"name the folder that has, or train elsewhere with --out"
-        )
-    return training, held_out
-
-
 def write_hyperparameters(
     tracker: Tracker, config: Config, step: int, result: dict[str, Any]
 ) -> None:
-    """Enter a finished run into TensorBoard's HParams table."""
+    """Add a finished run to TensorBoard's HParams table."""
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
-    tracker.aside(step + 1, values)  # beyond the last step: a run killed here does it again
+    # After the last step, so that a run killed here writes them again.
+    tracker.scalars(step + 1, values, tensorboard_only=True)
     metrics = [*values, *(["val/accuracy"] if config.data.val_size else [])]
     settings = flatten(to_dict(config))
     places = ("out", "data.root", "data.download")

@@ -1,0 +1,71 @@
+"""The course of a run is a function of the step."""
+
+from typing import Any
+
+import pytest
+
+from vit.training.schedule import Phase, Schedule, scaled_size
+
+
+def make(total_steps: int = 20, **changes: Any) -> Schedule:
+    settings: dict[str, Any] = {
+        "steps_per_epoch": 10, "full_size": (32, 32), "small_size": (24, 24), "small_fraction": 0,
+        "mix_fraction": 1, "warmup": 0.05, "decay": "linear",
+    }  # fmt: skip
+    return Schedule(total_steps, **settings | changes)
+
+
+def test_small_images_come_first_and_both_sizes_take_their_fraction() -> None:
+    schedule = make(1000, small_fraction=0.75)
+    sizes = [schedule.image_size(step) for step in range(1000)]
+    assert sizes == [(24, 24)] * 750 + [(32, 32)] * 250
+    assert schedule.phases() == [Phase(0, 0.75, (24, 24)), Phase(750, 0.25, (32, 32))]
+    assert schedule.work(1000) == pytest.approx(750 * (24 / 32) ** 2 + 250)
+    assert schedule.work(750) == pytest.approx(750 * (24 / 32) ** 2)
+    assert schedule.work(0) == 0
+
+
+@pytest.mark.parametrize(("fraction", "size"), [(0, (32, 32)), (1, (24, 24))])
+def test_phase_without_steps_is_left_out(fraction: float, size: tuple[int, int]) -> None:
+    schedule = make(10, small_fraction=fraction)
+    assert schedule.phases() == [Phase(0, 1, size)]
+    assert {schedule.image_size(step) for step in range(10)} == {size}
+
+
+def test_every_combination_of_size_and_mixing_is_a_phase() -> None:
+    schedule = make(100, small_fraction=0.6, mix_fraction=0.8)
+    phases = schedule.phases()
+    assert [phase.start for phase in phases] == [0, 60, 80]
+    assert [phase.fraction for phase in phases] == pytest.approx([0.6, 0.2, 0.2])
+    for phase, end in zip(phases, [60, 80, 100], strict=True):
+        steps = range(phase.start, end)
+        assert {schedule.image_size(step) for step in steps} == {phase.image_size}
+        assert len({schedule.mixes(step) for step in steps}) == 1
+    assert [schedule.mixes(phase.start) for phase in phases] == [True, True, False]
+
+
+@pytest.mark.parametrize(("fraction", "mixed"), [(0, 0), (0.75, 15), (1, 20)])
+def test_images_are_mixed_at_first(fraction: float, mixed: int) -> None:
+    schedule = make(20, mix_fraction=fraction)
+    assert [schedule.mixes(step) for step in range(20)] == [True] * mixed + [False] * (20 - mixed)
+
+
+def test_rate_rises_over_the_warmup_and_falls_to_zero_after_the_last_step() -> None:
+    schedule = make(100, warmup=0.1)
+    factors = [schedule.lr_factor(step) for step in range(101)]
+    assert factors[:11] == sorted(factors[:11]) and factors[10] == 1
+    assert factors[10:] == sorted(factors[10:], reverse=True) and factors[100] == 0
+    assert factors[0] > 0 and factors[99] == pytest.approx(1 / 90)
+
+
+def test_last_epoch_may_be_cut_short() -> None:
+    assert [make(steps).epochs for steps in (1, 10, 11, 20)] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("patch", "scale", "size"),
+    [(4, 0.75, 24), (4, 0.5, 16), (4, 0.01, 4), (4, 1, 32), (8, 0.75, 24), (16, 0.75, 32)],
+)
+def test_small_size_is_in_whole_patches(patch: int, scale: float, size: int) -> None:
+    assert scaled_size((32, 32), scale, patch) == (size, size)
+    assert scaled_size((64, 32), scale, patch)[1] == size

@@ -1,0 +1,104 @@
+"""Where and with whom a run computes: device, processes, signals, and the lock of its folder."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.checkpoint import Checkpoint
+from vit.config import Config
+from vit.console import is_out_of_memory, rank, say
+from vit.hardware import choose_device, choose_precision
+from vit.run_folder import check_run, lock_run
+from vit.training.distributed import World, join_world
+from vit.training.loop import Diverged
+from vit.training.messages import stopped_text
+from vit.training.rules import check_batch
+from vit.training.stopping import Stopped, StopRequest, stop_on_signals
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and with whom a run computes.
+
+    Attributes:
+        device: The device.
+        precision: Precision of matrix products.
+        world: The processes that train together.
+        stop: Whether a signal asks the run to stop.
+    """
+
+    device: torch.device
+    precision: torch.dtype
+    world: World
+    stop: StopRequest
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the numbers of a run depend on besides its config."""
+        return {
+            "processes": self.world.size,
+            "device": self.device.type,
+            "precision": str(self.precision),
+        }
+
+
+@contextlib.contextmanager
+def start_environment(config: Config) -> Iterator[Environment]:
+    """Choose device and precision, meet the other processes, and turn signals into exit codes.
+
+    Raises:
+        ValueError: The device is not available, a batch cannot be divided among the processes, or
+            memory ran out.
+        SystemExit: See `train`.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
+    torch.use_deterministic_algorithms(config.deterministic)
+    device = choose_device(config.train.device)
+    precision = choose_precision(config.train.precision, device)
+    with stop_on_signals() as stop:
+        try:
+            with join_world(device) as world:
+                check_batch(config, world.size)
+                yield Environment(device, precision, world, stop)
+        except Stopped:
+            if rank() == 0:
+                say(stopped_text(Path(config.out), stop.signal), sys.stderr)
+            raise SystemExit(128 + stop.signal) from None
+        except Diverged as error:  # in all processes, with the same numbers
+            if rank() == 0:
+                say(f"error: {error}", sys.stderr)
+            raise SystemExit(3) from None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f"train.batch_size: out of memory with {config.train.batch_size} images in "
+                f"{config.train.accumulate} parts; lower --train.batch_size, or raise "
+                "--train.accumulate to compute each batch in smaller parts"
+            ) from None
+
+
+@contextlib.contextmanager
+def claim_run(
+    config: Config, env: Environment, overwrite: bool, allow_changes: bool
+) -> Iterator[Checkpoint | None]:
+    """Lock the run folder and decide whether to start or to resume; nothing is deleted yet.
+
+    Yields:
+        The checkpoint to resume from, or None for a new run.
+
+    Raises:
+        ValueError: The folder is in use, or contains something that must not be overwritten.
+    """
+    with contextlib.ExitStack() as stack:
+        with env.world.main_first():
+            if env.world.main:
+                stack.enter_context(lock_run(Path(config.out)))
+            checkpoint = check_run(config, overwrite, env.describe(), allow_changes)
+        yield checkpoint

@@ -1,0 +1,104 @@
+"""How long a run is, and the image size, mixing and learning rate of each of its steps."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run in which all steps cost the same.
+
+    Attributes:
+        start: First step.
+        fraction: Fraction of the run's steps, 0 to 1.
+        image_size: Height and width of the images, in pixels.
+    """
+
+    start: int
+    fraction: float
+    image_size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The course of a run as pure functions of the step.
+
+    Attributes:
+        total_steps: Optimizer steps in the run.
+        steps_per_epoch: Full batches in an epoch.
+        full_size: Height and width of the images, in pixels.
+        small_size: Height and width of the images at the beginning of the run.
+        small_fraction: Fraction of the steps that use small images, 0 to 1.
+        mix_fraction: Fraction of the steps that may use mixup and cutmix, 0 to 1.
+        warmup: Fraction of the steps in which the learning rate rises, 0 to 1.
+        decay: How the learning rate falls after that: "linear" or "cosine".
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    full_size: tuple[int, int]
+    small_size: tuple[int, int]
+    small_fraction: float
+    mix_fraction: float
+    warmup: float
+    decay: str
+
+    @property
+    def epochs(self) -> int:
+        """Epochs in the run; the last one may be incomplete."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def image_size(self, step: int) -> tuple[int, int]:
+        """Return the height and width of a step's images; small images come first."""
+        small = step < self.small_fraction * self.total_steps
+        return self.small_size if small else self.full_size
+
+    def mixes(self, step: int) -> bool:
+        """Tell whether a step may use mixup and cutmix; the last steps may not."""
+        return step < self.mix_fraction * self.total_steps
+
+    def lr_factor(self, step: int) -> float:
+        """Return the learning rate of a step relative to its peak, 0 to 1."""
+        return lr_at(step, self.total_steps, int(self.warmup * self.total_steps), self.decay)
+
+    def phases(self) -> list[Phase]:
+        """List the phases of the run in order: they differ in image size or mixing."""
+        phases = []
+        for begin, end in pairwise(sorted({0.0, self.small_fraction, self.mix_fraction, 1.0})):
+            start = math.ceil(begin * self.total_steps)
+            phases.append(Phase(start, end - begin, self.image_size(start)))
+        return phases
+
+    def work(self, steps: int) -> float:
+        """Estimate the cost of the first steps, in units of a step with images of full size."""
+        small = min(steps, self.small_fraction * self.total_steps)
+        area = math.prod(self.small_size) / math.prod(self.full_size)
+        return steps - small * (1 - area)
+
+
+def lr_at(step: int, total_steps: int, warmup_steps: int, decay: str) -> float:
+    """Return the learning rate of a step relative to its peak.
+
+    It rises linearly during the warm-up and then falls to zero, which it would reach at the step
+    after the last.
+
+    Args:
+        step: 0 to total_steps.
+        total_steps: Steps in the run.
+        warmup_steps: Steps before the peak, less than total_steps.
+        decay: "linear" or "cosine".
+
+    Returns:
+        0 to 1.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    done = (step - warmup_steps) / (total_steps - warmup_steps)
+    return 1 - done if decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+
+
+def scaled_size(size: tuple[int, int], scale: float, patch_size: int) -> tuple[int, int]:
+    """Scale a height and width, rounding each to whole patches and at least one."""
+    rows, columns = (patch_size * max(1, round(n / patch_size * scale)) for n in size)
+    return rows, columns

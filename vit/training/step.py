@@ -1,0 +1,155 @@
+"""The training step: select images, augment them, and update the weights.
+
+Shapes: B batch, C classes, H height, W width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit.config import AugmentConfig
+from vit.data.augment import augment, shrink
+from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.hardware import autocast
+from vit.seeding import fold_in, generator
+from vit.training.distributed import World
+from vit.training.optim import set_lr
+from vit.training.schedule import Schedule
+from vit.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step, as the training loop, the trials of a time budget and benchmarks run it.
+
+    Everything random in it is a function of the seed, the step number and the process.
+
+    Attributes:
+        state: What is trained; changed in place.
+        forward: The model, possibly compiled.
+        images: The training images, on the device.
+        preprocess: Normalizes the images.
+        schedule: Image size, mixing and learning rate of each step.
+        augmentation: Settings of the augmentation.
+        label_smoothing: 0 to 1.
+        clip_grad: Largest norm of the gradient, or None.
+        accumulate: Number of parts in which a process computes its share of a batch, one after the
+            other. Batch norm sees one part at a time.
+        precision: Precision of matrix products.
+        seed: Seed of the run.
+        world: The processes that train together; each computes an equal part of the batch.
+    """
+
+    state: TrainState
+    forward: Callable[[Tensor], Tensor]
+    images: ImageSet
+    preprocess: Preprocess
+    schedule: Schedule
+    augmentation: AugmentConfig
+    label_smoothing: float
+    clip_grad: float | None
+    accumulate: int
+    precision: torch.dtype
+    seed: int
+    world: World = World()  # noqa: RUF009
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        """Train on the images at `indices` (B,), the whole batch of all processes.
+
+        Returns:
+            (2,): mean loss and accuracy over all processes, on the device; NaN if the step was
+            skipped because loss or gradient was not finite.
+        """
+        step = self.state.step
+        images, targets = self.prepare(indices)
+        set_lr(self.state.optimizers, self.schedule.lr_factor(step))
+        torch.manual_seed(fold_in(self._process_seed(), "dropout", step))
+        return self.update(images, targets)
+
+    def prepare(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Select this process's part of a batch, augment it and shrink it to the step's size.
+
+        Args:
+            indices: (B,), the whole batch.
+
+        Returns:
+            Images (B / processes, channels, H, W) float32, normalized, and targets
+            (B / processes, C), probabilities.
+        """
+        step, device = self.state.step, self.images.images.device
+        indices = self.world.part(indices)
+        mixes = self.schedule.mixes(step)
+        settings = self.augmentation
+        classes = torch.arange(len(self.images.classes), device=device)
+        images, targets = augment(
+            self.images.images[indices],
+            (self.images.labels[indices, None] == classes).float(),
+            self.preprocess,
+            generator(self._process_seed(), "augment", step, device=device),
+            crop_padding=settings.crop_padding,
+            flip=settings.flip,
+            rand_ops=settings.rand_ops,
+            rand_magnitude=settings.rand_magnitude,
+            erasing=settings.erasing,
+            mixup=settings.mixup if mixes else 0.0,
+            cutmix=settings.cutmix if mixes else 0.0,
+        )
+        return shrink(images, self.schedule.image_size(step)), targets
+
+    def update(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Update the weights, or skip the step if loss or gradient is not finite.
+
+        A skipped step changes nothing but the step counts.
+
+        Args:
+            images: (B, channels, H, W) float32, normalized; this process's part of the batch.
+            targets: (B, C) float32, probabilities.
+
+        Returns:
+            (2,): mean loss and accuracy over all processes, as for `__call__`.
+        """
+        state = self.state
+        state.model.train()
+        buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+        result = self.world.mean(self._backward(images, targets))
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        self.world.average(gradients)
+        norm = nn.utils.get_total_norm(gradients)
+        state.step += 1
+        if not torch.isfinite(result[0] + norm):
+            for buffer, old in buffers:  # undo what batch norm has seen
+                buffer.copy_(old)
+            state.model.zero_grad(set_to_none=True)
+            state.skipped += 1
+            state.skipped_in_a_row += 1
+            return torch.full_like(result, torch.nan)
+        state.skipped_in_a_row = 0
+        if self.clip_grad is not None:
+            nn.utils.clip_grads_with_norm_(state.model.parameters(), self.clip_grad, norm)
+        for optimizer in state.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if state.ema is not None:
+            state.ema.update(state.model, state.step)
+        return result
+
+    def _backward(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Compute the gradient part by part; return loss and accuracy, (2,)."""
+        result = torch.zeros(2, device=images.device)
+        parts = zip(images.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
+        for part, target in parts:
+            with autocast(images.device, self.precision):
+                logits = self.forward(part)
+            loss = F.cross_entropy(logits.float(), target, label_smoothing=self.label_smoothing)
+            (loss / self.accumulate).backward()
+            hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
+            result += torch.stack((loss.detach(), hits)) / self.accumulate
+        return result
+
+    def _process_seed(self) -> int:
+        """Return the seed of this process; the first one draws what a single process would."""
+        return fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed
