@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import safetensors
 import safetensors.torch
@@ -23,7 +23,9 @@ from vit.checkpoint import (
     read_checkpoint,
 )
 from vit.config import Config, ModelConfig, from_dict, to_dict
+from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
+from vit.explain.explanation import Explanation
 from vit.explain.rollout import attention_maps
 from vit.files import write_atomically
 from vit.hardware import autocast, choose_device, choose_precision, describe
@@ -129,6 +131,88 @@ class Classifier:
             parts.append(attention_maps(self.model, inputs, kinds, aim, precision, **options))
         logits = torch.cat([logits for logits, _ in parts])
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
+
+    @overload
+    def predict(self, photos: Photo, top: int = ...) -> dict[str, float]: ...
+    @overload
+    def predict(self, photos: Sequence[Photo], top: int = ...) -> list[dict[str, float]]: ...
+    def predict(
+        self, photos: Photo | Sequence[Photo], top: int = 5
+    ) -> dict[str, float] | list[dict[str, float]]:
+        """Return the most probable classes of one photo or of several.
+
+        Args:
+            photos: A path, a Pillow image or an array (height, width, 3) uint8, of any size; or a
+                list of them.
+            top: Number of classes.
+
+        Returns:
+            Probabilities, 0 to 1, by class name, best first; a list of photos gives a list.
+
+        Raises:
+            ValueError: A photo cannot be read.
+        """
+        if not isinstance(photos, list | tuple):
+            return self.predict([photos], top)[0]
+        if not photos:
+            return []
+        inputs = torch.stack([self.preprocess.resize(to_photo(photo)) for photo in photos])
+        return [self._ranked(row, top) for row in self.logits(inputs)]
+
+    @overload
+    def explain(
+        self, photos: Photo, kind: str | Sequence[str] = ..., target: str | None = ...
+    ) -> Explanation: ...
+    @overload
+    def explain(
+        self, photos: Sequence[Photo], kind: str | Sequence[str] = ..., target: str | None = ...
+    ) -> list[Explanation]: ...
+    def explain(
+        self,
+        photos: Photo | Sequence[Photo],
+        kind: str | Sequence[str] = "relevance",
+        target: str | None = None,
+    ) -> Explanation | list[Explanation]:
+        """Map what the model attends to in one photo or in several.
+
+        Args:
+            photos: A path, a Pillow image or an array (height, width, 3) uint8, of any size; or a
+                list of them.
+            kind: One kind of map or several: "rollout", "gradient_rollout", "relevance", "raw".
+            target: The class that class-specific maps explain; None explains the predicted one.
+
+        Returns:
+            The explanation; a list of photos gives a list. In a notebook it shows as a picture.
+
+        Raises:
+            ValueError: A photo cannot be read, or a kind or class does not exist.
+        """
+        kinds = [kind] if isinstance(kind, str) else list(kind)
+        aim = None if target is None else torch.tensor([self.class_index(target)])
+        if isinstance(photos, list | tuple):
+            return [self._explain(photo, kinds, aim) for photo in photos]
+        return self._explain(photos, kinds, aim)
+
+    def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
+        pixels = to_photo(photo)
+        logits, maps = self.maps(self.preprocess.resize(pixels)[None], kinds, target)
+        probabilities = self._ranked(logits[0], len(self.classes))
+        best = next(iter(probabilities))
+        return Explanation(
+            photo=pixels,
+            seen=self.preprocess.crop(*pixels.shape[:2]),
+            maps={kind: found[0].cpu() for kind, found in maps.items()},
+            probabilities=probabilities,
+            target=best if target is None else self.classes[int(target)],
+            name=Path(photo).name if isinstance(photo, str | Path) else "photo",
+        )
+
+    def _ranked(self, logits: Tensor, top: int) -> dict[str, float]:
+        best = logits.softmax(dim=0).topk(min(top, len(self.classes)))
+        return {
+            self.classes[index]: probability
+            for probability, index in zip(*(part.tolist() for part in best), strict=True)
+        }
 
     def class_index(self, name: str) -> int:
         """Return the index of a class.

@@ -1,4 +1,4 @@
-"""What goes to TensorBoard under which tag, and to metrics.jsonl.
+"""Logging of a run: TensorBoard events and metrics.jsonl.
 
 Steps count optimizer steps done: step 0 is the untrained model.
 """
@@ -20,7 +20,21 @@ from vit.files import write_atomically
 from vit.run_folder import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
-MILESTONES = 10  # pictures TensorBoard keeps of one tag, unless it is told otherwise
+MILESTONES = 10  # pictures of one tag that TensorBoard keeps by default
+CURVES = ("train/", "val/", "test/")  # numbers that TensorBoard shows first
+
+
+def scalar_tag(tag: str) -> str:
+    """Return the tag under which TensorBoard shows a number.
+
+    TensorBoard sorts by name. The prefix moves attention behind the curves of loss and accuracy.
+    """
+    return tag if tag.startswith(CURVES) else f"vit/{tag}"
+
+
+def picture_tag(tag: str) -> str:
+    """Return the tag under which TensorBoard shows a picture, behind all curves."""
+    return f"vit/{tag}"
 
 
 def milestones(total_steps: int) -> list[int]:
@@ -70,33 +84,38 @@ class Tracker:
 
         def write(writer: SummaryWriter) -> None:
             for tag, value in values.items():
-                writer.add_scalar(tag, value, step)
+                writer.add_scalar(scalar_tag(tag), value, step)
 
         self._show(write)
 
     def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
         """Write a picture, (height, width, 3) uint8."""
-        self._show(lambda writer: writer.add_image(tag, pixels, step, dataformats="HWC"))
+        shown = picture_tag(tag)
+        self._show(lambda writer: writer.add_image(shown, pixels, step, dataformats="HWC"))
 
     def text(self, tag: str, words: str) -> None:
         """Write a text, in Markdown."""
         self._show(lambda writer: writer.add_text(tag, words, 0))
 
-    def hyperparameters(self, values: dict[str, Any], metrics: list[str]) -> None:
-        """Make a row of TensorBoard's HParams table.
+    def hyperparameters(self, values: dict[str, Any]) -> None:
+        """Add the run to TensorBoard's HParams table, once it is finished.
+
+        The table has all scalars of the run as metrics.
 
         Args:
             values: Numbers, truth values and texts by key; anything else is written as text.
-            metrics: Tags of this run's scalars, the last value of which the table shows.
         """
-        # Into this run's own events: add_hparams would open a second run, whose name is a time.
         plain = {
             key: value if isinstance(value, int | float | str) else str(value)
             for key, value in values.items()
         }
+        # SummaryWriter.add_hparams would open a second run with the time as its name. The summary
+        # of the experiment is left out: without it, TensorBoard compares the runs and opens with
+        # the columns in which they differ.
+        _, start, end = hparams(plain, {})
 
         def write(writer: SummaryWriter) -> None:
-            for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+            for summary in (start, end):
                 writer._get_file_writer().add_summary(summary)
 
         self._show(write)

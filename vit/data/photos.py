@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, 3) uint8
+
 
 def read_photo(path: Path, key: str) -> np.ndarray:
     """Read an image file upright and in colour, with transparent parts white.
@@ -28,13 +30,35 @@ def read_photo(path: Path, key: str) -> np.ndarray:
             warnings.simplefilter("ignore")  # damaged EXIF data in a readable image
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
-                photo = ImageOps.exif_transpose(file)
-                if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
-                    grey = np.asarray(photo)
-                    grey = grey // 257 if grey.max() > 255 else grey
-                    photo = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
-                photo = photo.convert("RGBA")
+                return _as_pixels(file)
     except Exception as error:  # Pillow's decoders raise all kinds of errors
         raise ValueError(f"{key}: {path} cannot be read as an image: {error}") from None
+
+
+def to_photo(image: Photo) -> np.ndarray:
+    """Turn a path, a Pillow image or an array into pixels, as `read_photo` does.
+
+    Raises:
+        ValueError: The file cannot be read, or the array is not (height, width, 3) uint8.
+    """
+    if isinstance(image, str | Path):
+        return read_photo(Path(image), "photo")
+    if isinstance(image, Image.Image):
+        return _as_pixels(image)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+        raise ValueError(
+            f"photo: an array of {image.dtype} with shape {image.shape} is not allowed; "
+            "it must be uint8 with shape (height, width, 3)"
+        )
+    return image
+
+
+def _as_pixels(image: Image.Image) -> np.ndarray:
+    photo = ImageOps.exif_transpose(image)
+    if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
+        grey = np.asarray(photo)
+        grey = grey // 257 if grey.max() > 255 else grey
+        photo = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+    photo = photo.convert("RGBA")
     white = Image.new("RGBA", photo.size, "white")
     return np.asarray(Image.alpha_composite(white, photo).convert("RGB"))

@@ -1,35 +1,32 @@
-"""Pictures of attention: tensors in, uint8 pictures out.
+"""Figures of attention: tensors in, uint8 pictures out.
 
-Pictures are (height, width, 3) uint8 arrays. Maps are in units of uniform attention and coloured on
-one fixed scale, so that pictures can be compared. Pixels and patches are enlarged as they are,
-without smoothing.
+Figures are (height, width, 3) uint8 arrays; see `vit.explain.drawing` for their colours and scale.
 
 Shapes: B images, L layers, H heads, T steps.
 """
 
-import functools
 from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor
 
-from vit.explain.charts import DPI, pixels_of
+from vit.explain.drawing import (
+    GAP,
+    UNIFORM,
+    Text,
+    as_pixels,
+    colour_map,
+    framed,
+    overlay,
+    paper,
+    paste,
+    shorten,
+)
 from vit.explain.rollout import map_title
 
-COLOURS = "inferno"
-SCALE = (0.0, 3.0)  # units of uniform attention
 DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
-GAP = 6  # pixels between panels
-BAR = 58  # pixels that a colour bar takes, with its numbers
-BAR_MARGIN = 8  # pixels above and below it, for half a number
-
-Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
-Bar = tuple[str, tuple[float, float], str]  # colours, scale, label
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
@@ -49,26 +46,6 @@ def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[
     ]
 
 
-def overlay(pixels: np.ndarray, heat: Tensor) -> np.ndarray:
-    """Lay a map over a picture of any size.
-
-    Args:
-        pixels: (H, W, 3) uint8.
-        heat: (rows, columns).
-
-    Returns:
-        (H, W, 3) uint8: the picture in grey, so that every colour is the map's, the more covered
-        the more attention there is.
-    """
-    colours = _colour(heat).astype(np.float32)
-    low, high = SCALE
-    share = ((heat.cpu().numpy() - low) / (high - low)).clip(0, 1)
-    opacity = _enlarge((255 * (0.1 + 0.65 * share)).astype(np.uint8), pixels.shape[:2]) / 255
-    grey = pixels.mean(axis=-1, dtype=np.float32)[..., None]
-    colours = _enlarge(colours.astype(np.uint8), pixels.shape[:2])
-    return (grey + (colours - grey) * opacity[..., None]).round().astype(np.uint8)
-
-
 def attention_picture(
     images: Tensor, maps: Tensor, captions: Sequence[str], titles: Sequence[str]
 ) -> np.ndarray:
@@ -84,21 +61,21 @@ def attention_picture(
         706 pixels wide and 256 high per row.
     """
     panel, title = 208, 48
-    canvas = _paper((panel + title) * len(images), 3 * panel + 4 * GAP)
+    canvas = paper((panel + title) * len(images), 3 * panel + 4 * GAP)
     texts: list[Text] = []
     for row, (image, heat, caption, kind) in enumerate(
         zip(images, maps, captions, titles, strict=True)
     ):
         top = row * (panel + title) + title - GAP
-        pixels = _as_pixels(image)
-        for column, part in enumerate((pixels, _colour(heat), overlay(pixels, heat))):
-            _paste(canvas, part, top, GAP + column * (panel + GAP), panel)
+        pixels = as_pixels(image)
+        for column, part in enumerate((pixels, colour_map(heat), overlay(pixels, heat))):
+            paste(canvas, part, top, GAP + column * (panel + GAP), panel)
         for column, (align, words) in enumerate(
             (("left", caption), ("center", kind), ("center", "overlay"))
         ):
             left = GAP + column * (panel + GAP) + (panel / 2 if align == "center" else 0)
-            texts.append((left, top - 5, align, words))
-    return _framed(canvas, texts, [_UNIFORM], length=panel - 12, top=title - GAP + 4)
+            texts.append((left, top - 5, align, shorten(words, panel)))
+    return framed(canvas, texts, [UNIFORM], length=panel - 12, top=title - GAP + 4)
 
 
 def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> list[np.ndarray]:
@@ -122,7 +99,7 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
         steps: T optimizer steps.
     """
     cells = [
-        [_as_pixels(image), *(_colour(heat) for heat in row)]
+        [as_pixels(image), *(colour_map(heat) for heat in row)]
         for image, row in zip(images, maps.transpose(0, 1), strict=True)
     ]
     head = ["step", *(f"{step:,}" for step in steps)]
@@ -140,7 +117,7 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
     """
     blank = np.full((1, 1, 3), 255, dtype=np.uint8)
     cells = [
-        [_as_pixels(image) if number == 0 else blank, *(_colour(heat) for heat in layer)]
+        [as_pixels(image) if number == 0 else blank, *(colour_map(heat) for heat in layer)]
         for number, layer in enumerate(maps)
     ]
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
@@ -162,17 +139,17 @@ def gallery_picture(
     """
     panel, space, first = 96, 46, 20
     rows = -(-len(images) // columns)
-    canvas = _paper(first + rows * (panel + space), columns * (2 * panel + 2 * GAP) + GAP)
+    canvas = paper(first + rows * (panel + space), columns * (2 * panel + 2 * GAP) + GAP)
     texts: list[Text] = [(GAP, first, "left", title)]
     for number, (image, heat, caption) in enumerate(zip(images, maps, captions, strict=True)):
         top = first + number // columns * (panel + space) + space - GAP
         left = GAP + number % columns * (2 * panel + 2 * GAP)
-        pixels = _as_pixels(image)
-        _paste(canvas, pixels, top, left, panel)
-        _paste(canvas, overlay(pixels, heat), top, left + panel, panel)
-        texts.append((left, top - 4, "left", caption))
+        pixels = as_pixels(image)
+        paste(canvas, pixels, top, left, panel)
+        paste(canvas, overlay(pixels, heat), top, left + panel, panel)
+        texts.append((left, top - 4, "left", shorten(caption, 2 * panel)))
     length = min(160, rows * (panel + space) - 60)
-    return _framed(canvas, texts, [_UNIFORM], length=length, top=first + space)
+    return framed(canvas, texts, [UNIFORM], length=length, top=first + space)
 
 
 def comparison_picture(
@@ -187,46 +164,22 @@ def comparison_picture(
         captions: B texts, of up to two lines of 30 characters.
     """
     panel, title, differs = 176, 48, Normalize(*DIFFERENCE_SCALE)
-    canvas = _paper((panel + title) * len(images), 4 * panel + 5 * GAP)
+    canvas = paper((panel + title) * len(images), 4 * panel + 5 * GAP)
     texts: list[Text] = []
     for row, (image, one, other, caption) in enumerate(zip(images, *maps, captions, strict=True)):
         top = row * (panel + title) + title - GAP
-        pixels = _as_pixels(image)
+        pixels = as_pixels(image)
         difference = matplotlib.colormaps[DIFFERENCE_COLOURS](
             differs((other - one).cpu().numpy()), bytes=True
         )[..., :3]
-        for column, part in enumerate((pixels, _colour(one), _colour(other), difference)):
-            _paste(canvas, part, top, GAP + column * (panel + GAP), panel)
-        texts.append((GAP, top - 5, "left", caption))
+        for column, part in enumerate((pixels, colour_map(one), colour_map(other), difference)):
+            paste(canvas, part, top, GAP + column * (panel + GAP), panel)
+        texts.append((GAP, top - 5, "left", shorten(caption, panel)))
         rollout = [f"{name}\nrollout (class-agnostic)" for name in names]
         for column, words in enumerate((*rollout, "second − first"), start=1):
             texts.append((GAP + (column + 0.5) * (panel + GAP), top - 5, "center", words))
-    bars = [_UNIFORM, (DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform")]
-    return _framed(canvas, texts, bars, length=panel - 12, top=title)
-
-
-_UNIFORM: Bar = (COLOURS, SCALE, "× uniform")
-
-
-def _colour(heat: Tensor) -> np.ndarray:
-    return matplotlib.colormaps[COLOURS](Normalize(*SCALE)(heat.cpu().numpy()), bytes=True)[..., :3]
-
-
-def _as_pixels(image: Tensor) -> np.ndarray:
-    return image.permute(1, 2, 0).cpu().numpy()
-
-
-def _paper(height: int, width: int) -> np.ndarray:
-    return np.full((height, width, 3), 255, dtype=np.uint8)
-
-
-def _enlarge(part: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Bring (h, w) or (h, w, 3) uint8 to a height and width, without smoothing."""
-    return np.asarray(Image.fromarray(part).resize((size[1], size[0]), Image.Resampling.NEAREST))
-
-
-def _paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) -> None:
-    canvas[top : top + side, left : left + side] = _enlarge(part, (side, side))
+    bars = [UNIFORM, (DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform")]
+    return framed(canvas, texts, bars, length=panel - 12, top=title)
 
 
 def _sheet(
@@ -240,7 +193,7 @@ def _sheet(
 ) -> np.ndarray:
     """Lay pictures out as a table with words over all, over the columns and left of the rows."""
     top = 44
-    canvas = _paper(top + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
+    canvas = paper(top + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
     texts: list[Text] = [(margin, top - 25, "left", title)]
     texts += [
         (margin + number * (side + GAP) + side / 2, top - 5, "center", words)
@@ -250,38 +203,5 @@ def _sheet(
         high = top + number * (side + GAP)
         texts.append((4, high + side / 2, "left", words))
         for column, part in enumerate(row):
-            _paste(canvas, part, high, margin + column * (side + GAP), side)
-    return _framed(canvas, texts, [_UNIFORM], length=min(196, len(canvas) - top - 12), top=top)
-
-
-def _framed(
-    canvas: np.ndarray, texts: Sequence[Text], bars: Sequence[Bar], *, length: int, top: int
-) -> np.ndarray:
-    """Write texts on a canvas and set colour bars at its right."""
-    tall, wide = len(canvas), canvas.shape[1] + BAR * len(bars)
-    whole = _paper(tall, wide)
-    whole[:, : canvas.shape[1]] = canvas
-    for number, bar in enumerate(bars):
-        drawn = _draw_bar(bar, length)
-        left, high = canvas.shape[1] + number * BAR, top - BAR_MARGIN
-        whole[high : high + len(drawn), left : left + BAR] = drawn[: tall - high]
-    figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
-    figure.figimage(whole, 0, 0, origin="upper")
-    for x, y, align, words in texts:
-        figure.text(x / wide, 1 - y / tall, words, ha=align, va="bottom", fontsize=9)
-    return pixels_of(figure)
-
-
-@functools.cache
-def _draw_bar(bar: Bar, length: int) -> np.ndarray:
-    """Draw a colour bar; kept, because its axis takes longer to draw than all the rest."""
-    colours, scale, label = bar
-    tall = length + 2 * BAR_MARGIN
-    figure = Figure(figsize=(BAR / DPI, tall / DPI), dpi=DPI)
-    axis = figure.add_axes((0, BAR_MARGIN / tall, 12 / BAR, length / tall))
-    figure.colorbar(
-        ScalarMappable(Normalize(*scale), colours), cax=axis,
-        extend="max" if scale[0] == 0 else "both",
-    ).set_label(label, fontsize=8, labelpad=2)  # fmt: skip
-    axis.tick_params(labelsize=8, pad=1)
-    return pixels_of(figure)
+            paste(canvas, part, high, margin + column * (side + GAP), side)
+    return framed(canvas, texts, [UNIFORM], length=min(196, len(canvas) - top - 12), top=top)

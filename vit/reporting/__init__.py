@@ -1,1 +1,1 @@
-"""What eval.py does: a report, attention maps, pictures of one's own, two models side by side."""
+"""What people look at: reports, attention sheets, predictions for photos, comparisons."""

@@ -1,4 +1,4 @@
-"""Attention of test images: sheets, maps, an index, and how far each kind can be believed."""
+"""Attention of test images: sheets, maps, an index, and the faithfulness of each kind of map."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
+from vit.classifier import Classifier, SavedModel
 from vit.config import EvalConfig
-from vit.data.augment import normalize
 from vit.data.datasets import ImageSet, balanced_subset
 from vit.explain.faithfulness import (
+    LEVELS,
     mask_iou,
     mean_interval,
     pointing_game,
@@ -21,13 +23,14 @@ from vit.explain.faithfulness import (
     with_baselines,
 )
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps, map_title, readout_of
-from vit.reporting.opening import OpenRun, class_number, load_test, open_run
+from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
+from vit.reporting.loading import load_run, load_test, results_folder
+from vit.tracking import picture_tag
 
 INDEX_FILE = "index.json"
 TABLE_FILE = "faithfulness.json"
 BASELINES = {"random": "random", "centred": "centred Gaussian"}
-METRICS = {  # title and, where the map is better the higher it is, ↑
+METRICS = {  # the arrow says whether lower or higher is better
     "deletion": "deletion ↓",
     "insertion": "insertion ↑",
     "lerf_morf": "(LeRF−MoRF)/2 ↑",
@@ -43,61 +46,102 @@ _WRITTEN = (
     INDEX_FILE,
 )
 
-Table = dict[str, dict[str, tuple[float, float]]]  # mean and half of its 95 % interval
+Table = dict[str, dict[str, tuple[float, float]]]  # mean and half of its 95% interval
 
 
 def explain_run(run: str, options: EvalConfig) -> None:
-    """Draw, save and measure the attention maps of a run on test images.
+    """Draw and save attention maps of test images, and measure their faithfulness.
 
     Args:
-        run: A run folder, a model.safetensors or a checkpoint.
-        options: How.
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation.
 
     Raises:
-        ValueError: The model or the data cannot be read, or an image or class does not exist.
+        ValueError: The model or the data cannot be read, or an image, class or layer does not
+            exist.
     """
-    opened = open_run(run, options)
-    target = class_number(options.target, opened.saved.classes)
-    test = load_test(opened, options)
-    for index in options.indices:
-        if not 0 <= index < len(test):
-            raise ValueError(
-                f"indices: {index} is not a test image; there are 0 to {len(test) - 1}"
-            )
-    if options.indices:
-        indices = torch.tensor(list(dict.fromkeys(options.indices)))
-    else:
-        count = min(options.probes, len(test))
-        indices = balanced_subset(test.labels, count, options.seed, "eval.attention")
-    folder = opened.folder / "attention"
-    old = [path for pattern in _WRITTEN for path in folder.glob(pattern)]
-    if folder.exists() and any(folder.iterdir()) and not (folder / INDEX_FILE).exists():
-        raise ValueError(f"out: {folder} holds other things than maps; choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in old:
-        path.unlink()
-    print(f"{opened.describe()}, {opened.saved.config.data.name} test images\n")
-    _write_maps(opened, test, indices, target, folder)
+    saved = load_run(run, options)
+    classifier = saved.classifier
+    target = None if options.target is None else classifier.class_index(options.target)
+    rollout = rollout_options(classifier, options)
+    test = load_test(saved, options)
+    indices = _choose_images(test, options)
+    folder = results_folder(saved, options) / "attention"
+    _empty_folder(folder)
+    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
+    _write_maps(saved, test, indices, target, rollout, folder)
     print(f"wrote {len(indices)} sheets, maps (.npy) and {INDEX_FILE} to {folder}/")
-    if options.faithfulness:
-        count = min(options.faithfulness, len(test))
-        print(f"\nmeasuring the maps on {count:,} test images drawn by seed", flush=True)
+    if options.faithfulness_images:
+        count = min(options.faithfulness_images, len(test))
+        print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
         chosen = balanced_subset(test.labels, count, options.seed, "eval.faithfulness")
-        table = measure_maps(opened, test.select(chosen), options.batch_size, options.seed)
-        content = {"images": count, "maps": table}
+        table = measure_maps(
+            classifier, test.select(chosen), options.batch_size, options.seed, **rollout
+        )
+        content = {"images": count, "rollout": rollout, "maps": table}
         (folder / TABLE_FILE).write_text(json.dumps(content, indent=1))
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
 
 
+def rollout_options(classifier: Classifier, options: EvalConfig) -> dict[str, Any]:
+    """Return the options of attention rollout.
+
+    Raises:
+        ValueError: The model does not have the layer that rollout is to start at.
+    """
+    depth = len(classifier.model.blocks)
+    if options.start_layer >= depth:
+        raise ValueError(
+            f"start_layer: {options.start_layer} is not a layer of this model; "
+            f"it must be 0 to {depth - 1}"
+        )
+    return {
+        "head_fusion": options.head_fusion,
+        "discard_ratio": options.discard_ratio,
+        "start_layer": options.start_layer,
+    }
+
+
+def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
+    """Return the indices to draw: those asked for, or random ones."""
+    for index in options.indices:
+        if not 0 <= index < len(test):
+            raise ValueError(
+                f"indices: {index} is not a test image; it must be 0 to {len(test) - 1}"
+            )
+    if options.indices:
+        return torch.tensor(list(dict.fromkeys(options.indices)))
+    count = min(options.probes, len(test))
+    return balanced_subset(test.labels, count, options.seed, "eval.attention")
+
+
+def _empty_folder(folder: Path) -> None:
+    """Make a folder for maps, without those of an earlier call.
+
+    Raises:
+        ValueError: The folder contains something else.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / INDEX_FILE).exists():
+        raise ValueError(f"out: {folder} contains files other than maps; use another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _WRITTEN:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
 def _write_maps(
-    opened: OpenRun, test: ImageSet, indices: Tensor, target: int | None, folder: Path
+    saved: SavedModel,
+    test: ImageSet,
+    indices: Tensor,
+    target: int | None,
+    rollout: dict[str, Any],
+    folder: Path,
 ) -> None:
-    """Write a sheet and an entry in the index for each image, and a file for each kind of map."""
-    chosen, classes = test.select(indices), opened.saved.classes
-    aims = None if target is None else torch.full_like(indices, target).to(opened.device)
-    pixels = normalize(chosen.images.to(opened.device), opened.mean, opened.std)
-    logits, maps = attention_maps(opened.model, pixels, list(MAP_KINDS), aims)
-    shares, predicted = logits.softmax(dim=1).cpu().max(dim=1)
+    """Write a sheet and an index entry for each image, and a file for each kind of map."""
+    chosen, classes = test.select(indices), saved.classifier.classes
+    aims = None if target is None else torch.full_like(indices, target)
+    logits, maps = saved.classifier.maps(chosen.images, list(MAP_KINDS), aims, **rollout)
+    probabilities, predicted = logits.softmax(dim=1).cpu().max(dim=1)
     explained = predicted if target is None else torch.full_like(predicted, target)
     entries = [
         {
@@ -105,23 +149,24 @@ def _write_maps(
             "index": index,
             "label": classes[chosen.labels[row]],
             "prediction": classes[predicted[row]],
-            "probability": shares[row].item(),
+            "probability": probabilities[row].item(),
             "explained_class": classes[explained[row]],
             "sheet": f"image_{index:05d}.png",
         }
         for row, index in enumerate(indices.tolist())
     ]
     content: dict[str, Any] = {
-        "data": opened.saved.config.data.name,
+        "data": saved.config.data.name,
         "split": "test",
-        "readout": readout_of(opened.model),
-        "unit": "1 is what each token (relevance: each patch) would get if all got the same",
+        "readout": readout_of(saved.classifier.model),
+        "rollout": rollout,
+        "unit": "1 is what each token (relevance: each patch) gets if all get the same",
         "maps": {
             kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
         },
         "images": entries,
     }
-    # First of all, because by it the next call knows that the folder is ours.
+    # Written first, because it tells the next call that the folder may be emptied.
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
     captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
@@ -134,38 +179,45 @@ def _write_maps(
             )
             name = f"image_{index:05d}"
             Image.fromarray(sheet).save(folder / f"{name}.png")
-            tag = f"attention/{name}"
-            writer.add_image(tag, sheet, opened.saved.step, dataformats="HWC")
+            tag = picture_tag(f"attention/{name}")
+            writer.add_image(tag, sheet, saved.step, dataformats="HWC")
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
 
 
-def measure_maps(opened: OpenRun, images: ImageSet, batch_size: int, seed: int) -> Table:
-    """Measure every kind of map, and maps that know nothing of the model, on the same images.
+def measure_maps(
+    classifier: Classifier, images: ImageSet, batch_size: int, seed: int, **rollout: Any
+) -> Table:
+    """Measure the faithfulness of every kind of map, and of two baselines, on the same images.
 
-    The class that is followed is the predicted one.
+    The maps explain the predicted class. A terminal shows the progress.
 
     Args:
-        opened: The model.
-        images: What to measure on; where they have masks, maps are compared with these too.
-        batch_size: Images at a time.
-        seed: Of the random maps.
+        classifier: The model.
+        images: Test images; if they have masks, the maps are compared with these too.
+        batch_size: Images per forward pass.
+        seed: Seed of the random maps.
+        **rollout: Options of `vit.explain.rollout.attention_rollout`.
 
     Returns:
-        For each map and metric the mean over images and half of its 95 % interval; "over_centred"
+        For each map and metric the mean over images and half of its 95% interval; "over_centred"
         is the difference in (LeRF - MoRF) / 2 to the centred map, image by image.
     """
-    pixels = normalize(images.images.to(opened.device), opened.mean, opened.std)
-    parts = [
-        attention_maps(opened.model, part, list(MAP_KINDS), precision=opened.precision)
-        for part in pixels.split(batch_size)
-    ]
-    target = torch.cat([logits.argmax(dim=1) for logits, _ in parts])
-    maps = {kind: torch.cat([found[kind] for _, found in parts]).cpu() for kind in MAP_KINDS}
-    maps = with_baselines(maps, seed)
-    scores = score_maps(
-        opened.model, pixels, maps, target, precision=opened.precision, batch_size=batch_size
-    )
+    logits, maps = classifier.maps(
+        images.images, list(MAP_KINDS), precision=classifier.precision, batch_size=batch_size,
+        **rollout,
+    )  # fmt: skip
+    maps = with_baselines({kind: found.cpu() for kind, found in maps.items()}, seed)
+    inputs = classifier.normalize(images.images)
+    passes = 2 * len(LEVELS) * len(maps) * len(images)
+    # disable=None shows the bar on terminals only.
+    with tqdm(total=passes, desc="faithfulness", unit="image", leave=False, disable=None) as bar:
+
+        def classify(part: Tensor) -> Tensor:
+            bar.update(len(part))
+            return classifier.forward(part)
+
+        scores = score_maps(classify, inputs, maps, logits.argmax(dim=1), batch_size=batch_size)
     for kind, values in scores.items():
         if kind != "centred":
             values["over_centred"] = values["lerf_morf"] - scores["centred"]["lerf_morf"]
@@ -179,11 +231,11 @@ def measure_maps(opened: OpenRun, images: ImageSet, batch_size: int, seed: int) 
 
 
 def as_table(table: Table, count: int) -> str:
-    """Lay out what `measure_maps` returns as text."""
+    """Format the result of `measure_maps` as text."""
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
     lines = [
-        f"how far maps can be believed: {count:,} test images, mean ± 95 % interval; "
-        "the class followed is the predicted one",
+        f"faithfulness of the maps for the predicted class: {count:,} test images, "
+        "mean ± 95% interval",
         "map".ljust(40) + "".join(METRICS[metric].rjust(17) for metric in metrics),
     ]
     for kind, values in table.items():
@@ -191,7 +243,7 @@ def as_table(table: Table, count: int) -> str:
             "{:.3f} ± {:.3f}".format(*values[metric]) if metric in values else "–"
             for metric in metrics
         )
-        name = (MAP_KINDS | BASELINES)[kind]
+        name = MAP_KINDS.get(kind) or f"{BASELINES[kind]} (baseline)"
         if kind in MAP_KINDS and kind not in CLASS_SPECIFIC:
             name += ", class-agnostic"
         lines.append(name.ljust(40) + "".join(cell.rjust(17) for cell in cells))

@@ -1,67 +1,49 @@
-"""Pictures of one's own: what a model takes them for, and what it looked at."""
+"""Photos from files: what a model predicts for them, and where it looks."""
 
+import dataclasses
 from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image
-
 from vit.config import EvalConfig
-from vit.data.augment import normalize
-from vit.data.photos import as_image, central_square, read_photo
-from vit.explain.figures import SCALE, overlay
-from vit.explain.rollout import CLASS_SPECIFIC, attention_maps
-from vit.reporting.opening import class_number, open_run
+from vit.data.photos import read_photo
+from vit.explain.drawing import SCALE
+from vit.reporting.loading import load_run, results_folder
 
 BEST = 5  # classes that are printed
-DRAWN = ("rollout", "relevance")
+KINDS = ("rollout", "relevance")
 
 
 def classify_photos(run: str, options: EvalConfig) -> None:
-    """Print the best classes of pictures and write overlays at their own resolution.
-
-    A model sees the central square of a picture, shrunk to what it was trained on.
+    """Print the most probable classes of photos and write a sheet with maps for each.
 
     Args:
-        run: A run folder, a model.safetensors or a checkpoint.
-        options: How.
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation; `image` lists the photos.
 
     Raises:
-        ValueError: A picture or the model cannot be read, or there is no such class.
+        ValueError: A photo or the model cannot be read, or the class does not exist.
     """
     photos = {Path(name): read_photo(Path(name), "image") for name in options.image}
-    opened = open_run(run, options)
-    classes = opened.saved.classes
-    target = class_number(options.target, classes)
-    folder = opened.folder / "photos"
+    saved = load_run(run, options)
+    if options.target is not None:
+        saved.classifier.class_index(options.target)  # before a folder is made
+    folder = results_folder(saved, options) / "photos"
     folder.mkdir(parents=True, exist_ok=True)
-    print(opened.describe())
+    print(saved.describe())
     written: set[str] = set()
     for path, photo in photos.items():
-        square = central_square(*photo.shape[:2])
-        pixels = as_image(photo)[None]
-        aim = None if target is None else torch.tensor([target], device=opened.device)
-        logits, maps = attention_maps(
-            opened.model, normalize(pixels.to(opened.device), opened.mean, opened.std), DRAWN, aim
-        )
-        shares, best = logits[0].softmax(dim=0).topk(min(BEST, len(classes)))
+        explanation = saved.classifier.explain(photo, KINDS, options.target)
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
-        for share, number in zip(shares.tolist(), best.tolist(), strict=True):
-            print(f"  {classes[number]:<20}{share:7.2%}")
-        stem = path.stem  # pictures of one name, from several folders, keep apart
-        while stem in written:
-            stem += "_"
-        written.add(stem)
-        for kind in DRAWN:
-            # What the model did not see stays grey.
-            drawn = np.repeat(photo.mean(axis=-1, keepdims=True).astype(np.uint8), 3, axis=-1)
-            drawn[square] = overlay(photo[square], maps[kind][0])
-            explained = classes[best[0] if target is None else target]
-            what = explained if kind in CLASS_SPECIFIC else "class-agnostic"
-            place = folder / f"{stem}_{kind}_{what}.png"
-            Image.fromarray(drawn).save(place)
-            print(f"  wrote {place}")
-    print(
-        f"\nthe model sees the central square of a picture; "
-        f"colours run from {SCALE[0]:g} to {SCALE[1]:g} times uniform attention"
-    )
+        for name, probability in list(explanation.probabilities.items())[:BEST]:
+            print(f"  {name:<20}{probability:7.2%}")
+        sheet = folder / f"{_unused(path.stem, written)}.png"
+        dataclasses.replace(explanation, name=path.name).save(sheet)
+        print(f"  wrote {sheet}")
+    print(f"\ncolours show {SCALE[0]:g} to {SCALE[1]:g} times uniform attention")
+
+
+def _unused(stem: str, used: set[str]) -> str:
+    """Return a file name that no other photo of this call has, and remember it."""
+    while stem in used:
+        stem += "_"
+    used.add(stem)
+    return stem

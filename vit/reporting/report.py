@@ -1,77 +1,66 @@
-"""The report: how good a model is, in numbers and pictures; training ends with it too."""
+"""The report on the test images: metrics and figures. Training ends with it too."""
 
 import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from vit.classifier import Classifier
 from vit.config import EvalConfig
-from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, choose_probes, normalization
+from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
-from vit.explain.rollout import attention_maps
 from vit.files import write_atomically
-from vit.hardware import autocast
-from vit.model.vit import VisionTransformer
-from vit.reporting.opening import load_test, open_run
+from vit.reporting.loading import load_run, load_test, results_folder
 from vit.run_folder import REPORT_FILE, REPORT_FILES
+from vit.tracking import picture_tag
 
-MISTAKES = 16  # in the gallery
+MISTAKES = 16  # images in the gallery
 PROJECTED = 1000  # images in TensorBoard's projector
-PROJECTED_AT_ONCE = 250  # of them, which bounds the memory of a run
+FRAME = 4  # pixels around a thumbnail in the projector
+PROJECTED_AT_ONCE = 250  # bounds the memory of a run
 
 
 def write_report(
-    model: VisionTransformer,
+    classifier: Classifier,
     images: ImageSet,
-    data_name: str,
     folder: Path,
-    *,
     step: int,
-    device: torch.device,
-    precision: torch.dtype,
     batch_size: int = 500,
     probes: int = 8,
 ) -> dict[str, Any]:
-    """Evaluate a model and write all that is worth seeing into a folder.
+    """Evaluate a classifier and write numbers and figures into a folder.
 
     Args:
-        model: In evaluation mode, on the device.
-        images: What it is evaluated on.
-        data_name: The data set it was trained on, which fixes how images are normalised.
+        classifier: The model.
+        images: The test images, with labels.
         folder: Gets report.json, confusion_matrix.png, reliability.png, mistakes.png,
             probes/*.png and TensorBoard events, among them precision-recall curves and a projector
-            of the features; what an earlier report left there is replaced.
+            of the features; files of an earlier report are replaced.
         step: Steps the model was trained for.
-        device: Where to compute.
-        precision: Of matrix products.
-        batch_size: Images at a time.
-        probes: How many images' attention to draw.
+        batch_size: Images per forward pass.
+        probes: Number of test images whose attention maps are drawn.
 
     Returns:
         The report, see `vit.evaluation.report`.
     """
-    mean, std = normalization(data_name, device)
-    result, logits = evaluate(
-        model, images.images.to(device), images.labels, images.classes, mean, std, precision,
-        batch_size,
-    )  # fmt: skip
+    result, logits = evaluate(classifier, images, batch_size)
     pictures = {
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
         "reliability": reliability_picture(result["reliability"], result["ece"]),
     }
     wrong = worst_mistakes(logits, images.labels, MISTAKES)
     if len(wrong):
-        pictures["mistakes"] = draw_gallery(model, images.select(wrong), mean, std)
-    drawn = draw_probes(model, choose_probes(images, probes, seed=0), mean, std)
+        pictures["mistakes"] = draw_gallery(classifier, images.select(wrong))
+    drawn = draw_probes(classifier, choose_probes(images, probes, seed=0))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
@@ -83,25 +72,25 @@ def write_report(
         for key in ("accuracy", "top5_accuracy", "loss", "ece"):
             writer.add_scalar(f"test/{key}", result[key], step)
         for tag, pixels in pictures.items():
-            writer.add_image(f"test/{tag}", pixels, step, dataformats="HWC")
+            writer.add_image(picture_tag(f"test/{tag}"), pixels, step, dataformats="HWC")
             Image.fromarray(pixels).save(folder / f"{tag}.png")
         shares = logits.softmax(dim=1)
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, shares[:, number], step
             )
-        _project(writer, model, choose_probes(images, PROJECTED, 0), mean, std, precision, step)
+        _project(writer, classifier, choose_probes(images, PROJECTED, 0), step)
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
     return result
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Find the images that were most confidently taken for something else.
+    """Find the misclassified images with the highest confidence.
 
     Args:
         logits: (N, C).
         labels: (N,) int64.
-        count: At most so many.
+        count: Maximum number of images.
 
     Returns:
         Indices, most confident first.
@@ -112,90 +101,83 @@ def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
     return confidence.topk(min(count, wrong)).indices
 
 
-def draw_probes(
-    model: VisionTransformer, probes: ImageSet, mean: Tensor, std: Tensor
-) -> list[np.ndarray]:
-    """Draw the attention rollout of each probe.
-
-    Args:
-        model: In evaluation mode.
-        probes: Images with labels, on any device.
-        mean: (3, 1, 1), on the model's device.
-        std: (3, 1, 1), likewise.
+def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
+    """Draw each image with its attention rollout.
 
     Returns:
-        Pictures, (height, width, 3) uint8, with the true and the predicted class.
+        Pictures (height, width, 3) uint8, with the true and the predicted class.
     """
     if len(probes) == 0:
         return []
-    logits, maps = attention_maps(model, normalize(probes.images.to(mean.device), mean, std))
+    logits, maps = classifier.maps(probes.images)
     captions = captions_of(logits, probes.labels, probes.classes)
     return rollout_pictures(probes.images, maps["rollout"], captions)
 
 
-def draw_gallery(
-    model: VisionTransformer, mistakes: ImageSet, mean: Tensor, std: Tensor
-) -> np.ndarray:
-    """Draw mistakes beside what spoke for the wrong class (class relevance)."""
-    logits, maps = attention_maps(
-        model, normalize(mistakes.images.to(mean.device), mean, std), ["relevance"]
-    )
+def draw_gallery(classifier: Classifier, mistakes: ImageSet) -> np.ndarray:
+    """Draw misclassified images next to class relevance for the predicted class."""
+    logits, maps = classifier.maps(mistakes.images, ["relevance"])
     captions = captions_of(logits, mistakes.labels, mistakes.classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
-    title = "most confident mistakes, with class relevance for what they were taken for"
+    title = "most confident mistakes, with class relevance for the predicted class"
     return gallery_picture(title, mistakes.images, maps["relevance"], captions)
 
 
-@torch.no_grad()
-def _project(
-    writer: SummaryWriter,
-    model: VisionTransformer,
-    images: ImageSet,
-    mean: Tensor,
-    std: Tensor,
-    precision: torch.dtype,
-    step: int,
-) -> None:
-    """Write what the last layer sees of images for TensorBoard's projector, with the images."""
-    features = []
-    for part in images.images.split(PROJECTED_AT_ONCE):
-        with autocast(mean.device, precision):
-            tokens = model.forward_features(normalize(part.to(mean.device), mean, std))
-            features.append(model.forward_head(tokens, pre_logits=True).float().cpu())
+def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
+    """Write the features and thumbnails of images for TensorBoard's projector."""
+    features = [classifier.features(part).cpu() for part in images.images.split(PROJECTED_AT_ONCE)]
     writer.add_embedding(
         torch.cat(features), [images.classes[label] for label in images.labels],
-        images.images / 255, step, "features",
+        class_frames(images) / 255, step, "features",
     )  # fmt: skip
 
 
+def class_frames(images: ImageSet) -> Tensor:
+    """Frame images in the colours of their classes.
+
+    The projector opens without colours and cannot be told otherwise, but it shows thumbnails.
+
+    Returns:
+        (N, 3, height, width) uint8, FRAME pixels larger on each side.
+    """
+    count = len(images.classes)
+    name = "tab10" if count <= 10 else "tab20" if count <= 20 else "hsv"
+    numbers = np.arange(count) if count <= 20 else np.arange(count) / count
+    colours = torch.from_numpy(matplotlib.colormaps[name](numbers, bytes=True)[:, :3].copy())
+    height, width = images.images.shape[-2:]
+    framed = colours[images.labels.cpu()][:, :, None, None].repeat(
+        1, 1, height + 2 * FRAME, width + 2 * FRAME
+    )
+    framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = images.images.cpu()
+    return framed
+
+
 def report_files(folder: Path) -> list[Path]:
-    """List what a report left in a folder, but for report.json."""
+    """List the files of a report in a folder, except report.json."""
     return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
 
 
 def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
-    """Evaluate the model of a run folder or file on the test images, print and write the report.
+    """Evaluate a model on the test images; print the report and write it.
 
     Args:
-        run: A run folder, a model.safetensors or a checkpoint.
-        options: How.
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation.
 
     Returns:
         The report, see `vit.evaluation.report`.
 
     Raises:
-        ValueError: The model or the data cannot be read.
+        ValueError: The model or the data cannot be read, or the folder contains other files.
     """
-    opened = open_run(run, options)
-    test = load_test(opened, options)
-    folder, data_name = opened.folder, opened.saved.config.data.name
+    saved = load_run(run, options)
+    test, folder = load_test(saved, options), results_folder(saved, options)
     if report_files(folder) and not (folder / REPORT_FILE).exists():
-        raise ValueError(f"out: {folder} holds other things than a report; choose another --out")
+        raise ValueError(f"out: {folder} contains files other than a report; use another --out")
+    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
-        opened.model, test, data_name, folder, step=opened.saved.step, device=opened.device,
-        precision=opened.precision, batch_size=options.batch_size, probes=options.probes,
-    )  # fmt: skip
-    print(f"{opened.describe()}, {data_name} test images\n")
+        saved.classifier, test, folder, saved.step, options.batch_size, options.probes
+    )
     print(as_table(result))
     probes = f", {folder / 'probes'}/*.png" if options.probes else ""
     print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png{probes}")

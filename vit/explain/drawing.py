@@ -1,0 +1,151 @@
+"""Drawing: pixels, coloured maps, text and colour bars on a canvas.
+
+A canvas is a (height, width, 3) uint8 array. Maps are in units of uniform attention and coloured on
+one fixed scale, so figures can be compared. Pixels and patches are enlarged without smoothing.
+"""
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
+from PIL import Image
+from torch import Tensor
+
+from vit.explain.charts import DPI, pixels_of
+
+COLOURS = "inferno"
+SCALE = (0.0, 3.0)  # units of uniform attention
+GAP = 6  # pixels between panels
+BAR = 58  # width of a colour bar with its labels, in pixels
+BAR_MARGIN = 8  # pixels above and below it, for half a label
+FONT_SIZE = 9  # points
+
+Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
+Bar = tuple[str, tuple[float, float], str]  # colour map, scale, label
+UNIFORM: Bar = (COLOURS, SCALE, "× uniform")
+
+
+def overlay(pixels: np.ndarray, heat: Tensor) -> np.ndarray:
+    """Lay a map over a picture.
+
+    The picture turns grey, so every colour is the map's; the more attention, the more opaque.
+
+    Args:
+        pixels: (H, W, 3) uint8, of any size.
+        heat: (rows, columns) map.
+
+    Returns:
+        (H, W, 3) uint8.
+    """
+    low, high = SCALE
+    strength = ((heat.cpu().numpy() - low) / (high - low)).clip(0, 1)
+    opacity = enlarge((255 * (0.1 + 0.65 * strength)).astype(np.uint8), pixels.shape[:2]) / 255
+    grey = pixels.mean(axis=-1, dtype=np.float32)[..., None]
+    colours = enlarge(colour_map(heat), pixels.shape[:2]).astype(np.float32)
+    return (grey + (colours - grey) * opacity[..., None]).round().astype(np.uint8)
+
+
+def colour_map(heat: Tensor) -> np.ndarray:
+    """Colour a map (rows, columns): (rows, columns, 3) uint8."""
+    return matplotlib.colormaps[COLOURS](Normalize(*SCALE)(heat.cpu().numpy()), bytes=True)[..., :3]
+
+
+def as_pixels(image: Tensor) -> np.ndarray:
+    """Turn an image (channels, H, W) uint8 into pixels (H, W, 3)."""
+    return image.permute(1, 2, 0).expand(-1, -1, 3).cpu().numpy()
+
+
+def paper(height: int, width: int) -> np.ndarray:
+    """Return a white canvas."""
+    return np.full((height, width, 3), 255, dtype=np.uint8)
+
+
+def enlarge(part: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Resize (h, w) or (h, w, 3) uint8 to a height and width, without smoothing."""
+    return np.asarray(Image.fromarray(part).resize((size[1], size[0]), Image.Resampling.NEAREST))
+
+
+def paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) -> None:
+    """Paste a part into a square of the canvas, enlarged to fill it."""
+    canvas[top : top + side, left : left + side] = enlarge(part, (side, side))
+
+
+def shorten(words: str, width: float) -> str:
+    """Cut each line of a text to a width in pixels, with an ellipsis where something is missing."""
+    return "\n".join(_shorten_line(line, width) for line in words.split("\n"))
+
+
+@functools.lru_cache(maxsize=1000)
+def _shorten_line(line: str, width: float) -> str:
+    line = "".join(c if c.isprintable() else "?" for c in line)
+    kept = line
+    while len(kept) * FONT_SIZE > width and text_width(kept) > width:  # no letter is wider
+        kept = kept.removesuffix("…")[:-1] + "…"
+    return kept
+
+
+def text_width(line: str) -> float:
+    """Measure a line of text in pixels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font lacks are drawn as boxes
+        path = TextPath((0, 0), line.replace("$", r"\$"), size=FONT_SIZE)
+    return path.get_extents().width * DPI / 72 if len(path.vertices) else 0.0
+
+
+def framed(
+    canvas: np.ndarray,
+    texts: Sequence[Text],
+    bars: Sequence[Bar],
+    *,
+    length: int,
+    top: int,
+    zoom: int = 1,
+) -> np.ndarray:
+    """Write texts on a canvas and add colour bars at its right.
+
+    Args:
+        canvas: What to write on.
+        texts: The texts.
+        bars: The colour bars, from left to right.
+        length: Length of a colour bar, in pixels.
+        top: Where the colour bars begin, in pixels from the top.
+        zoom: Pixels of the canvas to one pixel of all lengths.
+    """
+    tall, wide = len(canvas), canvas.shape[1] + zoom * BAR * len(bars)
+    whole = paper(tall, wide)
+    whole[:, : canvas.shape[1]] = canvas
+    for number, bar in enumerate(bars):
+        drawn = _draw_bar(bar, length, zoom)
+        left, high = canvas.shape[1] + number * zoom * BAR, zoom * (top - BAR_MARGIN)
+        whole[high : high + len(drawn), left : left + zoom * BAR] = drawn[: tall - high]
+    figure = Figure(figsize=(wide / (zoom * DPI), tall / (zoom * DPI)), dpi=zoom * DPI)
+    figure.figimage(whole, 0, 0, origin="upper")
+    for x, y, align, words in texts:
+        figure.text(
+            zoom * x / wide, 1 - zoom * y / tall, words,
+            ha=align, va="bottom", fontsize=FONT_SIZE, parse_math=False,
+        )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font lacks are drawn as boxes
+        return pixels_of(figure)
+
+
+@functools.cache
+def _draw_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
+    """Draw a colour bar; cached, because its axis takes longer to draw than everything else."""
+    colours, scale, label = bar
+    tall = length + 2 * BAR_MARGIN
+    figure = Figure(figsize=(BAR / DPI, tall / DPI), dpi=zoom * DPI)
+    axis = figure.add_axes((0, BAR_MARGIN / tall, 12 / BAR, length / tall))
+    figure.colorbar(
+        ScalarMappable(Normalize(*scale), colours), cax=axis,
+        extend="max" if scale[0] == 0 else "both",
+    ).set_label(label, fontsize=8, labelpad=2)  # fmt: skip
+    axis.tick_params(labelsize=8, pad=1)
+    return pixels_of(figure)

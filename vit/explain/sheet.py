@@ -1,0 +1,130 @@
+"""The sheet of a photo: the photo, its maps and their overlays, with captions."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from vit.explain.drawing import (
+    GAP,
+    UNIFORM,
+    Text,
+    colour_map,
+    enlarge,
+    framed,
+    overlay,
+    paper,
+    shorten,
+)
+
+ZOOM = 2  # pixels of a sheet to one pixel of all lengths below, so that it can be printed
+PANEL = 220  # the longer side of a map
+HEADER, TITLE = 42, 48  # height of the two lines above everything, and above a panel
+NARROWEST = 180  # width of the photo's column
+BEST, LINE_HEIGHT = 5, 36  # classes that are listed
+BAR_HEIGHT, BAR_COLOUR, BAR_PAPER = 6, (76, 114, 176), 230
+BORDER = 3  # width of the frame around what the model sees, in pixels of the sheet
+
+
+def photo_sheet(
+    photo: np.ndarray,
+    seen: tuple[slice, slice],
+    maps: Sequence[Tensor],
+    titles: Sequence[str],
+    header: str,
+    probabilities: dict[str, float],
+) -> np.ndarray:
+    """Draw a photo, and a row with map and overlay for each map.
+
+    Args:
+        photo: (height, width, 3) uint8, of any size.
+        seen: Rows and columns of the photo that the model sees; they are framed.
+        maps: (rows, columns) each.
+        titles: A text for each map, of up to two lines.
+        header: Two lines above everything.
+        probabilities: Probability of each class, best first; the first five are listed below the
+            photo if there is room, that is with two maps or more.
+
+    Returns:
+        (height, width, 3) uint8.
+    """
+    size = _fit(photo.shape, PANEL, 2 * PANEL)
+    panel = _fit(photo[seen].shape, PANEL, PANEL)
+    left = 3 * GAP + max(size[1], NARROWEST)
+    pitch = TITLE + panel[0]
+    height = HEADER + max(pitch * len(maps), TITLE + size[0]) + 2 * GAP
+    canvas = paper(ZOOM * height, ZOOM * (left + 2 * panel[1] + 3 * GAP))
+    top = HEADER + TITLE
+    texts: list[Text] = [
+        (GAP, HEADER - 8, "left", shorten(header, canvas.shape[1] / ZOOM - GAP)),
+        (GAP, top - 5, "left", "photo"),
+    ]
+    _place(canvas, _framed_part(_resize(photo, size), seen, photo.shape), top, GAP)
+    crop = _resize(photo[seen], panel)
+    for row, (heat, title) in enumerate(zip(maps, titles, strict=True)):
+        top = HEADER + TITLE + row * pitch
+        parts = (enlarge(colour_map(heat), crop.shape), overlay(crop, heat))
+        for column, (part, words) in enumerate(zip(parts, (title, "overlay"), strict=True)):
+            x = left + column * (panel[1] + GAP)
+            _place(canvas, part, top, x)
+            texts.append((x + panel[1] / 2, top - 5, "center", shorten(words, panel[1])))
+    if len(maps) > 1:
+        texts += _list_classes(canvas, probabilities, HEADER + TITLE + pitch)
+    return framed(canvas, texts, [UNIFORM], length=panel[0] - 12, top=HEADER + TITLE + 4, zoom=ZOOM)
+
+
+def _list_classes(canvas: np.ndarray, probabilities: dict[str, float], top: int) -> list[Text]:
+    """Draw a bar for each of the best classes and return the texts above the bars."""
+    texts: list[Text] = [(GAP, top - 5, "left", "predicted")]
+    for number, (name, probability) in enumerate(list(probabilities.items())[:BEST]):
+        bottom = top + number * LINE_HEIGHT + LINE_HEIGHT - 2 * BAR_HEIGHT
+        texts.append((GAP, bottom - 2, "left", shorten(name, NARROWEST - 50)))
+        texts.append((GAP + NARROWEST, bottom - 2, "right", f"{probability:.1%}"))
+        bar = np.full((ZOOM * BAR_HEIGHT, ZOOM * NARROWEST, 3), BAR_PAPER, dtype=np.uint8)
+        bar[:, : round(probability * bar.shape[1])] = BAR_COLOUR
+        _place(canvas, bar, bottom, GAP)
+    return texts
+
+
+def _fit(shape: tuple[int, ...], height: int, width: int) -> tuple[int, int]:
+    """Return the largest height and width of a picture that fit into a rectangle."""
+    scale = min(height / shape[0], width / shape[1])
+    return max(1, round(scale * shape[0])), max(1, round(scale * shape[1]))
+
+
+def _place(canvas: np.ndarray, part: np.ndarray, top: int, left: int) -> None:
+    """Copy pixels of a sheet to a place in pixels of the layout."""
+    top, left = ZOOM * top, ZOOM * left
+    canvas[top : top + part.shape[0], left : left + part.shape[1]] = part
+
+
+def _resize(photo: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Bring a photo to a size in pixels of the layout; the pixels of a small one stay visible."""
+    height, width = ZOOM * size[0], ZOOM * size[1]
+    small = 2 * photo.shape[0] <= height
+    how = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+    return np.asarray(Image.fromarray(photo).resize((width, height), how))
+
+
+def _framed_part(
+    pixels: np.ndarray, seen: tuple[slice, slice], full: tuple[int, ...]
+) -> np.ndarray:
+    """Fade what the model does not see and frame what it sees, unless that is everything.
+
+    Args:
+        pixels: (h, w, 3) uint8, a photo of any size, resized.
+        seen: Rows and columns of the photo as it was.
+        full: Height and width of the photo as it was.
+    """
+    (top, bottom), (left, right) = (
+        (round(part.start * shown / whole), round(part.stop * shown / whole))
+        for part, shown, whole in zip(seen, pixels.shape[:2], full[:2], strict=True)
+    )
+    if (top, left) == (0, 0) and (bottom, right) == pixels.shape[:2]:
+        return pixels
+    drawn = (0.3 * pixels + 0.7 * 255).round().astype(np.uint8)
+    drawn[top:bottom, left:right] = 0
+    inside = slice(top + BORDER, bottom - BORDER), slice(left + BORDER, right - BORDER)
+    drawn[inside] = pixels[inside]
+    return drawn

@@ -1,0 +1,42 @@
+"""Loading what eval.py works on: the model, its test images, and the folder for results."""
+
+from pathlib import Path
+
+from vit.classifier import SavedModel, load_model
+from vit.config import EvalConfig
+from vit.data.datasets import ImageSet, load
+from vit.run_folder import EVAL_FOLDER
+
+
+def load_run(run: str, options: EvalConfig) -> SavedModel:
+    """Load a model onto the device and in the precision of the options.
+
+    Raises:
+        ValueError: The model cannot be read, or the device is not available.
+    """
+    return load_model(run, options.device, options.precision)
+
+
+def results_folder(saved: SavedModel, options: EvalConfig) -> Path:
+    """Return the folder for results: --out, or eval/ in the run folder."""
+    return Path(options.out) if options.out else saved.run / EVAL_FOLDER
+
+
+def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
+    """Load the test images of the data set that a model was trained on.
+
+    Raises:
+        ValueError: The images are missing and could not be downloaded, or have other classes.
+    """
+    data, classes = saved.config.data, saved.classifier.classes
+    root = options.data.root or data.root
+    test = load(
+        data.name, root, train=False, download=options.data.download, on_bad_image=data.on_bad_image
+    )
+    if test.classes != classes:
+        different = ", ".join(sorted({*test.classes} ^ {*classes}))
+        raise ValueError(
+            f"data.root: the test images in {root} do not have the classes of {saved.path}: only "
+            f"one of the two has {different}; use --data.root to name a folder with its classes"
+        )
+    return test
