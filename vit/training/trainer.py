@@ -202,7 +202,7 @@ def build_loop(
             AttentionLogging(run / MAPS_FOLDER, probes, at_milestones),
             MapFaithfulness(judged, seed, at_milestones),
         ]
-    about = {
+    about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
         "classes": list(training.classes),
@@ -253,7 +253,6 @@ def write_hyperparameters(
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
     # After the last step, so that a run killed here writes them again.
     tracker.scalars(step + 1, values, tensorboard_only=True)
-    metrics = [*values, *(["val/accuracy"] if config.data.val_size else [])]
     settings = flatten(to_dict(config))
     places = ("out", "data.root", "data.download")
-    tracker.hyperparameters({k: v for k, v in settings.items() if k not in places}, metrics)
+    tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
