@@ -29,8 +29,8 @@ def steps(
     """Return work that trains a model of a size for a step."""
     size = 4 * int(tokens**0.5)
     model = VisionTransformer(
-        size, 4, 3, 10, "linear", dim, depth, HEADS, mlp_ratio=2, class_token=False,
-        global_pool="avg",
+        img_size=size, in_chans=3, num_classes=10, patch_size=4, stem="linear", embed_dim=dim,
+        depth=depth, num_heads=HEADS, mlp_ratio=2, mlp_conv=False, zero_init=False,
     )  # fmt: skip
     batches = itertools.repeat((torch.randn(batch, 3, size, size), torch.arange(batch) % 10))
     return training(model.train(), batches, precision, 1)

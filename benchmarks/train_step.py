@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +40,13 @@ CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
 
 
-def ours() -> nn.Module:
+def ours(attn_kernel: Literal["auto", "math"] = "auto") -> VisionTransformer:
     """Make this project's model."""
-    return VisionTransformer(SIZE, PATCH, 3, CLASSES, "linear", DIM, DEPTH, HEADS, mlp_ratio=2)
+    return VisionTransformer(
+        img_size=SIZE, in_chans=3, num_classes=CLASSES, patch_size=PATCH, stem="linear",
+        embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2, mlp_conv=False, zero_init=False,
+        class_token=True, global_pool="token", attn_kernel=attn_kernel,
+    )  # fmt: skip
 
 
 def timm_model() -> nn.Module:
@@ -156,10 +161,7 @@ def compare_peers(batch: int, rounds: int, steps: int) -> None:
             f"  {name:<34}{batch * steps / timing.seconds:6.0f}   "
             f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})"
         )
-    model = VisionTransformer(
-        SIZE, PATCH, 3, CLASSES, "linear", DIM, DEPTH, HEADS, mlp_ratio=2, attn_kernel="math"
-    )
-    flops = flops_of_step(model, batch)
+    flops = flops_of_step(ours("math"), batch)
     for precision in (torch.float32, torch.bfloat16):
         name = str(precision)[6:]
         peak = matrix_peak(precision)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from models import PLAIN
 from vit.data.augment import normalize
 from vit.data.datasets import choose_probes, load, normalization
 from vit.explain.faithfulness import (
@@ -28,7 +29,9 @@ MEAN, STD = normalization("shapes", torch.device("cpu"))
 @pytest.fixture
 def model() -> VisionTransformer:
     torch.manual_seed(0)
-    model = VisionTransformer(embed_dim=24, depth=2, num_heads=2)
+    model = VisionTransformer(
+        **PLAIN, img_size=32, num_classes=10, embed_dim=24, depth=2, num_heads=2
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()

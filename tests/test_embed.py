@@ -27,10 +27,10 @@ def draw_images(batch=2, channels=3, size=16):
 
 @pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
 def test_linear_stem_is_each_patch_times_a_matrix(patch_size):
-    embed = PatchEmbed(16, patch_size, 3, 10)
+    embed = PatchEmbed(16, patch_size, 3, 10, "linear")
     images = draw_images()
 
-    tokens = embed(images)
+    tokens, _ = embed(images)
 
     side = 16 // patch_size
     matrix = embed.proj.weight.reshape(10, -1)
@@ -43,20 +43,20 @@ def test_linear_stem_is_each_patch_times_a_matrix(patch_size):
 
 
 def test_linear_stem_equals_timm():
-    ours, theirs = PatchEmbed(16, 4, 3, 10), TimmPatchEmbed(16, 4, 3, 10)
+    ours, theirs = PatchEmbed(16, 4, 3, 10, "linear"), TimmPatchEmbed(16, 4, 3, 10)
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert_close(ours(draw_images()), theirs(draw_images()), rtol=0, atol=1e-6)
+    assert_close(ours(draw_images())[0], theirs(draw_images()), rtol=0, atol=1e-6)
 
 
 @property_test
 @given(row=st.integers(0, 3), column=st.integers(0, 3), y=st.integers(0, 3), x=st.integers(0, 3))
 def test_pixel_of_a_patch_changes_the_token_at_its_row_and_column_only(row, column, y, x):
-    embed = PatchEmbed(16, 4, 1, 6)
+    embed = PatchEmbed(16, 4, 1, 6, "linear")
     dark = torch.zeros(1, 1, 16, 16)
     lit = dark.clone()
     lit[0, 0, 4 * row + y, 4 * column + x] = 1
 
-    changed = (embed(lit) != embed(dark)).any(-1)[0]
+    changed = (embed(lit)[0] != embed(dark)[0]).any(-1)[0]
 
     assert changed.nonzero().flatten().tolist() == [4 * row + column]
 
@@ -120,7 +120,7 @@ def test_conv_stem_sees_beyond_the_border_of_the_patch():
     lit = dark.clone()
     lit[0, 0, 3, 3] = 1  # the lower right corner of patch 0
 
-    changed = (embed(lit) != embed(dark)).any(-1)[0]
+    changed = (embed(lit)[0] != embed(dark)[0]).any(-1)[0]
 
     # Up to two patches on: a pixel each way, one of half the size, one more by the residual.
     assert changed.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10]
@@ -133,15 +133,34 @@ def test_grid_and_tokens(stem, patch_size):
     side = 16 // patch_size
     assert embed.grid_size == (side, side)
     assert embed.num_patches == side**2
-    assert embed(draw_images()).shape == (2, side**2, 8)
+    tokens, grid = embed(draw_images())
+    assert tokens.shape == (2, side**2, 8)
+    assert grid == (side, side)
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_tokens_are_row_by_row(stem):
+@pytest.mark.parametrize("img_size", [(8, 24), (24, 8), (16, 16), (4, 36)])
+def test_grid_of_a_rectangle(stem, img_size):
+    embed = PatchEmbed(img_size, 4, 3, 8, stem)
+    assert embed.grid_size == (img_size[0] // 4, img_size[1] // 4)
+    assert embed.num_patches == img_size[0] * img_size[1] // 16
+    tokens, grid = embed(torch.randn(2, 3, 12, 20))  # of another image than img_size
+    assert tokens.shape == (2, 15, 8)
+    assert grid == (3, 5)
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+@pytest.mark.parametrize("size", [(16, 16), (8, 24), (32, 4)])
+def test_tokens_are_row_by_row(stem, size):
     torch.manual_seed(0)
     embed = PatchEmbed(16, 4, 3, 8, stem).eval()
-    images = draw_images()
-    assert_close(embed(images)[:, 4 * 1 + 2], embed.proj(images)[:, :, 1, 2], rtol=0, atol=0)
+    images = torch.randn(2, 3, *size)
+    tokens, (rows, columns) = embed(images)
+    image = embed.proj(images)
+    for row in range(rows):
+        for column in range(columns):
+            found = tokens[:, columns * row + column]
+            assert_close(found, image[:, :, row, column], rtol=0, atol=0)
 
 
 # --- positions ---
@@ -182,18 +201,28 @@ def test_sincos_tells_every_place_apart(rows, columns, quarter):
 @pytest.mark.parametrize("stem", ["linear", "conv"])
 def test_patch_that_does_not_divide_the_image_is_refused(stem):
     with pytest.raises(ValueError, match="patch_size: 5 does not divide img_size=32"):
-        PatchEmbed(32, 5, stem=stem)
+        PatchEmbed(32, 5, 3, 8, stem)
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+@pytest.mark.parametrize("size", [(33, 32), (32, 30), (3, 4), (15, 17)])
+def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
+    message = rf"^patch_size: 4 does not divide img_size={size[0]} x {size[1]} \(height x width\)"
+    with pytest.raises(ValueError, match=message):
+        PatchEmbed(size, 4, 3, 8, stem)
+    with pytest.raises(ValueError, match=message):
+        PatchEmbed(32, 4, 3, 8, stem)(torch.randn(1, 3, *size))
 
 
 @pytest.mark.parametrize("patch_size", [3, 6, 12])
 def test_conv_stem_refuses_what_is_no_power_of_two(patch_size):
     with pytest.raises(ValueError, match=f"patch_size: {patch_size} is not a power of two"):
-        PatchEmbed(48, patch_size, stem="conv")
+        PatchEmbed(48, patch_size, 3, 8, "conv")
 
 
 def test_unknown_stem_is_refused():
     with pytest.raises(ValueError, match="stem: 'mlp' is not linear or conv"):
-        PatchEmbed(stem="mlp")
+        PatchEmbed(32, 4, 3, 8, "mlp")
 
 
 @pytest.mark.parametrize("dim", [2, 6, 97])
@@ -204,15 +233,26 @@ def test_sincos_refuses_what_is_no_multiple_of_four(dim):
 
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize(
-    ("grid", "wanted"), [((8, 8), (6, 6)), ((4, 4), (7, 7)), ((4, 8), (6, 12))]
+    ("grid", "wanted"),
+    [
+        ((8, 8), (6, 6)),
+        ((4, 4), (7, 7)),
+        ((4, 8), (6, 12)),
+        ((8, 8), (16, 4)),  # as many patches
+        ((4, 4), (2, 8)),
+        ((4, 4), (1, 16)),
+        ((3, 5), (5, 3)),
+        ((4, 4), (1, 3)),
+    ],
 )
 def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
     pos_embed = torch.randn(1, prefix + grid[0] * grid[1], 8)
-    found = resample_pos_embed(pos_embed, grid, wanted[0] * wanted[1], prefix)
+    found = resample_pos_embed(pos_embed, grid, wanted, prefix)
     expected = resample_abs_pos_embed(pos_embed, wanted, grid, num_prefix_tokens=prefix)
     assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_positions_of_the_same_grid_stay_as_they_are():
-    pos_embed = torch.randn(1, 17, 8)
-    assert resample_pos_embed(pos_embed, (4, 4), 16, 1) is pos_embed
+    for grid in ((4, 4), (2, 8)):
+        pos_embed = torch.randn(1, 17, 8)
+        assert resample_pos_embed(pos_embed, grid, grid, 1) is pos_embed

@@ -4,10 +4,12 @@ from itertools import product
 
 import pytest
 import torch
+from einops import EinopsError
 from timm.models.vision_transformer import Block as TimmBlock
 from torch import Tensor
 from torch.testing import assert_close
 
+from models import PLAIN
 from vit.model.attention import causal_mask
 from vit.model.encoder import EncoderBlock, LayerScale, Mlp, NeighbourConv
 from vit.model.vit import VisionTransformer
@@ -24,9 +26,12 @@ VARIANTS = {
 with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
-def draw_block(dim: int = 12, num_heads: int = 3, **kwargs) -> EncoderBlock:
+GRID = (1, 5)  # of the tokens that draw_tokens draws; a block without convolution ignores it
+
+
+def draw_block(dim: int = 12, num_heads: int = 3, mlp_ratio: float = 4, **kwargs) -> EncoderBlock:
     """Build a block in float64, in eval mode, all of whose parameters are random."""
-    block = EncoderBlock(dim, num_heads, **kwargs).double().eval()
+    block = EncoderBlock(dim, num_heads, mlp_ratio, **kwargs).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -47,7 +52,7 @@ def test_block_equals_timm(variant, mask):
     theirs.load_state_dict(ours.state_dict(), strict=True)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     x = draw_tokens()
-    assert_close(ours(x, mask), theirs(x, mask), rtol=0, atol=1e-12)
+    assert_close(ours(x, GRID, mask), theirs(x, mask), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rate", ["attn_drop", "proj_drop", "drop_path"])
@@ -58,12 +63,12 @@ def test_block_in_training_equals_timm_at_the_same_seed(rate):
     x = draw_tokens()
 
     torch.manual_seed(2)
-    output = ours(x)
+    output = ours(x, GRID)
     torch.manual_seed(2)
     expected = theirs(x)
 
     assert_close(output, expected, rtol=0, atol=1e-12)
-    assert (output - ours.eval()(x)).abs().max() > 1e-3
+    assert (output - ours.eval()(x, GRID)).abs().max() > 1e-3
 
 
 @with_variants
@@ -73,9 +78,9 @@ def test_asking_for_weights_does_not_change_the_output(variant, kernel, mask):
     block = draw_block(kernel=kernel, **variant)
     x = draw_tokens()
 
-    output, weights = block(x, mask, need_weights=True)
+    output, weights = block(x, GRID, mask, need_weights=True)
 
-    assert_close(output, block(x, mask), rtol=0, atol=1e-12)
+    assert_close(output, block(x, GRID, mask), rtol=0, atol=1e-12)
     _, expected = block.attn(block.norm1(x), mask, need_weights=True)
     assert_close(weights, expected, rtol=0, atol=0)
 
@@ -89,9 +94,9 @@ def test_drop_path_drops_whole_branches_per_image():
     def outcome(attention_kept: bool, mlp_kept: bool) -> Tensor:
         """What an image becomes when it keeps these branches, which then count 1 / (1 - rate)."""
         y = x + attention_kept / (1 - rate) * block.attn(block.norm1(x))
-        return y + mlp_kept / (1 - rate) * block.mlp(block.norm2(y))
+        return y + mlp_kept / (1 - rate) * block.mlp(block.norm2(y), GRID)
 
-    outputs = block.train()(x.expand(images, -1, -1))
+    outputs = block.train()(x.expand(images, -1, -1), GRID)
 
     shares = []
     for attention_kept, mlp_kept in product([True, False], repeat=2):
@@ -114,7 +119,7 @@ def test_drop_path_keeps_the_expectation_of_a_branch():
 
 def test_drop_path_acts_in_training_only():
     x = draw_tokens()
-    assert_close(draw_block(drop_path=0.9)(x), draw_block()(x), rtol=0, atol=0)
+    assert_close(draw_block(drop_path=0.9)(x, GRID), draw_block()(x, GRID), rtol=0, atol=0)
 
 
 def test_mlp_is_for_each_token_on_its_own():
@@ -122,7 +127,7 @@ def test_mlp_is_for_each_token_on_its_own():
     mlp = Mlp(12, 7)
     x = draw_tokens().float()
     assert mlp.fc1.out_features == 7
-    assert_close(mlp(x)[1, 2], mlp(x[1, 2]), rtol=0, atol=1e-6)
+    assert_close(mlp(x, GRID)[1, 2], mlp(x[1, 2], (1, 1)), rtol=0, atol=1e-6)
 
 
 def test_layer_scale_starts_from_its_value_for_each_channel():
@@ -138,7 +143,8 @@ def test_layer_scale_starts_from_its_value_for_each_channel():
 def test_every_parameter_gets_a_gradient(variant):
     block = draw_block(**variant)
     x = draw_tokens().requires_grad_()
-    (block(x) * torch.randn(x.shape, generator=torch.Generator().manual_seed(6))).sum().backward()
+    factors = torch.randn(x.shape, generator=torch.Generator().manual_seed(6))
+    (block(x, GRID) * factors).sum().backward()
     for name, parameter in [("x", x), *block.named_parameters()]:
         if name == "attn.k_norm.bias":  # adds the same to all scores of a row: softmax ignores it
             assert parameter.grad.abs().max() < 1e-12
@@ -149,12 +155,12 @@ def test_every_parameter_gets_a_gradient(variant):
 def test_head_width_is_free():
     block = draw_block(head_dim=5)
     assert block.attn.proj.in_features == 15
-    assert block(draw_tokens()).shape == (3, 5, 12)
+    assert block(draw_tokens(), GRID).shape == (3, 5, 12)
 
 
 def test_unfitting_number_of_heads_is_refused():
     with pytest.raises(ValueError, match="num_heads: 5 does not divide dim=12; set head_dim"):
-        EncoderBlock(12, 5)
+        EncoderBlock(12, 5, 4)
 
 
 # --- the convolution in the MLP ---
@@ -164,7 +170,7 @@ def test_unfitting_number_of_heads_is_refused():
 def test_neighbour_conv_adds_what_the_neighbours_weigh(num_prefix_tokens: int) -> None:
     rows, columns, dim = 3, 4, 5
     torch.manual_seed(0)
-    layer = NeighbourConv(dim, (rows, columns), num_prefix_tokens).double()
+    layer = NeighbourConv(dim, num_prefix_tokens).double()
     tokens = torch.randn(2, num_prefix_tokens + rows * columns, dim, dtype=torch.float64)
     expected = tokens.clone()
     for row in range(rows):
@@ -177,25 +183,34 @@ def test_neighbour_conv_adds_what_the_neighbours_weigh(num_prefix_tokens: int) -
                         there = here + down * columns + across
                         weight = layer.conv.weight[:, 0, down + 1, across + 1]
                         expected[:, here] += weight * tokens[:, there]
-    assert_close(layer(tokens), expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(layer(tokens)[:, :num_prefix_tokens], tokens[:, :num_prefix_tokens])
+    found = layer(tokens, (rows, columns))
+    assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found[:, :num_prefix_tokens], tokens[:, :num_prefix_tokens])
+    assert (layer(tokens, (columns, rows)) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("grid", [(2, 4), (3, 3), (1, 7)])
+def test_neighbour_conv_refuses_a_grid_of_another_number_of_patches(grid: tuple[int, int]) -> None:
+    with pytest.raises(EinopsError, match="Shape mismatch"):
+        NeighbourConv(4, 2)(torch.randn(1, 2 + 12, 4), grid)
 
 
 def test_block_has_the_convolution_only_where_it_is_asked_for() -> None:
-    plain = EncoderBlock(8, 2)
-    mixing = EncoderBlock(8, 2, mlp_ratio=2, conv_grid=(2, 3), num_prefix_tokens=1)
+    plain = EncoderBlock(8, 2, 2)
+    mixing = EncoderBlock(8, 2, 2, mlp_conv=True, num_prefix_tokens=1)
     assert not any("conv" in name for name in plain.state_dict())
     assert mixing.mlp.conv.conv.weight.shape == (16, 1, 3, 3)
     torch.manual_seed(0)
     tokens = torch.randn(1, 7, 8, requires_grad=True)
-    mixing.mlp(tokens)[0, 6].sum().backward()  # the patch at the lower right
+    mixing.mlp(tokens, (2, 3))[0, 6].sum().backward()  # the patch at the lower right
     reached = tokens.grad[0].abs().sum(dim=1) > 0
     assert reached.tolist() == [False, False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize(("pool", "mixing"), [("avg", 3), ("token", 2)])
 def test_last_block_mixes_patches_only_if_they_are_read_out(pool: str, mixing: int) -> None:
-    model = VisionTransformer(embed_dim=8, num_heads=1, depth=3, mlp_conv=True, global_pool=pool)
+    sizes = {"img_size": 32, "num_classes": 10, "embed_dim": 8, "num_heads": 1, "depth": 3}
+    model = VisionTransformer(**(PLAIN | sizes | {"mlp_conv": True, "global_pool": pool}))
     assert [isinstance(block.mlp.conv, NeighbourConv) for block in model.blocks] == [
         layer < mixing for layer in range(3)
     ]

@@ -16,6 +16,7 @@ from torchmetrics.functional.classification import (
     multiclass_recall,
 )
 
+from models import PLAIN
 from vit.data.datasets import NORMALIZATION
 from vit.evaluation import (
     as_table,
@@ -180,7 +181,8 @@ def test_wilson_interval_covers_the_truth_in_95_of_100_cases(count):
 def model() -> VisionTransformer:
     torch.manual_seed(0)
     # The batch norm of the convolutional stem shows whether images see each other.
-    vit = VisionTransformer(img_size=8, stem="conv", embed_dim=16, depth=2, num_heads=2)
+    sizes = {"img_size": 8, "num_classes": 10, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    vit = VisionTransformer(**(PLAIN | sizes | {"stem": "conv"}))
     for parameter in vit.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return vit.eval()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import PLAIN
 from vit.data.datasets import ImageSet
 from vit.explain.charts import confusion_picture, heads_chart, reliability_picture
 from vit.explain.figures import (
@@ -154,7 +155,7 @@ def test_captions_are_written():
 
 @pytest.mark.parametrize("name", ["cat", "automobile", "aquarium_fish"])
 def test_captions_of_probes_fit_above_their_image(name):
-    vit = VisionTransformer(num_classes=1, embed_dim=12, depth=1).eval()
+    vit = VisionTransformer(**PLAIN, img_size=32, num_classes=1, embed_dim=12, depth=1).eval()
     probes = ImageSet(blue_images(1), torch.zeros(1, dtype=torch.int64), (name,))
     (picture,) = draw_probes(vit, probes, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
     image = places(picture, [0, 0, 200])

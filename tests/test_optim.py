@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import Optimizer
 
+from models import PLAIN
 from vit.model.vit import VisionTransformer
 from vit.training.optim import Muon, build_optimizers, orthogonalize, set_lr
 from vit.training.schedule import lr_at
@@ -46,9 +47,8 @@ with_names = pytest.mark.parametrize("name", NAMES)
 
 def build_vit(seed: int = 0, **kwargs) -> VisionTransformer:
     torch.manual_seed(seed)
-    return VisionTransformer(
-        img_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3, mlp_ratio=2, **kwargs
-    )
+    sizes = {"img_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    return VisionTransformer(**(PLAIN | sizes | {"mlp_ratio": 2} | kwargs))
 
 
 def take_steps(model: VisionTransformer, optimizers: list[Optimizer], steps: range) -> None:

@@ -4,6 +4,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
+from models import PLAIN
 from vit.data.datasets import load, normalization
 from vit.evaluation import predict
 from vit.model.vit import VisionTransformer
@@ -22,7 +23,7 @@ def test_worst_mistakes_are_wrong_and_the_surest_first():
 
 def test_precision_recall_curves_count_their_own_class(tmp_path):
     torch.manual_seed(0)
-    model = VisionTransformer(embed_dim=12, depth=1)
+    model = VisionTransformer(**PLAIN, img_size=32, num_classes=10, embed_dim=12, depth=1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     model.eval()

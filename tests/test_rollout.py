@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from models import PLAIN
 from vit.explain.rollout import (
     CLASS_SPECIFIC,
     MAP_KINDS,
@@ -515,7 +516,8 @@ with_models = pytest.mark.parametrize("variant", MODELS.values(), ids=MODELS)
 
 def draw_vit(variant: dict, std: float = 0.5) -> VisionTransformer:
     torch.manual_seed(0)
-    vit = VisionTransformer(img_size=16, embed_dim=12, depth=3, num_classes=5, **variant)
+    sizes = {"img_size": 16, "embed_dim": 12, "depth": 3, "num_classes": 5}
+    vit = VisionTransformer(**(PLAIN | sizes | variant))
     for parameter in vit.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return vit.eval()
@@ -736,7 +738,8 @@ def test_gradients_are_those_of_the_images_alone(variant):
 @pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])
 def test_gradients_are_finite_differences(variant, monkeypatch):
     torch.manual_seed(0)
-    vit = VisionTransformer(img_size=8, embed_dim=4, depth=2, num_heads=2, num_classes=3, **variant)
+    sizes = {"img_size": 8, "embed_dim": 4, "depth": 2, "num_heads": 2, "num_classes": 3}
+    vit = VisionTransformer(**(PLAIN | sizes | variant))
     for parameter in vit.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     vit, image = vit.double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)

@@ -1,17 +1,20 @@
 """The whole Vision Transformer against timm's, and properties of its own."""
 
+import copy
 import dataclasses
 import inspect
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import calculate_drop_path_rates
+from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from models import PLAIN
 from vit.config import ModelConfig
 from vit.model.attention import causal_mask
 from vit.model.embed import sincos_pos_embed
@@ -67,7 +70,7 @@ with_all = pytest.mark.parametrize("variant", ALL.values(), ids=ALL)
 
 def draw_vit(**kwargs) -> VisionTransformer:
     """Build a tiny model in float64, in eval mode, all of whose parameters are random."""
-    model = VisionTransformer(**(TINY | kwargs)).double().eval()
+    model = VisionTransformer(**(PLAIN | TINY | kwargs)).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +156,7 @@ def test_training_equals_timm_at_the_same_seed(rate):
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_drop_path_rises_linearly_from_zero(depth):
-    model = VisionTransformer(**(TINY | {"depth": depth}), drop_path_rate=0.2)
+    model = VisionTransformer(**(PLAIN | TINY | {"depth": depth}), drop_path_rate=0.2)
     expected = [0.0] if depth == 1 else [0.2 * layer / (depth - 1) for layer in range(depth)]
     assert expected == pytest.approx(calculate_drop_path_rates(0.2, depth))
     assert [block.drop_path1.p for block in model.blocks] == pytest.approx(expected)
@@ -163,7 +166,7 @@ def test_drop_path_rises_linearly_from_zero(depth):
 def test_fresh_weights_are_drawn_as_in_timm():
     variant = {"embed_dim": 96, "reg_tokens": 2}
     torch.manual_seed(3)
-    ours = VisionTransformer(**(TINY | variant))
+    ours = VisionTransformer(**(PLAIN | TINY | variant))
     theirs = TimmVisionTransformer(**(TINY | variant))
     for (name, parameter), expected in zip(
         ours.named_parameters(), theirs.parameters(), strict=True
@@ -242,10 +245,10 @@ def test_every_parameter_gets_a_gradient(variant):
 @pytest.mark.parametrize("variant", [{}, {"init_values": 0.1}, {"qk_norm": True, "reg_tokens": 2}])
 def test_zero_init_makes_every_block_the_identity(variant):
     torch.manual_seed(4)
-    model = VisionTransformer(**TINY, zero_init=True, **variant)
+    model = VisionTransformer(**(PLAIN | TINY | {"zero_init": True} | variant))
     tokens = torch.randn(3, 17, 12)
     for block in model.blocks:
-        assert_close(block(tokens), tokens, rtol=0, atol=0)
+        assert_close(block(tokens, (4, 4)), tokens, rtol=0, atol=0)
         assert (block.attn.qkv.weight != 0).any()
         assert (block.mlp.fc1.weight != 0).any()
 
@@ -253,14 +256,14 @@ def test_zero_init_makes_every_block_the_identity(variant):
 def test_without_zero_init_no_block_is_the_identity():
     torch.manual_seed(4)
     tokens = torch.randn(3, 17, 12)
-    for block in VisionTransformer(**TINY).blocks:
+    for block in VisionTransformer(**(PLAIN | TINY)).blocks:
         assert (block.attn(block.norm1(tokens)) != 0).any()
-        assert (block.mlp(block.norm2(tokens)) != 0).any()
+        assert (block.mlp(block.norm2(tokens), (4, 4)) != 0).any()
 
 
 def test_zero_init_lets_the_output_projections_learn_first():
     torch.manual_seed(4)
-    model = VisionTransformer(**TINY, zero_init=True)
+    model = VisionTransformer(**(PLAIN | TINY | {"zero_init": True}))
     F.cross_entropy(model(draw_images().float()), torch.tensor([0, 3, 6])).backward()
     for block in model.blocks:
         assert (block.attn.qkv.weight.grad == 0).all()
@@ -304,46 +307,153 @@ def test_sincos_positions_are_saved_but_not_learned(prefix):
 @pytest.mark.parametrize("stem", ["linear", "conv"])
 @pytest.mark.parametrize("pos_embed", ["learned", "sincos", "none"])
 def test_under_autocast_tokens_stay_in_bfloat16_between_blocks(stem, pos_embed):
-    model = VisionTransformer(
-        embed_dim=24, depth=2, num_heads=2, reg_tokens=1, stem=stem, pos_embed=pos_embed
-    )
+    sizes = {"img_size": 32, "num_classes": 10, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    options = {"reg_tokens": 1, "stem": stem, "pos_embed": pos_embed}
+    model = VisionTransformer(**(PLAIN | sizes | options))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         images = torch.randn(2, 3, 32, 32)
-        assert model.embed(images).dtype == torch.bfloat16
+        assert model.embed(images)[0].dtype == torch.bfloat16
         _, _, tokens = model.forward_intermediates(images)
     assert {layer.dtype for layer in tokens} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("size", [16, 24, 48])
-@pytest.mark.parametrize("prefix", [0, 2])
-def test_images_of_another_size_as_in_timm(size, prefix):
-    torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "num_classes": 5, "embed_dim": 24, "depth": 2}
-    shared = {**sizes, "num_heads": 2, "reg_tokens": prefix, "class_token": False}
-    ours = VisionTransformer(**shared, global_pool="avg")
-    theirs = TimmVisionTransformer(**shared, global_pool="avg", dynamic_img_size=True)
-    theirs.load_state_dict(ours.state_dict())
-    images = torch.randn(2, 3, size, size)
-    assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=1e-5)
+# --- images of any size ---
+
+# Of a model for 16 x 16 pixels and patches of 4: the same square, squares of other sizes, as many
+# patches in another aspect, wider, taller, a single row, a single column, a single patch.
+SIZES = [
+    (16, 16), (24, 24), (8, 8), (8, 32), (32, 8), (64, 4), (4, 64), (12, 20), (20, 12), (16, 32),
+    (4, 12), (12, 4), (4, 4), (48, 40),
+]  # fmt: skip
+PREFIXES = {
+    "class token": {},
+    "class token and registers": {"reg_tokens": 2},
+    "no prefix": AVG,
+    "registers": {"reg_tokens": 2, **AVG},
+}
+
+
+def draw_rectangles(size: tuple[int, int]) -> Tensor:
+    return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pos_embed", ["learned", "sincos", "none"])
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_images_of_any_size_as_in_timm(size, pos_embed, prefix):
+    ours = draw_vit(pos_embed=pos_embed, **prefix)
+    positions = "none" if pos_embed == "none" else "learned"
+    theirs = timm_twin(ours, pos_embed=positions, dynamic_img_size=True, **prefix).float()
+    images = draw_rectangles(size)
+    assert_close(ours.float()(images), theirs(images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("img_size", [(8, 20), (20, 8), (4, 16)])
+@pytest.mark.parametrize("size", [(8, 20), (20, 8), (12, 20), (4, 16), (24, 24)])
+def test_model_for_rectangles_equals_timm(img_size, size):
+    ours = draw_vit(img_size=img_size)
+    theirs = timm_twin(ours, img_size=img_size, dynamic_img_size=True).float()
+    images = draw_rectangles(size)
+    assert_close(ours.float()(images), theirs(images), rtol=0, atol=1e-5)
+
+
+def add_neighbours(tokens: Tensor, conv: nn.Conv2d, grid: tuple[int, int], prefix: int) -> Tensor:
+    """Add a depthwise 3 x 3 convolution, as a sum over shifted copies of the grid."""
+    rows, columns = grid
+    image = tokens[:, prefix:].reshape(len(tokens), rows, columns, -1)
+    padded = F.pad(image, (0, 0, 1, 1, 1, 1))
+    for down, across in itertools.product(range(3), repeat=2):
+        shifted = padded[:, down : down + rows, across : across + columns]
+        image = image + conv.weight[:, 0, down, across] * shifted
+    patches = (image + conv.bias).reshape(len(tokens), rows * columns, -1)
+    return torch.cat([tokens[:, :prefix], patches], dim=1)
+
+
+def logits_step_by_step(model: VisionTransformer, images: Tensor) -> Tensor:
+    """Classify images with a model's layers and timm's positions; the grid is the stem's."""
+    image = model.patch_embed.proj(images)
+    grid = (image.shape[2], image.shape[3])
+    x = image.flatten(2).mT
+    prefix = [token for token in (model.cls_token, model.reg_token) if token is not None]
+    x = torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), x], dim=1)
+    first_patch = model.num_prefix_tokens
+    if model.pos_embed is not None:
+        old_grid = model.patch_embed.grid_size
+        x = x + resample_abs_pos_embed(
+            model.pos_embed, grid, old_grid, num_prefix_tokens=first_patch
+        )
+    for block in model.blocks:
+        x = x + block.attn(block.norm1(x))
+        hidden = block.mlp.fc1(block.norm2(x))
+        if block.mlp.conv is not None:
+            hidden = add_neighbours(hidden, block.mlp.conv.conv, grid, first_patch)
+        x = x + block.mlp.fc2(F.gelu(hidden))
+    x = model.norm(x)
+    pooled = x[:, 0] if model.global_pool == "token" else x[:, first_patch:].mean(dim=1)
+    return model.head(model.fc_norm(pooled))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pos_embed", ["learned", "sincos", "none"])
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+@pytest.mark.parametrize(("stem", "mlp_conv"), [("conv", True), ("conv", False), ("linear", True)])
+def test_images_of_any_size_step_by_step(size, pos_embed, prefix, stem, mlp_conv):
+    model = draw_vit(stem=stem, mlp_conv=mlp_conv, pos_embed=pos_embed, **prefix).float()
+    images = draw_rectangles(size)
+    assert_close(model(images), logits_step_by_step(model, images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(8, 32), (12, 20), (4, 64)])
+def test_neighbours_in_rows_are_not_neighbours_in_columns(size):
+    # Without positions, only the convolution over the grid tells rows from columns.
+    model = draw_vit(mlp_conv=True, pos_embed="none", **AVG)
+    turned = copy.deepcopy(model)
+    with torch.no_grad():
+        for block in turned.blocks:
+            block.mlp.conv.conv.weight.copy_(block.mlp.conv.conv.weight.mT.clone())
+        turned.patch_embed.proj.weight.copy_(model.patch_embed.proj.weight.mT.clone())
+    images = draw_rectangles(size).double()
+    assert_close(turned(images.mT), model(images), rtol=0, atol=1e-10)
+    assert (model(images.mT) - model(images)).abs().max() > 1e-3
+    patches = rearrange(images, "b c (y i) (x j) -> b (y x) c i j", i=4, j=4)
+    other_aspect = rearrange(
+        patches, "b (y x) c i j -> b c (y i) (x j)", y=size[1] // 4, x=size[0] // 4
+    )
+    assert (model(other_aspect) - model(images)).abs().max() > 1e-3
+
+
+@with_all
+@pytest.mark.parametrize("size", [(17, 16), (16, 18), (3, 16), (30, 33)])
+def test_images_that_are_no_multiples_of_the_patch_are_refused(variant, size):
+    model = draw_vit(**variant).float()
+    patch = (TINY | variant)["patch_size"]
+    images = torch.randn(1, variant.get("in_chans", 3), *size)
+    message = f"patch_size: {patch} does not divide img_size={size[0]} x {size[1]} "
+    for need_weights in (False, True):
+        with pytest.raises(ValueError, match=message):
+            model(images, need_weights=need_weights)
+
+
+def test_weights_of_rectangular_images_are_over_their_own_patches():
+    model = draw_vit(reg_tokens=2)
+    _, weights = model(draw_rectangles((8, 20)).double(), need_weights=True)
+    assert weights.shape == (3, 2, 3, 3 + 10, 3 + 10)
 
 
 def test_neighbours_stay_neighbours_in_images_of_another_size():
     torch.manual_seed(0)
-    model = VisionTransformer(
-        img_size=32, patch_size=4, embed_dim=24, depth=1, num_heads=2, mlp_conv=True,
-        class_token=False, global_pool="avg", pos_embed="none",
-    )  # fmt: skip
-    small = VisionTransformer(
-        img_size=24, patch_size=4, embed_dim=24, depth=1, num_heads=2, mlp_conv=True,
-        class_token=False, global_pool="avg", pos_embed="none",
-    )  # fmt: skip
-    small.load_state_dict(model.state_dict())
-    images = torch.randn(2, 3, 24, 24)
-    assert_close(model.eval()(images), small.eval()(images), rtol=0, atol=0)
+    sizes = {"num_classes": 10, "embed_dim": 24, "depth": 1, "num_heads": 2, "mlp_conv": True}
+    settings = PLAIN | sizes | AVG | {"pos_embed": "none"}
+    for img_size, size in ((32, (24, 24)), (32, (8, 20)), ((8, 20), (20, 8))):
+        model = VisionTransformer(**settings, img_size=img_size)
+        other = VisionTransformer(**settings, img_size=size)
+        other.load_state_dict(model.state_dict())
+        images = draw_rectangles(size)
+        assert_close(model.eval()(images), other.eval()(images), rtol=0, atol=0)
 
 
 def test_learned_positions_are_a_parameter():
-    model = VisionTransformer(**TINY, reg_tokens=2)
+    model = VisionTransformer(**(PLAIN | TINY), reg_tokens=2)
     assert isinstance(model.pos_embed, nn.Parameter)
     assert model.pos_embed.shape == (1, 1 + 2 + 16, 12)
 
@@ -367,20 +477,24 @@ def test_learned_positions_are_a_parameter():
 )
 def test_impossible_model_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        VisionTransformer(**(TINY | arguments))
+        VisionTransformer(**(PLAIN | TINY | arguments))
 
 
 def test_model_config_builds_a_model():
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    assert fields <= inspect.signature(VisionTransformer).parameters.keys()
-
-    model = VisionTransformer(**dataclasses.asdict(ModelConfig()))
-
+    config = dataclasses.asdict(ModelConfig())
+    model = VisionTransformer(img_size=32, in_chans=3, num_classes=10, **config)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
+def test_defaults_are_those_of_the_config():
+    parameters = inspect.signature(VisionTransformer).parameters
+    given = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    assert given == dataclasses.asdict(ModelConfig())
+    assert parameters.keys() - given.keys() == {"img_size", "in_chans", "num_classes"}
+
+
 def test_sizes_reach_every_block():
-    model = VisionTransformer(**(TINY | {"img_size": 32, "num_classes": 100}), head_dim=5)
+    model = VisionTransformer(**(PLAIN | TINY | {"img_size": 32, "num_classes": 100}), head_dim=5)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
     assert len(model.blocks) == 3
     for block in model.blocks:

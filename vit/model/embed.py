@@ -1,9 +1,11 @@
-"""From pixels to tokens: patch embedding and position embedding.
+"""From pixels to tokens: patch embedding and position embeddings.
 
-Shapes: B batch, C colour channels, D width of a token, P patches.
+A grid is (rows, columns) of patches. It is computed from the size of the image and passed along
+with the tokens; a number of tokens alone does not determine it.
+
+Shapes: B batch, C colour channels, D token width, P patches (rows x columns).
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -11,37 +13,38 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-WHITENING_EPS = 1e-2  # added to variances, so that components of next to none are not blown up
+WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
 
 
 class PatchEmbed(nn.Module):
-    """Cut an image into patches and embed each as a token.
+    """Split an image into patches and embed each patch as a token.
 
     Args:
-        img_size: Pixels on a side of the square image.
-        patch_size: Pixels on a side of a patch; divides img_size.
-        in_chans: Colour channels.
-        embed_dim: D, width of a token.
-        stem: "linear" maps each patch on its own (arXiv 2010.11929, eq. 1); "conv" is a stack of
-            3 x 3 convolutions, which sees beyond the patch's border (arXiv 2106.14881); its
-            patch_size is a power of two.
+        img_size: Height and width of the images the position embeddings belong to, in pixels, or
+            one number for square images. Images of other sizes are accepted too.
+        patch_size: Side of a square patch in pixels; divides height and width of every image.
+        in_chans: C, colour channels.
+        embed_dim: D, token width.
+        stem: "linear" maps each patch independently (arXiv 2010.11929, eq. 1). "conv" is a stack of
+            3 x 3 convolutions, whose receptive fields overlap (arXiv 2106.14881); it needs a
+            patch_size that is a power of two.
 
     Raises:
-        ValueError: img_size is not divisible by patch_size, or stem is not known.
+        ValueError: patch_size does not divide img_size, or stem is unknown.
     """
 
     def __init__(
         self,
-        img_size: int = 32,
-        patch_size: int = 4,
-        in_chans: int = 3,
-        embed_dim: int = 96,
-        stem: Literal["linear", "conv"] = "linear",
+        img_size: int | tuple[int, int],
+        patch_size: int,
+        in_chans: int,
+        embed_dim: int,
+        stem: Literal["linear", "conv"],
     ) -> None:
         super().__init__()
-        if img_size % patch_size:
-            raise ValueError(f"patch_size: {patch_size} does not divide img_size={img_size}")
-        self.grid_size = (img_size // patch_size, img_size // patch_size)
+        self.patch_size = patch_size
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.grid_size = self.grid(height, width)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.proj: nn.Module
         if stem == "linear":
@@ -51,23 +54,48 @@ class PatchEmbed(nn.Module):
         else:
             raise ValueError(f"stem: {stem!r} is not linear or conv")
 
-        # With channels last a convolution's output is the tokens, without moving anything.
+        # In channels-last layout the output of a convolution already is the sequence of tokens.
         self.proj.to(memory_format=torch.channels_last)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images (B, C, height, width) to tokens (B, P, D), row by row."""
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the grid, (rows, columns), of an image with this height and width in pixels.
+
+        Raises:
+            ValueError: height or width is not a multiple of patch_size.
+        """
+        if height % self.patch_size or width % self.patch_size:
+            raise ValueError(
+                f"patch_size: {self.patch_size} does not divide img_size={height} x {width} "
+                f"(height x width); resize or crop images to multiples of {self.patch_size}"
+            )
+        return height // self.patch_size, width // self.patch_size
+
+    def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Embed the patches of images.
+
+        Args:
+            images: (B, C, height, width).
+
+        Returns:
+            Tokens (B, P, D) in row-major order, and their grid (rows, columns).
+
+        Raises:
+            ValueError: height or width is not a multiple of patch_size.
+        """
+        grid = self.grid(*images.shape[-2:])
         images = images.contiguous(memory_format=torch.channels_last)
-        return rearrange(self.proj(images), "b d h w -> b (h w) d")
+        return rearrange(self.proj(images), "b d h w -> b (h w) d"), grid
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Start the first convolution from what its patches of images have in common.
+        """Initialise the first convolution to whiten the patches it sees.
 
-        As many kernels as there are become their principal components, the strongest first, each
-        once with either sign and scaled to a variance of 1 (arXiv 2404.00498, section 3.2).
+        Its kernels become the principal components of the patches, strongest first, scaled to unit
+        variance; each component appears with both signs (arXiv 2404.00498, section 3.2). Kernels
+        left over keep their initial values.
 
         Args:
-            images: (B, C, height, width), normalised like those to train on.
+            images: (B, C, height, width), normalised like the training images.
         """
         first = next(module for module in self.proj.modules() if isinstance(module, nn.Conv2d))
         rows, columns = first.kernel_size
@@ -81,10 +109,10 @@ class PatchEmbed(nn.Module):
 
 
 class ResidualConv(nn.Module):
-    """Adds to an image a 3 x 3 convolution of it with batch norm and ReLU (arXiv 1512.03385).
+    """A 3 x 3 convolution with batch norm and ReLU, and a skip connection (arXiv 1512.03385).
 
     Args:
-        dim: Channels in and out.
+        dim: Input and output channels.
     """
 
     def __init__(self, dim: int) -> None:
@@ -97,16 +125,17 @@ class ResidualConv(nn.Module):
 
 
 def conv_stem(patch_size: int, in_chans: int, embed_dim: int) -> nn.Sequential:
-    """Build 3 x 3 convolutions with batch norm and ReLU that shrink an image patch_size times.
+    """Build a stack of 3 x 3 convolutions that downsamples images by patch_size.
 
-    One convolution keeps the size and log2(patch_size) halve it, each but the last followed by one
-    that is residual, while the width rises evenly to embed_dim: for patches of 4 pixels and 96
-    channels 3 → 32, 32 → 64 / 2, 64 + 64, 64 → 96 / 2.
+    Every convolution is followed by batch norm and ReLU. The first keeps the resolution, and each
+    of the next log2(patch_size) halves it; a residual convolution follows each of those but the
+    last. The width grows evenly to embed_dim: for patch_size=4 and embed_dim=96 the layers are
+    3 → 32, 32 → 64 (stride 2), 64 → 64 (residual), 64 → 96 (stride 2).
 
     Args:
         patch_size: A power of two.
         in_chans: Colour channels.
-        embed_dim: Channels that come out.
+        embed_dim: Output channels.
 
     Returns:
         A module from (B, in_chans, h, w) to (B, embed_dim, h / patch_size, w / patch_size).
@@ -134,18 +163,19 @@ def _conv_norm_act(in_chans: int, out_chans: int, stride: int) -> list[nn.Module
     ]
 
 
-def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
+def sincos_pos_embed(grid: tuple[int, int], dim: int) -> Tensor:
     """Return fixed 2-d sine-cosine position embeddings (arXiv 2104.02057, section 4.3).
 
-    A quarter of the channels each: sine and cosine of the column, sine and cosine of the row, at
-    wavelengths from 2π to just under 10,000 · 2π patches.
+    One quarter of the channels each holds the sine of the column, the cosine of the column, the
+    sine of the row and the cosine of the row. Wavelengths range from 2π to almost 10,000 · 2π
+    patches.
 
     Args:
-        grid_size: Rows and columns of patches.
+        grid: Rows and columns of patches.
         dim: D, a multiple of 4.
 
     Returns:
-        (P, D), values -1 to 1, row by row.
+        (P, D), -1 to 1, in row-major order.
 
     Raises:
         ValueError: dim is not a multiple of 4.
@@ -153,36 +183,30 @@ def sincos_pos_embed(grid_size: tuple[int, int], dim: int) -> Tensor:
     if dim % 4:
         raise ValueError(f"dim: {dim} is not a multiple of 4, which sine-cosine positions need")
     frequencies = 10000.0 ** -(torch.arange(dim // 4) / (dim // 4))
-    rows, columns = torch.meshgrid(*(torch.arange(n).float() for n in grid_size), indexing="ij")
+    rows, columns = torch.meshgrid(*(torch.arange(n).float() for n in grid), indexing="ij")
     across = columns.flatten()[:, None] * frequencies
     down = rows.flatten()[:, None] * frequencies
     return torch.cat([across.sin(), across.cos(), down.sin(), down.cos()], dim=1)
 
 
-def grid_of(num_patches: int, grid_size: tuple[int, int]) -> tuple[int, int]:
-    """Find rows and columns of so many patches in the aspect of another grid."""
-    rows = math.isqrt(num_patches * grid_size[0] // grid_size[1])
-    return rows, num_patches // rows
-
-
 def resample_pos_embed(
-    pos_embed: Tensor, grid_size: tuple[int, int], num_patches: int, num_prefix_tokens: int
+    pos_embed: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int], num_prefix_tokens: int
 ) -> Tensor:
-    """Stretch position embeddings to a grid of another number of patches and the same aspect.
+    """Resample position embeddings to another grid, by antialiased bicubic interpolation.
 
     Args:
-        pos_embed: (1, N, D), of the prefix tokens, which stay, and of a grid row by row.
-        grid_size: Rows and columns of that grid.
-        num_patches: Rows times columns of the grid that is wanted.
-        num_prefix_tokens: Tokens before the patches.
+        pos_embed: (1, N, D), for the prefix tokens and then the patches of old_grid in row-major
+            order.
+        old_grid: Rows and columns of patches that pos_embed belongs to.
+        new_grid: Rows and columns of patches to resample to.
+        num_prefix_tokens: Tokens before the patches; their embeddings do not change.
 
     Returns:
-        (1, num_prefix_tokens + num_patches, D), by bicubic interpolation without aliasing.
+        (1, num_prefix_tokens + rows * columns of new_grid, D).
     """
-    if num_patches == grid_size[0] * grid_size[1]:
+    if new_grid == old_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    grid = rearrange(patches, "one (h w) d -> one d h w", h=grid_size[0])
-    size = grid_of(num_patches, grid_size)
-    grid = F.interpolate(grid, size, mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([prefix, rearrange(grid, "one d h w -> one (h w) d")], dim=1)
+    patches = rearrange(patches, "one (h w) d -> one d h w", h=old_grid[0], w=old_grid[1])
+    patches = F.interpolate(patches, new_grid, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([prefix, rearrange(patches, "one d h w -> one (h w) d")], dim=1)

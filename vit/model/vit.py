@@ -1,6 +1,6 @@
-"""The Vision Transformer (arXiv 2010.11929): patch embedding, encoder blocks, head.
+"""The Vision Transformer (arXiv 2010.11929): patch embedding, encoder blocks, classification head.
 
-Shapes: B batch, C classes, D width of a token, H heads, L layers, N tokens (prefix and patches).
+Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
 """
 
 from typing import Literal
@@ -8,80 +8,89 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vit.config import ModelConfig
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
+
+_DEFAULTS = ModelConfig()
 
 
 class VisionTransformer(nn.Module):
     """A Vision Transformer with timm's parameter names.
 
-    With the linear stem, without head_dim and mlp_conv, weights go to and come from timm's
-    VisionTransformer with `load_state_dict(..., strict=True)`.
+    Arguments without a value default to those of `ModelConfig`. With stem="linear",
+    head_dim=None and mlp_conv=False, `load_state_dict(..., strict=True)` exchanges weights with
+    timm's VisionTransformer in both directions.
 
     Args:
-        img_size: Pixels on a side of the square image.
-        patch_size: Pixels on a side of a patch; divides img_size.
+        img_size: Height and width in pixels that the position embeddings are made for, or one
+            number for square images. Other multiples of patch_size work too: their position
+            embeddings are resampled.
         in_chans: Colour channels.
         num_classes: C.
+        patch_size: Side of a square patch in pixels; divides both sides of img_size.
         stem: "linear" or "conv", see `PatchEmbed`.
         embed_dim: D.
-        depth: L, encoder blocks.
+        depth: L, number of encoder blocks.
         num_heads: H.
         head_dim: Width of a head; None means embed_dim / num_heads.
-        mlp_ratio: Hidden width of the MLP over embed_dim.
-        mlp_conv: Whether the MLPs mix neighbouring patches by a depthwise 3 x 3 convolution, see
-            `NeighbourConv`; timm has none.
+        mlp_ratio: Hidden width of the MLPs divided by embed_dim.
+        mlp_conv: Whether the MLPs mix neighbouring patches, see `NeighbourConv`; not in timm.
         qkv_bias: Whether the qkv projections have a bias.
-        qk_norm: Whether queries and keys are normalised.
-        init_values: Initial layer scale; None leaves layer scale out.
+        qk_norm: Whether queries and keys are layer-normalised.
+        init_values: Initial layer scale; None means no layer scale.
         zero_init: Whether the output projections of attention and MLP start at zero, so that every
             block starts as the identity.
-        class_token: Whether a learned token is prepended.
-        reg_tokens: Register tokens, which collect what belongs to no place (arXiv 2309.16588).
-        global_pool: "token" classifies from the class token, "avg" from the patch tokens' mean.
+        class_token: Whether a learned class token is prepended.
+        reg_tokens: Number of register tokens (arXiv 2309.16588).
+        global_pool: "token" classifies the class token, "avg" the mean of the patch tokens.
         pos_embed: "learned", "sincos" (fixed) or "none".
         drop_rate: Dropout probability before the head.
         attn_drop_rate: Dropout probability on the attention weights.
-        proj_drop_rate: Dropout probability after the projections of attention and MLP.
-        drop_path_rate: Stochastic depth of the last block; it rises linearly from 0.
+        proj_drop_rate: Dropout probability after the output projections of attention and MLP.
+        drop_path_rate: Stochastic depth probability of the last block; it rises linearly from 0 at
+            the first.
         attn_kernel: "auto", "math" or "fused", see `MultiHeadSelfAttention`.
 
     Raises:
-        ValueError: global_pool is "token" without class_token, or a size does not divide another.
+        ValueError: global_pool is "token" without class_token, a size does not divide another, or
+            an option is unknown.
     """
 
     def __init__(
         self,
-        img_size: int = 32,
-        patch_size: int = 4,
-        in_chans: int = 3,
-        num_classes: int = 10,
-        stem: Literal["linear", "conv"] = "linear",
-        embed_dim: int = 96,
-        depth: int = 5,
-        num_heads: int = 3,
-        head_dim: int | None = None,
-        mlp_ratio: float = 4.0,
-        mlp_conv: bool = False,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
-        init_values: float | None = None,
-        zero_init: bool = False,
-        class_token: bool = True,
-        reg_tokens: int = 0,
-        global_pool: Literal["token", "avg"] = "token",
-        pos_embed: Literal["learned", "sincos", "none"] = "learned",
-        drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        attn_kernel: Literal["auto", "math", "fused"] = "auto",
+        *,
+        img_size: int | tuple[int, int],
+        in_chans: int,
+        num_classes: int,
+        patch_size: int = _DEFAULTS.patch_size,
+        stem: Literal["linear", "conv"] = _DEFAULTS.stem,
+        embed_dim: int = _DEFAULTS.embed_dim,
+        depth: int = _DEFAULTS.depth,
+        num_heads: int = _DEFAULTS.num_heads,
+        head_dim: int | None = _DEFAULTS.head_dim,
+        mlp_ratio: float = _DEFAULTS.mlp_ratio,
+        mlp_conv: bool = _DEFAULTS.mlp_conv,
+        qkv_bias: bool = _DEFAULTS.qkv_bias,
+        qk_norm: bool = _DEFAULTS.qk_norm,
+        init_values: float | None = _DEFAULTS.init_values,
+        zero_init: bool = _DEFAULTS.zero_init,
+        class_token: bool = _DEFAULTS.class_token,
+        reg_tokens: int = _DEFAULTS.reg_tokens,
+        global_pool: Literal["token", "avg"] = _DEFAULTS.global_pool,
+        pos_embed: Literal["learned", "sincos", "none"] = _DEFAULTS.pos_embed,
+        drop_rate: float = _DEFAULTS.drop_rate,
+        attn_drop_rate: float = _DEFAULTS.attn_drop_rate,
+        proj_drop_rate: float = _DEFAULTS.proj_drop_rate,
+        drop_path_rate: float = _DEFAULTS.drop_path_rate,
+        attn_kernel: Literal["auto", "math", "fused"] = _DEFAULTS.attn_kernel,
     ) -> None:
         super().__init__()
         if global_pool not in ("token", "avg"):
             raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool: token needs class_token=True; or use avg")
+        pooled = global_pool == "avg"
         self.global_pool = global_pool
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, stem)
@@ -101,18 +110,27 @@ class VisionTransformer(nn.Module):
             self.pos_embed = None
         else:
             raise ValueError(f"pos_embed: {pos_embed!r} is not learned, sincos or none")
-        # After the last block only what is read out matters: the patches, if they are pooled.
-        num_mixing = 0 if not mlp_conv else depth if global_pool == "avg" else depth - 1
+        # The last block only mixes patches if the head reads them: otherwise its convolution would
+        # not affect the logits.
+        num_mixing = 0 if not mlp_conv else depth if pooled else depth - 1
         self.blocks = nn.ModuleList(
             EncoderBlock(
-                embed_dim, num_heads, head_dim, mlp_ratio, qkv_bias, qk_norm, init_values,
-                attn_drop_rate, proj_drop_rate, drop_path_rate * layer / max(depth - 1, 1),
-                attn_kernel, self.patch_embed.grid_size if layer < num_mixing else None,
-                self.num_prefix_tokens,
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                head_dim,
+                mlp_conv=layer < num_mixing,
+                num_prefix_tokens=self.num_prefix_tokens,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                init_values=init_values,
+                attn_drop=attn_drop_rate,
+                proj_drop=proj_drop_rate,
+                drop_path=drop_path_rate * layer / max(depth - 1, 1),
+                kernel=attn_kernel,
             )
             for layer in range(depth)
-        )  # fmt: skip
-        pooled = global_pool == "avg"
+        )
         self.norm = nn.Identity() if pooled else nn.LayerNorm(embed_dim, eps=1e-6)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if pooled else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
@@ -120,7 +138,7 @@ class VisionTransformer(nn.Module):
         self._init_weights(zero_init)
 
     def _init_weights(self, zero_init: bool) -> None:
-        """Draw linear weights and positions from a normal of 0.02, cut at two units, as timm."""
+        """Initialise as timm does: linear weights and positions from a truncated normal."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -136,54 +154,72 @@ class VisionTransformer(nn.Module):
                 if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                     nn.init.zeros_(parameter)
 
-    def embed(self, images: Tensor) -> Tensor:
-        """Return the tokens before the first block, (B, N, D): class token, registers, patches.
+    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Turn images into the input of the first block.
 
-        Images of another size than img_size get the position embeddings of another grid.
+        Args:
+            images: (B, in_chans, height, width), as for `forward`.
+
+        Returns:
+            Tokens (B, N, D), ordered class token, registers, patches in row-major order; and the
+            grid (rows, columns) of the patches.
+
+        Raises:
+            ValueError: height or width is not a multiple of patch_size.
         """
-        x = self.patch_embed(images)
+        x, grid = self.patch_embed(images)
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
             x = torch.cat(
                 [*(token.to(x.dtype).expand(len(x), -1, -1) for token in prefix), x], dim=1
             )
-        if self.pos_embed is None:
-            return x
-        positions = resample_pos_embed(
-            self.pos_embed, self.patch_embed.grid_size, x.shape[1] - self.num_prefix_tokens,
-            self.num_prefix_tokens,
-        )  # fmt: skip
-        # In the stem's precision: under autocast the tokens then stay in it from block to block.
-        return x + positions.to(x.dtype)
+        if self.pos_embed is not None:
+            positions = resample_pos_embed(
+                self.pos_embed, self.patch_embed.grid_size, grid, self.num_prefix_tokens
+            )
+            # Cast to the dtype of the stem's output, so that under autocast the residual stream
+            # stays in bfloat16.
+            x = x + positions.to(x.dtype)
+        return x, grid
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the tokens after the last block, normalised, (B, N, D)."""
-        x = self.embed(images)
+        """Return the normalised tokens after the last block, (B, N, D); arguments as `forward`."""
+        x, grid = self.embed(images)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, grid, mask)
         return self.norm(x)
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Classify images and keep what every layer made of them.
+        """Classify images and keep the attention weights and tokens of every layer.
+
+        Args:
+            images: As for `forward`.
+            mask: As for `forward`.
 
         Returns:
-            Logits (B, C), the L layers' attention weights before dropout, (B, H, N, N) each, and
-            the tokens after each, (B, N, D). The logits can be differentiated by all of them.
+            Logits (B, C); L attention weights before dropout, (B, H, N, N) each; and L outputs of
+            the blocks, (B, N, D) each. All are part of the graph, so the logits can be
+            differentiated with respect to the weights and tokens.
         """
-        x = self.embed(images)
+        x, grid = self.embed(images)
         weights, tokens = [], []
         for block in self.blocks:
-            x, attention = block(x, mask, need_weights=True)
+            x, attention = block(x, grid, mask, need_weights=True)
             weights.append(attention)
             tokens.append(x)
         return self.forward_head(self.norm(x)), weights, tokens
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool the tokens (B, N, D) and classify them: logits (B, C).
+        """Pool the normalised tokens and classify them.
 
-        With pre_logits, return what the last linear layer gets, (B, D).
+        Args:
+            tokens: (B, N, D), from `forward_features`.
+            pre_logits: Whether to return the input of the last linear layer instead of its output.
+
+        Returns:
+            Logits (B, C); with pre_logits, features (B, D).
         """
         if self.global_pool == "token":
             pooled = tokens[:, 0]
@@ -198,13 +234,17 @@ class VisionTransformer(nn.Module):
         """Classify images.
 
         Args:
-            images: (B, in_chans, img_size, img_size), normalised. Another size, a multiple of
-                patch_size, works too.
-            mask: As for `MultiHeadSelfAttention`, over all N tokens.
+            images: (B, in_chans, height, width), normalised. Height and width may differ from
+                img_size, but are multiples of patch_size.
+            mask: Attention mask over the N tokens, see `MultiHeadSelfAttention.forward`.
             need_weights: Whether to return the attention weights of all layers too.
 
         Returns:
-            Logits (B, C); with need_weights also the weights before dropout, (L, B, H, N, N).
+            Logits (B, C); with need_weights also the attention weights before dropout,
+            (L, B, H, N, N).
+
+        Raises:
+            ValueError: height or width is not a multiple of patch_size.
         """
         if need_weights:
             logits, weights, _ = self.forward_intermediates(images, mask)

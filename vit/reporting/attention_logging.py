@@ -67,7 +67,8 @@ class Follower:
         probes = normalize(self.probes.images.to(self.mean.device), self.mean, self.std)
         with torch.no_grad():
             logits, weights, tokens = model.forward_intermediates(probes)
-        grid, prefix = model.patch_embed.grid_size, model.num_prefix_tokens
+        grid = model.patch_embed.grid(*probes.shape[-2:])
+        prefix = model.num_prefix_tokens
         num_tokens = weights[0].shape[-1]
         readout = readout_of(model)
         shares = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
@@ -79,7 +80,7 @@ class Follower:
             self.probes.images[0], (heads[:, 0] * num_tokens).unflatten(2, grid), name
         )
         tracker.picture(step, "attention/heads/probe_00", sheet)
-        patch_size = self.probes.images.shape[-1] // grid[0]
+        patch_size = model.patch_embed.patch_size
         statistics = {
             "entropy": attention_entropy(weights),
             "distance": attention_distance(weights, grid, patch_size, prefix),
