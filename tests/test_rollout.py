@@ -303,6 +303,23 @@ def test_relevance_grows_with_the_logit_and_gradient_rollout_does_not():
     torch.testing.assert_close(twice["gradient_rollout"], once["gradient_rollout"])
 
 
+@with_cases
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5, 1e-6, 1e-9])
+def test_small_relevances_are_precise(readout, prefix, scale):
+    weights = draw_weights(4, 2, 3, prefix + 9)
+    gradients = scale * draw_gradients(weights)
+    maps = make_maps("relevance", weights, gradients, readout, prefix)
+    for b in range(2):
+        # In float64 too the identity would cancel: R - I is accumulated on its own.
+        layers = paper_class_attention(np.float64(weights[:, b]), np.float64(gradients[:, b]))
+        relevance = np.zeros_like(layers[0])
+        for layer in layers:
+            relevance = relevance + layer @ (np.eye(len(layer)) + relevance)
+        expected = read_out(relevance, readout, prefix)
+        assert expected.max() < 30 * scale or scale == 1
+        np.testing.assert_allclose(maps[b].numpy(), expected, rtol=1e-5, atol=0)
+
+
 def test_the_order_of_layers_matters():
     weights = torch.tensor([SECOND, FIRST])[:, None]
     maps = attention_rollout(weights, readout="class_token", num_prefix_tokens=1)
@@ -412,16 +429,21 @@ def test_readouts_that_cannot_be(variant, readout, prefix, message):
     ("wrong", "message"),
     [
         ({"head_fusion": "sum"}, "head_fusion: 'sum' is not mean, max or min"),
-        ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not from 0 up to, not including, 1"),
-        ({"discard_ratio": -0.1}, "discard_ratio: -0.1 is not from 0 up to, not including, 1"),
-        ({"discard_ratio": float("nan")}, "discard_ratio: nan is not from 0 up to, .*"),
+        ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not at least 0 and less than 1"),
+        ({"discard_ratio": -0.1}, "discard_ratio: -0.1 is not at least 0 and less than 1"),
+        ({"discard_ratio": float("nan")}, "discard_ratio: nan is not at least 0 and less than 1"),
         ({"start_layer": 3}, "start_layer: 3 is not 0 to 2"),
         ({"start_layer": -1}, "start_layer: -1 is not 0 to 2"),
     ],
 )
-def test_options_that_cannot_be(wrong, message):
+def test_options_that_cannot_be(wrong, message, monkeypatch):
     with pytest.raises(ValueError, match=f"^{message}$"):
         attention_rollout(draw_weights(3, 1, 1, 4), readout="mean", num_prefix_tokens=1, **wrong)
+    vit = draw_vit(MODELS["mean"])
+    monkeypatch.setattr(vit, "forward_intermediates", lambda images: pytest.fail("too late"))
+    for kinds in (["rollout"], ["raw"]):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            attention_maps(vit, draw_images(), kinds, **wrong)
 
 
 # Of the heads of a layer, one matrix.
@@ -546,6 +568,51 @@ def test_maps_of_a_model(variant):
     assert maps.std() > 0.05
     if prefix == 0:
         torch.testing.assert_close(maps.mean((1, 2)), torch.ones(3), rtol=0, atol=1e-5)
+
+
+@with_models
+@pytest.mark.parametrize("options", ROLLOUTS.values(), ids=ROLLOUTS)
+def test_rollout_of_a_model_takes_options(variant, options):
+    vit, images = draw_vit(variant), draw_images()
+    _, found = attention_maps(vit, images, tuple(MAP_KINDS), **options)
+    _, weights = vit(images, need_weights=True)
+    layout = {"readout": readout_of(vit), "num_prefix_tokens": vit.num_prefix_tokens}
+    fractions = attention_rollout(weights.detach(), **layout, **options)
+    expected = fractions.reshape(3, 4, 4) * (16 + vit.num_prefix_tokens)
+    torch.testing.assert_close(found["rollout"], expected, rtol=0, atol=1e-5)
+    _, plain = attention_maps(vit, images, tuple(MAP_KINDS))
+    for kind in ("gradient_rollout", "relevance", "raw"):
+        assert torch.equal(found[kind], plain[kind])
+    if options:
+        assert (found["rollout"] - plain["rollout"]).abs().max() > 1e-3
+
+
+@with_models
+@pytest.mark.parametrize("size", [(64, 16), (8, 32), (24, 24), (12, 20), (4, 64), (4, 4)])
+@pytest.mark.parametrize("extra", [{}, {"stem": "conv", "mlp_conv": True}])
+def test_maps_have_the_grid_of_the_image(variant, size, extra):
+    vit = draw_vit(variant | extra)
+    rows, columns = size[0] // 4, size[1] // 4
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([1, 3])
+    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
+    torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
+    prefix = vit.num_prefix_tokens
+    for kind, maps in found.items():
+        assert maps.shape == (2, rows, columns)
+        for number in range(2):
+            weights, gradients = differentiate_one(vit, images[number], target[number].item())
+            fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
+            count = rows * columns
+            whole = count / fractions.sum() if kind == "relevance" else count + prefix
+            expected = fractions.reshape(rows, columns) * whole
+            np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MAP_KINDS)
+def test_maps_of_images_that_are_no_multiples_of_the_patch_are_refused(kind):
+    with pytest.raises(ValueError, match="patch_size: 4 does not divide img_size=17 x 16 "):
+        attention_maps(draw_vit(MODELS["mean"]), torch.randn(1, 3, 17, 16), [kind])
 
 
 @with_models

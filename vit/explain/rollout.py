@@ -1,10 +1,10 @@
-"""Maps of what a Vision Transformer looked at: attention rollout and its relatives.
+"""Attention maps of a Vision Transformer: attention rollout and related methods.
 
-A map starts from what the head reads, the class token or the mean of the patch tokens, and goes
-back through the layers: each is a matrix that says how much of a token came from which other. So it
-is a row times matrices, last layer first, N times cheaper than the product of the matrices.
+Each layer is a matrix that says how much each token takes from every other token. A map follows the
+head's input, the class token or the mean of the patch tokens, back through these matrices. That is
+one row vector times matrices, last layer first, and N times cheaper than multiplying the matrices.
 
-Shapes: L layers, B batch, H heads, N tokens (prefix and patches), P patches, C classes.
+Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), P patches, C classes.
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,25 @@ CLASS_SPECIFIC = ("gradient_rollout", "relevance")
 
 
 def map_title(kind: str, class_name: str) -> str:
-    """Name a kind of map in two lines, with the class it explains, or that it explains none."""
-    what = f"(for {class_name})" if kind in CLASS_SPECIFIC else "(class-agnostic)"
-    return f"{MAP_KINDS[kind]}\n{what}"
+    """Return a two-line title: the kind of map, and the class it explains, if any."""
+    explained = f"(for {class_name})" if kind in CLASS_SPECIFIC else "(class-agnostic)"
+    return f"{MAP_KINDS[kind]}\n{explained}"
 
 
 def fuse_heads(
     layer: Tensor, num_prefix_tokens: int, head_fusion: HeadFusion, discard_ratio: float
 ) -> Tensor:
-    """Make one row-stochastic matrix of a layer's heads.
+    """Fuse the heads of a layer into one row-stochastic matrix.
 
     Args:
-        layer: (B, H, N, N), rows summing to 1.
-        num_prefix_tokens: Tokens before the patches; what is paid to them is never discarded.
-        head_fusion: What is taken over the heads.
-        discard_ratio: Share of an image's weights to patches, the lowest, that is set to zero, 0 up
-            to, not including, 1. Equal weights stay or go together.
+        layer: Attention weights (B, H, N, N), rows summing to 1.
+        num_prefix_tokens: Tokens before the patches. Attention to them is never discarded.
+        head_fusion: "mean", "max" or "min" over the heads.
+        discard_ratio: Fraction of an image's weights to patches that is set to zero, lowest first;
+            at least 0 and less than 1. Equal weights are kept or discarded together.
 
     Returns:
-        (B, N, N) float32, each row summing to 1; a row of which nothing is left stays with itself.
+        (B, N, N) float32, each row summing to 1. A row with no weights left attends to itself.
     """
     fused = layer.float()
     fused = fused.mean(dim=1) if head_fusion == "mean" else getattr(fused, f"a{head_fusion}")(dim=1)
@@ -69,33 +69,31 @@ def attention_rollout(
     discard_ratio: float = 0.0,
     start_layer: int = 0,
 ) -> Tensor:
-    """Multiply the layers' attention, fused over heads, into one map (arXiv 2005.00928).
+    """Compute attention rollout (arXiv 2005.00928).
 
-    A layer's residual connection counts as much as its attention: each factor is 0.5 A + 0.5 I. The
-    map does not know about classes: it says where information came from, not what it spoke for.
+    The heads of each layer are fused, and the product of all layers 0.5 A + 0.5 I is taken, which
+    weighs the residual connection as much as the attention. The result does not depend on a class:
+    it shows where information came from, not what it is evidence for.
 
     Args:
-        weights: (L, B, H, N, N), first layer first, rows summing to 1; a tensor or L of them.
-        readout: What the head reads: "class_token" takes the first token's row, "mean" the mean of
-            the patch tokens' rows.
-        num_prefix_tokens: Tokens before the patches: class token and registers.
+        weights: Attention weights (L, B, H, N, N), first layer first, rows summing to 1; a tensor
+            or a sequence of L tensors.
+        readout: What the head reads: "class_token" for the first token, "mean" for the mean of the
+            patch tokens.
+        num_prefix_tokens: Tokens before the patches (class token and registers).
         head_fusion: "mean", as in the paper, "max" or "min" over the heads.
-        discard_ratio: Share of the lowest weights that is left out, 0 up to 1, see `fuse_heads`.
-        start_layer: The layers before it are left out, 0 to L - 1.
+        discard_ratio: Fraction of the lowest weights to discard in each layer, at least 0 and less
+            than 1, see `fuse_heads`.
+        start_layer: First layer to include, 0 to L - 1.
 
     Returns:
-        (B, P) float32: the share of each patch, 0 to 1. Prefix tokens keep what is missing to 1.
+        (B, P) float32, 0 to 1: the fraction that comes from each patch. The fractions of patches
+        and prefix tokens together sum to 1.
 
     Raises:
-        ValueError: An argument is not one of those allowed, or the readout needs a class token that
-            is not there.
+        ValueError: An option is out of range, or readout is "class_token" without prefix tokens.
     """
-    if head_fusion not in ("mean", "max", "min"):
-        raise ValueError(f"head_fusion: {head_fusion!r} is not mean, max or min")
-    if not 0 <= discard_ratio < 1:
-        raise ValueError(f"discard_ratio: {discard_ratio} is not from 0 up to, not including, 1")
-    if not 0 <= start_layer < len(weights):
-        raise ValueError(f"start_layer: {start_layer} is not 0 to {len(weights) - 1}")
+    _check_rollout_options(head_fusion, discard_ratio, start_layer, len(weights))
     row = _start_row(weights[0], readout, num_prefix_tokens)
     for number in reversed(range(start_layer, len(weights))):
         matrix = fuse_heads(weights[number], num_prefix_tokens, head_fusion, discard_ratio)
@@ -110,23 +108,28 @@ def gradient_rollout(
     readout: Readout,
     num_prefix_tokens: int,
 ) -> Tensor:
-    """Roll out only the attention that speaks for a class.
+    """Compute attention rollout from the attention that supports a class.
 
-    As `attention_rollout`, with the heads fused to mean(relu(∇A ⊙ A)), rows summing to 1 again: the
-    weighting of arXiv 2012.09838 with attention in place of its relevance.
+    Like `attention_rollout`, but the heads are fused to mean(relu(∇A ⊙ A)), with rows scaled to sum
+    to 1. This is the weighting of arXiv 2012.09838, with attention in place of relevance.
 
     Args:
-        weights: (L, B, H, N, N), first layer first; a tensor or L of them.
-        gradients: Of the class's logit by the weights, likewise; see `attention_gradients`.
-        readout: As for `attention_rollout`.
+        weights: Attention weights (L, B, H, N, N), first layer first; a tensor or a sequence of L
+            tensors.
+        gradients: Gradients of the class's logit with respect to weights, in the same layout; see
+            `attention_gradients`.
+        readout: "class_token" or "mean", see `attention_rollout`.
         num_prefix_tokens: Tokens before the patches.
 
     Returns:
-        (B, P) float32: the share of each patch, 0 to 1.
+        (B, P) float32, 0 to 1: the fraction that comes from each patch.
+
+    Raises:
+        ValueError: readout is unknown, or "class_token" without prefix tokens.
     """
     row = _start_row(weights[0], readout, num_prefix_tokens)
     for number in reversed(range(len(weights))):
-        matrix = _row_stochastic(_speaking_for(weights[number], gradients[number]))
+        matrix = _row_stochastic(_support(weights[number], gradients[number]))
         row = _through_layer(row, matrix)
     return row[:, 0, num_prefix_tokens:]
 
@@ -138,30 +141,50 @@ def class_relevance(
     readout: Readout,
     num_prefix_tokens: int,
 ) -> Tensor:
-    """Add up what each patch contributes to a class (arXiv 2103.15679, eq. 5 and 6).
+    """Compute the relevance of each patch to a class (arXiv 2103.15679, eq. 5 and 6).
 
-    R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, the mean over heads.
+    Relevance R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, with the mean over
+    heads.
 
     Args:
-        weights: (L, B, H, N, N), first layer first; a tensor or L of them.
-        gradients: Of the class's logit by the weights, likewise; see `attention_gradients`.
-        readout: As for `attention_rollout`.
+        weights: Attention weights (L, B, H, N, N), first layer first; a tensor or a sequence of L
+            tensors.
+        gradients: Gradients of the class's logit with respect to weights, in the same layout; see
+            `attention_gradients`.
+        readout: "class_token" or "mean", see `attention_rollout`.
         num_prefix_tokens: Tokens before the patches.
 
     Returns:
-        (B, P) float32, 0 or more, in units of the logit: R - I, read out. Without the identity, the
-        same for every patch, what attention adds can be seen.
+        (B, P) float32, at least 0, in units of the logit: the row of R - I that the head reads. The
+        identity is the same for every patch and would hide what attention adds.
+
+    Raises:
+        ValueError: readout is unknown, or "class_token" without prefix tokens.
     """
-    start = row = _start_row(weights[0], readout, num_prefix_tokens)
+    start = _start_row(weights[0], readout, num_prefix_tokens)
+    # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.
+    added = torch.zeros_like(start)
     for number in reversed(range(len(weights))):
-        row = row + row @ _speaking_for(weights[number], gradients[number])
-    return (row - start)[:, 0, num_prefix_tokens:]
+        added = added + (start + added) @ _support(weights[number], gradients[number])
+    return added[:, 0, num_prefix_tokens:]
 
 
 def head_maps(
     weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
-    """Return what each head of each layer pays to the patches: (L, B, H, P) float32, 0 to 1."""
+    """Return the attention of each head to the patches, read out as in `attention_rollout`.
+
+    Args:
+        weights: Attention weights (L, B, H, N, N); a tensor or a sequence of L tensors.
+        readout: "class_token" or "mean", see `attention_rollout`.
+        num_prefix_tokens: Tokens before the patches.
+
+    Returns:
+        (L, B, H, P) float32, 0 to 1.
+
+    Raises:
+        ValueError: readout is unknown, or "class_token" without prefix tokens.
+    """
     row = _start_row(weights[0], readout, num_prefix_tokens)[:, None]
     return torch.stack([row @ layer.float() for layer in weights])[..., 0, num_prefix_tokens:]
 
@@ -169,7 +192,10 @@ def head_maps(
 def raw_attention(
     weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
-    """Return the last layer's attention, mean over heads, as a map: (B, P) float32, 0 to 1."""
+    """Return the last layer's attention to the patches, mean over heads: (B, P) float32, 0 to 1.
+
+    Arguments and errors are those of `head_maps`.
+    """
     last = head_maps(weights[-1:], readout=readout, num_prefix_tokens=num_prefix_tokens)
     return last[0].mean(dim=1)
 
@@ -177,36 +203,41 @@ def raw_attention(
 def attention_gradients(
     logits: Tensor, weights: Sequence[Tensor], target: Tensor
 ) -> tuple[Tensor, ...]:
-    """Differentiate each image's logit of a class by its attention weights, in one backward pass.
+    """Differentiate one logit per image with respect to the attention weights.
+
+    A single backward pass serves the whole batch, because in evaluation mode an image's logits do
+    not depend on the other images.
 
     Args:
-        logits: (B, C), of a model in evaluation mode, in which images do not meet.
-        weights: L of (B, H, N, N), that the logits were computed from.
-        target: (B,) int64, the class for each image.
+        logits: (B, C), from a model in evaluation mode.
+        weights: L tensors (B, H, N, N) from which the logits were computed.
+        target: (B,) int64, the class to differentiate for each image.
 
     Returns:
-        L of (B, H, N, N).
+        L tensors (B, H, N, N).
     """
     return torch.autograd.grad(logits.gather(1, target[:, None]).sum(), list(weights))
 
 
 def _through_layer(row: Tensor, matrix: Tensor) -> Tensor:
-    """Take a row back through a layer of which half is its residual connection."""
+    """Multiply a row by 0.5 A + 0.5 I: half attention, half residual connection."""
     return 0.5 * (row @ matrix) + 0.5 * row
 
 
-def _speaking_for(layer: Tensor, gradient: Tensor) -> Tensor:
+def _support(layer: Tensor, gradient: Tensor) -> Tensor:
+    """Return the attention that supports a class, mean(relu(∇A ⊙ A)) over heads: (B, N, N)."""
     return (layer.detach().float() * gradient.float()).relu().mean(dim=1)
 
 
 def _row_stochastic(matrix: Tensor) -> Tensor:
+    """Scale every row to sum to 1; a row of zeros becomes that of the identity."""
     total = matrix.sum(dim=-1, keepdim=True)
     identity = torch.eye(matrix.shape[-1], device=matrix.device)
     return torch.where(total > 0, matrix / total, identity)
 
 
 def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tensor:
-    """Return what the head reads of each token, (B, 1, N) float32, for a layer's weights."""
+    """Return the weight of each token in the head's input, (B, 1, N) float32."""
     if readout not in ("class_token", "mean"):
         raise ValueError(f"readout: {readout!r} is not class_token or mean")
     if readout == "class_token" and num_prefix_tokens == 0:
@@ -220,8 +251,19 @@ def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tenso
     return row
 
 
+def _check_rollout_options(
+    head_fusion: str, discard_ratio: float, start_layer: int, depth: int
+) -> None:
+    if head_fusion not in ("mean", "max", "min"):
+        raise ValueError(f"head_fusion: {head_fusion!r} is not mean, max or min")
+    if not 0 <= discard_ratio < 1:
+        raise ValueError(f"discard_ratio: {discard_ratio} is not at least 0 and less than 1")
+    if not 0 <= start_layer < depth:
+        raise ValueError(f"start_layer: {start_layer} is not 0 to {depth - 1}")
+
+
 def readout_of(model: VisionTransformer) -> Readout:
-    """Tell what a model's head reads."""
+    """Return what a model's head reads, as `attention_rollout` and its relatives expect it."""
     return "class_token" if model.global_pool == "token" else "mean"
 
 
@@ -231,28 +273,41 @@ def attention_maps(
     kinds: Sequence[str] = ("rollout",),
     target: Tensor | None = None,
     precision: torch.dtype = torch.float32,
+    *,
+    head_fusion: HeadFusion = "mean",
+    discard_ratio: float = 0.0,
+    start_layer: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Classify images and map what the model attended to, in one pass for all kinds of map.
+    """Classify images and compute attention maps of any kinds in one forward pass.
 
     Args:
         model: In evaluation mode.
-        images: (B, 3, H, W), normalised, on the model's device.
-        kinds: Of `MAP_KINDS`.
-        target: (B,) int64, the class that class-specific maps explain; None takes the predicted.
-        precision: Of the model's matrix products; maps are made in float32.
+        images: (B, channels, height, width), normalised, on the model's device. Height and width
+            are multiples of the patch size.
+        kinds: Kinds of map, keys of `MAP_KINDS`.
+        target: (B,) int64, the class that class-specific maps explain; None explains the predicted
+            class.
+        precision: Precision of the model's matrix products: float32 or bfloat16. Maps are computed
+            in float32 either way.
+        head_fusion: For kind "rollout" only, see `attention_rollout`.
+        discard_ratio: For kind "rollout" only, see `attention_rollout`.
+        start_layer: For kind "rollout" only, see `attention_rollout`.
 
     Returns:
-        Logits (B, C) float32, and for each kind maps (B, rows, columns) in units of uniform: 1 is
-        what each would get if all got the same: all tokens; for relevance, which prefix tokens get
-        no share of, all patches.
+        Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
+        units of uniform attention: 1 is the value if all tokens received the same. Prefix tokens
+        have no relevance, so for kind "relevance" it is the mean over patches.
 
     Raises:
-        ValueError: A kind is not known.
+        ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
+            multiple of the patch size.
     """
     if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(MAP_KINDS)}")
+    _check_rollout_options(head_fusion, discard_ratio, start_layer, len(model.blocks))
+    grid = model.patch_embed.grid(*images.shape[-2:])
     differentiate = any(kind in CLASS_SPECIFIC for kind in kinds)
-    # Weights whose parameters are frozen can be differentiated by too, if the images can.
+    # The images require gradients, so that the weights do too even if all parameters are frozen.
     images = images.detach().requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
@@ -261,19 +316,22 @@ def attention_maps(
         if differentiate:
             target = logits.argmax(dim=1) if target is None else target
             gradients = attention_gradients(logits, weights, target)
-    how: Any = {"readout": readout_of(model), "num_prefix_tokens": model.num_prefix_tokens}
+    layout: Any = {"readout": readout_of(model), "num_prefix_tokens": model.num_prefix_tokens}
     maps = {}
     with torch.no_grad():
         for kind in kinds:
             if kind == "rollout":
-                shares = attention_rollout(weights, **how)
+                fractions = attention_rollout(
+                    weights, **layout, head_fusion=head_fusion, discard_ratio=discard_ratio,
+                    start_layer=start_layer,
+                )  # fmt: skip
             elif kind == "raw":
-                shares = raw_attention(weights, **how)
+                fractions = raw_attention(weights, **layout)
             elif kind == "gradient_rollout":
-                shares = gradient_rollout(weights, gradients, **how)
+                fractions = gradient_rollout(weights, gradients, **layout)
             else:
-                relevance = class_relevance(weights, gradients, **how)
-                shares = relevance / relevance.sum(dim=1, keepdim=True).clamp(min=1e-30)
-            units = shares.shape[-1] if kind == "relevance" else weights[0].shape[-1]
-            maps[kind] = (shares * units).unflatten(1, model.patch_embed.grid_size)
+                relevance = class_relevance(weights, gradients, **layout)
+                fractions = relevance / relevance.sum(dim=1, keepdim=True).clamp(min=1e-30)
+            units = fractions.shape[-1] if kind == "relevance" else weights[0].shape[-1]
+            maps[kind] = (fractions * units).unflatten(1, grid)
     return logits.detach(), maps

@@ -1,1 +1,1 @@
-"""The Vision Transformer, from attention up."""
+"""The Vision Transformer: attention, patch embedding, encoder blocks, the whole model."""

@@ -1,6 +1,7 @@
-"""Scaled dot-product attention and multi-head self-attention, written by hand (arXiv 1706.03762).
+"""Scaled dot-product attention and multi-head self-attention (arXiv 1706.03762).
 
-Shapes: B batch, H heads, N tokens (queries), M tokens (keys), D token width, d head width.
+Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In self-attention queries
+and keys come from the same tokens, so M = N.
 """
 
 from typing import Literal
@@ -18,28 +19,28 @@ def scaled_dot_product_attention(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from every query to every key: softmax(Q Kᵀ / √d) V (arXiv 1706.03762, eq. 1).
+    """Compute softmax(Q Kᵀ / √d) V (arXiv 1706.03762, eq. 1).
 
     Args:
         query: (..., N, d).
         key: (..., M, d).
         value: (..., M, e).
-        mask: Boolean, broadcastable to (..., N, M); True where a query may attend to a key. A query
-            that may attend to nothing has weights and output zero. None lets all attend to all.
-        dropout_p: Probability of dropping an attention weight, 0 to 1. It is applied whenever it is
-            above 0; the caller passes 0 outside of training.
+        mask: Boolean, broadcastable to (..., N, M); True where a query may attend to a key. If a
+            query may attend to no key, its weights and output are zero. None means no mask.
+        dropout_p: Probability of dropping an attention weight, 0 to 1. Pass 0 in evaluation.
 
     Returns:
         The output, (..., N, e), and the attention weights before dropout, (..., N, M). Each row of
-        weights sums to 1, or to 0 where everything is masked.
+        weights sums to 1, or to 0 if all its keys are masked.
     """
-    # The query is scaled, not the product: cheaper, and the product stays in range in float16.
+    # Scaling the query instead of the scores is cheaper and keeps the product in float16's range.
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if mask is None:
         weights = scores.softmax(dim=-1)
     else:
-        # The lowest finite number in place of -inf: a fully masked row is then uniform, not NaN,
-        # until the second fill sets it to zero; in any other row a masked weight underflows to 0.
+        # With the lowest finite number instead of -inf, the softmax of a fully masked row is
+        # uniform, not NaN, and the second masked_fill sets it to zero. In all other rows masked
+        # weights underflow to zero by themselves.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=-1).masked_fill(~mask, 0.0)
     kept = F.dropout(weights, dropout_p) if dropout_p > 0 else weights
@@ -47,49 +48,65 @@ def scaled_dot_product_attention(
 
 
 def causal_mask(num_tokens: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the (N, N) mask that lets a token attend to itself and to those before it."""
+    """Return a mask under which each token attends to itself and the tokens before it.
+
+    Args:
+        num_tokens: N.
+        device: Device of the mask.
+
+    Returns:
+        (N, N) boolean, True where a query (row) may attend to a key (column).
+    """
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
 def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
-    """Return the (B, 1, N) mask that hides the padding after each sequence.
+    """Return a mask that hides the padding after each sequence.
 
     Args:
-        lengths: (B,) whole numbers, 0 to num_tokens: how many tokens of each sequence are real.
+        lengths: (B,) integers, 0 to num_tokens: the length of each sequence without padding.
         num_tokens: N, the padded length.
+
+    Returns:
+        (B, 1, N) boolean, True where a key is not padding.
     """
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
 def uses_fused_kernel(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether a kernel setting means torch's fused kernel for tensors on a device.
+    """Return whether attention runs on torch's fused kernel.
 
-    "auto" does, but for bfloat16 on a CPU, where its backward pass takes several times as long.
+    Args:
+        kernel: "auto", "math" or "fused". "auto" means the fused kernel except for bfloat16 on a
+            CPU, where its backward pass takes several times as long.
+        device: Device of the queries.
+        dtype: Data type of the queries.
     """
     faster = device.type != "cpu" or dtype == torch.float32
     return kernel == "fused" or (kernel == "auto" and faster)
 
 
 class MultiHeadSelfAttention(nn.Module):
-    """Multi-head self-attention (arXiv 1706.03762, section 3.2.2); parameter names are timm's.
+    """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
-    The tokens are projected to queries, keys and values by one fused matrix, split into heads that
-    attend on their own, and joined again by an output projection.
+    One fused projection computes queries, keys and values. Each head attends independently, and an
+    output projection combines the heads.
 
     Args:
-        dim: D, width of a token.
+        dim: D, token width.
         num_heads: H; 1 is single-head attention.
         head_dim: d, width of a head; None means dim / num_heads.
         qkv_bias: Whether the fused projection has a bias.
-        qk_norm: Whether queries and keys pass a layer norm, per head (arXiv 2302.05442).
+        qk_norm: Whether queries and keys are layer-normalised in each head (arXiv 2302.05442).
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projection.
-        kernel: "math" is `scaled_dot_product_attention` above; "fused" is torch's kernel, with the
-            same result; "auto" takes the faster, see `uses_fused_kernel`. When weights are needed
-            it is always "math".
+        kernel: "math" is `scaled_dot_product_attention` in this file, "fused" is torch's kernel,
+            and "auto" picks the faster one, see `uses_fused_kernel`. All give the same result. The
+            fused kernel does not return attention weights, so need_weights=True always takes
+            "math".
 
     Raises:
-        ValueError: dim is not divisible by num_heads and head_dim is not given.
+        ValueError: num_heads does not divide dim and head_dim is None, or kernel is unknown.
     """
 
     def __init__(
@@ -122,23 +139,23 @@ class MultiHeadSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Let the tokens attend to each other.
+        """Apply self-attention.
 
         Args:
             x: (B, N, D).
-            mask: Boolean, (N, N), (B, N, N) or (B, 1, N), the same for all heads; True where a
-                token (row) may attend to another (column). See `causal_mask`, `padding_mask`.
+            mask: Boolean, (N, N), (B, N, N) or (B, 1, N), shared by all heads; True where a query
+                (row) may attend to a key (column). See `causal_mask` and `padding_mask`.
             need_weights: Whether to return the attention weights too.
 
         Returns:
-            (B, N, D); with need_weights also the weights before dropout, (B, H, N, N).
+            (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
         """
         query, key, value = rearrange(
             self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads
         )
         query, key = self.q_norm(query), self.k_norm(key)
         if mask is not None:
-            mask = mask.unsqueeze(-3)  # the same for all heads
+            mask = mask.unsqueeze(-3)  # broadcast over heads
         dropout_p = self.attn_drop if self.training else 0.0
         if uses_fused_kernel(self.kernel, x.device, query.dtype) and not need_weights:
             heads = F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
