@@ -85,6 +85,11 @@ EDGES = {
     "track.probes": ("-1", "1000001"),
 }
 
+# Aliases that double what they stand for, forty times over.
+LAUGHS = b"data: {root: &a0 {x: 1}}\n" + b"".join(
+    b"data%d: &a%d {x: *a%d, y: *a%d}\n" % (n, n, n - 1, n - 1) for n in range(1, 41)
+)
+
 # Whole files, and what the line must name.
 ODD_FILES = [
     (b"", "key: value"),
@@ -147,6 +152,7 @@ ODD_FILES = [
     (b'"\\e[31m": 3', "?[31m: no such key"),
     (b"? " + b"k" * 5000 + b"\n: 3", "kkk...: no such key"),
     (b"out: " + b"x" * 5000, "out: 'xxx"),
+    (LAUGHS + b"out: *a40", "out: a group of keys is not allowed"),
     (b"[" * 50_000, "nested too deeply"),
     (b"model: " + b"{a: " * 20_000, "nested too deeply"),
     (b"a: " + b"[" * 100 + b"]" * 100, "a: no such key"),

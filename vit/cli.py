@@ -10,8 +10,6 @@ A user's mistake ends in one line on standard error and exit code 2, not in a tr
 import argparse
 import contextlib
 import dataclasses
-import difflib
-import io
 import json
 import re
 import sys
@@ -24,17 +22,9 @@ import yaml
 
 from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
+from vit.recipes import read_config
 from vit.settings import describe, shorten, unknown
 from vit.training.rules import check_sizes
-
-NULL = ("", "~", "null", "Null", "NULL")  # in YAML, where they are not quoted
-LONGEST_FILE = 100_000  # bytes; a config has a few thousand
-_CODE = Path(__file__).resolve().parent
-# Next to the code where the package is installed, beside it in a checkout.
-RECIPES = next(
-    (folder for folder in (_CODE / "configs", _CODE.parent / "configs") if folder.is_dir()),
-    _CODE / "configs",
-)
 
 
 def fail(message: str) -> NoReturn:
@@ -142,7 +132,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         "allow_changes": given.pop("resume.allow_changes", False),
     }
     only_print = given.pop("print_config", False)
-    config = Config(**_merge([*map(_read_config, files), _nested(given)]))
+    config = Config(**_merge([*map(read_config, files), _nested(given)]))
     check_sizes(config)
     if only_print:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
@@ -267,73 +257,3 @@ def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 value = {**old, **value}
             merged[key] = value
     return merged
-
-
-class _TextLoader(yaml.BaseLoader):
-    """Reads every value as text, and null as None; refuses tags and repeated keys."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        plain = (self.DEFAULT_SCALAR_TAG, self.DEFAULT_SEQUENCE_TAG, self.DEFAULT_MAPPING_TAG)
-        if node.tag not in plain:
-            tag = shorten(node.tag.replace("tag:yaml.org,2002:", "!!"))
-            self._refuse(node, f"the tag {tag} is not allowed; write plain values")
-        is_null = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL
-        return None if is_null else super().construct_object(node, deep)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self._refuse(key, "a key must be text")
-            if key.value in mapping:
-                self._refuse(key, f"{shorten(key.value)}: given twice; keep one")
-            mapping[key.value] = self.construct_object(value, deep)
-        return mapping
-
-    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-
-def _read_config(name: str) -> dict[str, Any]:
-    """Read a YAML file, of which every value stays text."""
-    try:
-        with _find_config(name).open("rb") as stream:
-            content = stream.read(LONGEST_FILE + 1)  # no more: /dev/zero has no end
-        if len(content) > LONGEST_FILE:
-            raise ValueError(f"longer than {LONGEST_FILE} bytes")
-        values = yaml.load(io.BytesIO(content), Loader=_TextLoader)
-        if not isinstance(values, dict):
-            raise ValueError("a config consists of lines `key: value`")
-    except FileNotFoundError:
-        recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-        near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
-        known = f"the recipes are {', '.join(recipes)}"
-        hint = f"did you mean configs/{near[0]}.yaml?" if near else known
-        raise ValueError(f"config not found: {shorten(name)} ({hint})") from None
-    except RecursionError:
-        raise ValueError(f"config: {shorten(name)}: nested too deeply") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = getattr(error, "strerror", None) or str(error).replace('in "<file>", ', "at ")
-        raise ValueError(
-            f"config: {shorten(name) or repr(name)}: {shorten(problem, 200)}"
-        ) from None
-    groups = {
-        field.name for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.type)
-    }
-    # Raises, even where a flag or a later file replaces the group.
-    Config(
-        **{
-            key: value
-            for key, value in values.items()
-            if key in groups and not isinstance(value, dict)
-        }
-    )
-    return values
-
-
-def _find_config(name: str) -> Path:
-    """Return the path of a config: a file that exists, or else the recipe of that name."""
-    path = Path(name)
-    recipe = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
-    may_be_recipe = path.parent in (Path(), Path("configs")) and recipe.is_file()
-    return recipe if may_be_recipe and (path.is_dir() or not path.exists()) else path
