@@ -1,9 +1,11 @@
 """Bad input ends in one line and exit code 2, with no traceback, before anything is touched."""
 
+import contextlib
+import itertools
 import re
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,17 @@ import torch
 import yaml
 
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.config import Config, EvalConfig, changed_keys, from_dict, to_dict
+from vit.config import (
+    Config,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    changed_keys,
+    from_dict,
+    to_dict,
+)
+from vit.data.specs import DATASETS
+from vit.training.rules import check_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -29,11 +41,13 @@ BAD_FLAGS = [
         "3 or more with model.stem=conv and model.patch_size=4",
     ),
     ("--model.embed_dim x", "model.embed_dim: 'x'", "a whole number"),
-    ("--model.depth 1.5", "model.depth: '1.5'", "a whole number"),
+    ("--model.depth 1.5", "model.depth: '1.5'", "a whole number from 1 to 1000"),
     ("--model.depth 0", "model.depth: 0", "1 to 1000"),
-    ("--model.head_dim big", "model.head_dim: 'big'", "a whole number or null"),
+    ("--model.head_dim big", "model.head_dim: 'big'", "a whole number from 1 to 1000, or null\n"),
     ("--model.stem convolution", "model.stem: 'convolution'", "linear, conv"),
     ("--model.attn_kernel flash", "model.attn_kernel: 'flash'", "auto, math, fused"),
+    ("--model.patch_size 0", "model.patch_size: 0", "from 1 to 10000"),
+    ("--data.download 1", "data.download: '1'", "true or false"),
     ("--model.qkv_bias maybe", "model.qkv_bias: 'maybe'", "true or false"),
     ("--model.drop_path_rate 1.0", "model.drop_path_rate: 1.0", "from 0"),
     ("--data.name imagenet", "data.name: 'imagenet'", "cifar10, cifar100, shapes, folder"),
@@ -41,21 +55,28 @@ BAD_FLAGS = [
     ("--data.val_size -1", "data.val_size: -1", "0 to 1000000"),
     ("--augment.crop_padding 32", "augment.crop_padding: 32", "0 to 31"),
     ("--optim.lr -1", "optim.lr: -1", "above 0"),
-    ("--optim.lr .inf", "optim.lr: inf", "up to 1000000"),
-    ("--optim.lr .nan", "optim.lr: nan", "up to 1000000"),
+    ("--optim.lr .inf", "optim.lr: '.inf'", "a number above 0, up to 1000000"),
+    ("--optim.lr .nan", "optim.lr: '.nan'", "a number above 0, up to 1000000"),
+    ("--optim.lr inf", "optim.lr: inf", "a number above 0, up to 1000000"),
+    ("--optim.lr 1e400", "optim.lr: 1e400", "a number above 0, up to 1000000"),
     ("--optim.lr=", "optim.lr: ''", "a number"),
-    ("--optim.lr nan", "optim.lr: 'nan'", "a number"),
+    ("--optim.lr nan", "optim.lr: nan", "a number above 0, up to 1000000"),
     ("--optim.warmup 1", "optim.warmup: 1", "from 0"),
     ("--optim.ema_decay 1", "optim.ema_decay: 1", "between 0 and 1, or null"),
     ("--train.accumulate 3", "train.accumulate: 3", "divisor of train.batch_size=128"),
     ("--train.epochs 0", "train.epochs: 0", "1 to 1000000"),
     ("--train.epochs 1000000000000000000", "train.epochs: 1000000000000000000", "1 to 1000000"),
     ("--model.embed_dim 1000000000", "model.embed_dim: 1000000000", "1 to 10000"),
-    (f"--optim.lr {'9' * 400}", "optim.lr: '999", "at most 100 characters"),
-    ("--augment.mixup .inf", "augment.mixup: inf", "0 to 1000000"),
-    ("--model.depth null", "model.depth: null", "is not a whole number\n"),
+    (f"--optim.lr {'9' * 400}", "optim.lr: 999", "a number above 0, up to 1000000"),
+    (f"--model.depth {'9' * 5000}", "model.depth: '999", "a whole number from 1 to 1000\n"),
+    ("--augment.mixup .inf", "augment.mixup: '.inf'", "0 to 1000000"),
+    ("--model.depth null", "model.depth: null", "it must be a whole number from 1 to 1000\n"),
     ("--train.budget_minutes 0", "train.budget_minutes: 0", "above 0"),
-    ("--train.budget_minutes soon", "train.budget_minutes: 'soon'", "a number or null"),
+    (
+        "--train.budget_minutes soon",
+        "train.budget_minutes: 'soon'",
+        "a number above 0, up to 1000000, or null\n",
+    ),
     ("--train.seed -1", "train.seed: -1", "0 to 2^63 - 1"),
     ("--modle.depth 3", "modle.depth", "did you mean model.depth?"),
     ("--model.embed_dims=3", "model.embed_dims", "did you mean model.embed_dim?"),
@@ -66,7 +87,10 @@ BAD_FLAGS = [
     ("configs/shapes.yaml", "configs/shapes.yaml", "did you mean --config configs/shapes.yaml?"),
     ("--model.depth", "--model.depth", "expected one argument"),
     ("stray", "stray", "no such key"),
-    ("--config nowhere.yaml", "config", "nowhere.yaml"),
+    ("--config nowhere.yaml", "config not found: nowhere.yaml", "the recipes are cifar10, "),
+    ("--config shpaes", "config not found: shpaes", "did you mean configs/shapes.yaml?"),
+    ("--config my/configs/shapes", "config not found: my/configs/shapes", "configs/shapes.yaml"),
+    ("--out null", "out: null", "a non-empty path"),
     ("--config configs", "config: configs", "Is a directory"),
     ("--overwrite.x", "overwrite.x", "no such key"),
     ("--overwite", "overwite", "did you mean overwrite?"),
@@ -76,16 +100,22 @@ BAD_FLAGS = [
 BAD_FILES = [
     ("model:\n  embed_dims: 96\n", "model.embed_dims", "did you mean model.embed_dim?"),
     ("modle:\n  depth: 3\n", "modle", "did you mean model?"),
-    ("model: 3\n", "model", "3"),
+    ("model: 3\n", "model: '3'", "a group of keys"),
+    ("model:\n", "model: null", "a group of keys"),
     ("model:\n  depth: many\n", "model.depth: 'many'", "a whole number"),
     ("train: [1\n", "config", "line 1, column 8"),
     ("", "config", "`key: value`"),
     ("model:\n  depth: null\n", "model.depth: null", "a whole number"),
-    ("model: {depth: 3, depth: 4}\n", "model.depth", "given twice"),
-    ("model: &a {depth: *a}\n", "model.depth: a group of keys", "a whole number"),
-    ("out: !!python/object:os.system {}\n", "out: the tag !!python/object", "plain values"),
+    ("model: {depth: 3, depth: 4}\n", "depth: given twice", "line 1, column 19"),
+    ("model: &a {depth: *a}\n", "recursive", "line 1, column 8"),
+    ("model: {depth: &a {b: 1}, embed_dim: *a}\n", "a group of keys", "a whole number"),
+    (
+        "out: !!python/object:os.system {}\n",
+        "the tag !!python/object:os.system",
+        "line 1, column 6",
+    ),
     ("model: {dropout: 0.1}\n", "model.dropout", "no such key"),
-    ("[" * 10_000, "config", "nested too deep"),
+    ("[" * 10_000, "config", "nested too deeply"),
 ]
 
 
@@ -129,11 +159,14 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
         (["runs/nowhere"], "runs/nowhere does not exist"),
         (["x", "--data.rot", "y"], "did you mean data.root?"),
         (["x", "--batch_size", "0"], "batch_size: 0"),
-        (["x", "--device", "tpu"], "auto, cpu, cuda"),
+        (["x", "--device", "tpu"], "auto, cpu, cuda, mps, xpu"),
         ([str(ROOT / "README.md")], "README.md is not a checkpoint"),
         ([str(ROOT / "configs")], "holds neither"),
         (["--image", "y", "x"], "run: missing; name a run folder or model file first"),
-        (["x", "--seed", "-1"], "seed: -1 is not allowed; it must be 0 to 2^63 - 1"),
+        (
+            ["x", "--seed", "-1"],
+            "seed: -1 is not allowed; it must be a whole number from 0 to 2^63 - 1",
+        ),
         (
             ["x", "--faithfulness", "-1"],
             "faithfulness: -1 is not allowed; it must be 0, or 2 to 1000000",
@@ -144,8 +177,14 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
         ),
         (["x", "--atention"], "did you mean attention?"),
         (["x", "--attention", "--indices"], "--indices: expected at least one argument"),
-        (["x", "--attention", "--indices", "3.5"], "indices: '3.5' is not a whole number"),
-        (["x", "--attention", "--indices", "3,17"], "indices: '3,17' is not a whole number"),
+        (
+            ["x", "--attention", "--indices", "3.5"],
+            "indices: '3.5' is not allowed; it must be a whole number",
+        ),
+        (
+            ["x", "--attention", "--indices", "3,17"],
+            "indices: '3,17' is not allowed; it must be a whole number",
+        ),
         (["x", "--attention", "--indices", "3", "y"], "indices"),
         (["x", "--indices", "3"], "indices: only with --attention"),
         (["x", "--image", "y", "--indices", "3"], "indices: only with --attention"),
@@ -153,6 +192,14 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
         (["x", "--compare"], "--compare: expected one argument"),
         (["x", "--target", "star"], "target: only with --attention or --image"),
         (["x", "--compare", "y", "--target", "star"], "target: only with --attention or --image"),
+        (["x", "--head_fusion", "max"], "head_fusion: only with --attention"),
+        (["x", "--discard_ratio", "0.5"], "discard_ratio: only with --attention"),
+        (["x", "--start_layer", "1"], "start_layer: only with --attention"),
+        (["x", "--attention", "--head_fusion", "sum"], "one of mean, max, min"),
+        (["x", "--attention", "--discard_ratio", "1"], "from 0 up to, not including, 1"),
+        (["x", "--attention", "--start_layer", "-1"], "start_layer: -1 is not allowed"),
+        (["x", "--out", str(ROOT / "README.md")], "README.md is a file; --out takes a folder"),
+        (["x", "--out", str(ROOT / "README.md/eval")], "README.md is a file; --out takes a folder"),
         (["x", "--attention", "--image", "y"], "image: not together with --attention"),
         (["x", "--attention", "--compare", "y"], "compare: not together with --attention"),
         (["x", "--image", "y", "--compare", "z"], "compare: not together with --image"),
@@ -182,8 +229,7 @@ def test_memory_that_runs_out_anywhere_is_one_line(
         raise error
     assert ended.value.code == 2
     assert (
-        capsys.readouterr().err
-        == f"error: out of memory; a smaller model or batch takes less: {error}\n"
+        capsys.readouterr().err == f"error: out of memory; use a smaller model or batch: {error}\n"
     )
 
 
@@ -196,7 +242,7 @@ def test_operation_without_fixed_order_is_one_line(capsys: pytest.CaptureFixture
         torch.use_deterministic_algorithms(False)
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: deterministic: true") and "put_ adds" in error
+    assert error.startswith("error: deterministic: true") and "put_ has no" in error
     assert error.count("\n") == 1
 
 
@@ -206,25 +252,43 @@ def test_mistake_of_ours_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
-def test_help_names_every_key(script: str) -> None:
+def test_help_has_one_line_of_usage_and_each_key_with_its_range_and_default(script: str) -> None:
     done = run(script, "--help")
     assert done.returncode == 0
-    for key in keys(Config if script == "train.py" else EvalConfig):
-        assert f"--{key} " in done.stdout
+    usage, blank = done.stdout.splitlines()[:2]
+    assert usage.startswith(f"usage: {script} ") and blank == ""
+    config = Config if script == "train.py" else EvalConfig
+    about = dict(re.findall(r"^  --([\w.]+)((?:.|\n {4,})*)", done.stdout, re.MULTILINE))
+    for key in keys(config):
+        if key != "attention":
+            assert re.search(
+                r"[A-Z].{8}[^.]+.*\. \(.*; default: .+\)$", " ".join(about[key].split())
+            )
+
+
+def test_help_states_type_choices_range_and_default() -> None:
+    words = " ".join(run("train.py", "--help").stdout.split())
+    assert (
+        "Precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where the "
+        "hardware supports it. (one of auto, float32, bfloat16; default: auto)"
+    ) in words
+    assert "Number of encoder blocks. (a whole number from 1 to 1000; default: 4)" in words
+    assert "(a number above 0, up to 1000000, or null; default: null)" in words
+    assert "optim: The optimizer, the learning rate schedule and the loss:" in words
 
 
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("image", "picture files to classify"),
-        ("indices", "the test images to draw"),
-        ("attention", "draw every kind of map"),
-        ("compare", "another run or model file"),
-        ("target", "the class that is explained"),
-        ("faithfulness", "that the maps are measured on"),
+        ("image", "Image files to classify"),
+        ("indices", "indices of the test images to draw"),
+        ("attention", "Draw and save every kind of attention map"),
+        ("compare", "Another run folder or model file"),
+        ("target", "name of the class to explain"),
+        ("faithfulness", "on which the faithfulness of the maps is measured"),
     ],
 )
-def test_help_of_eval_says_what_its_ways_to_look_do(key: str, words: str) -> None:
+def test_help_of_eval_says_what_its_modes_do(key: str, words: str) -> None:
     about = re.split(r"\n  --", run("eval.py", "--help").stdout)
     (found,) = [part for part in about if part.startswith(f"{key} ")]
     assert words in " ".join(found.split())
@@ -250,15 +314,63 @@ def test_printed_config_is_a_config_that_gives_the_same_run(tmp_path: Path) -> N
     assert options == {"overwrite": False, "allow_changes": False}
 
 
-def test_later_config_wins_and_flags_win_over_all(tmp_path: Path) -> None:
+FLAG = ("--model.depth", "4")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_flag_beats_every_file_and_a_later_file_an_earlier(
+    order: tuple[int, ...], joined: bool, tmp_path: Path
+) -> None:
     first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
-    first.write_text("model: {depth: 2, embed_dim: 48}\n")
-    second.write_text("model: {depth: 3}\n")
-    words = ["--config", str(first), "--config", str(second)]
-    config, _ = parse_train(words)
-    assert (config.model.depth, config.model.embed_dim) == (3, 48)
-    config, _ = parse_train([*words, "--model.depth", "4"])
-    assert (config.model.depth, config.model.embed_dim) == (4, 48)
+    first.write_text("out: first\nmodel: {depth: 2, embed_dim: 48}\n")
+    second.write_text("out: second\nmodel: {depth: 3, embed_dim: 24}\n")
+    parts = [("--config", str(first)), ("--config", str(second)), FLAG]
+    words = [parts[index] for index in order]
+    config, _ = parse_train(["=".join(w) for w in words] if joined else [*itertools.chain(*words)])
+    last_file = [index for index in order if index < 2][-1]
+    assert config.model.depth == 4
+    assert (config.out, config.model.embed_dim) == (("first", 48), ("second", 24))[last_file]
+
+
+def test_a_file_after_the_flag_does_not_redirect_the_run() -> None:
+    words = ["--out", "my/run", "--config", str(ROOT / "configs/shapes.yaml"), "--overwrite"]
+    config, options = parse_train(words)
+    assert config.out == "my/run" and config.data.name == "shapes"
+    assert options == {"overwrite": True, "allow_changes": False}
+
+
+def test_of_files_only_what_they_set_is_replaced(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("model: {depth: 2, embed_dim: 48}\noptim: {clip_grad: 1}\n")
+    second.write_text("model: {depth: 3}\noptim: {clip_grad: }\n")
+    config, _ = parse_train(["--config", str(first), "--config", str(second)])
+    assert (config.model.depth, config.model.embed_dim, config.optim.clip_grad) == (3, 48, None)
+
+
+def test_a_broken_group_is_refused_even_where_a_flag_sets_its_keys(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text("model: 3\n")
+    with pytest.raises(ValueError, match="model: '3' is not allowed"):
+        parse_train(["--config", str(file), *FLAG])
+
+
+@pytest.mark.parametrize("name", ["shapes", "shapes.yaml", "configs/shapes", "configs/shapes.yaml"])
+def test_a_recipe_is_found_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_train(["--config", name])[0].out == "runs/shapes"
+    (tmp_path / "shapes").mkdir()  # a folder of that name is no config
+    assert parse_train(["--config", name])[0].out == "runs/shapes"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "shapes").rmdir()
+    (tmp_path / name).write_text("out: mine")
+    assert parse_train(["--config", name])[0].out == "mine"
+
+
+def test_default_recipe_states_nothing_twice() -> None:
+    assert yaml.safe_load((ROOT / "configs" / "quick.yaml").read_text()) == {"out": "runs/quick"}
 
 
 def test_without_a_config_quick_is_taken_and_with_one_it_is_not(tmp_path: Path) -> None:
@@ -280,8 +392,10 @@ def test_every_recipe_is_whole_and_named_after_its_run(file: Path) -> None:
 def test_config_survives_the_way_through_dictionaries() -> None:
     config, _ = parse_train(["--model.init_values", "0.1", "--optim.clip_grad", "1"])
     assert from_dict(to_dict(config)) == config
-    with pytest.raises(ValueError, match="depht"):
+    with pytest.raises(ValueError, match=r"^model.depht: no such key; did you mean model.depth\?$"):
         from_dict({"model": {"depht": 3}})
+    with pytest.raises(ValueError, match=r"^log: no such key"):
+        from_dict({"log": {"every": 3}})
 
 
 def test_changed_keys_names_key_and_both_values() -> None:
@@ -294,3 +408,71 @@ def test_eval_flags() -> None:
     assert run_folder == "runs/x"
     assert options.data.root == "there"
     assert options.probes == 3
+
+
+def test_python_gets_the_same_line_as_the_command_line() -> None:
+    line = "^model.depth: 0 is not allowed; it must be a whole number from 1 to 1000$"
+    with pytest.raises(ValueError, match=line):
+        ModelConfig(depth=0)
+    with pytest.raises(ValueError, match=line):
+        from_dict({"model": {"depth": 0}})
+    with pytest.raises(ValueError, match=line):
+        replace(ModelConfig(), depth=0)
+    with pytest.raises(ValueError, match=r"^model.num_heads: 5 is not allowed; it must be a div"):
+        ModelConfig(num_heads=5)
+    with pytest.raises(ValueError, match=r"^optim.lr: nan is not allowed; it must be a number"):
+        OptimConfig(lr=float("nan"))
+    with pytest.raises(ValueError, match=r"^model: '3' is not allowed; it must be a group of keys"):
+        Config(model="3")  # type: ignore[arg-type]
+
+
+def test_faithfulness_is_measured_unless_images_are_chosen() -> None:
+    def images(*words: str) -> int:
+        return parse_eval(["x", "--attention", *words])[1].faithfulness_images
+
+    assert images() == 500
+    assert images("--indices", "3") == 0
+    assert images("--indices", "3", "--faithfulness", "20") == 20
+    assert images("--faithfulness", "0") == 0
+
+
+def test_rollout_flags() -> None:
+    words = ["--head_fusion", "min", "--discard_ratio", "0.9", "--start_layer", "2"]
+    _, options = parse_eval(["x", "--attention", *words])
+    assert (options.head_fusion, options.discard_ratio, options.start_layer) == ("min", 0.9, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "patch_size", "padding", "problem"),
+    [
+        ((32, 48), 32, 2, "model.patch_size: 32 .* a divisor of the image size, 32x48: 1, .*, 16$"),
+        ((32, 48), 16, 32, "augment.crop_padding: 32 .* 0 to 31 pixels with images of 32x48"),
+        ((24, 24), 3, 2, "model.patch_size: 3 .* a power of two with model.stem=conv"),
+        ((24, 24), 8, 23, None),
+    ],
+)
+def test_model_and_augmentation_must_fit_the_images(
+    size: tuple[int, int],
+    patch_size: int,
+    padding: int,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(DATASETS, "shapes", replace(DATASETS["shapes"], image_size=size))
+    config = from_dict(
+        {
+            "data": {"name": "shapes"},
+            "model": {"patch_size": patch_size},
+            "augment": {"crop_padding": padding},
+        }
+    )
+    with pytest.raises(ValueError, match=problem) if problem else contextlib.nullcontext():
+        check_sizes(config)
+
+
+def test_parsing_needs_no_torch() -> None:
+    code = (
+        "import sys; from vit.cli import parse_train, parse_eval; parse_train([]); "
+        "parse_eval(['x']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,53 +1,57 @@
-"""The command line: flags and YAML files in, checked objects out, mistakes in one line.
+"""The command line: flags and YAML files in, checked configs out.
 
-A user's mistake does not end in a traceback: `user_errors` turns it into one line on standard error
-and exit code 2.
+Every value in a file or a flag is text. Files are merged in the order given, flags go on top
+wherever they appear, and the annotations in `vit.config` convert and check the result once. So a
+range, a default and a description each have one source, and a YAML file can construct nothing.
+
+A user's mistake ends in one line on standard error and exit code 2, not in a traceback.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import json
 import re
 import sys
 import typing
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace
+import yaml
 
-from vit.config import DEFAULT_CONFIG, Config, EvalConfig, shorten
+from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
-from vit.yaml_flags import allowed, unknown, without_files
-
-LONGEST_TEXT = 1_000  # characters
-LONGEST_NUMBER = 100
+from vit.recipes import read_config
+from vit.settings import describe, shorten, unknown
+from vit.training.rules import check_sizes
 
 
 def fail(message: str) -> NoReturn:
     """End the program with one line on standard error and exit code 2."""
     line = " ".join(message.split())
     who = f"error (process {rank()}): " if rank() else "error: "
-    # What a file or a flag holds must not steer the terminal.
+    # Text from a file or a flag must not control the terminal.
     print(who + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     raise SystemExit(2)
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn what a user can mend, ValueError and OSError, into one line and exit code 2."""
+    """Turn errors that the user can fix, ValueError and OSError, into one line and exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
         fail(str(error))
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            fail(f"out of memory; a smaller model or batch takes less: {shorten(error, 200)}")
+            fail(f"out of memory; use a smaller model or batch: {shorten(error, 200)}")
         if "does not have a deterministic implementation" in str(error):
             operation = str(error).partition(" ")[0]
             fail(
-                f"deterministic: true is not possible with this config on this device: {operation} "
-                "adds in no fixed order; train without --deterministic, or, where the operation is "
-                "upsample_*, with --train.small_share 0"
+                "deterministic: true is not possible with this config on this device: "
+                f"{operation} has no deterministic implementation; train without --deterministic, "
+                "or, if the operation is upsample_*, with --train.small_share 0"
             )
         raise
     except KeyboardInterrupt:
@@ -55,170 +59,201 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+def train_main() -> None:
+    """Run train.py, alias vit-train."""
+    with user_errors():
+        config, options = parse_train(sys.argv[1:])
+        # Imported late, because it imports torch: a mistyped flag is answered at once.
+        from vit.training.trainer import train
+
+        train(config, **options)
+
+
+def eval_main() -> None:
+    """Run eval.py, alias vit-eval."""
+    with user_errors():
+        run, options = parse_eval(sys.argv[1:])
+        # Imported late, because they import torch: a mistyped flag is answered at once.
+        if options.attention:
+            from vit.reporting.attention import explain_run
+
+            explain_run(run, options)
+        elif options.image:
+            from vit.reporting.photos import classify_photos
+
+            classify_photos(run, options)
+        elif options.compare is not None:
+            from vit.reporting.comparison import compare_runs
+
+            compare_runs(run, options)
+        else:
+            from vit.reporting.report import evaluate_run
+
+            evaluate_run(run, options)
+
+
 def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
-    """Read train.py's command line.
+    """Read the command line of train.py.
 
     Args:
-        arguments: The words after `train.py`. Without `--config`, configs/quick.yaml is read.
+        arguments: The words after `train.py`. Without `--config`, the recipe "quick" is read.
 
     Returns:
-        The config, and what may be done with a run that is there, as arguments of `train`.
+        The config, and the arguments `overwrite` and `allow_changes` of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
-        SystemExit: `--help` or `--print_config` was asked for.
+        SystemExit: `--help` or `--print_config` was given.
     """
-    parser = ArgumentParser(
-        prog="train.py",
-        description="Train a Vision Transformer, evaluate it, and follow its attention.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
+    parser = _Parser("[--config FILE] [--GROUP.FIELD VALUE ...]", "Train a Vision Transformer.")
     parser.add_argument(
         "--config",
-        action="config",
-        help="YAML file, e.g. configs/shapes.yaml; may be given several times, later ones win "
-        "(default: configs/quick.yaml)",
+        action="append",
+        metavar="FILE",
+        help="YAML file or name of a recipe, e.g. shapes; may be repeated: later files override "
+        "earlier ones, and flags override files (default: quick)",
     )
     parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        default=argparse.SUPPRESS,  # so that --print_config leaves it out: no file may set it
-        help="delete what the run folder holds and start anew",
+        "--print_config", action="store_true", help="print the resulting config as YAML and exit"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete the content of the run folder first"
     )
     parser.add_argument(
         "--resume.allow_changes",
         action="store_true",
-        default=argparse.SUPPRESS,
-        help="resume an unfinished run also with other rates, epochs, batch, augmentation, device "
-        "or number of processes; data and model stay",
+        help="resume an interrupted run even if settings of the optimizer, the schedule, the "
+        "augmentation or the hardware have changed; data and model must be the same",
     )
-    if not any(word == "--config" or word.startswith("--config=") for word in arguments):
-        arguments = ["--config", str(DEFAULT_CONFIG), *arguments]
-    values = _parse(parser, Config, arguments, own=("config", "overwrite", "resume.allow_changes"))
+    given = parser.parse_keys(arguments, Config)
+    files = given.pop("config", ["quick"])
     options = {
-        "overwrite": "overwrite" in values,
-        "allow_changes": "resume.allow_changes" in values,
+        "overwrite": given.pop("overwrite", False),
+        "allow_changes": given.pop("resume.allow_changes", False),
     }
-    return Config(**_fields(values, Config)), options
+    only_print = given.pop("print_config", False)
+    config = Config(**_merge([*map(read_config, files), _nested(given)]))
+    check_sizes(config)
+    if only_print:
+        print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
+        raise SystemExit(0)
+    return config, options
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
-    """Read eval.py's command line.
+    """Read the command line of eval.py.
 
     Args:
         arguments: The words after `eval.py`.
 
     Returns:
-        The run folder or model file, and how to evaluate it.
+        The run folder or model file, and the options.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
-        SystemExit: `--help` was asked for.
+        SystemExit: `--help` was given.
     """
-    parser = ArgumentParser(
-        prog="eval.py",
-        usage="%(prog)s run [options]",
-        description="Evaluate a trained Vision Transformer: on the test images, or with "
-        "--attention, --image or --compare look into it.",
-        exit_on_error=False,
-        allow_abbrev=False,
+    parser = _Parser(
+        "run [--FIELD VALUE ...]",
+        "Evaluate a trained Vision Transformer on the test images; or draw attention maps "
+        "(--attention), classify image files (--image) or compare two models (--compare).",
     )
     parser.add_argument(
-        "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which comes along"
+        "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which is included"
     )
-    several = ("image", "indices")
-    for name, kind in (("image", str), ("indices", int)):
-        parser.add_argument(
-            f"--{name}", nargs="+", type=kind, default=[], help=_help_of(EvalConfig, name)
+    given = parser.parse_keys(arguments, EvalConfig, switches=("attention",))
+    run = given.pop("run")
+    options = EvalConfig(**_nested(given))
+    if options.out is not None:
+        out = Path(options.out)
+        existing = next(path for path in (out, *out.parents) if path.exists())
+        if not existing.is_dir():
+            raise ValueError(f"out: {existing} is a file; --out takes a folder")
+    return run, options
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that leaves values to the config, and raises ValueError for a mistake."""
+
+    def __init__(self, usage: str, description: str) -> None:
+        super().__init__(
+            usage=f"%(prog)s {usage}",
+            description=description,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
         )
-    parser.add_argument("--attention", action="store_true", help=_help_of(EvalConfig, "attention"))
-    values = _parse(parser, EvalConfig, arguments, skip={*several, "attention"})
-    fields = _fields(values, EvalConfig)
-    return values["run"], EvalConfig(**fields | {name: tuple(fields[name]) for name in several})
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("required: run"):
+            message = "run: missing; name a run folder or model file first: eval.py runs/quick"
+        raise ValueError(shorten(message.removeprefix("argument "), 200))
+
+    def parse_keys(
+        self, arguments: Sequence[str], config: type, switches: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Return what the command line sets, as {key: text}, with the parser's own arguments.
+
+        Args:
+            arguments: The command line.
+            config: The dataclass whose fields are flags.
+            switches: The fields whose flag takes no value.
+        """
+        self._add_flags(config, "", switches)
+        given, rest = self.parse_known_args(arguments)
+        if rest:
+            raise ValueError(_no_such_flag(rest[0], [action.dest for action in self._actions]))
+        return vars(given)
+
+    def _add_flags(self, config: Any, prefix: str, switches: Collection[str]) -> None:
+        """Add a flag for each field, under a heading for each group, described by its docstring."""
+        doc = config.__doc__ or ""
+        title = doc.partition("\n")[0].strip(".")
+        section = self.add_argument_group(f"{prefix.rstrip('.')}: {title}".removeprefix(": "))
+        fields = dataclasses.fields(config)
+        groups = [field for field in fields if dataclasses.is_dataclass(field.type)]
+        for field in (field for field in fields if field not in groups):
+            found = re.search(rf"^ +{field.name}: (.*(?:\n {{12}}.*)*)", doc, re.MULTILINE)
+            about = " ".join(found.group(1).split()) if found else field.name
+            default = json.dumps(field.default).strip('"').replace("[]", "none")
+            text = f"{about[0].upper()}{about[1:]}."
+            how: dict[str, Any] = {"metavar": "VALUE"}
+            if field.name in switches:
+                how = {"action": "store_true"}
+            else:
+                text += f" ({describe(field.type)}; default: {default})"
+            if typing.get_origin(field.type) is tuple:
+                how |= {"nargs": "+"}
+            section.add_argument(f"--{prefix}{field.name}", help=text.replace("%", "%%"), **how)
+        for field in groups:
+            self._add_flags(field.type, f"{prefix}{field.name}.", switches)
 
 
-def _help_of(config: type, name: str) -> str:
-    """Read what the docstring of a dataclass says of a field."""
-    found = re.search(rf"^ +{name}: (.*(?:\n {{12}}.*)*)", config.__doc__ or "", re.MULTILINE)
-    return " ".join(found.group(1).split()) if found else ""
+def _no_such_flag(word: str, known: Sequence[str]) -> str:
+    key = word.removeprefix("--").partition("=")[0]
+    if key.endswith((".yaml", ".yml")):
+        return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
+    if any(name.startswith(f"{key}.") for name in known):
+        return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"
+    return unknown(key, known)
 
 
-def _parse(
-    parser: ArgumentParser,
-    config: type,
-    arguments: Sequence[str],
-    skip: Set[str] = frozenset(),
-    own: Sequence[str] = (),
-) -> Namespace:
-    """Parse a config's fields and what else the parser takes; make the groups' dataclasses.
-
-    The parser has the skipped fields already, and flags of its `own`, of which `config` takes a
-    YAML file of the whole config; a group's flag takes one of the group.
-
-    jsonargparse's messages are put into one line that names key, value and what is allowed.
-    """
-    parser.add_class_arguments(config, skip=set(skip))
-    types = _types(config)
-    groups = {key.partition(".")[0] for key in types if "." in key}
-    files = {group: group for group in groups} | {name: "" for name in own if name == "config"}
-    words = without_files(arguments, files, types)
-    _check_words(words, types, own)
-    try:
-        values = parser.parse_args(words)
-    except argparse.ArgumentError as error:
-        raise ValueError(_in_one_line(str(error), types, [*types, *own])) from None
-    return parser.instantiate(values)
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Turn the flags {"model.depth": "3"} into {"model": {"depth": "3"}}."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        values_of_group = nested.setdefault(group, {}) if group else nested
+        values_of_group[name] = None if value in ("null", "~") else value
+    return nested
 
 
-def _types(config: type, prefix: str = "") -> dict[str, Any]:
-    """List the keys of a config, as `train.seed`, with their types."""
-    types: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        key = prefix + field.name
-        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            types |= _types(field.type, f"{key}.")
-        else:
-            types[key] = field.type
-    return types
-
-
-def _check_words(words: Sequence[str], types: dict[str, Any], own: Sequence[str]) -> None:
-    """Refuse what jsonargparse or Python would stumble over.
-
-    jsonargparse takes --overwrite.x for --overwrite; Python does not read a number of any length.
-    """
-    for before, word in zip(["", *words], words, strict=False):
-        flag, equals, value = word.partition("=")
-        if word.startswith("--") and "." in flag and flag[2:] not in (*types, *own):
-            raise ValueError(unknown(flag[2:], list(types)))
-        if not (word.startswith("-") and equals):
-            flag, value = before, word
-        key = flag.lstrip("-")
-        is_text = key not in types or str in (types[key], *typing.get_args(types[key]))
-        longest = LONGEST_TEXT if is_text else LONGEST_NUMBER
-        if len(value) > longest:
-            raise ValueError(
-                f"{shorten(key)}: {shorten(value)!r} is not allowed; "
-                f"it must be at most {longest} characters, and it has {len(value)}"
-            )
-
-
-def _fields(values: Namespace, config: type) -> dict[str, Any]:
-    return {field.name: values[field.name] for field in dataclasses.fields(config)}
-
-
-def _in_one_line(message: str, types: dict[str, Any], known: list[str]) -> str:
-    text = " ".join(message.split())
-    if found := re.search(r'Parser key "([\w.]+)"(?: element \d+)?: (.*)', text):
-        key, problem = found.groups()
-        value = re.search(r"(?:Got|Given) value: ?(.*)$", problem)
-        if value and key in types:
-            given = "null" if value.group(1) == "None" else repr(shorten(value.group(1)))
-            return f"{key}: {given} is not {allowed(types[key])}"
-        return f"{key}: {shorten(problem, 200)}"
-    if re.search(r"arguments are required: run", text):
-        return "run: missing; name a run folder or model file first: eval.py runs/quick ..."
-    if found := re.search(r"[Uu]nrecognized arguments: (\S+)", text):
-        return unknown(found.group(1).lstrip("-").split("=")[0], known)
-    return shorten(text, 200)
+def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Merge nested dictionaries, of which the later ones win, field by field."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            old = merged.get(key)
+            if isinstance(old, dict) and isinstance(value, dict):
+                value = {**old, **value}
+            merged[key] = value
+    return merged

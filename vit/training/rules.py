@@ -1,10 +1,45 @@
 """Rules about a config that involve the data set or the number of processes."""
 
+import math
+
 from vit.config import Config
+from vit.data.specs import DATASETS
+from vit.settings import divisors, require
 
 
 def check_sizes(config: Config) -> None:
-    pass
+    """Check that model and augmentation fit the images of the data set.
+
+    `ModelConfig` and `AugmentConfig` cannot check this themselves: the image size belongs to the
+    data set.
+
+    Raises:
+        ValueError: The patch size does not divide the image size, is not supported by the stem, or
+            the crop padding is not smaller than the image.
+    """
+    height, width = DATASETS[config.data.name].image_size
+    patch_size, padding = config.model.patch_size, config.augment.crop_padding
+    size = f"{height}" if height == width else f"{height}x{width}"
+    common = math.gcd(height, width)
+    require(
+        common % patch_size == 0,
+        "model.patch_size",
+        patch_size,
+        f"a divisor of the image size, {size}: {divisors(common)}",
+    )
+    require(
+        config.model.stem == "linear" or patch_size.bit_count() == 1,
+        "model.patch_size",
+        patch_size,
+        "a power of two with model.stem=conv",
+    )
+    limit = min(height, width) - 1
+    require(
+        padding <= limit,
+        "augment.crop_padding",
+        padding,
+        f"0 to {limit} pixels with images of {size} pixels",
+    )
 
 
 def check_batch(config: Config, processes: int) -> None:

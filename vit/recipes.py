@@ -1,0 +1,97 @@
+"""Configs as YAML files: found by path or by the name of a recipe, read as text.
+
+The loader makes nothing but text, lists and dictionaries; what the text means is decided by the
+annotations in `vit.config`, as for flags.
+"""
+
+import dataclasses
+import difflib
+import io
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from vit.config import Config
+from vit.settings import shorten
+
+NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
+LONGEST_FILE = 100_000  # bytes; a config has a few thousand
+_CODE = Path(__file__).resolve().parent
+# Next to the code where the package is installed, beside it in a checkout.
+RECIPES = next(
+    (folder for folder in (_CODE / "configs", _CODE.parent / "configs") if folder.is_dir()),
+    _CODE / "configs",
+)
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Reads every value as text, and null as None; refuses tags and repeated keys."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        plain = (self.DEFAULT_SCALAR_TAG, self.DEFAULT_SEQUENCE_TAG, self.DEFAULT_MAPPING_TAG)
+        if node.tag not in plain:
+            tag = shorten(node.tag.replace("tag:yaml.org,2002:", "!!"))
+            self._refuse(node, f"the tag {tag} is not allowed; write plain values")
+        is_null = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL
+        return None if is_null else super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse(key, "a key must be text")
+            if key.value in mapping:
+                self._refuse(key, f"{shorten(key.value)}: given twice; keep one")
+            mapping[key.value] = self.construct_object(value, deep)
+        return mapping
+
+    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Read a YAML file as nested dictionaries, in which every value is still text.
+
+    Args:
+        name: A file, or a recipe: shapes, shapes.yaml or configs/shapes.yaml, from any folder.
+
+    Raises:
+        ValueError: There is no such file, or it is not YAML of the expected form.
+    """
+    try:
+        with _find_config(name).open("rb") as stream:
+            content = stream.read(LONGEST_FILE + 1)  # no more: /dev/zero has no end
+        if len(content) > LONGEST_FILE:
+            raise ValueError(f"longer than {LONGEST_FILE} bytes")
+        values = yaml.load(io.BytesIO(content), Loader=_TextLoader)
+        if not isinstance(values, dict):
+            raise ValueError("a config consists of lines `key: value`")
+    except FileNotFoundError:
+        recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+        near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
+        known = f"the recipes are {', '.join(recipes)}"
+        hint = f"did you mean configs/{near[0]}.yaml?" if near else known
+        raise ValueError(f"config not found: {shorten(name)} ({hint})") from None
+    except RecursionError:
+        raise ValueError(f"config: {shorten(name)}: nested too deeply") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = getattr(error, "strerror", None) or str(error).replace('in "<file>", ', "at ")
+        raise ValueError(
+            f"config: {shorten(name) or repr(name)}: {shorten(problem, 200)}"
+        ) from None
+    no_groups = {
+        field.name: values[field.name]
+        for field in dataclasses.fields(Config)
+        if dataclasses.is_dataclass(field.type) and not isinstance(values.get(field.name, {}), dict)
+    }
+    Config(**no_groups)  # raises, even where a flag or a later file would replace the group
+    return values
+
+
+def _find_config(name: str) -> Path:
+    """Return the path of a config: a file that exists, or else the recipe of that name."""
+    path = Path(name)
+    recipe = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
+    may_be_recipe = path.parent in (Path(), Path("configs")) and recipe.is_file()
+    return recipe if may_be_recipe and (path.is_dir() or not path.exists()) else path

@@ -1,0 +1,181 @@
+"""Frozen dataclasses that check their values, and the words for what each field accepts.
+
+A field's annotation states its type and range; pydantic enforces both. Its errors are structured
+(place, kind, input), and are turned here into one line that names the key, the value and what is
+allowed.
+"""
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+T = TypeVar("T")
+
+LARGE = 1_000_000  # more than any run needs, and small enough that no product of two overflows
+LARGEST_SEED = 2**63 - 1
+
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _switch(value: Any) -> Any:
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(ge=1, le=LARGE)]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGE)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, le=LARGE)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
+# Strict, because pydantic would accept 0 and 1 as well.
+Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
+Text = Annotated[str, Field(max_length=1000)]
+# Not blank, and without the null character, which no file system accepts.
+PathName = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+
+
+def shorten(value: object, length: int = 60) -> str:
+    """Return a value as one line of text, cut where it is too long."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Check a rule between settings.
+
+    Raises:
+        ValueError: The condition is false; the line names key, value and what is allowed.
+    """
+    if not condition:
+        raise ValueError(f"{key}: {shorten(value)} is not allowed; it must be {allowed}")
+
+
+def divisors(number: int) -> str:
+    """List the divisors of a number, for a message."""
+    return shorten(", ".join(str(n) for n in range(1, number + 1) if number % n == 0))
+
+
+def describe(kind: Any) -> str:
+    """Say in words what a field accepts, e.g. "a whole number from 1 to 1000".
+
+    Args:
+        kind: The field's annotation.
+    """
+    null = type(None) in typing.get_args(kind)
+    if null:
+        (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
+    if typing.get_origin(kind) is tuple:
+        kind = typing.get_args(kind)[0]
+    if kind == PathName:
+        words = "a non-empty path"
+    elif typing.get_origin(kind) is Literal:
+        words = "one of " + ", ".join(typing.get_args(kind))
+    elif dataclasses.is_dataclass(kind):
+        words = "a group of keys with values"
+    else:
+        base = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        words = names[base] + _range_of(kind)
+    return f"{words}, or null" if null else words
+
+
+def _range_of(kind: Any) -> str:
+    """Say in words which range an annotation allows, with a space before; "" where it has none."""
+    rules = [rule for part in typing.get_args(kind)[1:] for rule in getattr(part, "metadata", ())]
+    bounds = {
+        name: getattr(rule, name)
+        for rule in rules
+        for name in ("ge", "gt", "le", "lt", "max_length")
+        if hasattr(rule, name)
+    }
+    ranges = {
+        (): "",
+        ("ge", "le"): " from {} to {}",
+        ("gt", "le"): " above {}, up to {}",
+        ("ge", "lt"): " from {} up to, not including, {}",
+        ("gt", "lt"): " between {} and {}",
+        ("max_length",): " of at most {} characters",
+    }
+    shown = ["2^63 - 1" if bound == LARGEST_SEED else bound for bound in bounds.values()]
+    return ranges[tuple(bounds)].format(*shown)
+
+
+def keys(config: Any, prefix: str = "") -> list[str]:
+    """List the keys of a config, as `train.seed`."""
+    found = []
+    for field in dataclasses.fields(config):
+        is_group = dataclasses.is_dataclass(field.type)
+        found += keys(field.type, f"{field.name}.") if is_group else [field.name]
+    return [prefix + key for key in found]
+
+
+def unknown(key: str, known: Sequence[str]) -> str:
+    """Say that there is no such key, and which of the known ones may have been meant."""
+    key = shorten(key)
+    group, _, name = key.rpartition(".")
+    groups = {name.partition(".")[0] for name in known if "." in name}
+    last = {name: name.rpartition(".")[2] for name in [*known, *groups]}
+    near = difflib.get_close_matches(name, set(last.values()), n=1, cutoff=0.6)
+    found = [name for name in last if last[name] in near]
+    found = [name for name in found if name == f"{group}.{near[0]}"] or found
+    hint = f"did you mean {' or '.join(found)}?" if found else "--help lists all keys"
+    return f"{key or repr(key)}: no such key; {hint}"
+
+
+def _one_line(error: ValidationError, config: Any, group: str) -> str:
+    """Turn the first of pydantic's errors into one line: key, value, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":  # a rule between settings, in our own words
+        return str(first["ctx"]["error"])
+    names = [name for name in first["loc"] if isinstance(name, str)]
+    prefix = f"{group}." if group else ""
+    key = prefix + ".".join(names)
+    if first["type"] == "unexpected_keyword_argument":
+        return unknown(key, [prefix + known for known in keys(config)])
+    kind = config
+    for name in names:
+        kind = {field.name: field.type for field in dataclasses.fields(kind)}[name]
+    value = first["input"]
+    if value is None:
+        given = "null"
+    elif isinstance(value, dict | list | tuple):  # which may be of any size
+        given = "a group of keys" if isinstance(value, dict) else "a list"
+    else:
+        outside = first["type"].startswith(("greater_", "less_", "finite_"))
+        given = shorten(value) if outside else repr(shorten(value))
+    return f"{key}: {given} is not allowed; it must be {describe(kind)}"
+
+
+@typing.dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def settings(group: str) -> Callable[[type[T]], type[T]]:
+    """Make a frozen dataclass whose values are checked, with errors that fit on a line.
+
+    Args:
+        group: Its key in a config, which messages begin with; "" for a whole config.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        checks = ConfigDict(extra="forbid", allow_inf_nan=False)
+        made: Any = dataclass(cls, frozen=True, kw_only=True, config=checks)
+        init = made.__init__
+
+        @functools.wraps(init)
+        def __init__(self: T, **values: Any) -> None:
+            try:
+                init(self, **values)
+            except ValidationError as error:
+                raise ValueError(_one_line(error, made, group)) from None
+
+        made.__init__ = __init__
+        return made
+
+    return decorate
