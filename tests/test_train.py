@@ -122,8 +122,8 @@ def test_curves_stand_at_the_same_steps_in_both_logs(finished: tuple[Path, str])
 
 def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path, str]) -> None:
     accumulator = events(finished[0])
-    tags = [f"attention/rollout/probe_{number:02d}" for number in range(3)]
-    others = ["attention/filmstrip", "attention/heads/probe_00", "attention/statistics"]
+    tags = [f"vit/attention/rollout/probe_{number:02d}" for number in range(3)]
+    others = [f"vit/attention/{name}" for name in ("filmstrip", "heads/probe_00", "statistics")]
     assert sorted(accumulator.Tags()["images"]) == sorted(tags + others)
     for tag in tags + others:
         pictures = accumulator.Images(tag)
@@ -138,7 +138,7 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
 
 def test_filmstrip_grows_by_a_column_at_each_milestone(finished: tuple[Path, str]) -> None:
     run, _ = finished
-    strips = [pixels(p.encoded_image_string) for p in events(run).Images("attention/filmstrip")]
+    strips = [pixels(p.encoded_image_string) for p in events(run).Images("vit/attention/filmstrip")]
     widths = [strip.shape[1] for strip in strips]
     assert {wider - narrower for narrower, wider in pairwise(widths)} == {70}
     for narrower, wider in pairwise(strips):  # what was drawn stays: step 0, and the image
@@ -153,11 +153,11 @@ def test_numbers_of_attention_stand_at_every_milestone(finished: tuple[Path, str
     ranges = {"entropy": (0, 1), "distance": (0, 40), "sink": (1 / 66, 1), "patch_norm": (0, 1e3)}
     for name, (low, high) in ranges.items():
         for layer in range(2):
-            points = accumulator.Scalars(f"attention/{name}/layer_{layer:02d}")
+            points = accumulator.Scalars(f"vit/attention/{name}/layer_{layer:02d}")
             assert [point.step for point in points] == milestones(STEPS)
             assert all(low < point.value <= high for point in points)
     for kind in ("rollout", "relevance", "random", "centred"):
-        points = accumulator.Scalars(f"faithfulness/{kind}")
+        points = accumulator.Scalars(f"vit/faithfulness/{kind}")
         assert [point.step for point in points] == milestones(STEPS)
         assert all(-0.5 <= point.value <= 0.5 for point in points)
 

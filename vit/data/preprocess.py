@@ -42,7 +42,9 @@ class Preprocess:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
         """Rebuild an object from `to_dict`, also after a round trip through JSON."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        rows, columns = values["image_size"]
+        mean, std = tuple(values["mean"]), tuple(values["std"])
+        return cls((rows, columns), mean, std, values["interpolation"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
