@@ -28,7 +28,6 @@ from vit.settings import (
     settings,
 )
 
-IMAGE_SIZE = 32  # pixels; the images of every data set here are 32 x 32
 STRONGEST = 30  # magnitude of RandAugment
 
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
