@@ -161,7 +161,7 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
         (["x", "--batch_size", "0"], "batch_size: 0"),
         (["x", "--device", "tpu"], "auto, cpu, cuda, mps, xpu"),
         ([str(ROOT / "README.md")], "README.md is not a checkpoint"),
-        ([str(ROOT / "configs")], "holds neither"),
+        ([str(ROOT / "configs")], "contains neither"),
         (["--image", "y", "x"], "run: missing; name a run folder or model file first"),
         (
             ["x", "--seed", "-1"],
