@@ -11,6 +11,7 @@ The model is untrained: speed does not depend on the weights.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable
@@ -21,25 +22,28 @@ import torch
 from timing import take_turns, timed
 from torch import Tensor
 
-from vit.checkpoint import build_model
+from vit.classifier import build_model
 from vit.config import Config, TrainConfig
 from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.explain.rollout import attention_maps, attention_rollout
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
 from vit.tracking import Tracker, milestones
-from vit.training.loop import Loop
-from vit.training.state import build_state
+from vit.training.budget import mean_step_seconds
+from vit.training.distributed import World
+from vit.training.environment import Environment
+from vit.training.stopping import StopRequest
+from vit.training.trainer import build_loop, build_step
 
 CPU = torch.device("cpu")
 
 
 def quick_model(kernel: Literal["math", "fused"]) -> VisionTransformer:
     """Make the untrained model of configs/quick.yaml with an attention kernel."""
-    config = Config()
-    model = dataclasses.replace(config.model, attn_kernel=kernel)
-    return build_model(dataclasses.replace(config, model=model), 10).eval()
+    model = dataclasses.replace(Config().model, attn_kernel=kernel)
+    return build_model(model, Preprocess.for_dataset("cifar10"), 10).eval()
 
 
 @torch.no_grad()
@@ -79,39 +83,27 @@ def compare_rollout(images: Tensor, precision: torch.dtype, rounds: int) -> None
 
 
 def measure_logging(precision: torch.dtype, rounds: int) -> None:
-    """Print what share of the quick run's time its logging takes."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Config(out=folder, train=TrainConfig(device="cpu"))
-        draw = torch.Generator().manual_seed(0)
-        classes = tuple(f"class {number}" for number in range(10))
-
-        def draw_images(count: int) -> ImageSet:
-            pixels = torch.randint(256, (count, 3, 32, 32), generator=draw, dtype=torch.uint8)
-            return ImageSet(pixels, torch.arange(count) % 10, classes)
-
-        training, held_out = draw_images(6400), draw_images(config.data.val_size)
-        state = build_state(config, 10, CPU)
-        loop = Loop(config, state, training, held_out, CPU, precision)
-        loop.count_steps()
-        tracker = Tracker(Path(folder))
-        values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
-        works: dict[str, Callable[[], object]] = {
-            "milestone": lambda: loop.follower.look(state.evaluated(), tracker, 0),
-            "curves": lambda: tracker.scalars(0, values),
-        }
-        step = loop._time_steps()
-        seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
-        test = draw_images(10_000)
-        report = timed(
-            lambda: write_report(
-                state.evaluated(), test, "cifar10", Path(folder) / "eval", step=0, device=CPU,
-                precision=precision,
-            )
-        )  # fmt: skip
-        plain = timed(lambda: forward(quick_model("math"), test.images.float(), precision))
-        tracker.close()
+    """Print what fraction of the quick run's time its logging takes."""
+    config = Config(train=TrainConfig(device="cpu"))
     steps = config.train.epochs * (49_000 // config.train.batch_size)
-    training_time = steps * step
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(config, out=folder)
+        training, held_out = draw_images(6400), draw_images(config.data.val_size)
+        env = Environment(CPU, precision, World(), StopRequest())
+        step = build_step(config, None, training, env)
+        seconds_per_step = mean_step_seconds(step, config.train.batch_size)
+        with contextlib.closing(Tracker(Path(folder))) as tracker:
+            loop = build_loop(config, step, training, held_out, tracker, env)
+            step.state.step = 0  # a milestone
+            values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
+            works: dict[str, Callable[[], object]] = {
+                "milestone": loop.evaluate,
+                "curves": lambda: tracker.scalars(0, values),
+            }
+            seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
+        classifier, test = loop.classifier(), draw_images(10_000)
+        report = timed(lambda: write_report(classifier, test, Path(folder) / "eval", step=0))
+        plain = timed(lambda: classifier.logits(test.images))
     parts = {
         f"{len(milestones(steps))} milestones of attention": len(milestones(steps))
         * seconds["milestone"],
@@ -120,11 +112,18 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         * seconds["curves"],
         "pictures and files of the report": max(0.0, report - plain),
     }
+    training_time = steps * seconds_per_step
     print(f"\nlogging of configs/quick.yaml: {steps:,} steps take {training_time:.0f} s")
     for name, cost in parts.items():
         print(f"  {name:<36}{cost:6.1f} s   {cost / training_time:6.2%}")
     total = sum(parts.values())
     print(f"  {'all logging together':<36}{total:6.1f} s   {total / training_time:6.2%}")
+
+
+def draw_images(count: int) -> ImageSet:
+    """Make images of random pixels."""
+    pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8)
+    return ImageSet(pixels, torch.arange(count) % 10, tuple(f"class {n}" for n in range(10)))
 
 
 def main() -> None:

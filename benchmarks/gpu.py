@@ -19,7 +19,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,20 +28,20 @@ from train_step import (
     CLASSES,
     SIZE,
     flops_of_step,
-    make_loop,
+    make_step,
     matrix_peak,
     profile,
+    repeat_step,
     seconds_each,
     training,
 )
 
 from vit.cli import parse_train
 from vit.config import Config
-from vit.data.datasets import normalization
+from vit.data.specs import DATASETS
 from vit.hardware import choose_device, describe
 
 CONFIGS = ("configs/cifar10.yaml", "configs/cifar10_fast.yaml", "configs/cifar10_paper.yaml")
-CPU = torch.device("cpu")
 
 
 def waits_in_step(step: Callable[[], object], device: torch.device) -> int:
@@ -59,23 +58,25 @@ def waits_in_step(step: Callable[[], object], device: torch.device) -> int:
 
 def measure_config(config: Config, device: torch.device, each: int, peak: float) -> float:
     """Print what a config's steps cost; return the images/s of those at full size."""
-    loop = make_loop(config, device)
+    step = make_step(config, device)
     batch = torch.arange(config.train.batch_size, device=device)
     speed = 0.0
-    for size, share in loop.plan.stages():
-        step = partial(loop._train_batch, batch, 0.1, size)
-        first = timed(step)
-        seconds = seconds_each(step, device, each)
-        augmenting = seconds_each(partial(loop._augmented, batch, size), device, each)
-        rate = flops_of_step(loop.state.model, len(batch), size) / seconds
+    for phase in step.schedule.phases():
+        rows, columns = phase.image_size
+        work = repeat_step(step, phase.start, batch[None])
+        first = timed(work)
+        seconds = seconds_each(work, device, each)
+        prepare = repeat_step(step, phase.start, batch[None], prepare_only=True)
+        augmenting = seconds_each(prepare, device, each)
+        rate = flops_of_step(step.state.model, len(batch), rows) / seconds
         speed = len(batch) / seconds
         print(
-            f"  {size} x {size}, {share:.0%} of the steps: {1000 * seconds:.2f} ms a step, "
-            f"{speed:,.0f} images/s; {rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the products' "
+            f"  {rows} x {columns}, {phase.fraction:.0%} of the steps: "
+            f"{1000 * seconds:.2f} ms a step, {speed:,.0f} images/s; {rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the products' "
             f"rate; augmentation alone takes {augmenting / seconds:.1%} of that; "
-            f"the host waits {waits_in_step(step, device)} times; the first step took {first:.1f} s"
+            f"the host waits {waits_in_step(work, device)} times; the first step took {first:.1f} s"
         )
-        profile(step, device)
+        profile(work, device)
     return speed
 
 
@@ -84,14 +85,14 @@ def batches_of_torchvision(config: Config, root: Path) -> Iterator[tuple[Tensor,
     from torchvision import transforms
     from torchvision.datasets import CIFAR10
 
-    mean, std = normalization("cifar10", CPU)
+    spec = DATASETS["cifar10"]
     augment = config.augment
     changes = [
         transforms.RandomCrop(SIZE, padding=augment.crop_padding),
         transforms.RandomHorizontalFlip(),
         *([transforms.RandAugment(augment.rand_ops)] if augment.rand_ops else []),
         transforms.ToTensor(),
-        transforms.Normalize(mean.flatten().tolist(), std.flatten().tolist()),
+        transforms.Normalize(spec.mean, spec.std),
         transforms.RandomErasing(augment.erasing),
     ]
     images = CIFAR10(root, train=True, transform=transforms.Compose(changes))

@@ -15,26 +15,29 @@ Pixels are random: speed does not depend on them.
 """
 
 import argparse
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from timing import take_turns
 from torch import Tensor, nn
 
-from vit.checkpoint import build_model
+from vit.classifier import Classifier, build_model
 from vit.config import Config
-from vit.data.datasets import ImageSet, normalization
-from vit.evaluation import predict
+from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.loop import Loop
-from vit.training.state import build_state
+from vit.training.budget import mean_step_seconds
+from vit.training.distributed import World
+from vit.training.environment import Environment
+from vit.training.step import TrainingStep
+from vit.training.stopping import StopRequest
+from vit.training.trainer import build_step
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
@@ -206,64 +209,79 @@ def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 
         print(f"  {row.key[:44]:<46}{getattr(row, cost) / total:6.1%}{row.count:8,} calls")
 
 
-def make_loop(config: Config, device: torch.device = CPU) -> Loop:
-    """Make the loop of a config on random pixels."""
-    config = dataclasses.replace(config, track=dataclasses.replace(config.track, probes=0))
+def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:
+    """Build the training step of a config on random pixels."""
     pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
     precision = choose_precision(config.train.precision, device)
-    state = build_state(config, CLASSES, device)
-    loop = Loop(config, state, images, images.select(torch.arange(0)), device, precision)
-    loop.count_steps()
-    return loop
+    env = Environment(device, precision, World(), StopRequest())
+    return build_step(config, None, images.to(device), env)
+
+
+def repeat_step(
+    step: TrainingStep, start: int, batches: Tensor, prepare_only: bool = False
+) -> Callable[[], None]:
+    """Return work that takes the same step of a run once for each batch.
+
+    Args:
+        step: The training step.
+        start: Number of the step, which decides its image size.
+        batches: (times, B) indices of images.
+        prepare_only: Whether to stop after selecting and augmenting the images.
+    """
+
+    def work() -> None:
+        for indices in batches:
+            step.state.step = start
+            _ = step.prepare(indices) if prepare_only else step(indices)
+
+    return work
 
 
 def measure_quick(rounds: int, steps: int = 10) -> None:
     """Print the parts of a step of configs/quick.yaml."""
-    loop = make_loop(Config())
-    size = loop.config.train.batch_size
+    config = Config()
+    step, size = make_step(config), config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
     print(
-        f"\nconfigs/quick.yaml, batch {size}: {size / loop._time_steps():.0f} images/s, "
+        f"\nconfigs/quick.yaml, batch {size}: {size / mean_step_seconds(step, size):.0f} images/s, "
         "mean over a run"
     )
-
-    def train(side: int) -> None:
-        for batch in batches:
-            loop._train_batch(batch, 0.01, side)
-
-    def prepare(side: int) -> None:
-        for batch in batches:
-            loop._augmented(batch, side)
-
-    for side in (loop.plan.small_size, SIZE):
-        works = {"step": partial(train, side), "gathering": partial(prepare, side)}
+    for phase in step.schedule.phases():
+        whole = repeat_step(step, phase.start, batches)
+        works = {"step": whole, "prepare": repeat_step(step, phase.start, batches, True)}
         timings = take_turns(works, rounds)
-        whole, part = timings["step"].seconds, timings["gathering"].seconds
+        seconds, part = timings["step"].seconds, timings["prepare"].seconds
+        rows, columns = phase.image_size
         print(
-            f"  {side} x {side} pixels: {size * steps / whole:.0f} images/s; "
-            f"gathering, augmenting and shrinking takes {part / whole:.1%} of the step"
+            f"  {rows} x {columns} pixels: {size * steps / seconds:.0f} images/s; "
+            f"selecting, augmenting and shrinking takes {part / seconds:.1%} of the step"
         )
-    profile(partial(train, SIZE))
+    profile(whole)
 
 
 def measure_evaluation(rounds: int, count: int = 10_000) -> None:
     """Print how long it takes to classify as many images as the test set has."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
-    model = Config().model
+    model, preprocess = Config().model, Preprocess.for_dataset("cifar10")
     theirs = TimmViT(
         SIZE, model.patch_size, num_classes=CLASSES, embed_dim=model.embed_dim,
         depth=model.depth, num_heads=model.num_heads, mlp_ratio=model.mlp_ratio,
     ).eval()  # fmt: skip
-    quick = build_model(Config(), CLASSES).eval()
+    quick = build_model(model, preprocess, CLASSES).eval()
     images = torch.randint(256, (count, 3, SIZE, SIZE), dtype=torch.uint8)
-    mean, std = normalization("cifar10", CPU)
     precision = choose_precision("auto", CPU)
+    contestants = {
+        "timm, float32": (theirs, torch.float32),
+        "quick, float32": (quick, torch.float32),
+        f"quick, {str(precision)[6:]} (auto)": (quick, precision),
+    }
     works = {
-        "timm, float32": lambda: predict(theirs, images, mean, std),
-        "quick, float32": lambda: predict(quick, images, mean, std),
-        f"quick, {str(precision)[6:]} (auto)": lambda: predict(quick, images, mean, std, precision),
+        name: partial(
+            Classifier(cast(VisionTransformer, net), preprocess, (), CPU, dtype).logits, images
+        )
+        for name, (net, dtype) in contestants.items()
     }
     print(f"\nclassifying {count:,} images: seconds, and ratio to the first")
     for name, timing in take_turns(works, rounds).items():

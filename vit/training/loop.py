@@ -64,7 +64,7 @@ class Loop:
         """
         state, schedule = self.step.state, self.step.schedule
         if state.step == 0:
-            self._evaluate()
+            self.evaluate()
         self._since = time.perf_counter()
         with self._progress_bar() as bar, self.stop.deferred():
             while state.step < schedule.total_steps:
@@ -111,7 +111,7 @@ class Loop:
                 self._log(bar, speed)
                 logged, since = number, time.perf_counter()
             pause = time.perf_counter()
-            measured = self._evaluate()
+            measured = self.evaluate()
             pause = time.perf_counter() - pause
             begin, since = begin + pause, since + pause
             if not last and self.stop.agreed(self.step.world):
@@ -138,8 +138,8 @@ class Loop:
             f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
         )
 
-    def _evaluate(self) -> dict[str, float]:
-        """Run the evaluators that are due after this step; return the numbers they measured."""
+    def evaluate(self) -> dict[str, float]:
+        """Run the evaluators that are due at this step; return the numbers they measured."""
         step = self.step.state.step
         due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
         if self.tracker is None or not due:
