@@ -1,12 +1,12 @@
 """One thread for each test: the models are tiny, and threads that wait for each other slow them."""
 
-import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # commands that tests start inherit it
 
@@ -23,8 +23,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         del environment["OMP_NUM_THREADS"]  # nothing else runs meanwhile
     run = base / "demo" / "shapes"
     run.parent.mkdir(exist_ok=True)
-    with (base / "demo" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first makes it, the others wait
+    with FileLock(base / "demo.lock"):  # the first process makes it, the others wait
         if not (run / "model.safetensors").exists():
             subprocess.run(
                 [
