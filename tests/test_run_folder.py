@@ -69,6 +69,7 @@ def test_lock_goes_when_what_it_guards_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
