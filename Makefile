@@ -1,37 +1,51 @@
 # Every target makes its own virtual environment; nothing but Python >= 3.11 is needed.
 PYTHON ?= python3
 BIN := .venv/bin
-# Only files whose hash a lock holds, and only wheels: building an sdist would fetch tools that none does.
-INSTALL := $(BIN)/pip install --disable-pip-version-check --quiet --require-hashes --only-binary :all:
-# Keeps the versions a lock holds already, where requirements*.txt allow it.
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+# Installs only files whose hash is in a lock, and only wheels: building an sdist would fetch build
+# tools that no lock pins.
+INSTALL := $(PIP) --require-hashes --only-binary :all:
+# Keeps the versions that are in a lock already, where requirements*.txt allow it.
 COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint lock clean
+.PHONY: help demo check test lint lock clean
 
 help:
-	@echo "make demo   train, evaluate and explain on drawn shapes: no download, about 2 minutes"
-	@echo "make test   the whole test suite, about 12 minutes"
-	@echo "make lint   ruff and mypy"
-	@echo "make lock   write requirements*.lock anew, after a change in requirements*.txt"
+	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, about 2 minutes"
+	@echo "make check  lint and the fast tests, about 3 minutes: run it before every commit"
+	@echo "make test   all tests, about 12 minutes"
+	@echo "make lint   ruff, mypy and the import contract"
+	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
 
 demo: .venv/installed
 	$(BIN)/python train.py --config configs/shapes.yaml --overwrite
 	$(BIN)/python eval.py runs/shapes
 
+check: lint
+	$(PYTEST) -m "not slow"
+
 test: .venv/installed-dev
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
-.venv/installed: requirements.lock
+.venv/requirements: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --requirement requirements.lock
+	touch $@
+
+# The package itself is installed because TensorBoard finds plugins only through the entry points of
+# installed packages. Editable: pyproject.toml is all that a reinstall could change.
+.venv/installed: pyproject.toml .venv/requirements
+	$(PIP) --no-index --no-deps --no-build-isolation --editable .
 	touch $@
 
 .venv/installed-dev: requirements-dev.lock .venv/installed
@@ -45,4 +59,4 @@ lock:
 	$(COMPILE) requirements-dev.txt --constraints requirements.lock --output-file requirements-dev.lock
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

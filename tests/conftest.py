@@ -1,21 +1,30 @@
-"""One thread for each test: the models are tiny, and threads that wait for each other slow them."""
+"""What all tests share: one thread each, the demo's run, and the marker for slow tests."""
 
-import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # commands that tests start inherit it
+# The models are so small that more threads would only wait for each other. Subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest applies -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all tests that need the demo's run as slow."""
+    for item in items:
+        if "demo" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's run folder, made by its command in a minute or two."""
+    """The demo's run folder, created by its command in a minute or two."""
     base, environment = tmp_path_factory.getbasetemp(), dict(os.environ)
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # which the processes of this test run share
@@ -23,8 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         del environment["OMP_NUM_THREADS"]  # nothing else runs meanwhile
     run = base / "demo" / "shapes"
     run.parent.mkdir(exist_ok=True)
-    with (base / "demo" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first makes it, the others wait
+    with FileLock(base / "demo.lock"):  # the first process creates it, the others wait
         if not (run / "model.safetensors").exists():
             subprocess.run(
                 [

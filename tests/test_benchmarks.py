@@ -10,6 +10,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_benchmark_starts(script, tmp_path):
     done = subprocess.run(

@@ -1,12 +1,13 @@
-"""Files are whole or not there, whatever the disk does, and a changed one is known."""
+"""Files are complete or absent, whatever the disk does, and changed ones are noticed."""
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from vit.files import seal, unseal, write_atomically
+from vit.files import seal, sync_folder, unseal, write_atomically
 
 
 @pytest.mark.parametrize("broken", ["open", "fsync", "replace"])
@@ -32,7 +33,7 @@ def test_order_of_what_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     fsync, replace = os.fsync, Path.replace
 
     def watched_fsync(number: int) -> None:
-        order.append("folder" if Path(f"/proc/self/fd/{number}").resolve().is_dir() else "content")
+        order.append("folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "content")
         fsync(number)
 
     def watched_replace(path: Path, target: Path) -> Path:
@@ -43,7 +44,15 @@ def test_order_of_what_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(Path, "replace", watched_replace)
     write_atomically(tmp_path / "file", b"new")
-    assert order == ["content", "name", "folder"]
+    assert order == ["content", "name", *(["folder"] if os.name != "nt" else [])]
+
+
+def test_windows_is_not_asked_to_flush_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "name", "nt")
+    monkeypatch.delattr(os, "open")
+    sync_folder(tmp_path)
 
 
 def test_seal_breaks_with_any_bit() -> None:

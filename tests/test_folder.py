@@ -262,6 +262,7 @@ def small(root: Path, out: Path, **data: Any) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     for half in ("train", "test"):
         (root / half / "cat" / "bad.png").touch()
@@ -289,6 +290,7 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
 
 
+@pytest.mark.slow
 @with_half
 def test_a_broken_picture_ends_a_run_in_one_line_before_a_file_is_written(root, tmp_path, half):
     path = root / half / "cat" / "huge.png"

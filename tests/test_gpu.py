@@ -1,4 +1,4 @@
-"""What must hold on a GPU as it does on the CPU: `python -m pytest -m gpu`."""
+"""An accelerator computes what the CPU does: `python -m pytest -m gpu`."""
 
 import copy
 import dataclasses
@@ -24,12 +24,13 @@ from vit.training.loop import Loop
 from vit.training.state import TrainState, build_state
 from vit.training.trainer import train
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.accelerator.current_accelerator(check_available=True) or CPU
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.skipif(GPU == CPU, reason="there is no accelerator"),
 ]
 
 
@@ -45,7 +46,7 @@ def read(name: str) -> Config:
 
 def distance(one: Tensor, other: Tensor) -> float:
     """Return how far one is from the other, over how large the other is."""
-    one, other = one.detach().double().cpu(), other.detach().double().cpu()
+    one, other = one.detach().cpu().double(), other.detach().cpu().double()
     return float((one - other).norm() / other.norm())
 
 
@@ -121,7 +122,7 @@ def test_maps_are_those_of_the_cpu(name: str) -> None:
 
 def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:
     # Stretching positions to another grid has no fixed order on a GPU.
-    how = {"device": "cuda", "precision": "auto", "small_share": 0, **changes.pop("train", {})}
+    how = {"device": GPU.type, "precision": "auto", "small_share": 0, **changes.pop("train", {})}
     return dataclasses.replace(small(out, train=how, **changes), deterministic=True)
 
 
@@ -182,7 +183,7 @@ def test_operation_without_fixed_order_is_refused_in_one_line(tmp_path: Path) ->
 
 
 def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
-    free = torch.cuda.mem_get_info()[0]
+    free = torch.accelerator.get_memory_info(GPU)[0]
     config = on_gpu(
         tmp_path / "run", model={"embed_dim": 384, "depth": 12, "patch_size": 1, "num_heads": 6},
         data={"train_size": 40_000}, train={"batch_size": 40_000, "accumulate": 1},

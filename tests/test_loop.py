@@ -53,6 +53,7 @@ def run(config: Config, stop_at: int = 0) -> Loop:
     return loop
 
 
+@pytest.mark.slow
 def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     alone = run(small(tmp_path / "alone", **BARE))
     for step in range(1, 16):

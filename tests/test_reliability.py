@@ -22,6 +22,8 @@ from vit.config import Config
 from vit.files import seal
 from vit.run_folder import lock_run
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {  # nothing random, so that processes that share a batch compute what one would
     "model": {
         "stem": "linear", "drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0,

@@ -1,10 +1,13 @@
 """The run folder belongs to one process at a time; see test_train.py for what it refuses."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import yaml
 
 from vit.checkpoint import save_checkpoint
 from vit.config import Config, to_dict
-from vit.run_folder import LOCK_FILE, check_run, lock_run, prepare_run
+from vit.run_folder import LOCK_FILE, OWNER_FILE, check_run, lock_run, prepare_run
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}
@@ -21,12 +24,32 @@ ALONE = {**HOW, "processes": 1}
 def test_lock_names_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "a" / "b" / "run"
     with lock_run(run):
-        owner = (run / LOCK_FILE).read_text()
-        assert owner == f"process {os.getpid()} on {os.uname().nodename}"
-        with pytest.raises(ValueError, match=f"{run} is being written by {owner}"), lock_run(run):
+        owner = (run / OWNER_FILE).read_text()
+        assert owner == f"process {os.getpid()} on {socket.gethostname()}"
+        refusal = re.escape(f"{run} is being written by {owner}; ")
+        with pytest.raises(ValueError, match=refusal), lock_run(run):
             pass
-        assert (run / LOCK_FILE).read_text() == owner
+        assert (run / OWNER_FILE).read_text() == owner
+        assert (run / LOCK_FILE).exists()
     assert list(tmp_path.iterdir()) == []  # the folders were made for it
+
+
+def test_lock_that_is_removed_while_it_is_requested_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two processes could hold a lock at the same path, one on a deleted file."""
+    (tmp_path / LOCK_FILE).touch()
+    open_file = os.open
+
+    def removed_after_opening(path: Any, *rest: Any, **options: Any) -> int:
+        number = open_file(path, *rest, **options)
+        if Path(os.fsdecode(path)).name == LOCK_FILE:
+            Path(os.fsdecode(path)).unlink()
+        return number
+
+    monkeypatch.setattr(os, "open", removed_after_opening)
+    with pytest.raises(ValueError, match="is being written by another process"), lock_run(tmp_path):
+        pass
 
 
 def test_lock_keeps_what_is_in_the_folder_and_the_folders_it_found(tmp_path: Path) -> None:
@@ -46,6 +69,7 @@ def test_lock_goes_when_what_it_guards_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
@@ -57,10 +81,11 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     dead = subprocess.run([sys.executable, "-c", program, str(run)])
     assert dead.returncode == -9
-    assert (run / LOCK_FILE).read_text().startswith("process ")
+    assert (run / LOCK_FILE).exists()
+    assert (run / OWNER_FILE).read_text().startswith("process ")
     assert check_run(Config(out=str(run)), overwrite=False, how=HOW) is None
     with lock_run(run):
-        assert str(os.getpid()) in (run / LOCK_FILE).read_text()
+        assert str(os.getpid()) in (run / OWNER_FILE).read_text()
 
 
 @pytest.fixture

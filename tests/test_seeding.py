@@ -40,6 +40,7 @@ def test_keys_of_different_length_do_not_meet(one, other):
     assert fold_in(*one) != fold_in(*other)
 
 
+@pytest.mark.slow
 def test_seeds_are_the_same_in_another_process():
     code = f"from vit.seeding import fold_in; print([fold_in(*key) for key in {KEYS}])"
     done = subprocess.run(

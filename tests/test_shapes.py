@@ -250,6 +250,7 @@ def test_background_is_textured(train):
     assert deviation.min() > 0.05
 
 
+@pytest.mark.slow
 def test_pixels_and_colours_do_not_tell_the_kind_linearly(train, test):
     (images, labels, masks), (test_images, test_labels, test_masks) = train, test
     pixels, test_pixels = images.flatten(1) / 255, test_images.flatten(1) / 255
@@ -261,6 +262,7 @@ def test_pixels_and_colours_do_not_tell_the_kind_linearly(train, test):
     assert ridge_accuracy(colours, labels, test_colours, test_labels) < 0.16
 
 
+@pytest.mark.slow
 def test_outlines_tell_the_kind(train, test):
     (labels, masks), (test_labels, test_masks) = (
         (part[1][:size], part[2][:size]) for part, size in ((train, 2000), (test, 500))

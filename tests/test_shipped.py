@@ -28,6 +28,7 @@ def test_quick_model_is_small_and_carries_its_config():
     assert saved.classes[8] == "ship" and len(saved.classes) == 10
 
 
+@pytest.mark.slow
 @needs_cifar
 def test_quick_model_is_as_good_as_readme_says():
     saved = load_model(Path("cifar10_quick"))

@@ -62,6 +62,7 @@ def test_handlers_are_put_back() -> None:
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
 def test_second_signal_ends_the_process(second: str) -> None:
     program = (

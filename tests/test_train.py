@@ -46,6 +46,8 @@ from vit.training.schedule import lr_at
 from vit.training.step import TrainingStep
 from vit.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 SHAPES = Preprocess.for_dataset("shapes")
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vit.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention
     from vit.model.vit import VisionTransformer
 
+__version__ = "0.1.0"
+
 _MODULES = {
     "Classifier": "vit.classifier",
     "load": "vit.classifier",

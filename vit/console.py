@@ -1,4 +1,4 @@
-"""What is said on the terminal, which may be a log file on a full disk."""
+"""Messages on the terminal, which may be a log file on a full disk."""
 
 import contextlib
 import os
@@ -9,16 +9,16 @@ from tqdm import tqdm
 
 
 def rank() -> int:
-    """Return the number of this process among those torchrun has started; the first is 0."""
+    """Return this process's number among those that torchrun has started; the first is 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print at once, around a progress bar; a log that cannot be written ends no run.
+    """Print text above a progress bar and flush it; an unwritable log does not end the run.
 
     Args:
-        text: A line or more.
-        file: Where to; None is standard output.
+        text: One or more lines.
+        file: Where to print; None is standard output.
     """
     file = file or sys.stdout
     with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ def warn(text: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is torch's or Python's way to say that memory is short."""
+    """Tell whether an error of torch or Python means that memory has run out."""
     texts = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

@@ -1,7 +1,7 @@
-"""Files that are whole or not there, and known to be as they were written.
+"""Files that are either complete or absent, and whose damage is noticed.
 
 A crash at any moment, of the process or of the machine, leaves the old file or the new one. A
-sealed file ends with the SHA-256 of what is before it, so that a single changed bit is noticed.
+sealed file ends with the SHA-256 of its content, so that a single changed bit is noticed.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file whole, or leave the old one as it was.
+    """Write a complete file, or leave the old one as it was.
 
     Raises:
-        OSError: It could not be written; nothing of it is left.
+        OSError: The file could not be written; nothing of it is left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -25,20 +25,30 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk, so that they survive a power failure.
+
+    Windows cannot open a folder as a file; NTFS journals names by itself.
+    """
+    if os.name == "nt":
+        return
+    number = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)  # so that the new name outlives a power cut too
+        os.fsync(number)
     finally:
-        os.close(folder)
+        os.close(number)
 
 
 def seal(data: bytes) -> bytes:
-    """Append the digest of data."""
+    """Append the SHA-256 digest of data to it."""
     return data + hashlib.sha256(data).digest()
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """Return what `seal` was given, or None where anything in it has changed."""
+    """Return the data that `seal` was given, or None if anything in it has changed."""
     size = hashlib.sha256().digest_size
     data = sealed[:-size]
     return data if hashlib.sha256(data).digest() == sealed[-size:] else None

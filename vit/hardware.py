@@ -1,32 +1,63 @@
-"""Which device and precision a run takes."""
+"""The device a run computes on, its precision, and what a device cannot do."""
+
+from typing import Literal
 
 import torch
 
+# What torch does not implement on a type of device. `device_for` names where to compute it instead.
+MISSING = {"mps": frozenset({"float64", "eigh"})}
+
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name; "auto" is a GPU if there is one.
+    """Return the device with a name.
+
+    Args:
+        name: "cpu", a type of accelerator ("cuda", "mps" or "xpu"), or "auto" for this machine's
+            accelerator if it has one and the CPU otherwise.
 
     Raises:
-        ValueError: "cuda" is asked for and there is none.
+        ValueError: This machine does not have the device.
     """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda is not available here; it must be cpu or auto")
+        return torch.device(available[0])
+    if name not in available:
+        raise ValueError(
+            f"device: {name} is not available on this machine; it must be auto or "
+            f"{' or '.join(available)}"
+        )
     return torch.device(name)
 
 
+def device_for(feature: Literal["float64", "eigh"], device: torch.device) -> torch.device:
+    """Return where to compute something: on the device, or on the CPU if the device cannot.
+
+    Args:
+        feature: float64 tensors or `torch.linalg.eigh`.
+        device: Where the rest is computed.
+    """
+    return torch.device("cpu") if feature in MISSING.get(device.type, ()) else device
+
+
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Tell whether the hardware multiplies bfloat16 matrices itself, and so faster than float32."""
+    """Tell whether the hardware multiplies bfloat16 matrices faster than float32 ones.
+
+    MPS does not report it, so it counts as slower.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # Older releases of torch cannot tell; they take float32.
-    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        # The oldest supported releases of torch do not report it; they take float32.
+        capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    return False
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products; "auto" is bfloat16 where the hardware has it."""
+    """Return the dtype of matrix products; "auto" is bfloat16 where the hardware is fast at it."""
     if name == "auto":
         name = "bfloat16" if has_native_bfloat16(device) else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -38,7 +69,10 @@ def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:
 
 
 def describe(device: torch.device) -> str:
-    """Name the hardware for the person who reads the output."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.get_num_threads()} threads"
+    """Return a readable name of the device, such as "CPU with 2 threads"."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU with {threads} thread{'s' if threads != 1 else ''}"
+    if device.type == "mps":
+        return "Apple GPU (MPS)"
+    return str(torch.get_device_module(device).get_device_name(device))

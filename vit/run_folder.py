@@ -1,7 +1,6 @@
 """The run folder: what is in it, and whether to start, resume or refuse."""
 
 import contextlib
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from vit.checkpoint import CHECKPOINT_FOLDER, Checkpoint, latest_checkpoint
 from vit.config import Config, changed_keys, to_dict
@@ -17,6 +17,7 @@ from vit.files import write_atomically
 CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
+OWNER_FILE = ".lock_owner"  # apart from the lock, because Windows refuses to read a locked file
 # What a checkpoint was made with, and cannot go on without.
 FIXED = ("data.", "model.", "optim.name:", "train.budget_minutes:", "train.seed:")
 METRICS_FILE = "metrics.jsonl"
@@ -50,47 +51,44 @@ _WRITTEN = (
 
 @contextlib.contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """Keep other processes from writing into a run folder, which is made if it is not there.
+    """Keep other processes from writing to a run folder, which is created if it does not exist.
 
-    The lock is the kernel's, on a file that names its owner: a process that dies, of whatever,
-    leaves none. A folder that was made for it and stayed empty is removed.
+    The operating system holds the lock, so a process that dies leaves none behind. A folder that
+    was created for the lock and is still empty at the end is removed.
+
+    Args:
+        run: The folder.
 
     Raises:
-        ValueError: Another process has it, or it is a file.
+        ValueError: Another process holds the lock, or `run` is a file.
     """
     if run.is_file():
         raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
-    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    created = [folder for folder in (run, *run.parents) if not folder.exists()]
     run.mkdir(parents=True, exist_ok=True)
-    path = run / LOCK_FILE
-    with _owned(path):
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty: a run
-                for folder in made:
-                    folder.rmdir()
-
-
-@contextlib.contextmanager
-def _owned(path: Path) -> Iterator[None]:
-    """Hold a lock file."""
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                raise BlockingIOError  # its owner has just removed it, and another may be here
-        except BlockingIOError:
-            file.seek(0)
-            raise ValueError(
-                f"out: {path.parent} is being written by {file.read() or 'another process'}; "
-                "wait for it, stop it, or train elsewhere with --out"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+    path, owner = run / LOCK_FILE, run / OWNER_FILE
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = owner.read_text() if owner.exists() else "another process"
+        raise ValueError(
+            f"out: {run} is being written by {holder}; "
+            "wait for it, stop it, or train elsewhere with --out"
+        ) from None
+    try:
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
+    finally:
+        owner.unlink(missing_ok=True)
+        # Removed while the lock is held, so that nobody locks a file that is about to disappear.
+        # Windows keeps open files; there filelock removes it on release.
+        with contextlib.suppress(PermissionError):
+            path.unlink(missing_ok=True)
+        lock.release()
+        with contextlib.suppress(OSError):  # not empty: a run
+            for folder in created:
+                folder.rmdir()
 
 
 def check_run(
@@ -114,7 +112,7 @@ def check_run(
         ValueError: The folder holds a finished run, a run with another config, or other things.
     """
     run = Path(config.out)
-    ours = (".*.tmp", LOCK_FILE)  # what a start that was cut short may have left
+    ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # what an interrupted start may have left
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
     stored = _stored_config(run)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from vit.hardware import device_for
 from vit.seeding import generator
 
 LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # shares of the patches
@@ -151,7 +152,8 @@ def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
     Intersection over union is counted in pixels; it is 0 where both are empty. Arguments as for
     `pointing_game`.
     """
-    chosen = maps > maps.double().mean(dim=(1, 2), keepdim=True)  # float32 rounds below equals
+    values = maps.to(device_for("float64", maps.device)).double()  # float32 rounds below equals
+    chosen = (values > values.mean(dim=(1, 2), keepdim=True)).to(maps.device)
     cover = _patch_cover(masks, maps.shape[1:])
     both = (cover * chosen).sum(dim=(1, 2))
     return both / (chosen.sum(dim=(1, 2)) + cover.sum(dim=(1, 2)) - both).clamp(min=1e-30)
@@ -159,7 +161,7 @@ def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
     """Return the mean over images of (B,) and half the width of its 95 % interval (normal)."""
-    values = values.double()
+    values = values.to(device_for("float64", values.device)).double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))
 

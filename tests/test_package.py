@@ -1,0 +1,151 @@
+"""The package as users install it: what it depends on, what is in it, and that it runs alone."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from PIL import Image
+
+from vit import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+HEAVY = ("torch", "torchvision", "timm", "matplotlib", "tensorboard")
+
+
+def by_name(lines: list[str]) -> dict[str, Requirement]:
+    found = map(Requirement, lines)
+    return {canonicalize_name(requirement.name): requirement for requirement in found}
+
+
+@pytest.mark.parametrize(
+    ("file", "ranges"),
+    [
+        (
+            "requirements.txt",
+            PYPROJECT["project"]["dependencies"] + PYPROJECT["build-system"]["requires"],
+        ),
+        ("requirements-dev.txt", EXTRAS["dev"]),
+        ("benchmarks/requirements.txt", EXTRAS["benchmarks"]),
+    ],
+)
+def test_package_allows_every_pinned_version(file: str, ranges: list[str]) -> None:
+    lines = (ROOT / file).read_text().splitlines()
+    pins = by_name([line for line in lines if line and not line.startswith(("#", "-r"))])
+    allowed = by_name(ranges)
+    build_tools = set(by_name(PYPROJECT["build-system"]["requires"]))  # pinned once, for both
+    assert pins.keys() | build_tools == allowed.keys() | build_tools
+    for name, pin in pins.items():
+        (version,) = [specifier.version for specifier in pin.specifier]
+        assert allowed[name].specifier.contains(version), f"{file}: {name}"
+
+
+def test_command_line_starts_without_heavy_imports() -> None:
+    """So that a mistyped flag is answered at once."""
+    program = (
+        "import sys, vit, vit.config, vit.cli\n"
+        f"print(*(name for name in {HEAVY!r} if name in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run_pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    (path,) = folder.iterdir()
+    return path
+
+
+def run_pip(*words: str) -> None:
+    """Run pip without the network."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    done = subprocess.run([*command, "--no-index", "--no-deps"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        configs = {
+            Path(name).name: archive.read(name) for name in names if name.startswith("vit/configs/")
+        }
+    metadata = f"vit_from_scratch-{__version__}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"vit", metadata}
+    listed = subprocess.run(
+        ["git", "ls-files", "vit"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(listed.stdout.splitlines()) <= names
+    assert {"vit/weights/cifar10_quick.safetensors", "vit/py.typed"} <= names
+    assert configs == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.yaml")}
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of a virtual environment that has the wheel, but no checkout.
+
+    It sees the dependencies that are installed here, but not an editable install of this package: a
+    folder that a .pth file names is searched for modules, not for more .pth files.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=os.name != "nt")
+    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
+    run_pip("--python", str(scripts / "python"), "install", str(wheel))
+    paths = {"base": str(folder), "platbase": str(folder)}
+    packages = Path(sysconfig.get_path("purelib", vars=paths))
+    outer = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(outer))
+    return scripts
+
+
+def run_installed(commands: Path, cwd: Path, name: str, *words: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(commands / name), *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_installed_package_is_the_one_in_the_wheel(commands: Path, tmp_path: Path) -> None:
+    file = run_installed(commands, tmp_path, "python", "-c", "import vit; print(vit.__file__)")
+    assert Path(file.strip()).is_relative_to(commands.parent)
+    for name in ("vit-train", "vit-eval"):
+        assert run_installed(commands, tmp_path, name, "--help").startswith(f"usage: {name}")
+
+
+@pytest.mark.slow
+def test_installed_package_trains_from_a_bundled_config(commands: Path, tmp_path: Path) -> None:
+    run_installed(
+        commands, tmp_path, "vit-train", "--config", "shapes", "--data.train_size", "256",
+        "--model.embed_dim", "16", "--model.depth", "2", "--model.num_heads", "2",
+        "--train.epochs", "1", "--train.device", "cpu", "--out", "run",
+    )  # fmt: skip
+    assert (tmp_path / "run/model.safetensors").exists()
+    assert (tmp_path / "run/eval/report.json").exists()
+
+
+@pytest.mark.slow
+def test_installed_package_classifies_with_the_bundled_model(
+    commands: Path, tmp_path: Path
+) -> None:
+    pixels = np.random.default_rng(0).integers(256, size=(40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    printed = run_installed(commands, tmp_path, "vit-eval", "cifar10_quick", "--image", "photo.png")
+    assert sum(line.endswith("%") for line in printed.splitlines()) == 5
+    assert (tmp_path / "runs/cifar10_quick/eval/photos/photo.png").stat().st_size > 0
