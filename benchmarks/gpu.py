@@ -72,8 +72,9 @@ def measure_config(config: Config, device: torch.device, each: int, peak: float)
         speed = len(batch) / seconds
         print(
             f"  {rows} x {columns}, {phase.fraction:.0%} of the steps: "
-            f"{1000 * seconds:.2f} ms a step, {speed:,.0f} images/s; {rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the products' "
-            f"rate; augmentation alone takes {augmenting / seconds:.1%} of that; "
+            f"{1000 * seconds:.2f} ms a step, {speed:,.0f} images/s; "
+            f"{rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the products' rate; "
+            f"augmentation alone takes {augmenting / seconds:.1%} of that; "
             f"the host waits {waits_in_step(work, device)} times; the first step took {first:.1f} s"
         )
         profile(work, device)

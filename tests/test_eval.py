@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from vit.reporting.opening import OpenRun, class_number, open_run
 
 from vit.checkpoint import build_model, load_model, save_model
 from vit.config import EvalConfig
@@ -33,7 +34,6 @@ from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, 
 from vit.explain.figures import overlay
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps
 from vit.reporting.attention import measure_maps
-from vit.reporting.opening import OpenRun, class_number, open_run
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = EvalConfig(device="cpu", precision="float32")

@@ -1,5 +1,6 @@
 """Image folders: what is read of them, broken pictures, wrong layouts, a run from end to end."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -134,7 +135,9 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
     BROKEN[name](path)
     with pytest.raises(ValueError) as info:
         load_training("folder", str(root), False, None, 3, seed=0)
-    assert str(info.value).startswith(f"data.root: {path} ")
+    assert re.match(
+        rf"data\.root: {re.escape(str(path))}( cannot be read|: file not)", str(info.value)
+    )
     assert str(info.value).endswith("or use --data.on_bad_image skip")
     assert capsys.readouterr() == ("", "")
     data = load("folder", root, train=half == "train", on_bad_image="skip")
@@ -185,7 +188,7 @@ def files_only(root: Path) -> None:
 WRONG = {
     "no root": (
         lambda root: root.rename(root.with_name("moved")),
-        ["ROOT has no train/ (it does not exist)", "needs train/<class>/ and test/<class>/"],
+        ["no train/ (it does not exist)", "needs images in train/<class>/ and test/<class>/"],
     ),
     "root is a file": (
         lambda root: (shutil.rmtree(root), root.touch()),
@@ -283,14 +286,29 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
     save_model(other / MODEL_FILE, renamed, saved.config, 1)
     compare_runs(str(run), replace(options, compare=str(run)))
-    with pytest.raises(ValueError, match=r"^compare: .* only one of both has emu, owl;"):
+    with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
         compare_runs(str(run), replace(options, compare=str(other)))
     (root / "test" / "owl").rename(root / "test" / "emu")
-    with pytest.raises(ValueError, match=r"^data\.root: .* only one of both has emu, owl;"):
+    with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
 
 
 @pytest.mark.slow
+def test_no_class_loses_all_its_training_images(root, tmp_path, capsys):
+    for path in sorted((root / "train" / "owl").iterdir())[3:]:
+        path.unlink()
+    training, held_out = load_training("folder", str(root), False, None, 8, seed=0)
+    assert training.class_counts()[2] == 2 and held_out.class_counts()[2] == 1
+    train(small(root, tmp_path / "run", val_size=8))
+    assert re.search(
+        r"11 training images \((cat \d, dog \d), owl 2\), 8 held", capsys.readouterr().out
+    )
+    words = r"^data\.val_size: 17 .* at most 16, .* \(cat 8, dog 8, owl 3\)$"
+    with pytest.raises(ValueError, match=words):
+        train(small(root, tmp_path / "other", val_size=17))
+    assert not (tmp_path / "other").exists()
+
+
 @with_half
 def test_a_broken_picture_ends_a_run_in_one_line_before_a_file_is_written(root, tmp_path, half):
     path = root / half / "cat" / "huge.png"

@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from small_runs import ROOT, assert_same, command, load_images, small
-from vit.checkpoint import build_model
+from small_runs import ROOT, assert_same, command, make_step, small
+from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.config import Config
+from vit.data.preprocess import Preprocess
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.loop import Loop
-from vit.training.state import TrainState, build_state
 from vit.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 def lively(config: Config, device: torch.device) -> VisionTransformer:
     """Make a model whose every weight does something; zero_init leaves whole blocks silent."""
     torch.manual_seed(0)
-    model = build_model(config, 10)
+    model = build_model(config.model, Preprocess.for_dataset("cifar10"), 10)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
@@ -133,13 +132,13 @@ def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
         program = (
             "import sys, os\n"
             "from vit.cli import parse_train\n"
-            "from vit.training import loop\n"
+            "from vit.training.step import TrainingStep\n"
             "from vit.training.trainer import train\n"
-            "before = loop.train_step\n"
-            "def until(state, *rest, **how):\n"
-            f"    if state.step == {step}: os._exit(9)\n"
-            "    return before(state, *rest, **how)\n"
-            "loop.train_step = until\n"
+            "update = TrainingStep.update\n"
+            "def until(step, images, targets):\n"
+            f"    if step.state.step == {step}: os._exit(9)\n"
+            "    return update(step, images, targets)\n"
+            "TrainingStep.update = until\n"
             "train(parse_train(sys.argv[1:])[0])\n"
         )
         words = command(on_gpu(tmp_path / "killed"), tmp_path / "config")[2:]
@@ -157,21 +156,17 @@ def test_step_of_every_config_learns(name: str, tmp_path: Path) -> None:
     config = read(name)
     shapes = small(tmp_path / "run", data={"train_size": 2000, "val_size": 0}).data
     config = dataclasses.replace(config, out=str(tmp_path / "run"), data=shapes)
-    training, held_out = load_images(config)
-    state = build_state(config, 10, GPU)
-    loop = Loop(config, state, training, held_out, GPU, torch.bfloat16)
-    loop.count_steps()
-    losses = losses_of(loop, state, 30)
+    step = make_step(config, device=GPU)
+    step = dataclasses.replace(
+        step,
+        precision=torch.bfloat16,
+        schedule=dataclasses.replace(step.schedule, total_steps=1000, warmup=0.01),
+    )
+    batch = torch.arange(config.train.batch_size, device=GPU)
+    losses = torch.stack([step(batch) for _ in range(30)])[:, 0].cpu()
+    assert step.state.step == 30 and step.state.skipped == 0
     assert losses.isfinite().all()
     assert losses[-5:].mean() < losses[:5].mean()
-
-
-def losses_of(loop: Loop, state: TrainState, steps: int) -> Tensor:
-    """Train on the same batch for some steps."""
-    batch = torch.arange(loop.config.train.batch_size, device=GPU)
-    points = [loop._train_batch(batch, min(1.0, step / 10), 32) for step in range(steps)]
-    assert state.step == steps and state.skipped == 0
-    return torch.stack(points)[:, 0].cpu()
 
 
 def test_operation_without_fixed_order_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -189,22 +184,7 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
         data={"train_size": 40_000}, train={"batch_size": 40_000, "accumulate": 1},
     )  # fmt: skip
     assert free < 40_000 * 12 * 1024 * 384 * 4
-    with pytest.raises(ValueError, match=r"train\.batch_size: 40000 images at a time need"):
-        train(config)
-    assert not (tmp_path / "run").exists()
-    program = (  # what is taken after the estimate was made is found in the step itself
-        "import sys, torch\n"
-        "from vit.cli import parse_train, user_errors\n"
-        "from vit.training import memory\n"
-        "from vit.training.trainer import train\n"
-        "memory.StepMemory.require = lambda self: None\n"
-        "with user_errors():\n"
-        "    train(parse_train(sys.argv[1:])[0])\n"
-    )
-    words = command(config, tmp_path / "config")[2:]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(command(config, tmp_path / "config"), capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "error: out of memory; train.batch_size: 40000" in done.stderr
+    assert "error: train.batch_size: out of memory with 40000 images per step" in done.stderr
     assert "Traceback" not in done.stderr

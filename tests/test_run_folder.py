@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from vit.checkpoint import save_checkpoint
+from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.config import Config, to_dict
 from vit.run_folder import LOCK_FILE, OWNER_FILE, check_run, lock_run, prepare_run
 
@@ -83,7 +83,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert dead.returncode == -9
     assert (run / LOCK_FILE).exists()
     assert (run / OWNER_FILE).read_text().startswith("process ")
-    assert check_run(Config(out=str(run)), overwrite=False, how=HOW) is None
+    assert check_run(Config(out=str(run)), overwrite=False, environment=HOW) is None
     with lock_run(run):
         assert str(os.getpid()) in (run / OWNER_FILE).read_text()
 
@@ -93,25 +93,27 @@ def unfinished(tmp_path: Path) -> Config:
     """A run that two processes have begun."""
     config = Config(out=str(tmp_path / "run"))
     prepare_run(config, resume=False)
-    state = {"model": {"w": torch.zeros(1)}, "config": to_dict(config), "classes": ["a"]}
-    save_checkpoint(tmp_path / "run", 7, {**state, "step": 7, **HOW})
+    checkpoint = Checkpoint(
+        step=7, config=to_dict(config), classes=["a"], model={"w": torch.zeros(1)}, environment=HOW
+    )
+    save_checkpoint(tmp_path / "run", checkpoint)
     return config
 
 
 def test_other_number_of_processes_is_refused_unless_allowed(unfinished: Config) -> None:
-    found = check_run(unfinished, overwrite=False, how=HOW)
-    assert found is not None and found["step"] == 7
+    found = check_run(unfinished, overwrite=False, environment=HOW)
+    assert found is not None and found.step == 7
     with pytest.raises(ValueError, match=r"processes: 2 -> 1.*--resume\.allow_changes"):
-        check_run(unfinished, overwrite=False, how=ALONE)
-    found = check_run(unfinished, overwrite=False, how=ALONE, allow_changes=True)
-    assert found is not None and found["step"] == 7
+        check_run(unfinished, overwrite=False, environment=ALONE)
+    found = check_run(unfinished, overwrite=False, environment=ALONE, allow_changes=True)
+    assert found is not None and found.step == 7
 
 
 def test_allowed_changes_become_the_run_s_config(unfinished: Config) -> None:
     changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 -> 0\.0001"):
-        check_run(changed, overwrite=False, how=HOW)
-    assert check_run(changed, overwrite=False, how=HOW, allow_changes=True) is not None
+        check_run(changed, overwrite=False, environment=HOW)
+    assert check_run(changed, overwrite=False, environment=HOW, allow_changes=True) is not None
     run = prepare_run(changed, resume=True)
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 1e-4
     assert list((run / "checkpoints").iterdir())
@@ -120,13 +122,13 @@ def test_allowed_changes_become_the_run_s_config(unfinished: Config) -> None:
 def test_other_precision_or_device_is_refused_too(unfinished: Config) -> None:
     for key, value in {"device": "cuda", "precision": "torch.bfloat16"}.items():
         with pytest.raises(ValueError, match=f"{key}: {HOW[key]} -> {value}"):
-            check_run(unfinished, overwrite=False, how={**HOW, key: value})
+            check_run(unfinished, overwrite=False, environment={**HOW, key: value})
 
 
 def test_time_budget_is_never_changed(unfinished: Config) -> None:
     changed = replace(unfinished, train=replace(unfinished.train, budget_minutes=3.0))
     with pytest.raises(ValueError, match=r"train\.budget_minutes: None -> 3\.0"):
-        check_run(changed, overwrite=False, how=HOW, allow_changes=True)
+        check_run(changed, overwrite=False, environment=HOW, allow_changes=True)
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -173,6 +173,23 @@ def test_model_and_config_are_there_as_text(finished: tuple[Path, str]) -> None:
     assert "embed_dim: 24" in texts["config"] and "MultiHeadSelfAttention" in texts["model"]
 
 
+def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory"
+        )
+
+    monkeypatch.setattr(TrainingStep, "update", full)
+    words = (
+        r"^train\.batch_size: out of memory with 64 images .* train\.accumulate=2; lower --train"
+    )
+    with pytest.raises(ValueError, match=words):
+        train(small(tmp_path / "run"))
+    monkeypatch.setattr(TrainingStep, "update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # any other error keeps its own words
+        train(small(tmp_path / "run"))
+
+
 def test_hyperparameters_point_at_scalars_of_the_same_run(finished: tuple[Path, str]) -> None:
     run, _ = finished
     accumulator = events(run)

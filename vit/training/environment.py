@@ -78,9 +78,9 @@ def start_environment(config: Config) -> Iterator[Environment]:
             if not is_out_of_memory(error):
                 raise
             raise ValueError(
-                f"train.batch_size: out of memory with {config.train.batch_size} images in "
-                f"{config.train.accumulate} parts; lower --train.batch_size, or raise "
-                "--train.accumulate to compute each batch in smaller parts"
+                f"train.batch_size: out of memory with {config.train.batch_size} images per step "
+                f"and train.accumulate={config.train.accumulate}; lower --train.batch_size, or "
+                "raise --train.accumulate to compute each batch in smaller parts"
             ) from None
 
 
