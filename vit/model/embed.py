@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.hardware import device_for
+
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
 
 
@@ -101,7 +103,9 @@ class PatchEmbed(nn.Module):
         rows, columns = first.kernel_size
         patches = F.unfold(images, (rows, columns), stride=first.stride)
         patches = rearrange(patches, "b d n -> (b n) d")
-        variances, components = torch.linalg.eigh(patches.T @ patches / len(patches))
+        covariance = patches.T @ patches / len(patches)
+        solved = torch.linalg.eigh(covariance.to(device_for("eigh", covariance.device)))
+        variances, components = (part.to(covariance.device) for part in solved)
         whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
         whitening = whitening[: len(first.weight) // 2]
         both = torch.cat([whitening, -whitening])
