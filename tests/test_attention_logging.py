@@ -1,16 +1,16 @@
-"""What is looked at of attention at a milestone, read back from the run folder."""
+"""What the evaluators of attention yield at a milestone, and what they save."""
 
-import json
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from models import PLAIN
-from vit.data.augment import normalize
-from vit.data.datasets import choose_probes, load, normalization
+from vit.classifier import Classifier
+from vit.data.datasets import choose_probes, load
+from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import (
     centred_map,
     faithfulness,
@@ -19,69 +19,114 @@ from vit.explain.faithfulness import (
 )
 from vit.explain.rollout import attention_maps
 from vit.model.vit import VisionTransformer
-from vit.reporting.attention_logging import JUDGED, JUDGED_LEVELS, Follower
-from vit.tracking import Tracker
+from vit.reporting.attention_logging import (
+    JUDGED,
+    JUDGED_LEVELS,
+    AttentionLogging,
+    MapFaithfulness,
+)
 
 IMAGES = load("shapes", ".", train=False, count=60)
-MEAN, STD = normalization("shapes", torch.device("cpu"))
+PROBES = choose_probes(IMAGES, 3, 7)
+STEPS = (0, 5)
 
 
 @pytest.fixture
-def model() -> VisionTransformer:
+def classifier() -> Classifier:
     torch.manual_seed(0)
     model = VisionTransformer(
         **PLAIN, img_size=32, num_classes=10, embed_dim=24, depth=2, num_heads=2
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
+    preprocess = Preprocess.for_dataset("shapes")
+    return Classifier(model.eval(), preprocess, IMAGES.classes, torch.device("cpu"), torch.float32)
 
 
-def look(
-    model: VisionTransformer, run: Path, steps: list[int], probes: int = 3
-) -> EventAccumulator:
-    """Look at a model at some steps; return what TensorBoard has of it."""
-    run.mkdir(exist_ok=True)
-    tracker = Tracker(run)
-    follower = Follower(run, IMAGES, probes, MEAN, STD, torch.float32, seed=7)
-    for step in steps:
-        follower.look(model, tracker, step)
-    tracker.close()
-    return EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
+def look(classifier: Classifier, folder: Path, steps: list[int]) -> list[dict]:
+    """Run the evaluator of the probes after some steps; return what it yields, by tag."""
+    evaluator = AttentionLogging(folder, PROBES, STEPS)
+    return [dict(evaluator.run(classifier, step)) for step in steps]
 
 
-def test_filmstrip_ends_with_the_step_it_is_drawn_at(model, tmp_path):
-    expected = look(model, tmp_path / "whole", [0, 5]).Images("attention/filmstrip")[-1]
-    run = tmp_path / "resumed"
-    (run / "attention").mkdir(parents=True)
+def test_filmstrip_ends_with_the_step_it_is_drawn_at(classifier, tmp_path):
+    expected = look(classifier, tmp_path / "whole", [0, 5])[-1]["attention/filmstrip"]
+    folder = tmp_path / "resumed"
+    folder.mkdir()
     for step in (5, 9):  # left by a process that was killed later than its last checkpoint
-        np.save(run / "attention" / f"step_{step:08d}.npy", np.full((3, 8, 8), 2.5, np.float32))
-    shown = look(model, run, [0, 5]).Images("attention/filmstrip")
-    assert shown[-1].encoded_image_string == expected.encoded_image_string
+        np.save(folder / f"step_{step:08d}.npy", np.full((3, 8, 8), 2.5, np.float32))
+    shown = look(classifier, folder, [0, 5])[-1]["attention/filmstrip"]
+    np.testing.assert_array_equal(shown, expected)
 
 
-def test_kept_maps_are_the_rollout_of_the_probes(model, tmp_path):
-    look(model, tmp_path, [5])
-    probes = choose_probes(IMAGES, 3, 7)
-    _, maps = attention_maps(model, normalize(probes.images, MEAN, STD))
-    kept = np.load(tmp_path / "attention" / "step_00000005.npy")
-    np.testing.assert_allclose(kept, maps["rollout"].numpy(), rtol=0, atol=1e-6)
+def test_saved_maps_are_the_rollout_of_the_probes(classifier, tmp_path):
+    look(classifier, tmp_path, [5])
+    _, maps = attention_maps(classifier.model, classifier.normalize(PROBES.images))
+    saved = np.load(tmp_path / "step_00000005.npy")
+    np.testing.assert_allclose(saved, maps["rollout"].numpy(), rtol=0, atol=1e-6)
 
 
-def test_faithfulness_of_each_kind_is_measured_on_the_same_images(model, tmp_path):
-    look(model, tmp_path, [5])
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    images = normalize(choose_probes(IMAGES, JUDGED, 7).images, MEAN, STD)
-    logits, maps = attention_maps(model, images, ["rollout", "relevance"])
+def test_statistics_come_first_and_in_order(classifier, tmp_path):
+    (yielded,) = look(classifier, tmp_path, [5])
+    numbers = [tag for tag, value in yielded.items() if isinstance(value, float)]
+    assert numbers == [
+        f"attention/{name}/layer_{layer:02d}"
+        for name in ("entropy", "distance", "sink", "patch_norm")
+        for layer in range(2)
+    ]
+    pictures = [tag for tag in yielded if tag not in numbers]
+    assert pictures == [
+        "attention/statistics", "attention/heads/probe_00",
+        *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
+    ]  # fmt: skip
+    for tag in pictures:
+        assert yielded[tag].dtype == np.uint8 and yielded[tag].shape[2] == 3
+
+
+def test_faithfulness_of_each_kind_is_measured_on_the_same_images(classifier):
+    judged = choose_probes(IMAGES, JUDGED, 7)
+    row = dict(MapFaithfulness(judged, 7, STEPS).run(classifier, 5))
+    images = classifier.normalize(judged.images)
+    logits, maps = attention_maps(classifier.model, images, ["rollout", "relevance"])
     maps["random"] = random_maps(JUDGED, (8, 8), 7)
     maps["centred"] = centred_map((8, 8)).expand(JUDGED, -1, -1)
+    assert list(row) == [f"faithfulness/{kind}" for kind in maps]
     for kind, found in maps.items():
-        curves = hiding_curves(model, images, found, logits.argmax(dim=1), JUDGED_LEVELS)
+        curves = hiding_curves(
+            classifier.forward, images, found, logits.argmax(dim=1), JUDGED_LEVELS
+        )
         expected = faithfulness(*curves)["lerf_morf"].mean().item()
         assert row[f"faithfulness/{kind}"] == pytest.approx(expected, abs=1e-6), kind
 
 
-def test_without_probes_nothing_is_looked_at(model, tmp_path):
-    shown = look(model, tmp_path, [0, 5], probes=0)
-    assert shown.Tags()["images"] == shown.Tags()["scalars"] == []
-    assert not (tmp_path / "attention").exists()
+def test_full_disk_costs_only_the_saved_maps(classifier, tmp_path, capsys, monkeypatch):
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    whole = look(classifier, tmp_path / "whole", [0])[0]
+    monkeypatch.setattr("vit.reporting.attention_logging.write_atomically", full)
+    yielded = look(classifier, tmp_path / "full", [0])[0]
+    assert list(yielded) == list(whole)
+    np.testing.assert_array_equal(yielded["attention/filmstrip"], whole["attention/filmstrip"])
+    assert "maps of step 0 were not saved: [Errno 28]" in capsys.readouterr().err
+
+
+def test_without_images_nothing_is_drawn_or_measured(classifier, tmp_path):
+    none = choose_probes(IMAGES, 0, 7)
+    evaluators = (AttentionLogging(tmp_path / "maps", none, STEPS), MapFaithfulness(none, 7, STEPS))
+    for evaluator in evaluators:
+        assert list(evaluator.run(classifier, 5)) == []
+    assert not (tmp_path / "maps").exists()
+
+
+def test_channels_other_than_three_are_drawn(tmp_path):
+    torch.manual_seed(0)
+    settings = PLAIN | {"in_chans": 1}
+    model = VisionTransformer(
+        **settings, img_size=32, num_classes=10, embed_dim=24, depth=1, num_heads=2
+    ).eval()
+    grey = dataclasses.replace(PROBES, images=PROBES.images[:, :1])
+    preprocess = Preprocess((32, 32), (0.5,), (0.25,))
+    classifier = Classifier(model, preprocess, IMAGES.classes, torch.device("cpu"), torch.float32)
+    yielded = dict(AttentionLogging(tmp_path, grey, STEPS).run(classifier, 0))
+    assert yielded["attention/rollout/probe_00"].shape[2] == 3

@@ -23,20 +23,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from vit.reporting.opening import OpenRun, class_number, open_run
 
-from vit.checkpoint import build_model, load_model, save_model
-from vit.config import EvalConfig
-from vit.data.augment import normalize
-from vit.data.datasets import ImageSet, load, normalization
-from vit.data.photos import central_square, read_photo
+from vit.checkpoint import Checkpoint, save_checkpoint
+from vit.classifier import SavedModel, build_model, load_model, save_model
+from vit.config import to_dict
+from vit.data.datasets import ImageSet, load
+from vit.data.photos import read_photo
+from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.evaluation import predict, wilson_interval
+from vit.evaluation import wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
-from vit.explain.figures import overlay
-from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps
+from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps, attention_rollout
 from vit.reporting.attention import measure_maps
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU = EvalConfig(device="cpu", precision="float32")
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again
 CHOSEN = (3, 17)
 MEASURED = 40  # images
@@ -91,8 +90,8 @@ def refuses(ended: Ended, *parts: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def opened(demo: Path) -> OpenRun:
-    return open_run(str(demo), CPU)
+def opened(demo: Path) -> SavedModel:
+    return load_model(demo, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +100,12 @@ def shapes() -> ImageSet:
 
 
 def map_images(
-    opened: OpenRun, images: Tensor, target: str | None = None
+    opened: SavedModel, images: Tensor, target: str | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits and every kind of map of (n, 3, 32, 32) uint8 images."""
-    number = class_number(target, KINDS)
-    aim = None if number is None else torch.full((len(images),), number)
-    return attention_maps(
-        opened.model, normalize(images, opened.mean, opened.std), list(MAP_KINDS), aim
-    )
+    aim = None if target is None else torch.full((len(images),), KINDS.index(target))
+    classifier = opened.classifier
+    return attention_maps(classifier.model, classifier.normalize(images), list(MAP_KINDS), aim)
 
 
 # Attention of test images.
@@ -178,10 +175,10 @@ def test_index_says_what_each_row_is(explained, opened, shapes):
 def test_tensorboard_shows_the_sheets_that_were_saved(explained, opened):
     folder, _ = explained
     events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
-    assert set(events.Tags()["images"]) == {f"attention/image_{index:05d}" for index in CHOSEN}
+    assert set(events.Tags()["images"]) == {f"vit/attention/image_{index:05d}" for index in CHOSEN}
     for index in CHOSEN:
-        (event,) = events.Images(f"attention/image_{index:05d}")
-        assert event.step == opened.saved.step
+        (event,) = events.Images(f"vit/attention/image_{index:05d}")
+        assert event.step == opened.step
         with Image.open(folder / f"image_{index:05d}.png") as saved:
             shown = np.asarray(Image.open(BytesIO(event.encoded_image_string)))
             np.testing.assert_array_equal(shown, np.asarray(saved))
@@ -193,7 +190,7 @@ def test_printed_table_is_the_one_saved(explained):
     saved = json.loads((folder / "faithfulness.json").read_text())
     assert saved["images"] == MEASURED and f"{MEASURED} test images" in printed
     assert list(saved["maps"]) == [*MAP_KINDS, "random", "centred"]
-    lines = printed.split("the predicted one\n")[1].splitlines()[1:]
+    lines = printed.split("mean ± 95% interval\n")[1].splitlines()[1:]
     for line, values in zip(lines[:6], saved["maps"].values(), strict=True):
         numbers = [(float(a), float(b)) for a, b in re.findall(r"(-?[\d.]+) ± ([\d.]+)", line)]
         assert numbers == [pytest.approx(pair, abs=6e-4) for pair in values.values()]
@@ -215,7 +212,7 @@ def test_measures_fit_together(explained):
 
 def test_maps_are_measured_the_same_in_small_batches(opened, shapes):
     few = shapes.select(torch.arange(10))
-    whole, parts = (measure_maps(opened, few, size, seed=0) for size in (10, 3))
+    whole, parts = (measure_maps(opened.classifier, few, size, seed=0) for size in (10, 3))
     for kind, row in whole.items():
         for metric, pair in row.items():
             assert parts[kind][metric] == pytest.approx(pair, abs=1e-4)
@@ -229,7 +226,7 @@ def test_a_chosen_class_changes_only_class_specific_maps(call, demo, tmp_path):
             demo, "--attention", "--indices", *CHOSEN, "--target", target, "--faithfulness", 0,
             "--out", out, *SAME,
         )  # fmt: skip
-        assert ended.code == 0 and "how far" not in ended.out
+        assert ended.code == 0 and "faithfulness" not in ended.out
         assert not (out / "attention" / "faithfulness.json").exists()
         entries = read_index(out / "attention")["images"]
         assert [entry["explained_class"] for entry in entries] == [target, target]
@@ -272,7 +269,7 @@ def test_maps_of_others_are_not_overwritten(call, demo, tmp_path):
     folder = tmp_path / "attention"
     folder.mkdir()
     np.save(folder / "step_00000000.npy", np.zeros(3))
-    refuses(call(demo, "--attention", "--out", tmp_path), "out: ", "other things than maps")
+    refuses(call(demo, "--attention", "--out", tmp_path), "out: ", "files other than maps")
     assert [path.name for path in folder.iterdir()] == ["step_00000000.npy"]
 
 
@@ -280,7 +277,7 @@ def test_maps_of_others_are_not_overwritten(call, demo, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pointing(opened: OpenRun, shapes: ImageSet) -> dict[str, Pair]:
+def pointing(opened: SavedModel, shapes: ImageSet) -> dict[str, Pair]:
     """How often the strongest patch lies on the object, with half of the 95 % interval."""
     count = len(shapes)
     parts = [map_images(opened, part)[1] for part in shapes.images.split(500)]
@@ -451,53 +448,20 @@ def test_five_best_classes_are_printed_in_falling_order(classified):
         assert shares[-1] >= 0 and sum(shares) <= 100.03
 
 
-def test_photos_leave_two_overlays_each_and_nothing_else(classified):
+def test_photos_leave_a_sheet_each_and_nothing_else(classified):
     _, folder, printed = classified
-    stems = {f"{Path(name).stem}_{kind}" for name in PHOTOS for kind in ("rollout", "relevance")}
-    paths = sorted(folder.iterdir())
-    assert {path.name.rpartition("_")[0] for path in paths} == stems and len(paths) == len(stems)
-    for path in paths:
-        assert f"wrote {path}\n" in printed
-        explained = path.stem.rpartition("_")[2]
-        assert explained in KINDS if "_relevance_" in path.name else explained == "class-agnostic"
+    assert {path.name for path in folder.iterdir()} == {f"{Path(name).stem}.png" for name in PHOTOS}
+    for path in folder.iterdir():
+        assert f"  wrote {path}\n" in printed
 
 
-def overlay_of(folder: Path, stem: str, kind: str) -> np.ndarray:
-    """Read the one overlay of a photo and a kind of map, whatever class it explains."""
-    (path,) = folder.glob(f"{stem}_{kind}_*.png")
-    return picture(path)
-
-
-@pytest.mark.parametrize("kind", ["rollout", "relevance"])
 @pytest.mark.parametrize("name", PHOTOS)
-def test_overlay_has_the_photos_size_and_is_grey_where_nothing_was_seen(classified, name, kind):
-    photos, folder, _ = classified
-    photo = read_photo(photos / name, "image")
-    drawn = overlay_of(folder, Path(name).stem, kind)
-    assert drawn.shape == photo.shape
-    height, width, _ = photo.shape
-    seen = np.zeros((height, width), dtype=bool)
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    seen[top : top + side, left : left + side] = True
-    unseen = drawn[~seen].astype(int)
-    assert (np.ptp(unseen, axis=-1) == 0).all()
-    assert (np.abs(unseen - photo[~seen].mean(axis=-1, keepdims=True)) <= 1).all()
-    assert (np.ptp(drawn[seen].astype(int), axis=-1) > 0).any()
-
-
-def test_overlay_shows_the_map_of_what_the_model_saw(classified, opened):
+def test_sheet_is_the_one_that_python_draws(classified, opened, name):
     photos, folder, printed = classified
-    photo = read_photo(photos / "large.png", "image")
-    square = photo[:, 80:560]
-    shrunk = Image.fromarray(square).resize((32, 32), Image.Resampling.BICUBIC)
-    logits, maps = map_images(opened, torch.from_numpy(np.array(shrunk)).permute(2, 0, 1)[None])
-    best = KINDS[logits.argmax()]
-    assert blocks(printed)[str(photos / "large.png")][0][0] == best
-    for kind in ("rollout", "relevance"):
-        drawn = overlay_of(folder, "large", kind)[:, 80:560]
-        far = np.abs(drawn.astype(int) - overlay(square, maps[kind][0]))
-        assert far.max() <= 1
+    explanation = opened.classifier.explain(photos / name, ("rollout", "relevance"))
+    assert blocks(printed)[str(photos / name)][0][0] == explanation.predicted
+    drawn = picture(folder / f"{Path(name).stem}.png")
+    np.testing.assert_array_equal(drawn, np.asarray(explanation.sheet()))
 
 
 @pytest.mark.parametrize(
@@ -510,7 +474,8 @@ def test_overlay_shows_the_map_of_what_the_model_saw(classified, opened):
     ],
 )
 def test_central_square_is_in_the_middle(height, width, rows, columns):
-    assert central_square(height, width) == (slice(*rows), slice(*columns))
+    crop = Preprocess.for_dataset("shapes").crop(height, width)
+    assert crop == (slice(*rows), slice(*columns))
 
 
 def test_a_test_image_as_a_file_is_classified_like_the_test_image(
@@ -523,7 +488,7 @@ def test_a_test_image_as_a_file_is_classified_like_the_test_image(
     files = [tmp_path / f"{number}.png" for number in numbers.tolist()]
     ended = call(demo, "--image", *files, "--out", tmp_path / "out", *SAME)
     assert ended.code == 0
-    logits = predict(opened.model, shapes.images[numbers], opened.mean, opened.std)
+    logits = opened.classifier.logits(shapes.images[numbers])
     for file, row in zip(files, logits.softmax(dim=1), strict=True):
         shares, best = row.topk(5)
         found = blocks(ended.out)[str(file)]
@@ -537,25 +502,25 @@ def test_photos_of_one_name_keep_apart(call, demo, tmp_path):
         (tmp_path / name).mkdir()
         paths.append(tmp_path / name / "same.png")
         save_size(size, size)(paths[-1])
-    assert call(demo, "--image", *paths, "--out", tmp_path / "out").code == 0
-    files = (tmp_path / "out/photos").glob("*_rollout_*.png")
-    drawn = sorted(len(picture(file)) for file in files)
-    assert drawn == [20, 30, 40]
+    assert call(demo, "--image", *paths, "--out", tmp_path / "out", *SAME).code == 0
+    explain = load_model(demo, "cpu", "float32").classifier.explain
+    for path, name in zip(paths, ("same", "same_", "same__"), strict=True):
+        drawn = picture(tmp_path / f"out/photos/{name}.png")
+        sheet = explain(path, ("rollout", "relevance")).sheet()
+        np.testing.assert_array_equal(drawn, np.asarray(sheet))
+    assert len(list((tmp_path / "out/photos").iterdir())) == 3
 
 
-def test_target_explains_another_class_of_a_photo(call, demo, tmp_path):
+def test_target_explains_another_class_of_a_photo(call, demo, opened, tmp_path):
     save_jpeg(tmp_path / "photo.jpg")
     drawn = {}
     for target in ("star", "circle"):
         words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
-        ended = call(demo, *words)
-        assert ended.code == 0 and f"_relevance_{target}.png" in ended.out
-        drawn[target] = {
-            kind: overlay_of(tmp_path / target / "photos", "photo", kind)
-            for kind in ("rollout", "relevance")
-        }
-    np.testing.assert_array_equal(drawn["star"]["rollout"], drawn["circle"]["rollout"])
-    assert (drawn["star"]["relevance"] != drawn["circle"]["relevance"]).any()
+        assert call(demo, *words, *SAME).code == 0
+        drawn[target] = picture(tmp_path / target / "photos/photo.png")
+        found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "relevance"), target)
+        np.testing.assert_array_equal(drawn[target], np.asarray(found.sheet()))
+    assert (drawn["star"] != drawn["circle"]).any()
 
 
 @pytest.mark.parametrize("name", ["photo.png", "photo.jpg", "photo.gif", "photo.bmp"])
@@ -565,7 +530,7 @@ def test_a_photo_cut_short_is_refused_wherever_it_was_cut(name, tmp_path):
     content = whole.read_bytes()
     for length in range(0, len(content) * 9 // 10, max(1, len(content) // 50)):
         cut.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"cannot be read as a picture"):
+        with pytest.raises(ValueError, match=r"cannot be read as an image"):
             read_photo(cut, "image")
 
 
@@ -578,28 +543,38 @@ def others(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("others")
     for name in ("worse", "coarse", "foreign"):
         (folder / name).mkdir()
-    saved = load_model(demo)
-    foreign = replace(saved.config, data=replace(saved.config.data, name="cifar10"))
-    save_model(
-        folder / "foreign/model.safetensors", saved.model, foreign, saved.classes, saved.step
-    )
+    saved = load_model(demo, "cpu")
+    classifier, config = saved.classifier, saved.config
+    foreign = replace(config, data=replace(config.data, name="cifar10"))
+    save_model(folder / "foreign/model.safetensors", classifier, foreign, saved.step)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in saved.model.blocks.parameters():
+        for parameter in classifier.model.blocks.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.mul_(1 + 0.2 * noise)
-    save_model(
-        folder / "worse/model.safetensors", saved.model, saved.config, saved.classes, saved.step
-    )
-    coarse = replace(saved.config, model=replace(saved.config.model, patch_size=8))
+    save_model(folder / "worse/model.safetensors", classifier, config, saved.step)
+    coarse = replace(config, model=replace(config.model, patch_size=8))
     torch.manual_seed(0)
-    save_model(
-        folder / "coarse/model.safetensors",
-        build_model(coarse, 10).eval(),
-        coarse,
-        saved.classes,
-        0,
+    untrained = build_model(coarse.model, classifier.preprocess, 10).eval()
+    save_model(folder / "coarse/model.safetensors", replace(classifier, model=untrained), coarse, 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unfinished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder like the demo's, stopped at step 100."""
+    folder = tmp_path_factory.mktemp("stopped") / "stopped"
+    folder.mkdir()
+    saved = load_model(demo, "cpu")
+    checkpoint = Checkpoint(
+        step=100,
+        config=to_dict(saved.config),
+        classes=list(saved.classifier.classes),
+        model=saved.classifier.model.state_dict(),
+        total_steps=624,
+        preprocess=saved.classifier.preprocess.to_dict(),
     )
+    save_checkpoint(folder, checkpoint)
     return folder
 
 
@@ -627,10 +602,9 @@ def sign_test(one: int, other: int) -> float:
 def test_comparison_counts_what_each_gets_right(compared, others, opened, shapes):
     folder, printed = compared
     content = read_comparison(folder)
-    mean, std = normalization("shapes", torch.device("cpu"))
     right = [
-        predict(model, shapes.images, mean, std).argmax(dim=1) == shapes.labels
-        for model in (opened.model, load_model(others / "worse").model)
+        saved.classifier.logits(shapes.images).argmax(dim=1) == shapes.labels
+        for saved in (opened, load_model(others / "worse", "cpu", "float32"))
     ]
     only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     assert only[0] > 0 and only[1] > 0  # or the test says little
@@ -641,14 +615,15 @@ def test_comparison_counts_what_each_gets_right(compared, others, opened, shapes
     assert content["only_right"] == only
     assert content["mcnemar_p"] == pytest.approx(sign_test(*only), rel=1e-9)
     for accuracy in content["accuracy"]:
-        assert f"{accuracy:.2%} right" in printed
-    verdict = "they differ" if content["mcnemar_p"] < 0.05 else "no difference is shown"
-    assert f"p = {content['mcnemar_p']:.2g}; {verdict}" in printed
+        assert f"accuracy {accuracy:.2%} (95% interval" in printed
+    verdict = "significant" if content["mcnemar_p"] < 0.05 else "not significant"
+    words = f"p = {content['mcnemar_p']:.2g}; the difference is {verdict} at the 5% level"
+    assert words in printed
 
 
 def test_comparison_says_how_much_attention_moved_and_where_most(compared, others, opened, shapes):
     content = read_comparison(compared[0])
-    worse = replace(opened, saved=load_model(others / "worse"))
+    worse = load_model(others / "worse", "cpu", "float32")
     one, other = (
         torch.cat([map_images(run, part)[1]["rollout"] for part in shapes.images.split(500)])
         for run in (opened, worse)
@@ -672,7 +647,7 @@ def test_comparison_draws_the_mean_and_the_most_moved(compared):
 
 def test_a_model_is_no_better_than_itself(call, demo, tmp_path):
     ended = call(demo, "--compare", demo, "--out", tmp_path, "--probes", 2)
-    assert ended.code == 0 and "no difference is shown" in ended.out
+    assert ended.code == 0 and "the difference is not significant" in ended.out
     (folder,) = tmp_path.iterdir()
     content = read_comparison(folder)
     assert (content["mcnemar_p"], content["only_right"]) == (1, [0, 0])
@@ -723,17 +698,17 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # What is typed after eval.py, and what the one line must say; DEMO and BAD are folders.
 BAD_WORDS = [
-    ("DEMO --image BAD/none.png", "image: BAD/none.png is no file"),
-    ("DEMO --image BAD/good.png BAD/none.png", "image: BAD/none.png is no file"),
-    ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as a picture"),
-    ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as a picture"),
-    ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as a picture"),
-    ("DEMO --image BAD/folder.png", "image: BAD/folder.png is no file"),
-    ("DEMO --image BAD/huge.png", "image: BAD/huge.png cannot be read as a picture: Image size"),
-    ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of the model"),
+    ("DEMO --image BAD/none.png", "image: BAD/none.png: file not found"),
+    ("DEMO --image BAD/good.png BAD/none.png", "image: BAD/none.png: file not found"),
+    ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as an image"),
+    ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as an image"),
+    ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as an image"),
+    ("DEMO --image BAD/folder.png", "image: BAD/folder.png: file not found"),
+    ("DEMO --image BAD/huge.png", "image: BAD/huge.png cannot be read as an image: Image size"),
+    ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of this model"),
     ("DEMO --attention --target ship", "circle, square, triangle, star"),
     ("DEMO --attention --target Star", "target: 'Star'"),
-    ("DEMO --attention --indices 2000", "indices: 2000 is not a test image; there are 0 to 1999"),
+    ("DEMO --attention --indices 2000", "indices: 2000 is not a test image; it must be 0 to 1999"),
     ("DEMO --attention --indices 3 -1", "indices: -1 is not a test image"),
     ("DEMO --attention --indices 99999999999999999999", "is not a test image"),
     ("DEMO --attention --indices 3.5", "indices"),
@@ -745,14 +720,20 @@ BAD_WORDS = [
     ("DEMO --compare DEMO --target star", "target: only with --attention or --image"),
     ("DEMO --indices 3", "indices: only with --attention"),
     ("DEMO --compare BAD/none", "BAD/none does not exist"),
-    ("DEMO --compare BAD/no_run", "holds neither model.safetensors nor"),
+    ("DEMO --compare BAD/no_run", "contains neither model.safetensors nor"),
     ("DEMO --compare BAD/cnn.safetensors", "without the config of a run of this project"),
     ("BAD/cnn.safetensors", "without the config of a run of this project"),
-    ("BAD/cnn.safetensors --attention", "BAD/cnn.safetensors holds weights only"),
-    ("BAD/cnn.safetensors --image BAD/good.png", "BAD/cnn.safetensors holds weights only"),
+    ("BAD/cnn.safetensors --attention", "BAD/cnn.safetensors contains only weights"),
+    ("BAD/cnn.safetensors --image BAD/good.png", "BAD/cnn.safetensors contains only weights"),
     ("BAD/cnn.pt", "BAD/cnn.pt is not a checkpoint of this project"),
     ("BAD/cnn.pt --attention", "is not a checkpoint of this project"),
     ("BAD/good.png --attention", "BAD/good.png is not a checkpoint"),
+    ("DEMO --attention --start_layer 4", "start_layer: 4 is not a layer of this model; it must be"),
+    ("/dev/zero", "/dev/zero is not a regular file"),
+    ("/dev/zero --attention", "/dev/zero is not a regular file"),
+    ("DEMO --compare /dev/zero", "/dev/zero is not a regular file"),
+    ("DEMO --image /dev/zero", "image: /dev/zero: file not found"),
+    ("BAD/no_run", "contains neither model.safetensors nor"),
 ]
 
 
@@ -775,3 +756,109 @@ def test_bad_input_is_one_line_for_the_whole_program_too(demo, bad, tmp_path):
     )  # fmt: skip
     refuses(Ended(done.returncode, done.stdout, done.stderr), "cut.png cannot be read")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--attention --probes 1 --faithfulness 0", "--image PHOTO", "--compare DEMO"]
+)
+def test_results_are_not_written_over_a_file(call, demo, bad, tmp_path, words):
+    (tmp_path / "file").write_text("mine")
+    words = words.replace("PHOTO", str(bad / "good.png")).replace("DEMO", str(demo))
+    ended = call(demo, *words.split(), "--out", tmp_path / "file")
+    assert ended.code == 2 and ended.error.count("\n") == 1
+    assert str(tmp_path / "file") in ended.error
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# What is printed about the model.
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--attention --probes 1 --faithfulness 0", "--image PHOTO", "--compare DEMO"]
+)
+def test_every_mode_says_that_a_run_is_unfinished(call, demo, unfinished, bad, tmp_path, words):
+    words = words.replace("PHOTO", str(bad / "good.png")).replace("DEMO", str(demo))
+    ended = call(unfinished, *words.split(), "--out", tmp_path, *SAME)
+    assert ended.code == 0
+    said = f"{unfinished}/checkpoints/step_00000100.pt (unfinished run, step 100 of 624): CPU"
+    assert ended.out.startswith(said) and "float32" in ended.out
+    if "--compare" in words:
+        (folder,) = tmp_path.iterdir()
+        assert read_comparison(folder)["steps"] == [100, 624]
+    words = ("--attention", "--probes", 1, "--faithfulness", 0, "--out", tmp_path / "demo")
+    assert "unfinished" not in call(demo, *words).out
+
+
+def test_other_model_of_a_comparison_is_said_to_be_unfinished(call, demo, unfinished, tmp_path):
+    ended = call(demo, "--compare", unfinished, "--out", tmp_path, "--probes", 1)
+    first, second = ended.out.splitlines()[:2]
+    assert first.startswith(f"{demo}/model.safetensors: ")
+    assert second.startswith(f"{unfinished}/") and "(unfinished run, step 100 of 624)" in second
+
+
+def test_bundled_model_goes_by_its_name_in_a_comparison(call, demo, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.classifier.BUNDLED", tmp_path)
+    shutil.copy(demo / "model.safetensors", tmp_path / "tiny_shapes.safetensors")
+    out = tmp_path / "out"
+    ended = call("tiny_shapes", "--compare", "tiny_shapes", "--out", out, "--probes", 1, *SAME)
+    assert [path.name for path in out.iterdir()] == ["compare_tiny_shapes_2"]
+    assert "  tiny_shapes_1  accuracy" in ended.out and "weights" not in ended.out
+
+
+# Options of the maps.
+
+
+def test_faithfulness_is_measured_unless_images_are_chosen(call, demo, tmp_path, monkeypatch):
+    counts = []
+
+    def measure(classifier, images, *_, **__):
+        counts.append(len(images))
+        return {}
+
+    monkeypatch.setattr("vit.reporting.attention.measure_maps", measure)
+    for number, (words, expected) in enumerate(
+        [
+            (("--indices", 3), []),
+            (("--indices", 3, "--faithfulness", 20), [20]),
+            (("--probes", 1), [500]),
+            (("--probes", 1, "--faithfulness", 0), []),
+        ]
+    ):
+        counts.clear()
+        assert call(demo, "--attention", *words, "--out", tmp_path / str(number)).code == 0
+        assert counts == expected, words
+
+
+def test_rollout_takes_its_options_and_they_are_recorded(call, demo, opened, shapes, tmp_path):
+    words = ("--head_fusion", "max", "--discard_ratio", 0.5, "--start_layer", 1)
+    ended = call(
+        demo, "--attention", "--indices", *CHOSEN, *words, "--faithfulness", 20, "--out", tmp_path,
+        *SAME,
+    )  # fmt: skip
+    assert ended.code == 0
+    folder, options = tmp_path / "attention", {
+        "head_fusion": "max", "discard_ratio": 0.5, "start_layer": 1
+    }  # fmt: skip
+    assert read_index(folder)["rollout"] == options
+    table = json.loads((folder / "faithfulness.json").read_text())
+    assert table["rollout"] == options
+    classifier = opened.classifier
+    with torch.no_grad():
+        inputs = classifier.normalize(shapes.images[list(CHOSEN)])
+        _, weights, _ = classifier.model.forward_intermediates(inputs)
+    shares = attention_rollout(weights, readout="mean", num_prefix_tokens=0, **options)
+    expected = (shares * 64).unflatten(1, (8, 8)).numpy()
+    np.testing.assert_allclose(np.load(folder / "rollout.npy"), expected, rtol=1e-4, atol=1e-5)
+    _, plain = map_images(opened, shapes.images[list(CHOSEN)])
+    assert np.abs(plain["rollout"].numpy() - expected).max() > 0.05
+    for kind in set(MAP_KINDS) - {"rollout"}:
+        saved = np.load(folder / f"{kind}.npy")
+        np.testing.assert_allclose(saved, plain[kind].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_options_of_rollout_change_its_faithfulness_alone(opened, shapes):
+    few = shapes.select(torch.arange(20))
+    usual = measure_maps(opened.classifier, few, 10, seed=0)
+    other = measure_maps(opened.classifier, few, 10, seed=0, start_layer=2)
+    assert usual.pop("rollout")["deletion"] != other.pop("rollout")["deletion"]
+    assert usual == other

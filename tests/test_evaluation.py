@@ -17,19 +17,22 @@ from torchmetrics.functional.classification import (
 )
 
 from models import PLAIN
-from vit.data.datasets import NORMALIZATION
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.evaluation import (
+    Validation,
     as_table,
     evaluate,
     mcnemar,
-    predict,
     reliability,
     report,
     wilson_interval,
 )
 from vit.model.vit import VisionTransformer
 
-MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZATION["cifar10"])
+PREPROCESS = Preprocess.for_dataset("cifar10")
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (PREPROCESS.mean, PREPROCESS.std))
 
 
 def names(count: int) -> tuple[str, ...]:
@@ -107,7 +110,8 @@ def test_report_on_certain_predictions(right, ece):
     assert result["accuracy"] == right
     assert result["ece"] == pytest.approx(ece, abs=1e-6)
     assert result["loss"] == pytest.approx(0 if right else 1000, abs=1e-3)
-    assert result["reliability"] == [{"n": 30, "confidence": 1.0, "accuracy": float(right)}]
+    expected = {"n": 30, "confidence": 1.0, "accuracy": float(right)}
+    assert result["reliability"] == [{**expected, "accuracy_95": wilson_interval(30 * right, 30)}]
 
 
 def test_top5_counts_the_fifth_and_not_the_sixth():
@@ -120,6 +124,8 @@ def test_reliability_bins_by_hand():
     confidence = torch.tensor([0.55, 0.59, 0.601, 0.93, 0.95, 0.99, 1.0], dtype=torch.float64)
     labels = torch.tensor([0, 1, 1, 0, 0, 0, 1])
     bins = reliability(torch.stack([confidence, 1 - confidence], dim=1), labels)
+    intervals = [bin_.pop("accuracy_95") for bin_ in bins]
+    assert intervals == [wilson_interval(*pair) for pair in ((1, 2), (0, 1), (1, 1), (2, 3))]
     assert bins == [
         {"n": 2, "confidence": pytest.approx(0.57), "accuracy": 0.5},  # 8/15 to 9/15
         {"n": 1, "confidence": pytest.approx(0.601), "accuracy": 0.0},  # 9/15 to 10/15
@@ -194,9 +200,13 @@ def images() -> Tensor:
     return torch.randint(256, (50, 3, 8, 8), dtype=torch.uint8, generator=generator)
 
 
+def classify(model: VisionTransformer, precision: torch.dtype = torch.float32) -> Classifier:
+    return Classifier(model, PREPROCESS, names(10), torch.device("cpu"), precision)
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_predict_is_the_model_whatever_the_batch_size(model, images, batch_size):
-    logits = predict(model, images, MEAN, STD, batch_size=batch_size)
+def test_logits_are_the_model_whatever_the_batch_size(model, images, batch_size):
+    logits = classify(model).logits(images, batch_size)
     with torch.no_grad():
         expected = model((images / 255 - MEAN) / STD)
     assert expected.std() > 0.1
@@ -204,20 +214,33 @@ def test_predict_is_the_model_whatever_the_batch_size(model, images, batch_size)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-def test_predict_in_bfloat16_is_near_and_returns_float32(model, images):
-    exact = predict(model, images, MEAN, STD)
-    rounded = predict(model, images, MEAN, STD, torch.bfloat16)
+def test_logits_in_bfloat16_are_near_and_come_as_float32(model, images):
+    exact = classify(model).logits(images)
+    rounded = classify(model, torch.bfloat16).logits(images)
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.1 * exact.std()
 
 
 def test_evaluate_is_the_report_on_the_predictions(model, images):
     labels = torch.arange(50) % 10
-    result, logits = evaluate(model, images, labels, names(10), MEAN, STD, batch_size=13)
+    held = ImageSet(images, labels, names(10))
+    result, logits = evaluate(classify(model), held, batch_size=13)
     assert result.pop("images_per_second") > 0
-    expected = predict(model, images, MEAN, STD, batch_size=13)
+    expected = classify(model).logits(images, 13)
     assert torch.equal(logits, expected)
     assert result == report(expected, labels, names(10))
+
+
+def test_validation_yields_loss_and_accuracy_of_the_held_out_images(model, images):
+    labels = torch.arange(50) % 10
+    held = ImageSet(images, labels, names(10))
+    result, _ = evaluate(classify(model), held)
+    assert list(Validation(held, range(3)).run(classify(model), 1)) == [
+        ("val/loss", result["loss"]),
+        ("val/accuracy", result["accuracy"]),
+    ]
+    none = held.select(torch.empty(0, dtype=torch.int64))
+    assert list(Validation(none, range(3)).run(classify(model), 1)) == []
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from models import PLAIN
+from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.evaluation import wilson_interval
 from vit.explain.charts import confusion_picture, heads_chart, reliability_picture
+from vit.explain.drawing import BAR, COLOURS, SCALE, overlay, shorten, text_width
+from vit.explain.figures import attention_picture as draw_attention
 from vit.explain.figures import (
-    BAR,
-    COLOURS,
-    SCALE,
     captions_of,
     comparison_picture,
     filmstrip_picture,
     gallery_picture,
     heads_picture,
-    overlay,
 )
-from vit.explain.figures import attention_picture as draw_attention
 from vit.explain.rollout import map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import draw_probes
@@ -157,7 +157,9 @@ def test_captions_are_written():
 def test_captions_of_probes_fit_above_their_image(name):
     vit = VisionTransformer(**PLAIN, img_size=32, num_classes=1, embed_dim=12, depth=1).eval()
     probes = ImageSet(blue_images(1), torch.zeros(1, dtype=torch.int64), (name,))
-    (picture,) = draw_probes(vit, probes, torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    preprocess = Preprocess((32, 32), (0.0,) * 3, (1.0,) * 3)
+    classifier = Classifier(vit, preprocess, (name,), torch.device("cpu"), torch.float32)
+    (picture,) = draw_probes(classifier, probes)
     image = places(picture, [0, 0, 200])
     (top, _), right = image.min(axis=0), image[image[:, 1] < 300, 1].max()
     text = (picture[:top] < 128).all(-1)
@@ -204,11 +206,12 @@ def test_confusion_picture_shows_shares_of_rows(num_classes):
     assert last[:, 1].max() == found[:, 1].max()
 
 
-BINS = [
-    {"n": 10, "confidence": 0.35, "accuracy": 0.4},
-    {"n": 100, "confidence": 0.72, "accuracy": 0.6},
-    {"n": 400, "confidence": 0.97, "accuracy": 0.9},
-]
+def bin_of(n: int, confidence: float, accuracy: float) -> dict:
+    interval = wilson_interval(round(accuracy * n), n)
+    return {"n": n, "confidence": confidence, "accuracy": accuracy, "accuracy_95": interval}
+
+
+BINS = [bin_of(10, 0.35, 0.4), bin_of(100, 0.72, 0.6), bin_of(400, 0.97, 0.9)]
 
 
 @pytest.mark.parametrize("bins", [BINS, BINS[:1]])
@@ -223,7 +226,7 @@ BLUE_BAR = np.array([31, 119, 180])  # matplotlib's first colour
 
 def test_reliability_picture_puts_accuracy_over_confidence():
     def marks(confidence: float, accuracy: float, n: int) -> np.ndarray:
-        bins = [{"n": n, "confidence": confidence, "accuracy": accuracy}]
+        bins = [bin_of(n, confidence, accuracy)]
         found = places(reliability_picture(bins, 0.1), BLUE_BAR)
         return found[(found[:, 0] < 350) & (found[:, 0] > 70)]
 
@@ -238,10 +241,7 @@ def test_reliability_picture_puts_accuracy_over_confidence():
 
 
 def test_reliability_picture_counts_images_in_bars():
-    bins = [
-        {"n": 100, "confidence": 0.3, "accuracy": 0.3},
-        {"n": 400, "confidence": 0.8, "accuracy": 0.8},
-    ]
+    bins = [bin_of(100, 0.3, 0.3), bin_of(400, 0.8, 0.8)]
     bars = places(reliability_picture(bins, 0.1), BLUE_BAR)
     bars = bars[bars[:, 0] > 360]
     low, high = (np.ptp(bars[side, 0]) for side in (bars[:, 1] < 250, bars[:, 1] > 250))
@@ -250,7 +250,7 @@ def test_reliability_picture_counts_images_in_bars():
 
 @pytest.mark.parametrize("hits", [0, 1])
 def test_reliability_of_bins_all_right_or_all_wrong_is_drawn(hits):
-    bins = [{"n": n, "confidence": 0.5, "accuracy": float(hits)} for n in range(1, 200)]
+    bins = [bin_of(n, 0.5, float(hits)) for n in range(1, 200)]
     assert reliability_picture(bins, 0.5).shape[2] == 3
 
 
@@ -493,7 +493,7 @@ def test_comparison_shows_finer_maps_than_two_by_two_in_their_places():
     assert step > panel and abs(high[1] - 2 * step - panel / 3) < 2
 
 
-TITLES = ("entropy / log N", "distance, pixels", "share of the top token")
+TITLES = ("entropy / log N", "distance, pixels", "fraction to the top token")
 
 
 @pytest.mark.parametrize("layers", [1, 12])
@@ -522,3 +522,38 @@ def test_heads_chart_has_layers_as_rows_heads_as_columns_and_one_scale_each():
 def test_heads_chart_writes_its_numbers():
     charts = [heads_chart({"one": torch.tensor([[0.0, level]])}) for level in (0.31, 0.32)]
     assert charts[0].shape == charts[1].shape and (charts[0] != charts[1]).any()
+
+
+# Texts.
+
+
+@pytest.mark.parametrize(
+    "words", ["cat", "W" * 200, "i" * 200, "$a$b_{", "", "雪" * 90, "a\tb\x1b"]
+)
+def test_texts_are_cut_to_a_width_with_an_ellipsis(words):
+    cut = shorten(words, 150)
+    assert text_width(cut) <= 150 and cut.isprintable()
+    if text_width(words) > 150:
+        assert cut.endswith("…") and words.startswith(cut[:-1])
+        assert text_width(cut) > 130  # no more is cut than must be
+    elif words.isprintable():
+        assert cut == words
+
+
+def test_each_line_of_a_text_is_cut():
+    assert shorten(f"cat\n{'W' * 99}\ndog", 100).split("\n")[::2] == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    "name", ["black-footed ferret (Mustela nigripes) in the snow", "$x_{$", "雪"]
+)
+def test_class_names_of_any_kind_stay_over_their_panel(name):
+    picture = draw_attention(
+        blue_images(1), torch.zeros(1, 2, 2), [f"true {name}\npredicted {name}"],
+        [map_title("relevance", name)],
+    )  # fmt: skip
+    assert picture.shape == (256, 706, 3)
+    head = picture[:42, :642]
+    columns = np.flatnonzero((head < 128).any(axis=(0, 2)))
+    gaps = (columns >= 216) & (columns < 219), (columns >= 430) & (columns < 433)
+    assert len(columns) and not any(gap.any() for gap in gaps)

@@ -5,10 +5,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from models import PLAIN
-from vit.data.datasets import load, normalization
-from vit.evaluation import predict
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet, load
+from vit.data.preprocess import Preprocess
 from vit.model.vit import VisionTransformer
-from vit.reporting.report import worst_mistakes, write_report
+from vit.reporting.report import FRAME, class_frames, worst_mistakes, write_report
 
 CPU = torch.device("cpu")
 
@@ -28,11 +29,11 @@ def test_precision_recall_curves_count_their_own_class(tmp_path):
         torch.nn.init.normal_(parameter, std=0.5)
     model.eval()
     images = load("shapes", ".", train=False, count=105)  # five classes have one more
-    write_report(
-        model, images, "shapes", tmp_path, step=1, device=CPU, precision=torch.float32, probes=0
-    )
+    preprocess = Preprocess.for_dataset("shapes")
+    classifier = Classifier(model, preprocess, images.classes, CPU, torch.float32)
+    write_report(classifier, images, tmp_path, step=1, probes=0)
     shown = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
-    shares = predict(model, images.images, *normalization("shapes", CPU)).softmax(dim=1)
+    shares = classifier.logits(images.images).softmax(dim=1)
     for number, name in enumerate(images.classes):
         (event,) = shown.Tensors(f"precision_recall/{name}")
         curve = tensor_util.make_ndarray(event.tensor_proto)
@@ -42,3 +43,16 @@ def test_precision_recall_curves_count_their_own_class(tmp_path):
         above = shares[:, number] >= middle / (curve.shape[1] - 1)
         assert curve[0, middle] == (above & true).sum(), name
         assert curve[1, middle] == (above & ~true).sum(), name
+
+
+def test_thumbnails_are_framed_in_the_colours_of_their_classes():
+    for count in (3, 15, 100):
+        labels = torch.arange(2 * count) % count
+        images = torch.randint(256, (2 * count, 3, 6, 8), dtype=torch.uint8)
+        framed = class_frames(ImageSet(images, labels, tuple(map(str, range(count)))))
+        assert framed.shape == (2 * count, 3, 6 + 2 * FRAME, 8 + 2 * FRAME)
+        assert torch.equal(framed[:, :, FRAME:-FRAME, FRAME:-FRAME], images)
+        edges = framed[:, :, 0, 0]
+        assert torch.equal(framed[:, :, -1, -1], edges) and torch.equal(framed[:, :, 0, -1], edges)
+        assert torch.equal(edges[:count], edges[count:])
+        assert len(edges.unique(dim=0)) == count

@@ -4,6 +4,7 @@ A canvas is a (height, width, 3) uint8 array. Maps are in units of uniform atten
 one fixed scale, so figures can be compared. Pixels and patches are enlarged without smoothing.
 """
 
+import bisect
 import functools
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.textpath import TextPath
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from PIL import Image
 from torch import Tensor
 
@@ -84,18 +85,20 @@ def shorten(words: str, width: float) -> str:
 @functools.lru_cache(maxsize=1000)
 def _shorten_line(line: str, width: float) -> str:
     line = "".join(c if c.isprintable() else "?" for c in line)
-    kept = line
-    while len(kept) * FONT_SIZE > width and text_width(kept) > width:  # no letter is wider
-        kept = kept.removesuffix("…")[:-1] + "…"
-    return kept
+    if 2 * FONT_SIZE * len(line) <= width or text_width(line) <= width:  # no letter is wider
+        return line
+    fitting = bisect.bisect(range(len(line)), width, key=lambda n: text_width(f"{line[:n]}…"))
+    return f"{line[: max(0, fitting - 1)]}…"
 
 
 def text_width(line: str) -> float:
     """Measure a line of text in pixels."""
+    font = get_font(findfont(FontProperties()))
+    font.set_size(FONT_SIZE, DPI)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font lacks are drawn as boxes
-        path = TextPath((0, 0), line.replace("$", r"\$"), size=FONT_SIZE)
-    return path.get_extents().width * DPI / 72 if len(path.vertices) else 0.0
+        font.set_text(line)
+    return font.get_width_height()[0] / 64
 
 
 def framed(

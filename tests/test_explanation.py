@@ -1,0 +1,261 @@
+"""Photos in Python: predict and explain, and the sheet that an explanation draws."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vit
+from models import PLAIN
+from vit.classifier import Classifier
+from vit.data.preprocess import Preprocess
+from vit.explain.drawing import colour_map, overlay
+from vit.explain.explanation import Explanation
+from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.explain.sheet import BAR_COLOUR, GAP, HEADER, NARROWEST, PANEL, TITLE, ZOOM
+from vit.model.vit import VisionTransformer
+
+ROOT = Path(__file__).resolve().parent.parent
+CLASSES = tuple(f"class {number}" for number in range(7))
+
+
+def draw_photo(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(256, size=(height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Classifier:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        **PLAIN, img_size=32, num_classes=7, embed_dim=24, depth=2, num_heads=2
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    preprocess = Preprocess.for_dataset("cifar10")
+    return Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
+
+
+def expected_shares(classifier: Classifier, photo: np.ndarray) -> torch.Tensor:
+    inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
+    with torch.no_grad():
+        return classifier.model(inputs).softmax(dim=1)[0]
+
+
+# Predictions.
+
+
+def test_predict_ranks_the_classes(classifier):
+    photo = draw_photo(40, 60)
+    shares = expected_shares(classifier, photo)
+    found = classifier.predict(photo)
+    assert len(found) == 5
+    best = shares.argsort(descending=True)[:5]
+    assert list(found) == [CLASSES[number] for number in best]
+    assert list(found.values()) == pytest.approx(shares[best].tolist(), abs=1e-6)
+    assert list(classifier.predict(photo, top=2)) == list(found)[:2]
+    every = classifier.predict(photo, top=100)
+    assert len(every) == 7 and sum(every.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
+    photo = draw_photo(40, 60)
+    path = tmp_path / "photo.png"
+    Image.fromarray(photo).save(path)
+    seen = Image.open(path)
+    expected = classifier.predict(photo)
+    for same in (str(path), path, seen, Image.fromarray(photo)):
+        assert classifier.predict(same) == expected
+    several = classifier.predict([path, draw_photo(8, 8), seen])
+    assert [len(found) for found in several] == [5, 5, 5]
+    assert several[0] == pytest.approx(expected) and several[2] == several[0]
+    assert classifier.predict([]) == [] and classifier.explain([]) == []
+
+
+@pytest.mark.parametrize(
+    "photo",
+    [
+        np.zeros((8, 8), np.uint8), np.zeros((8, 8, 4), np.uint8), np.zeros((3, 8, 8), np.uint8),
+        np.zeros((8, 8, 3), np.float32), np.zeros((0, 8, 3), np.uint8),
+    ],
+    ids=["grey", "alpha", "channels first", "float", "empty"],
+)  # fmt: skip
+def test_arrays_that_are_no_photos_are_refused(classifier, photo):
+    for method in (classifier.predict, classifier.explain):
+        with pytest.raises(ValueError, match=r"photo: an array .* \(height, width, 3\)"):
+            method(photo)
+
+
+def test_missing_photo_is_named(classifier, tmp_path):
+    with pytest.raises(ValueError, match=r"photo: .*none\.png: file not found"):
+        classifier.predict(tmp_path / "none.png")
+
+
+# Explanations.
+
+
+def test_explain_returns_the_maps_of_the_model(classifier, tmp_path):
+    photo = draw_photo(50, 90)
+    found = classifier.explain(photo, kind=tuple(MAP_KINDS))
+    assert isinstance(found, Explanation) and list(found.maps) == list(MAP_KINDS)
+    inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
+    logits, maps = attention_maps(classifier.model, inputs, list(MAP_KINDS))
+    for kind, heat in maps.items():
+        torch.testing.assert_close(found.maps[kind], heat[0], rtol=1e-5, atol=1e-6)
+    assert (found.kind, found.map.shape) == ("rollout", (8, 8))
+    assert torch.equal(found.map, found.maps["rollout"])
+    best = CLASSES[int(logits.argmax())]
+    assert found.predicted == found.target == best == next(iter(classifier.predict(photo)))
+    assert len(found.probabilities) == 7
+    assert found.seen == (slice(0, 50), slice(20, 70))
+    assert np.array_equal(found.photo, photo)
+
+
+def test_target_changes_class_specific_maps_only(classifier):
+    photo = draw_photo(32, 32)
+    one, other = (
+        classifier.explain(photo, ("rollout", "relevance"), target=name) for name in CLASSES[:2]
+    )
+    assert (one.target, other.target) == CLASSES[:2]
+    assert torch.equal(one.maps["rollout"], other.maps["rollout"])
+    assert (one.maps["relevance"] - other.maps["relevance"]).abs().max() > 0.01
+    assert one.predicted == other.predicted
+
+
+def test_explain_defaults_to_relevance_and_takes_lists(classifier, tmp_path):
+    path = tmp_path / "some photo.png"
+    Image.fromarray(draw_photo(20, 20)).save(path)
+    several = classifier.explain([path, draw_photo(30, 10)])
+    assert [list(found.maps) for found in several] == [["relevance"], ["relevance"]]
+    assert several[0].name == "some photo.png"
+    with pytest.raises(ValueError, match="kind"):
+        classifier.explain(path, kind="rolout")
+    with pytest.raises(ValueError, match="target: 'dog' is not a class of this model"):
+        classifier.explain(path, target="dog")
+
+
+# Sheets.
+
+
+def sheet(explanation: Explanation) -> np.ndarray:
+    return np.asarray(explanation.sheet())
+
+
+@pytest.mark.parametrize("size", [(32, 32), (1, 1), (7, 5), (300, 40), (40, 300), (2000, 1500)])
+@pytest.mark.parametrize("kinds", ["relevance", ("rollout", "relevance")])
+def test_sheet_has_a_row_for_each_kind(classifier, size, kinds):
+    found = classifier.explain(draw_photo(*size), kinds)
+    drawn = sheet(found)
+    rows = len(found.maps)
+    assert drawn.shape[0] == ZOOM * (HEADER + rows * (TITLE + PANEL) + 2 * GAP)
+    assert drawn.dtype == np.uint8 and drawn.shape[2] == 3
+    assert (drawn[:, :4] == 255).all() and (drawn[-4:] == 255).all()  # nothing is cut off
+    assert (drawn[:4] == 255).all() and (drawn[:, -4:] == 255).all()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (300, 40), (40, 300), (600, 900)])
+def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size):
+    found = classifier.explain(draw_photo(*size), ("rollout", "relevance"))
+    drawn, side = sheet(found), ZOOM * PANEL
+    width = min(2 * PANEL, PANEL * size[1] / size[0])
+    left = ZOOM * (3 * GAP + max(round(width), NARROWEST))
+    crop = Image.fromarray(found.photo[found.seen])
+    small = 2 * crop.height <= side
+    how = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+    crop = np.asarray(crop.resize((side, side), how))
+    for row, heat in enumerate(found.maps.values()):
+        top = ZOOM * (HEADER + TITLE + row * (TITLE + PANEL))
+        second = left + side + ZOOM * GAP
+        far = drawn[top : top + side, second : second + side].astype(int) - overlay(crop, heat)
+        assert np.abs(far).max() <= 1
+        colours = drawn[top : top + side, left : left + side]
+        middles = colours[side // 16 :: side // 8, side // 16 :: side // 8]
+        np.testing.assert_array_equal(middles, colour_map(heat))
+
+
+def photo_panel(drawn: np.ndarray, height: int, width: int) -> np.ndarray:
+    top, left = ZOOM * (HEADER + TITLE), ZOOM * GAP
+    return drawn[top : top + ZOOM * height, left : left + ZOOM * width]
+
+
+def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifier):
+    photo = np.full((100, 200, 3), (200, 30, 30), np.uint8)
+    panel = photo_panel(sheet(classifier.explain(photo)), PANEL, 2 * PANEL)
+    inside = (panel == (200, 30, 30)).all(axis=2)
+    rows, columns = (np.flatnonzero(inside.any(axis=axis)) for axis in (1, 0))
+    middle = panel.shape[1] / 2
+    assert columns.min() > middle - ZOOM * PANEL / 2 and columns.max() < middle + ZOOM * PANEL / 2
+    assert len(columns) == pytest.approx(ZOOM * PANEL, abs=8)
+    assert len(rows) == pytest.approx(ZOOM * PANEL, abs=8)
+    black = (panel == 0).all(axis=2)
+    assert black[0].sum() == pytest.approx(ZOOM * PANEL, abs=2) and black[5].sum() <= 8
+    faded = panel[5, 5].astype(int)
+    assert faded[0] > 200 and faded[1] == faded[2] > 150  # paler than the photo
+
+
+def test_a_square_photo_has_no_frame(classifier):
+    photo = np.full((64, 64, 3), (200, 30, 30), np.uint8)
+    panel = photo_panel(sheet(classifier.explain(photo)), PANEL, PANEL)
+    assert (panel == (200, 30, 30)).all()
+
+
+def test_probabilities_are_bars_of_their_length(classifier):
+    shares = dict(zip(CLASSES, (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.02, 0.01), strict=True))
+    found = classifier.explain(draw_photo(32, 32), ("rollout", "relevance"))
+    drawn = sheet(replace(found, probabilities=shares, target="class 0"))
+    bars = (drawn == BAR_COLOUR).all(axis=2)
+    lengths = [int(n) for n in bars.sum(axis=1) if n]
+    found_lengths = sorted(set(lengths), reverse=True)
+    assert found_lengths == [round(p * ZOOM * NARROWEST) for p in list(shares.values())[:5]]
+
+
+def test_captions_change_with_name_class_and_target(classifier):
+    found = classifier.explain(draw_photo(32, 32))
+    plain = sheet(found)
+    other = replace(found, target=list(found.probabilities)[1])
+    for changed in (replace(found, name="other.png"), other):
+        drawn = sheet(changed)
+        assert drawn.shape == plain.shape and (drawn != plain).any()
+        assert (drawn[ZOOM * (HEADER + TITLE) :] == plain[ZOOM * (HEADER + TITLE) :]).all()
+
+
+@pytest.mark.parametrize("name", ["W" * 300, "$x_{$ \\frac", "雪", "a\nb\x1b[31m", ""])
+def test_names_of_any_kind_leave_the_size_alone(classifier, name):
+    named = replace(classifier, classes=tuple(f"{number} {name}" for number in range(7)))
+    usual, odd = (
+        sheet(replace(one.explain(draw_photo(32, 32), ("rollout", "relevance")), name=title))
+        for one, title in ((classifier, "photo"), (named, name))
+    )
+    assert odd.shape == usual.shape and (odd[:, -4:] == 255).all()
+
+
+def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):
+    found = classifier.explain(draw_photo(32, 32))
+    found.save(tmp_path / "sheet.png")
+    for file in (tmp_path / "sheet.png", BytesIO(found._repr_png_())):
+        with Image.open(file) as saved:
+            np.testing.assert_array_equal(np.asarray(saved), sheet(found))
+    shown = []
+    monkeypatch.setattr(Image.Image, "show", lambda image: shown.append(image))
+    found.show()
+    assert len(shown) == 1
+    assert len(repr(found)) < 500 and found.predicted in repr(found)
+
+
+def test_one_line_reads_a_bundled_model_and_predicts(tmp_path):
+    classifier = vit.load("cifar10_quick", device="cpu")
+    assert next(iter(classifier.predict(draw_photo(10, 10), top=1))) in classifier.classes
+    assert classifier.explain(draw_photo(10, 10)).sheet().width > 1000
+
+
+def test_importing_and_loading_stay_light():
+    code = (
+        "import sys, vit; assert 'torch' not in sys.modules; import vit.classifier; "
+        "assert 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
