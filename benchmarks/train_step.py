@@ -122,8 +122,8 @@ def seconds_each(work: Callable[[], object], device: torch.device, times: int = 
     def some() -> None:
         for _ in range(times):
             work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
 
     return take_turns({"work": some}, rounds=9)["work"].seconds / times
 

@@ -21,7 +21,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from vit.reporting.opening import OpenRun, class_number, open_run
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import SavedModel, build_model, load_model, save_model

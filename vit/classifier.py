@@ -38,6 +38,8 @@ DIGEST_KEY = "sha256"  # in model.safetensors: of the whole file with zeros in p
 BLANK = "0" * 64
 MODEL_SUFFIX = ".safetensors"
 
+Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
+
 
 def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> VisionTransformer:
     """Build the untrained model of a config for images of a given size and number of channels."""
@@ -135,9 +137,9 @@ class Classifier:
     @overload
     def predict(self, photos: Photo, top: int = ...) -> dict[str, float]: ...
     @overload
-    def predict(self, photos: Sequence[Photo], top: int = ...) -> list[dict[str, float]]: ...
+    def predict(self, photos: Photos, top: int = ...) -> list[dict[str, float]]: ...
     def predict(
-        self, photos: Photo | Sequence[Photo], top: int = 5
+        self, photos: Photo | Photos, top: int = 5
     ) -> dict[str, float] | list[dict[str, float]]:
         """Return the most probable classes of one photo or of several.
 
@@ -165,11 +167,11 @@ class Classifier:
     ) -> Explanation: ...
     @overload
     def explain(
-        self, photos: Sequence[Photo], kind: str | Sequence[str] = ..., target: str | None = ...
+        self, photos: Photos, kind: str | Sequence[str] = ..., target: str | None = ...
     ) -> list[Explanation]: ...
     def explain(
         self,
-        photos: Photo | Sequence[Photo],
+        photos: Photo | Photos,
         kind: str | Sequence[str] = "relevance",
         target: str | None = None,
     ) -> Explanation | list[Explanation]:

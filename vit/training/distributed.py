@@ -98,12 +98,17 @@ def join_world(device: torch.device) -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    if device.type == "cuda":
-        local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= there:
-            raise ValueError(f"torchrun --nproc_per_node: there are {there} GPUs; start one each")
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "gloo"
+    if device.type != "cpu":
+        local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+        if local >= count:
+            raise ValueError(
+                f"torchrun --nproc_per_node: more than the {count} accelerators of this machine; "
+                "start one process for each"
+            )
+        torch.accelerator.set_device_index(local)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend)
     try:
         yield World(dist.get_rank(), size)
     finally:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ class Loop:
         model = step.state.evaluated()
         return Classifier(model, step.preprocess, step.images.classes, device, step.precision)
 
-    def _train_epoch(self, bar: tqdm) -> tuple[dict[str, float], float]:
+    def _train_epoch(self, bar: "tqdm[NoReturn]") -> tuple[dict[str, float], float]:
         """Train to the end of the epoch or of the run.
 
         Returns:
@@ -120,7 +121,7 @@ class Loop:
         images = self.batch_size * (len(batches) - done)
         return measured, images / (time.perf_counter() - begin)
 
-    def _log(self, bar: tqdm, speed: float) -> None:
+    def _log(self, bar: "tqdm[NoReturn]", speed: float) -> None:
         """Log the means over the steps since the last point of the training curves."""
         if self.tracker is None:
             return
@@ -177,7 +178,7 @@ class Loop:
                 "keeping the previous one and continuing"
             )
 
-    def _progress_bar(self) -> tqdm:
+    def _progress_bar(self) -> "tqdm[NoReturn]":
         return tqdm(
             total=self.step.schedule.total_steps, initial=self.step.state.step, unit="step",
             dynamic_ncols=True, disable=self.tracker is None or not sys.stderr.isatty(),

@@ -118,6 +118,6 @@ def build_state(
     )
     if optim.ema_decay is None:
         return TrainState(network, optimizers)
-    from timm.utils import ModelEmaV3  # here, because importing timm takes seconds
+    from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
     return TrainState(network, optimizers, ModelEmaV3(network, optim.ema_decay, use_warmup=True))
