@@ -16,18 +16,19 @@ from PIL import Image
 from small_runs import Payload
 from vit import checkpoint
 from vit.checkpoint import (
-    build_model,
+    Checkpoint,
     checkpoint_steps,
     latest_checkpoint,
-    load_model,
     read_checkpoint,
     save_checkpoint,
-    save_model,
 )
+from vit.classifier import Classifier, build_model, load_model, save_model
 from vit.config import Config, to_dict
+from vit.data.preprocess import Preprocess
 from vit.files import seal
 
 CLASSES = ("cat", "dog", "frog")
+PREPROCESS = Preprocess((32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bilinear")
 
 
 @pytest.fixture
@@ -36,10 +37,15 @@ def config() -> Config:
     return replace(config, model=replace(config.model, embed_dim=24, depth=1))
 
 
-def state(config: Config, step: int = 1) -> dict[str, Any]:
-    model = build_model(config, len(CLASSES)).state_dict()
+def new_classifier(config: Config) -> Classifier:
+    model = build_model(config.model, PREPROCESS, len(CLASSES)).eval()
+    return Classifier(model, PREPROCESS, CLASSES, torch.device("cpu"), torch.float32)
+
+
+def state(config: Config, step: int = 1) -> Checkpoint:
+    model = build_model(config.model, PREPROCESS, len(CLASSES)).state_dict()
     about = {"config": to_dict(config), "classes": list(CLASSES)}
-    return {"step": step, "model": model, "ema": None, **about}
+    return Checkpoint(step=step, model=model, preprocess=PREPROCESS.to_dict(), **about)
 
 
 def torch_bytes(value: Any) -> bytes:
@@ -49,50 +55,73 @@ def torch_bytes(value: Any) -> bytes:
 
 
 def test_model_comes_back_whole_from_its_file_alone(config: Config, tmp_path: Path) -> None:
-    model = build_model(config, len(CLASSES)).eval()
-    save_model(tmp_path / "model.safetensors", model, config, CLASSES, step=7)
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        saved = load_model(path)
-        assert (saved.config, saved.classes, saved.step) == (config, CLASSES, 7)
-        assert not saved.model.training
+    classifier = new_classifier(config)
+    save_model(tmp_path / "model.safetensors", classifier, config, step=7)
+    for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
+        saved = load_model(path, "cpu", "float32")
+        assert (saved.config, saved.step, saved.run) == (config, 7, tmp_path)
+        assert saved.finished and saved.name == tmp_path.name
+        same = saved.classifier
+        assert (same.classes, same.preprocess) == (CLASSES, PREPROCESS)
+        assert not same.model.training
         images = torch.randn(2, 3, 32, 32)
-        assert torch.equal(saved.model(images), model(images))
+        assert torch.equal(same.model(images), classifier.model(images))
 
 
 def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) -> None:
     values = state(config)
-    values["ema"] = {k: torch.zeros_like(v) for k, v in values["model"].items()}
-    save_checkpoint(tmp_path, 1, values)
-    assert all((p == 0).all() for p in load_model(tmp_path).model.parameters())
+    zeros = {k: torch.zeros_like(v) for k, v in values.model.items()}
+    save_checkpoint(tmp_path, replace(values, ema=zeros))
+    saved = load_model(tmp_path)
+    assert all((p == 0).all() for p in saved.classifier.model.parameters())
+    assert saved.classifier.preprocess == PREPROCESS
+
+
+def test_checkpoint_is_said_to_be_of_an_unfinished_run(config: Config, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, state(config, 1234))
+    assert "(unfinished run, step 1,234): " in load_model(tmp_path).describe()
+    save_checkpoint(tmp_path, replace(state(config, 1235), total_steps=5678))
+    saved = load_model(tmp_path, "cpu", "float32")
+    assert "step_00001235.pt (unfinished run, step 1,235 of 5,678): CPU" in saved.describe()
+    assert saved.describe().endswith(", float32")
+    assert not saved.finished and saved.run == tmp_path
+
+
+def test_files_without_preprocessing_take_that_of_their_data_set(
+    config: Config, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, replace(state(config), preprocess=None))
+    preprocess = load_model(tmp_path).classifier.preprocess
+    assert preprocess == Preprocess.for_dataset(config.data.name)
 
 
 def test_last_two_checkpoints_are_kept_and_the_newest_is_taken(
     config: Config, tmp_path: Path
 ) -> None:
     for step in (5, 10, 1000):
-        save_checkpoint(tmp_path, step, state(config, step))
+        save_checkpoint(tmp_path, state(config, step))
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step_00000010.pt", "step_00001000.pt"]
     newest = latest_checkpoint(tmp_path)
-    assert newest is not None and newest[1]["step"] == 1000
+    assert newest is not None and newest.step == 1000
 
 
 def test_broken_checkpoint_falls_back_to_the_one_before(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_checkpoint(tmp_path, 5, state(config, 5))
-    save_checkpoint(tmp_path, 10, state(config, 10))
+    save_checkpoint(tmp_path, state(config, 5))
+    save_checkpoint(tmp_path, state(config, 10))
     newest = tmp_path / "checkpoints" / "step_00000010.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
     found = latest_checkpoint(tmp_path)
-    assert found is not None and found[1]["step"] == 5
+    assert found is not None and found.step == 5
     assert "step_00000010.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
     assert latest_checkpoint(tmp_path / "nothing") is None
 
 
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
-    evil = torch_bytes({**state(config), "extra": Payload(proof)})
+    evil = torch_bytes({**vars(state(config)), "extra": Payload(proof)})
     for data in (evil, seal(evil)):
         (tmp_path / "evil.pt").write_bytes(data)
         with pytest.raises(ValueError, match=r"evil\.pt is not a checkpoint"):
@@ -105,7 +134,10 @@ def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -
 def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path) -> None:
     timms = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24).state_dict()
     files = {
-        "weights.safetensors": (safetensors.torch.save({"w": torch.zeros(2)}), "weights only"),
+        "weights.safetensors": (
+            safetensors.torch.save({"w": torch.zeros(2)}),
+            "contains only weights",
+        ),
         "timm.safetensors": (safetensors.torch.save(timms), "timm's names"),
         "noise.safetensors": (b"\x00" * 100, "is not a safetensors file"),
         "state_dict.pt": (torch_bytes({"weight": torch.zeros(2)}), "of this project"),
@@ -115,7 +147,7 @@ def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path)
         "noise.pt": (b"\x00" * 100, "is not a checkpoint"),
         "pickle.pt": (pickle.dumps({"a": 1}), "is not a checkpoint"),
         "empty.pt": (b"", "is not a checkpoint"),
-        "unsealed.pt": (torch_bytes(state(config)), "is damaged"),
+        "unsealed.pt": (torch_bytes(vars(state(config))), "is damaged"),
     }
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
@@ -127,9 +159,8 @@ def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path)
 
 
 def test_no_flipped_bit_and_no_cut_is_overlooked(config: Config, tmp_path: Path) -> None:
-    model = build_model(config, len(CLASSES))
-    save_model(tmp_path / "model.safetensors", model, config, CLASSES, step=1)
-    save_checkpoint(tmp_path, 1, state(config, 1))
+    save_model(tmp_path / "model.safetensors", new_classifier(config), config, step=1)
+    save_checkpoint(tmp_path, state(config, 1))
     random = np.random.default_rng(0)
     for whole in (tmp_path / "model.safetensors", tmp_path / "checkpoints" / "step_00000001.pt"):
         load_model(whole)
@@ -154,17 +185,17 @@ def test_damaged_checkpoint_beyond_the_one_resumed_from_goes(
     config: Config, tmp_path: Path
 ) -> None:
     for step in (5, 10):
-        save_checkpoint(tmp_path, step, state(config, step))
+        save_checkpoint(tmp_path, state(config, step))
     newest = tmp_path / "checkpoints" / "step_00000010.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
-    save_checkpoint(tmp_path, 7, state(config, 7))
+    save_checkpoint(tmp_path, state(config, 7))
     assert checkpoint_steps(tmp_path) == [5, 7]
     assert load_model(tmp_path).step == 7
 
 
 def test_eval_takes_no_older_checkpoint_for_the_newest(config: Config, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 5, state(config, 5))
-    save_checkpoint(tmp_path, 10, state(config, 10))
+    save_checkpoint(tmp_path, state(config, 5))
+    save_checkpoint(tmp_path, state(config, 10))
     newest = tmp_path / "checkpoints" / "step_00000010.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"step_00000010\.pt is damaged"):
@@ -175,21 +206,20 @@ def test_checkpoint_that_does_not_read_back_replaces_nothing(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (5, 10):
-        save_checkpoint(tmp_path, step, state(config, step))
+        save_checkpoint(tmp_path, state(config, step))
 
     def failing_disk(path: Path, data: bytes) -> None:
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     monkeypatch.setattr(checkpoint, "write_atomically", failing_disk)
-    with pytest.raises(OSError, match="does not read back"):
-        save_checkpoint(tmp_path, 15, state(config, 15))
+    with pytest.raises(OSError, match="reads back differently"):
+        save_checkpoint(tmp_path, state(config, 15))
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == ["step_00000005.pt", "step_00000010.pt"]
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(config: Config, tmp_path: Path) -> None:
-    model = build_model(config, len(CLASSES))
     wider = replace(config, model=replace(config.model, embed_dim=48))
-    save_model(tmp_path / "model.safetensors", model, wider, CLASSES, step=0)
+    save_model(tmp_path / "model.safetensors", new_classifier(config), wider, step=0)
     with pytest.raises(ValueError, match="do not fit"):
         load_model(tmp_path)

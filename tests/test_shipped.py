@@ -1,4 +1,4 @@
-"""The models that come along: read by name, from anywhere, without data, and as good as stated."""
+"""The bundled models: loaded by name, from anywhere, without data, and as good as stated."""
 
 import re
 import subprocess
@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from vit.checkpoint import SHIPPED, load_model
+from vit.classifier import BUNDLED, load_model
 from vit.config import from_dict, to_dict
-from vit.data.datasets import load, normalization
-from vit.evaluation import predict
+from vit.data.datasets import load
+from vit.data.preprocess import Preprocess
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = ROOT / "data" / "cifar-10-batches-py"
@@ -21,22 +20,26 @@ needs_cifar = pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batch
 
 
 def test_quick_model_is_small_and_carries_its_config():
-    assert (SHIPPED / "cifar10_quick.safetensors").stat().st_size < 3e6
-    saved = load_model(Path("cifar10_quick"))
-    assert saved.path == SHIPPED / "cifar10_quick.safetensors"
+    assert (BUNDLED / "cifar10_quick.safetensors").stat().st_size < 3e6
+    saved, same = load_model("cifar10_quick"), load_model(Path("cifar10_quick"))
+    assert saved.path == same.path and saved.name == "cifar10_quick"
+    assert saved.run == Path("runs/cifar10_quick") and saved.finished
+    assert saved.path == BUNDLED / "cifar10_quick.safetensors"
     assert saved.config == from_dict(to_dict(saved.config)) and saved.config.data.name == "cifar10"
-    assert saved.classes[8] == "ship" and len(saved.classes) == 10
+    classes = saved.classifier.classes
+    assert classes[8] == "ship" and len(classes) == 10
+    assert saved.classifier.preprocess == Preprocess.for_dataset("cifar10")
 
 
 @pytest.mark.slow
 @needs_cifar
 def test_quick_model_is_as_good_as_readme_says():
-    saved = load_model(Path("cifar10_quick"))
+    classifier = load_model("cifar10_quick", precision="float32").classifier
     test = load("cifar10", ROOT / "data", train=False, download=False)
-    logits = predict(saved.model, test.images, *normalization("cifar10", torch.device("cpu")))
+    logits = classifier.logits(test.images).cpu()
     accuracy = (logits.argmax(dim=1) == test.labels).double().mean().item()
     readme = (ROOT / "README.md").read_text()
-    (stated,) = re.findall(r"`cifar10_quick` is .*it gets ([\d.]+) % of the test images", readme)
+    (stated,) = re.findall(r"`cifar10_quick` is[^.]*; it reaches ([\d.]+)% test accuracy", readme)
     assert accuracy == pytest.approx(
         float(stated) / 100, abs=5e-4
     )  # other kernels, other roundings
@@ -46,16 +49,17 @@ def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(t
     draw = np.random.default_rng(0)
     photo = Image.fromarray(draw.integers(256, size=(40, 60, 3), dtype=np.uint8))
     photo.save(tmp_path / "photo.png")
-    before = sorted(SHIPPED.iterdir())
+    before = sorted(BUNDLED.iterdir())
     done = subprocess.run(
         [sys.executable, ROOT / "eval.py", "cifar10_quick", "--image", "photo.png"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^  \w+ +[\d.]+%$", done.stdout, re.MULTILINE)) == 5
-    overlays = sorted((tmp_path / "runs/cifar10_quick/eval/photos").iterdir())
-    assert len(overlays) == 2 and all(str(path.name) in done.stdout for path in overlays)
-    assert sorted(SHIPPED.iterdir()) == before
+    written = [*(tmp_path / "runs/cifar10_quick/eval/photos").iterdir()]
+    assert [path.name for path in written] == ["photo.png"]
+    assert "wrote runs/cifar10_quick/eval/photos/photo.png" in done.stdout
+    assert sorted(BUNDLED.iterdir()) == before
 
 
 def test_unknown_name_is_refused_with_those_that_are_known(tmp_path):

@@ -78,10 +78,10 @@ def loaded(card: Locator) -> tuple[int, bytes]:
 @pytest.mark.parametrize(
     ("tag", "width"),
     [
-        ("attention/rollout/probe_00", 706),
-        ("attention/rollout/probe_07", 706),
-        ("attention/filmstrip", 834),
-        ("attention/heads/probe_00", 620),
+        ("vit/attention/rollout/probe_00", 706),
+        ("vit/attention/rollout/probe_07", 706),
+        ("vit/attention/filmstrip", 834),
+        ("vit/attention/heads/probe_00", 620),
     ],
 )
 def test_picture_is_on_the_page_and_the_slider_changes_it(page, address, tag, width):
@@ -115,8 +115,9 @@ def test_hparams_tab_shows_the_accuracy(page, address, demo):
 @pytest.mark.parametrize(
     "tag",
     [
-        "train/loss", "val/accuracy", "attention/entropy/layer_00", "attention/distance/layer_03",
-        "attention/sink/layer_00", "faithfulness/rollout", "faithfulness/random",
+        "train/loss", "val/accuracy", "vit/attention/entropy/layer_00",
+        "vit/attention/distance/layer_03", "vit/attention/sink/layer_00",
+        "vit/faithfulness/rollout", "vit/faithfulness/random",
     ],
 )  # fmt: skip
 def test_scalars_are_there(page, address, tag):

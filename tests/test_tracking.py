@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
 
 from vit.tracking import MILESTONES, ROLLOUT_TAG, Tracker, milestones
 
@@ -73,8 +74,8 @@ def test_pictures_are_read_back(tmp_path):
         tracker.picture(step, ROLLOUT_TAG.format(3), draw_picture(step))
     tracker.close()
     events = read_events(tmp_path)
-    assert events.Tags()["images"] == ["attention/rollout/probe_03"]
-    pictures = events.Images("attention/rollout/probe_03")
+    assert events.Tags()["images"] == ["vit/attention/rollout/probe_03"]
+    pictures = events.Images("vit/attention/rollout/probe_03")
     assert [event.step for event in pictures] == [*steps]
     for event in pictures:
         decoded = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
@@ -142,7 +143,7 @@ def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
     tracker.close()
     kept = [(step, float(step)) for step in range(1, 6)]
     assert read_scalars(tmp_path) == {"train/loss": [*kept, (6, 60.0), (7, 70.0)]}
-    assert [event.step for event in read_events(tmp_path).Images(tag)] == [0, 3, 5, 7]
+    assert [event.step for event in read_events(tmp_path).Images(f"vit/{tag}")] == [0, 3, 5, 7]
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -195,3 +196,35 @@ def test_tensorboard_goes_on_after_a_full_disk(tmp_path, capsys):
     assert capsys.readouterr().err.count("TensorBoard misses points") == 1
     assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 4]
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):
+    tags = ("attention/distance/layer_00", "faithfulness/rollout", "train/lr", "val/loss")
+    tracker = Tracker(tmp_path)
+    tracker.scalars(1, dict.fromkeys(tags, 0.5))
+    tracker.picture(1, "test/mistakes", draw_picture(0))
+    tracker.scalars(1, {"test/accuracy": 1.0}, tensorboard_only=True)
+    tracker.close()
+    assert read_metrics(tmp_path) == [{"step": 1, **dict.fromkeys(tags, 0.5)}]
+    shown = [*read_scalars(tmp_path), *read_events(tmp_path).Tags()["images"]]
+    assert sorted(shown) == [
+        "test/accuracy", "train/lr", "val/loss", "vit/attention/distance/layer_00",
+        "vit/faithfulness/rollout", "vit/test/mistakes",
+    ]  # fmt: skip
+
+
+def test_hyperparameters_are_those_of_the_run_and_leave_the_columns_to_tensorboard(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.hyperparameters(
+        {"optim.lr": 0.5, "train.compile": False, "data.name": "shapes", "x": None}
+    )
+    tracker.close()
+    plugin = read_events(tmp_path).summary_metadata
+    # A summary of the experiment would fix the columns to those of the first run.
+    assert set(plugin) == {metadata.SESSION_START_INFO_TAG, metadata.SESSION_END_INFO_TAG}
+    content = plugin[metadata.SESSION_START_INFO_TAG].plugin_data.content
+    values = metadata.parse_session_start_info_plugin_data(content).hparams
+    found = {key: getattr(value, value.WhichOneof("kind")) for key, value in values.items()}
+    assert found == {
+        "optim.lr": 0.5, "train.compile": False, "data.name": "shapes", "x": "None"
+    }  # fmt: skip

@@ -252,10 +252,10 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     for name in report["per_class"]:
         assert name in done.stdout
     shown = events(tmp_path / "again")
-    assert {"test/confusion_matrix", "test/reliability", "test/mistakes"} < {
+    assert {"vit/test/confusion_matrix", "vit/test/reliability", "vit/test/mistakes"} < {
         *shown.Tags()["images"]
     }
-    assert "test/probes/probe_07" in shown.Tags()["images"]
+    assert "vit/test/probes/probe_07" in shown.Tags()["images"]
     assert shown.Scalars("test/accuracy")[0].value == pytest.approx(report["accuracy"])
 
 
