@@ -1,9 +1,9 @@
-"""How far a map can be believed: hide what it calls important, and see whether the model minds.
+"""Faithfulness of maps: how the prediction changes when the important patches are hidden.
 
-Patches are hidden by the mean colour of the training images, which is 0 once normalised. Inserting
-the k most important patches into an empty image is the same picture as deleting the others, so one
-set of forward passes gives the deletion and the insertion curve. Every map is to be compared with
-`random_maps` and with `centred_map`: objects on photographs stand in the middle.
+Hidden patches get the mean colour of the training images, which is 0 after normalization. Inserting
+the k most important patches into an empty image is the same as deleting all others, so one set of
+forward passes gives both the deletion and the insertion curve. Compare every map with the baselines
+`random_maps` and `centred_map`: the object of a photo is usually in the middle.
 
 Shapes: B images, K levels, P patches.
 """
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from vit.hardware import device_for
 from vit.seeding import generator
 
-LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # shares of the patches
+LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # fractions of hidden patches
 
 
 def random_maps(count: int, grid_size: tuple[int, int], seed: int) -> Tensor:
-    """Draw maps that know nothing: (count, rows, columns), 0 to 1."""
+    """Draw maps that do not depend on the image: (count, rows, columns), 0 to 1."""
     return torch.rand(count, *grid_size, generator=generator(seed, "random maps"))
 
 
 def centred_map(grid_size: tuple[int, int]) -> Tensor:
-    """Return a Gaussian around the middle, a quarter of each side wide: (rows, columns)."""
+    """Return a centred Gaussian, (rows, columns); its deviation is a quarter of each side."""
     down, across = (
         torch.exp(-0.5 * ((torch.arange(n) + 0.5 - n / 2) / (n / 4)) ** 2) for n in grid_size
     )
@@ -42,15 +42,15 @@ def hiding_curves(
     levels: Sequence[float] = LEVELS,
     batch_size: int = 500,
 ) -> tuple[Tensor, Tensor]:
-    """Hide more and more patches, the most and the least important first.
+    """Measure the probability of a class while more and more patches are hidden.
 
     Args:
         classify: Maps normalized images to logits, such as `Classifier.forward`.
         images: (B, channels, H, W), normalized, on the classifier's device.
-        maps: (B, rows, columns), more is more important; of equals the earlier counts as more.
-        target: (B,) int64, the class whose probability is followed.
-        levels: K shares of the patches to hide, 0 to 1.
-        batch_size: Images at a time.
+        maps: (B, rows, columns); larger values are more important, and of equal values the first.
+        target: (B,) int64, the class whose probability is measured.
+        levels: K fractions of the patches to hide, 0 to 1.
+        batch_size: Images per forward pass.
 
     Returns:
         The target's probability with the most important patches hidden first (MoRF), and with the
@@ -80,17 +80,17 @@ def hiding_curves(
 
 
 def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
-    """Turn curves into numbers for each image.
+    """Compute the faithfulness of each image's map from its curves.
 
     Args:
         morf: (K, B), probability of the target with the most important patches hidden first.
         lerf: (K, B), with the least important hidden first.
 
     Returns:
-        (B,) each: "deletion", the area under the MoRF curve (mean over levels; less is better);
-        "insertion", the area under the insertion curve, which at levels symmetric around a half is
-        the LeRF curve read backwards, to a patch (more is better); "lerf_morf", half their
-        difference, -0.5 to 0.5: 0 is a map that knows nothing.
+        (B,) each: "deletion", the area under the MoRF curve (mean over levels; lower is better);
+        "insertion", the area under the insertion curve (higher is better), which is the LeRF curve
+        read backwards if the levels are symmetric around 0.5; "lerf_morf", half their difference,
+        -0.5 to 0.5: a map that does not depend on the image has 0 on average.
     """
     deletion, insertion = morf.mean(dim=0), lerf.mean(dim=0)
     return {
@@ -101,7 +101,7 @@ def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
 
 
 def with_baselines(maps: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Add to maps by kind, (B, rows, columns) each, the "random" and "centred" ones."""
+    """Add the "random" and "centred" baselines to maps by kind, (B, rows, columns) each."""
     shape = next(iter(maps.values())).shape
     grid = (shape[1], shape[2])
     return {
@@ -119,9 +119,9 @@ def score_maps(
     levels: Sequence[float] = LEVELS,
     batch_size: int = 500,
 ) -> dict[str, dict[str, Tensor]]:
-    """Put maps by kind to the test: what `faithfulness` returns, on the CPU, for each.
+    """Compute `faithfulness` for each kind of map, on the CPU.
 
-    Arguments as for `hiding_curves`.
+    Arguments are those of `hiding_curves`, with `maps` by kind.
     """
     scores = {}
     for kind, found in maps.items():
@@ -131,15 +131,15 @@ def score_maps(
 
 
 def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
-    """Tell whether the strongest patch lies on the object (arXiv 1608.00507, for patches).
+    """Test whether the strongest patch lies on the object (arXiv 1608.00507, for patches).
 
     Args:
         maps: (B, rows, columns).
         masks: (B, H, W) bool, True on the object.
 
     Returns:
-        (B,), 1 where the object covers at least half of the strongest patch, 0 where it does not;
-        where several are strongest, the share of them that hit.
+        (B,): 1 if the object covers at least half of the strongest patch, otherwise 0; if several
+        patches are equally strong, the fraction of them that the object covers.
     """
     covered = _patch_cover(masks, maps.shape[1:]) >= 0.5
     strongest = maps == maps.amax(dim=(1, 2), keepdim=True)
@@ -147,12 +147,14 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
-    """Compare the patches above the map's mean with the object: (B,), 0 to 1.
+    """Compute the IoU of the patches above the map's mean with the object: (B,), 0 to 1.
 
-    Intersection over union is counted in pixels; it is 0 where both are empty. Arguments as for
+    Areas are counted in pixels; the IoU is 0 if both are empty. Arguments are those of
     `pointing_game`.
     """
-    values = maps.to(device_for("float64", maps.device)).double()  # float32 rounds below equals
+    values = maps.to(
+        device_for("float64", maps.device)
+    ).double()  # in float32 the mean of equal values may be below them
     chosen = (values > values.mean(dim=(1, 2), keepdim=True)).to(maps.device)
     cover = _patch_cover(masks, maps.shape[1:])
     both = (cover * chosen).sum(dim=(1, 2))
@@ -160,14 +162,14 @@ def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean over images of (B,) and half the width of its 95 % interval (normal)."""
+    """Return the mean over images of (B,) and half the width of its 95% interval (normal)."""
     values = values.to(device_for("float64", values.device)).double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))
 
 
 def _patch_cover(masks: Tensor, grid_size: torch.Size) -> Tensor:
-    """Return the share of each patch that an object covers, (B, rows, columns)."""
+    """Return the fraction of each patch that the object covers, (B, rows, columns)."""
     return nn.functional.adaptive_avg_pool2d(masks.float()[:, None], (grid_size[0], grid_size[1]))[
         :, 0
     ]
