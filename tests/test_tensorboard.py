@@ -1,5 +1,6 @@
 """What a person sees: the real TensorBoard on the demo's run, in a real browser."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ if chromium is None:
 
 from playwright.sync_api import Locator, Page, expect, sync_playwright  # noqa: E402
 
-from vit.tracking import milestones  # noqa: E402
+from vit.tracking import Tracker, milestones  # noqa: E402
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -27,12 +28,12 @@ STEPS = 624  # of the demo
 WAIT = 30_000  # milliseconds
 
 
-@pytest.fixture(scope="module")
-def address(demo: Path) -> Iterator[str]:
-    """Where TensorBoard shows the demo, started as training tells one to."""
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Start TensorBoard on a folder, with the command that training prints; yield its address."""
     server = subprocess.Popen(
         [
-            sys.executable, "-m", "tensorboard.main", "--logdir", str(demo.parent),
+            sys.executable, "-m", "tensorboard.main", "--logdir", str(folder),
             "--samples_per_plugin", "images=1000", "--port", "0",
         ],
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
@@ -47,6 +48,12 @@ def address(demo: Path) -> Iterator[str]:
     server.terminate()
     server.wait()
     server.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def address(demo: Path) -> Iterator[str]:
+    with serve(demo.parent) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +155,35 @@ def test_projector_shows_the_features(page, address):
     page.goto(f"{address}/#projector")
     inner = page.frame_locator("iframe").frame_locator("iframe")
     expect(inner.locator(".numDataPoints")).to_have_text("1000", timeout=WAIT)
+
+
+def test_time_series_open_with_loss_and_accuracy(page, address):
+    page.goto("about:blank")
+    page.goto(f"{address}/#timeseries")
+    toolbars = page.locator("metrics-card-group-toolbar")
+    expect(toolbars.nth(3)).to_be_visible(timeout=WAIT)
+    names = [re.match("[a-z]+", text.strip())[0] for text in toolbars.all_inner_texts()]
+    assert names == ["test", "train", "val", "vit"]
+
+
+def test_hparams_open_with_the_columns_in_which_runs_differ(page, tmp_path):
+    for number, rate in enumerate((0.25, 0.125)):
+        run = tmp_path / f"run_{number}"
+        run.mkdir()
+        tracker = Tracker(run)
+        tracker.scalars(1, {"test/accuracy": 0.5 + rate, "train/loss": rate})
+        same = {f"augment.key_{key}": 1.0 for key in range(9)}
+        tracker.hyperparameters({**same, "optim.lr": rate, "train.seed": number})
+        tracker.close()
+    with serve(tmp_path) as address:
+        page.goto("about:blank")
+        page.goto(f"{address}/#hparams")
+        row = page.locator("vaadin-grid, tf-hparams-table-view").first
+        expect(row).to_be_visible(timeout=WAIT)
+        checked = page.locator("tf-hparams-query-pane paper-checkbox[checked]")
+        expect(checked.first).to_be_visible(timeout=WAIT)
+        names = [" ".join(text.split()) for text in checked.all_inner_texts()]
+        assert names[:2] == ["optim.lr", "train.seed"]
+        assert "test/accuracy" in names
+        for value in ("0.25000", "0.12500", "0.75000", "0.62500"):
+            expect(page.get_by_text(value).first).to_be_visible()
