@@ -190,7 +190,7 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.M
         train(small(tmp_path / "run"))
 
 
-def test_hyperparameters_point_at_scalars_of_the_same_run(finished: tuple[Path, str]) -> None:
+def test_hyperparameters_stand_beside_scalars_of_the_same_run(finished: tuple[Path, str]) -> None:
     run, _ = finished
     accumulator = events(run)
     contents = {
@@ -199,9 +199,8 @@ def test_hyperparameters_point_at_scalars_of_the_same_run(finished: tuple[Path, 
         )
         for tag in accumulator.PluginTagToContent("hparams")
     }
-    metrics = contents["_hparams_/experiment"].experiment.metric_infos
-    tags = [metric.name.tag for metric in metrics]
-    assert sorted(tags) == ["test/accuracy", "test/loss", "val/accuracy"]
+    # An experiment's summary would fix the columns; without one TensorBoard shows those that differ.
+    assert set(contents) == {"_hparams_/session_start_info", "_hparams_/session_end_info"}
     report = json.loads((run / "eval" / "report.json").read_text())
     shown = accumulator.Scalars("test/accuracy")[-1].value
     assert shown == pytest.approx(report["accuracy"], rel=1e-6)
@@ -222,7 +221,7 @@ def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, st
     names = (tensors.parent / "metadata.tsv").read_text().split()
     assert {name: names.count(name) for name in names} == dict.fromkeys(KINDS, 100)
     with Image.open(tensors.parent / "sprite.png") as sprite:
-        assert sprite.size == (32 * 32, 32 * 32)
+        assert sprite.size == (32 * 40, 32 * 40)  # thumbnails with a frame of 4 pixels
     shown = choose_probes(load("shapes", ".", train=False), 1000, 0)
     assert names == [KINDS[label] for label in shown.labels]
     model = load_model(finished[0], device="cpu").classifier.model
@@ -271,7 +270,7 @@ def test_report_replaces_its_own_files_and_no_others(
         assert "warning" not in capsys.readouterr().out
     assert (out / "holiday.png").read_bytes() == b"mine"
     assert len(list(out.glob("events.out.tfevents.*"))) == 1
-    with pytest.raises(ValueError, match="other things than a report"):
+    with pytest.raises(ValueError, match="contains files other than a report"):
         evaluate_run(str(run), EvalConfig(out=str(run)))
 
 
