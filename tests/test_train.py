@@ -199,7 +199,7 @@ def test_hyperparameters_stand_beside_scalars_of_the_same_run(finished: tuple[Pa
         )
         for tag in accumulator.PluginTagToContent("hparams")
     }
-    # An experiment's summary would fix the columns; without one TensorBoard shows those that differ.
+    # The summary of an experiment would fix the columns; without it those that differ are shown.
     assert set(contents) == {"_hparams_/session_start_info", "_hparams_/session_end_info"}
     report = json.loads((run / "eval" / "report.json").read_text())
     shown = accumulator.Scalars("test/accuracy")[-1].value
