@@ -18,7 +18,7 @@ def test_python_of_readme_runs_and_gives_the_shapes_it_states(
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, Any] = {}
     stated = 0
-    for statement in re.split(r"\n(?=\S)", code):
+    for statement in re.split(r"\n(?=[^\s)])", code):
         exec(statement, names)
         for name, shape in re.findall(r"(\w+) (\([\d, ]+\))", statement.partition("#")[2]):
             assert tuple(names[name].shape) == eval(shape), statement
