@@ -93,7 +93,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         step = build_step(config, None, training, env)
         seconds_per_step = mean_step_seconds(step, config.train.batch_size)
         with contextlib.closing(Tracker(Path(folder))) as tracker:
-            loop = build_loop(config, step, training, held_out, tracker, env)
+            loop = build_loop(config, step, held_out, tracker, env)
             step.state.step = 0  # a milestone
             values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
             works: dict[str, Callable[[], object]] = {

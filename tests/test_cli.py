@@ -209,6 +209,7 @@ def test_bad_eval_is_one_line(words: list[str], part: str) -> None:
     assert_refused(run("eval.py", *words), part)
 
 
+@pytest.mark.slow
 def test_missing_data_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None:
     out, data = tmp_path / "run", tmp_path / "data"
     done = run("train.py", "--data.root", str(data), "--data.download", "false", "--out", str(out))

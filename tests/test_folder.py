@@ -309,6 +309,7 @@ def test_no_class_loses_all_its_training_images(root, tmp_path, capsys):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 @with_half
 def test_a_broken_picture_ends_a_run_in_one_line_before_a_file_is_written(root, tmp_path, half):
     path = root / half / "cat" / "huge.png"

@@ -45,6 +45,7 @@ def test_quick_model_is_as_good_as_readme_says():
     )  # other kernels, other roundings
 
 
+@pytest.mark.slow
 def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(tmp_path):
     draw = np.random.default_rng(0)
     photo = Image.fromarray(draw.integers(256, size=(40, 60, 3), dtype=np.uint8))
@@ -62,6 +63,7 @@ def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(t
     assert sorted(BUNDLED.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_unknown_name_is_refused_with_those_that_are_known(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "eval.py", "cifar10_quik"],

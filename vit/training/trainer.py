@@ -69,8 +69,10 @@ def train(
     ):
         training, held_out = load_data(config, checkpoint, env)
         step = build_step(config, checkpoint, training, env)
-        with open_tracker(config, checkpoint, step, held_out, env) as tracker:
-            loop = build_loop(config, step, training, held_out, tracker, env)
+        if env.world.main:
+            say(start_text(config, step, held_out))
+        with open_tracker(config, step.state, checkpoint is not None, env) as tracker:
+            loop = build_loop(config, step, held_out, tracker, env)
             loop.run()
             classifier, state, save_error = loop.classifier(), step.state, loop.save_error
             del loop, step, training, held_out  # make room for the test images
@@ -127,18 +129,7 @@ def build_step(
         forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
         images=training,
         preprocess=preprocess,
-        schedule=Schedule(
-            total_steps=train.epochs * steps_per_epoch(len(training), train.batch_size),
-            steps_per_epoch=steps_per_epoch(len(training), train.batch_size),
-            full_size=preprocess.image_size,
-            small_size=scaled_size(
-                preprocess.image_size, train.small_scale, config.model.patch_size
-            ),
-            small_fraction=train.small_share,
-            mix_fraction=config.augment.mix_share,
-            warmup=config.optim.warmup,
-            decay=config.optim.schedule,
-        ),
+        schedule=build_schedule(config, len(training), preprocess.image_size),
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
@@ -160,38 +151,52 @@ def build_step(
     return dataclasses.replace(step, schedule=schedule)
 
 
+def build_schedule(config: Config, num_images: int, image_size: tuple[int, int]) -> Schedule:
+    """Build the schedule of a run that is measured in epochs.
+
+    Raises:
+        ValueError: A batch is larger than the training set.
+    """
+    train = config.train
+    per_epoch = steps_per_epoch(num_images, train.batch_size)
+    return Schedule(
+        total_steps=train.epochs * per_epoch,
+        steps_per_epoch=per_epoch,
+        full_size=image_size,
+        small_size=scaled_size(image_size, train.small_scale, config.model.patch_size),
+        small_fraction=train.small_share,
+        mix_fraction=config.augment.mix_share,
+        warmup=config.optim.warmup,
+        decay=config.optim.schedule,
+    )
+
+
 @contextlib.contextmanager
 def open_tracker(
-    config: Config,
-    checkpoint: Checkpoint | None,
-    step: TrainingStep,
-    held_out: ImageSet,
-    env: Environment,
+    config: Config, state: TrainState, resume: bool, env: Environment
 ) -> Iterator[Tracker | None]:
-    """Prepare the run folder, say what is about to happen, and open the logs; main process only."""
+    """Prepare the run folder and open the logs; yields None in all processes but the main one."""
     if not env.world.main:
         yield None
         return
-    run = prepare_run(config, resume=checkpoint is not None)
-    say(start_text(config, step, held_out))
-    with contextlib.closing(Tracker(run, step.state.step)) as tracker:
-        if step.state.step == 0:
+    run = prepare_run(config, resume)
+    with contextlib.closing(Tracker(run, state.step)) as tracker:
+        if state.step == 0:
             tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(config))}```")
-            tracker.text("model", f"```\n{step.state.model}\n```")
+            tracker.text("model", f"```\n{state.model}\n```")
         yield tracker
 
 
 def build_loop(
     config: Config,
     step: TrainingStep,
-    training: ImageSet,
     held_out: ImageSet,
     tracker: Tracker | None,
     env: Environment,
 ) -> Loop:
     """Connect the step with what is measured, drawn and saved during training."""
     run, seed, schedule = Path(config.out), config.train.seed, step.schedule
-    looked_at = held_out if len(held_out) else training
+    looked_at = held_out if len(held_out) else step.images
     at_milestones = milestones(schedule.total_steps)
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
@@ -205,8 +210,8 @@ def build_loop(
     about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
-        "classes": list(training.classes),
-        "num_images": len(training),
+        "classes": list(step.images.classes),
+        "num_images": len(step.images),
         "environment": env.describe(),
     }
 
