@@ -1,5 +1,6 @@
 """Looking into a trained model with eval.py: maps, photos, two models compared, bad input."""
 
+import io
 import json
 import math
 import re
@@ -9,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +179,7 @@ def test_tensorboard_shows_the_sheets_that_were_saved(explained, opened):
         (event,) = events.Images(f"vit/attention/image_{index:05d}")
         assert event.step == opened.step
         with Image.open(folder / f"image_{index:05d}.png") as saved:
-            shown = np.asarray(Image.open(BytesIO(event.encoded_image_string)))
+            shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
             np.testing.assert_array_equal(shown, np.asarray(saved))
         assert shown.shape == (256 * len(MAP_KINDS), 706, 3)
 
@@ -826,6 +826,15 @@ def test_faithfulness_is_measured_unless_images_are_chosen(call, demo, tmp_path,
         counts.clear()
         assert call(demo, "--attention", *words, "--out", tmp_path / str(number)).code == 0
         assert counts == expected, words
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_of_faithfulness_is_shown_on_a_terminal(opened, shapes, monkeypatch, terminal):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    measure_maps(opened.classifier, shapes.select(torch.arange(4)), 2, seed=0)
+    assert ("faithfulness: " in screen.getvalue()) == terminal
 
 
 def test_rollout_takes_its_options_and_they_are_recorded(call, demo, opened, shapes, tmp_path):

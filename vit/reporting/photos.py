@@ -29,12 +29,13 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     folder = results_folder(saved, options) / "photos"
     folder.mkdir(parents=True, exist_ok=True)
     print(saved.describe())
+    width = max(20, *(len(name) + 1 for name in saved.classifier.classes))
     written: set[str] = set()
     for path, photo in photos.items():
         explanation = saved.classifier.explain(photo, KINDS, options.target)
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
         for name, probability in list(explanation.probabilities.items())[:BEST]:
-            print(f"  {name:<20}{probability:7.2%}")
+            print(f"  {name:<{width}}{probability:7.2%}")
         sheet = folder / f"{_unused(path.stem, written)}.png"
         dataclasses.replace(explanation, name=path.name).save(sheet)
         print(f"  wrote {sheet}")
