@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from vit.checkpoint import Checkpoint, save_checkpoint
-from vit.classifier import SavedModel, build_model, load_model, save_model
+from vit.classifier import build_model
 from vit.config import to_dict
 from vit.data.datasets import ImageSet, load
 from vit.data.photos import read_photo
@@ -32,6 +32,7 @@ from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps, attention_rollout
+from vit.model_file import SavedModel, load_model, save_model
 from vit.reporting.attention import measure_maps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -796,7 +797,7 @@ def test_other_model_of_a_comparison_is_said_to_be_unfinished(call, demo, unfini
 
 
 def test_bundled_model_goes_by_its_name_in_a_comparison(call, demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.classifier.BUNDLED", tmp_path)
+    monkeypatch.setattr("vit.model_file.BUNDLED", tmp_path)
     shutil.copy(demo / "model.safetensors", tmp_path / "tiny_shapes.safetensors")
     out = tmp_path / "out"
     ended = call("tiny_shapes", "--compare", "tiny_shapes", "--out", out, "--probes", 1, *SAME)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.classifier import load_model, save_model
 from vit.config import Config, EvalConfig, EvalDataConfig, from_dict
 from vit.data.datasets import load, load_training
+from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.classifier import BUNDLED, load_model
 from vit.config import from_dict, to_dict
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
+from vit.model_file import BUNDLED, load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = ROOT / "data" / "cifar-10-batches-py"

@@ -32,12 +32,12 @@ from small_runs import (
     stamps,
 )
 from vit.checkpoint import read_checkpoint, save_checkpoint
-from vit.classifier import load_model
 from vit.config import Config, EvalConfig, from_dict, to_dict
 from vit.data import datasets
 from vit.data.datasets import ImageSet, choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.model_file import load_model
 from vit.reporting.report import evaluate_run
 from vit.run_folder import check_run
 from vit.tracking import Tracker, milestones

@@ -7,16 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vit.classifier import Classifier, load
+    from vit.classifier import Classifier
     from vit.explain.rollout import attention_rollout
     from vit.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention
     from vit.model.vit import VisionTransformer
+    from vit.model_file import load
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Classifier": "vit.classifier",
-    "load": "vit.classifier",
+    "load": "vit.model_file",
     "attention_rollout": "vit.explain.rollout",
     "MultiHeadSelfAttention": "vit.model.attention",
     "scaled_dot_product_attention": "vit.model.attention",

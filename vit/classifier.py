@@ -1,42 +1,24 @@
-"""The Classifier: a trained model with everything needed to use it, and the file that holds it.
+"""The Classifier: a trained model with everything needed to use it.
 
 Shapes: N images, C classes, D feature width.
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from vit.checkpoint import (
-    CHECKPOINT_FOLDER,
-    checkpoint_paths,
-    describe_foreign,
-    read_checkpoint,
-)
-from vit.config import Config, ModelConfig, from_dict, to_dict
+from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
 from vit.explain.rollout import attention_maps
-from vit.files import write_atomically
-from vit.hardware import autocast, choose_device, choose_precision, describe
+from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
-from vit.run_folder import MODEL_FILE
-
-BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
-METADATA_KEY = "vit"  # in model.safetensors: config, preprocessing, classes and step as JSON
-DIGEST_KEY = "sha256"  # in model.safetensors: of the whole file with zeros in place of the digest
-BLANK = "0" * 64
-MODEL_SUFFIX = ".safetensors"
 
 Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
 
@@ -228,153 +210,3 @@ class Classifier:
                 f"it must be one of {', '.join(self.classes)}"
             )
         return self.classes.index(name)
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """A classifier as it comes out of a file, and where it comes from.
-
-    Attributes:
-        classifier: The model, ready to use.
-        config: The config it was trained with.
-        step: Optimizer steps it was trained for.
-        total_steps: Optimizer steps of the whole run; None if the file does not say.
-        path: The file.
-    """
-
-    classifier: Classifier
-    config: Config
-    step: int
-    total_steps: int | None
-    path: Path
-
-    @property
-    def finished(self) -> bool:
-        """Whether this is the result of a finished run rather than a checkpoint."""
-        return self.path.suffix == MODEL_SUFFIX
-
-    @property
-    def run(self) -> Path:
-        """The folder of the run, or the one in which results about the model belong."""
-        folder = self.path.resolve().parent
-        if folder == BUNDLED:  # nothing is written into the package
-            return Path("runs") / self.path.stem
-        return folder.parent if folder.name == CHECKPOINT_FOLDER else folder
-
-    @property
-    def name(self) -> str:
-        """A short name: that of the run folder, or of the bundled model."""
-        return self.run.name
-
-    def describe(self) -> str:
-        """Name the file, whether the run is unfinished, the device and the precision."""
-        classifier = self.classifier
-        total = "" if self.total_steps is None else f" of {self.total_steps:,}"
-        unfinished = "" if self.finished else f" (unfinished run, step {self.step:,}{total})"
-        return (
-            f"{self.path}{unfinished}: {describe(classifier.device)}, "
-            f"{str(classifier.precision).removeprefix('torch.')}"
-        )
-
-
-def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Classifier:
-    """Load a trained model.
-
-    Args:
-        name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, or the name of a bundled model such as "cifar10_quick".
-        device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
-        precision: "auto" (bfloat16 where the hardware supports it), "float32" or "bfloat16".
-
-    Raises:
-        ValueError: There is no such model, the file is not a model of this project, or the device
-            is not available.
-    """
-    return load_model(name, device, precision).classifier
-
-
-def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
-    """Load a trained model together with its config; arguments and errors as for `load`."""
-    path = _find_model(Path(name))
-    where = choose_device(device)
-    is_model = path.suffix == MODEL_SUFFIX
-    state = _read_model(path) if is_model else vars(read_checkpoint(path))
-    config, classes = from_dict(state["config"]), tuple(state["classes"])
-    if preprocess := state.get("preprocess"):
-        preprocess = Preprocess.from_dict(preprocess)
-    else:  # written before files carried it
-        preprocess = Preprocess.for_dataset(config.data.name)
-    model = build_model(config.model, preprocess, len(classes))
-    try:
-        model.load_state_dict(state.get("ema") or state["model"])
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
-    classifier = Classifier(
-        model.to(where).eval(), preprocess, classes, where, choose_precision(precision, where)
-    )
-    return SavedModel(classifier, config, state["step"], state.get("total_steps"), path)
-
-
-def _find_model(path: Path) -> Path:
-    """Return the file of a run folder, a bundled model or a file.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if not path.exists():
-        bundled = {file.stem: file for file in sorted(BUNDLED.glob(f"*{MODEL_SUFFIX}"))}
-        if str(path) in bundled:
-            return bundled[str(path)]
-        raise ValueError(
-            f"{path} does not exist; it must be a run folder, a model file, "
-            f"or a bundled model: {', '.join(bundled)}"
-        )
-    if path.is_dir() and (path / MODEL_FILE).exists():
-        path = path / MODEL_FILE
-    if path.is_dir():
-        checkpoints = checkpoint_paths(path)
-        if not checkpoints:
-            raise ValueError(f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
-        path = checkpoints[-1]
-    if not path.is_file():  # a device or a pipe, which might never end
-        raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
-    return path
-
-
-def save_model(path: Path, classifier: Classifier, config: Config, step: int) -> None:
-    """Write a classifier as safetensors with config, preprocessing, classes, step and digest."""
-    tensors = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in classifier.model.state_dict().items()
-    }
-    about = {
-        "config": to_dict(config),
-        "preprocess": classifier.preprocess.to_dict(),
-        "classes": classifier.classes,
-        "step": step,
-    }
-    metadata = {METADATA_KEY: json.dumps(about), DIGEST_KEY: BLANK}
-    data = safetensors.torch.save(tensors, metadata)
-    digest = hashlib.sha256(data).hexdigest()
-    write_atomically(path, data.replace(BLANK.encode(), digest.encode(), 1))
-
-
-def _read_model(path: Path) -> dict[str, Any]:
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        data = path.read_bytes()
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
-    if METADATA_KEY not in metadata and DIGEST_KEY not in metadata:
-        raise ValueError(
-            f"{path} contains only weights, without the config of a run of this project"
-            f"{describe_foreign(tensors)}"
-        )
-    digest = metadata.get(DIGEST_KEY, "")
-    blanked = data.replace(digest.encode(), BLANK.encode(), 1) if digest else data
-    if hashlib.sha256(blanked).hexdigest() != digest:
-        raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
-    return {"model": tensors, **json.loads(metadata[METADATA_KEY])}

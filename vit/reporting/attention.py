@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from vit.classifier import Classifier, SavedModel
+from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, balanced_subset
 from vit.explain.faithfulness import (
@@ -24,6 +24,7 @@ from vit.explain.faithfulness import (
 )
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
+from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.tracking import picture_tag
 

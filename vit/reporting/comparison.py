@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vit.classifier import Classifier, SavedModel
+from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet
 from vit.evaluation import mcnemar, wilson_interval
 from vit.explain.figures import comparison_picture
+from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
 
 

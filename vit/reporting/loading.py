@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from vit.classifier import SavedModel, load_model
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, load
+from vit.model_file import SavedModel, load_model
 from vit.run_folder import EVAL_FOLDER
 
 

@@ -16,13 +16,14 @@ import torch
 import yaml
 
 from vit.checkpoint import Checkpoint, save_checkpoint
-from vit.classifier import Classifier, save_model
+from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
 from vit.data.batches import steps_per_epoch
 from vit.data.datasets import ImageSet, choose_probes, load, load_training
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Evaluator, Validation
+from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
 from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
