@@ -1,5 +1,8 @@
 """One process is a world of its own; what several do is in test_reliability.py."""
 
+from typing import Any, ClassVar
+
+import pytest
 import torch
 
 from vit.training.distributed import World, join_world
@@ -14,6 +17,31 @@ def test_one_process_is_alone() -> None:
         assert world.agree("this") == "this"
         with world.main_first():
             pass
+
+
+class Recorded(World):
+    """A world of two whose main process says what a test makes it say."""
+
+    said: ClassVar[list[Any]] = []
+
+    def agree(self, value: Any) -> Any:
+        self.said.append(value)
+        return "failed"
+
+
+def test_others_end_quietly_when_the_main_process_fails() -> None:
+    entered = []
+    with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
+        entered.append(1)
+    assert ended.value.code == 2 and entered == []
+    Recorded.said.clear()
+    with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
+        raise OSError("disk")
+    assert Recorded.said == ["failed"]
+    Recorded.said.clear()
+    with Recorded(0, 2).main_first():
+        entered.append(0)
+    assert Recorded.said == ["done"] and entered == [0]
 
 
 def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:

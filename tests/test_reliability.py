@@ -132,7 +132,7 @@ def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     assert process.stderr.readline() == "\n"
-    assert "once more stops at once" in process.stderr.readline()
+    assert "press Ctrl-C again to stop immediately" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
@@ -154,7 +154,7 @@ def test_processes_stop_at_the_same_step_and_go_on_bit_for_bit(trio: Path, tmp_p
     assert refused.returncode == 2
     assert "processes: 3 -> 1" in refused.stderr and "--resume.allow_changes" in refused.stderr
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
-    assert f"resuming after step {last}" in done.stdout and done.stdout.count("resumed") == 1
+    assert f"resuming after step {last}" in done.stdout and done.stdout.count("resuming") == 1
     assert_same(run, trio)
 
 
@@ -186,9 +186,8 @@ def test_processes_all_end_when_the_first_finds_no_data(tmp_path: Path) -> None:
     words = with_torchrun(command(small(tmp_path / "run", data=data), tmp_path / "config"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    first, second = sorted(line for line in done.stderr.splitlines() if line.startswith("error"))
-    assert first.replace("error (process 1): ", "error: ") == second
-    assert "cifar-10-python.tar.gz" in second
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert "cifar-10-python.tar.gz" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -214,9 +213,8 @@ def test_processes_all_end_when_the_first_may_not_write(tmp_path: Path) -> None:
     with lock_run(tmp_path / "run"):
         done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    first, second = sorted(line for line in done.stderr.splitlines() if line.startswith("error"))
-    assert first.replace("error (process 1): ", "error: ") == second
-    assert f"is being written by process {os.getpid()}" in second
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert f"is being written by process {os.getpid()}" in line
 
 
 def test_processes_that_diverge_say_so_once(tmp_path: Path) -> None:
@@ -279,7 +277,9 @@ def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) ->
     wait(lambda: steps_logged(run) > max(checkpoint_steps(begun)), process)
     process.kill()
     _, errors = process.communicate()
-    assert f"warning: {evil} is not a checkpoint, or is damaged; trying an older one" in errors
+    assert (
+        f"warning: {evil} is not a checkpoint, or is damaged; trying an older checkpoint" in errors
+    )
     assert not proof.exists()
     torch.load(evil, weights_only=False)
     assert proof.exists()  # it would have run

@@ -72,18 +72,19 @@ class World:
         """Let the main process do something before the others, such as downloading files.
 
         Raises:
-            ValueError: In the other processes, with the message of the main process's error.
+            SystemExit: In the other processes, with 2 if the main process fails with a ValueError
+                or OSError; it alone reports the problem.
         """
-        if not self.main and (problem := self.agree(None)):
-            raise ValueError(problem)
+        if not self.main and self.agree(None) == "failed":
+            raise SystemExit(2)
         try:
             yield
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError):
             if self.main:
-                self.agree(str(error))
+                self.agree("failed")
             raise
         if self.main:
-            self.agree(None)
+            self.agree("done")
 
 
 def world_size() -> int:
