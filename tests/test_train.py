@@ -494,7 +494,7 @@ def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None
     (tmp_path / "thesis.tex").write_text("precious")
     (tmp_path / "config.yaml").write_text("lr: 1\n")  # somebody else's
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="other things than a run"):
+        with pytest.raises(ValueError, match="contains files other than a run"):
             train(small(tmp_path), overwrite=overwrite)
     with pytest.raises(ValueError, match="is a file"):
         train(small(tmp_path / "thesis.tex"))

@@ -26,7 +26,7 @@ KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The contents of a checkpoint: a run's state, and what it needs in order to go on.
+    """The contents of a checkpoint: the state of a run, and what resuming it needs.
 
     A checkpoint of an earlier version may lack the fields that have defaults; it can be evaluated
     but not resumed.
@@ -39,12 +39,12 @@ class Checkpoint:
         ema: The moving average of the weights, or None.
         optimizers: The state of each optimizer.
         points: (steps of this epoch, 2): loss and accuracy of each.
-        seconds: Training time so far.
+        seconds: Training time so far, in seconds.
         total_steps: Optimizer steps of the whole run.
         skipped: Steps skipped because loss or gradient was not finite.
         skipped_in_a_row: How many of the latest steps were skipped.
         num_images: Number of training images.
-        environment: What else the numbers depend on: processes, device and precision.
+        environment: What else the results depend on: processes, device and precision.
         preprocess: How images become the model's input, as a dictionary.
     """
 
@@ -134,7 +134,7 @@ def _unpickle(data: bytes) -> Any:
 
 
 def describe_foreign(names: Collection[str]) -> str:
-    """Say how to use weights that are not from this project, if they are those of a ViT."""
+    """Describe how to use weights from another project, if they are those of a ViT."""
     for wrapper in ("state_dict", "model"):
         if isinstance(names, dict) and isinstance(names.get(wrapper), dict):
             names = names[wrapper]

@@ -1,4 +1,4 @@
-"""Messages on the terminal, which may be a log file on a full disk."""
+"""Messages on the terminal, or in a log file on a disk that may be full."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ from tqdm import tqdm
 
 
 def rank() -> int:
-    """Return this process's number among those that torchrun has started; the first is 0."""
+    """Return this process's number among those started by torchrun, from 0; 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text above a progress bar and flush it; an unwritable log does not end the run.
+    """Print text above any progress bar and flush it; an unwritable log does not end the run.
 
     Args:
         text: One or more lines.
@@ -32,7 +32,7 @@ def warn(text: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error of torch or Python means that memory has run out."""
+    """Tell whether an error raised by torch or Python means that memory ran out."""
     texts = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

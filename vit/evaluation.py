@@ -1,4 +1,4 @@
-"""Metrics of a classifier: accuracy with its interval, per class, confusion, calibration.
+"""Metrics of a classifier: accuracy with its interval, metrics per class, calibration.
 
 Shapes: B batch, C classes, N images.
 """
@@ -20,7 +20,7 @@ CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 
 
 class Evaluator(Protocol):
-    """Something that is measured or drawn from time to time during training.
+    """Measures or draws something at certain steps during training.
 
     Attributes:
         steps: The optimizer steps after which it runs; 0 is the untrained model.
@@ -54,10 +54,10 @@ class Validation:
 def evaluate(
     classifier: Classifier, images: ImageSet, batch_size: int = 500
 ) -> tuple[dict[str, Any], Tensor]:
-    """Classify labelled images and measure how well.
+    """Classify labelled images and compute the metrics.
 
     Args:
-        classifier: The model.
+        classifier: The model to evaluate.
         images: Images with labels, on any device.
         batch_size: Images per forward pass.
 

@@ -1,7 +1,7 @@
-"""Files that are either complete or absent, and whose damage is noticed.
+"""Atomic writes, and files sealed with a checksum.
 
-A crash at any moment, of the process or of the machine, leaves the old file or the new one. A
-sealed file ends with the SHA-256 of its content, so that a single changed bit is noticed.
+A crash of the process or the machine at any moment leaves either the old file or the new one. A
+sealed file ends with the SHA-256 of its content, so that a single changed bit is detected.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a complete file, or leave the old one as it was.
+    """Write a file completely, or leave the old one unchanged.
 
     Raises:
-        OSError: The file could not be written; nothing of it is left.
+        OSError: The file could not be written; no part of it is left behind.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -31,7 +31,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to disk, so that they survive a power failure.
 
-    Windows cannot open a folder as a file; NTFS journals names by itself.
+    Does nothing on Windows, which cannot open a folder as a file; NTFS journals names itself.
     """
     if os.name == "nt":
         return

@@ -1,4 +1,4 @@
-"""The run folder: what is in it, and whether to start, resume or refuse."""
+"""The run folder: its layout, its lock, and the decision to start, resume or refuse a run."""
 
 import contextlib
 import os
@@ -17,24 +17,24 @@ from vit.files import write_atomically
 CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
-OWNER_FILE = ".lock_owner"  # apart from the lock, because Windows refuses to read a locked file
-# What a checkpoint was made with, and cannot go on without.
+OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
+# Settings that must not change when a run is resumed.
 FIXED = ("data.", "model.", "optim.name:", "train.budget_minutes:", "train.seed:")
 METRICS_FILE = "metrics.jsonl"
 MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
 REPORT_FILE = "report.json"
-REPORT_FILES = (  # what stands beside the report
+REPORT_FILES = (  # written next to the report
     "confusion_matrix.png",
     "reliability.png",
     "mistakes.png",
     "probes/probe_*.png",
     "events.out.tfevents.*",
     "projector_config.pbtxt",
-    "*/features/*",  # the projector's
+    "*/features/*",  # of the projector
 )
-# What a run writes, and so what --overwrite deletes; the config last, so that a folder in which the
-# deletion was cut short is still known for a run.
+# The files a run writes, and so those that --overwrite deletes. The config comes last, so that a
+# folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
     METRICS_FILE,
     MODEL_FILE,
@@ -51,9 +51,9 @@ _WRITTEN = (
 
 @contextlib.contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """Keep other processes from writing to a run folder, which is created if it does not exist.
+    """Lock a run folder against other processes, creating it if it does not exist.
 
-    The operating system holds the lock, so a process that dies leaves none behind. A folder that
+    The operating system holds the lock, so a process that dies leaves no lock behind. A folder that
     was created for the lock and is still empty at the end is removed.
 
     Args:
@@ -74,7 +74,7 @@ def lock_run(run: Path) -> Iterator[None]:
         holder = owner.read_text() if owner.exists() else "another process"
         raise ValueError(
             f"out: {run} is being written by {holder}; "
-            "wait for it, stop it, or train elsewhere with --out"
+            "wait for it, stop it, or train in another folder with --out"
         ) from None
     try:
         owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
@@ -82,7 +82,7 @@ def lock_run(run: Path) -> Iterator[None]:
     finally:
         owner.unlink(missing_ok=True)
         # Removed while the lock is held, so that nobody locks a file that is about to disappear.
-        # Windows keeps open files; there filelock removes it on release.
+        # Windows cannot delete an open file; there, filelock removes it on release.
         with contextlib.suppress(PermissionError):
             path.unlink(missing_ok=True)
         lock.release()
@@ -97,59 +97,61 @@ def check_run(
     environment: dict[str, Any],
     allow_changes: bool = False,
 ) -> Checkpoint | None:
-    """Decide what happens to the run folder, without touching it.
+    """Decide whether to start or to resume a run, without changing the folder.
 
     Args:
-        config: Of the run that is asked for.
-        overwrite: Whether what is there may go.
-        environment: What else the numbers depend on: processes, device and precision.
-        allow_changes: Whether the run may be resumed with another config, or otherwise.
+        config: The config of the new run.
+        overwrite: Whether an existing run may be deleted.
+        environment: What else the results depend on: processes, device and precision.
+        allow_changes: Whether an unfinished run may be resumed with another config (except for the
+            settings in `FIXED`) or in another environment.
 
     Returns:
-        The checkpoint to resume from, or None to start anew.
+        The checkpoint to resume from, or None to start a new run.
 
     Raises:
-        ValueError: The folder holds a finished run, a run with another config, or other things.
+        ValueError: The folder contains a finished run, an unfinished run that cannot be resumed
+            with this config, or other files.
     """
     run = Path(config.out)
-    ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # what an interrupted start may have left
+    ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
     stored = _stored_config(run)
     if stored is None:
         raise ValueError(
-            f"out: {run} holds other things than a run, or a run without its {CONFIG_FILE}; "
-            "choose another --out"
+            f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
+            "use another --out"
         )
     if overwrite:
         return None
     if (run / MODEL_FILE).exists():
         raise ValueError(
-            f"out: {run} holds a finished run; evaluate it with `python eval.py {run}`, "
-            f"train elsewhere with --out, or delete it and start anew with --overwrite"
+            f"out: {run} contains a finished run; evaluate it with `python eval.py {run}`, "
+            f"train in another folder with --out, or delete it and start over with --overwrite"
         )
     newest = latest_checkpoint(run)
-    if newest is None:  # stopped before there was anything to go on from
+    if newest is None:  # stopped before the first checkpoint
         return None
     before = {**_lasting(stored), **newest.environment}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
     if any(change.startswith(FIXED) for change in changes):
         raise ValueError(
-            f"out: {run} holds an unfinished run of other data, another model or another course "
-            f"({'; '.join(changes)}); resume it with its own values, train elsewhere with --out, "
-            f"or start anew with --overwrite"
+            f"out: {run} contains an unfinished run with other data or another model, seed, "
+            f"optimizer or time budget ({'; '.join(changes)}); resume it with its own values, "
+            f"train in another folder with --out, or start over with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
-            f"out: {run} holds an unfinished run with another config ({'; '.join(changes)}); "
-            f"resume it with its own values, or with these by --resume.allow_changes, "
-            f"train elsewhere with --out, or start anew with --overwrite"
+            f"out: {run} contains an unfinished run with another config ({'; '.join(changes)}); "
+            f"resume it with its own values, or with the new ones by --resume.allow_changes, "
+            f"train in another folder with --out, or start over with --overwrite"
         )
     return newest
 
 
 def _stored_config(run: Path) -> dict[str, Any] | None:
-    """Read the config of a run; None where the folder holds none of ours."""
+    """Read the config of a run; return None if the folder has no config of this project."""
     try:
         stored = yaml.safe_load((run / CONFIG_FILE).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -161,15 +163,15 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop what may differ on resuming: where the run and the data lie."""
+    """Drop what may always differ when a run is resumed: the folders of the run and the data."""
     data = {key: value for key, value in values["data"].items() if key not in ("root", "download")}
     return {**values, "data": data, "out": None}
 
 
 def prepare_run(config: Config, resume: bool) -> Path:
-    """Make the run folder, emptied of an earlier run's files unless it is resumed.
+    """Create the run folder and write the config; unless resuming, delete an earlier run first.
 
-    Only what this project wrote is deleted.
+    Only files that this project writes are deleted.
     """
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Counter-based randomness: every random draw is a pure function of a seed and named counters.
+"""Counter-based randomness: every random number is a pure function of a seed and named counters.
 
-Nothing keeps a generator's state between steps, so a run that is resumed at step t draws what the
-uninterrupted run would have drawn there, with no state to save.
+No generator state survives a step, so a run that resumes at step t draws the same numbers as the
+uninterrupted run, and there is no state to save.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ def fold_in(seed: int, *keys: int | str) -> int:
 
     Args:
         seed: Non-negative.
-        keys: What the draw is for, e.g. `("augment", step)`; integers are non-negative.
+        keys: Purpose of the random numbers, e.g. `("augment", step)`; integers are non-negative.
 
     Returns:
-        A seed of 32 bits: torch's CPU generator keeps no more of it.
+        A 32-bit seed; torch's CPU generator ignores higher bits.
     """
     digest = hashlib.blake2b(repr((seed, *keys)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

@@ -20,41 +20,41 @@ from vit.files import write_atomically
 from vit.run_folder import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
-MILESTONES = 10  # pictures of one tag that TensorBoard keeps by default
-CURVES = ("train/", "val/", "test/")  # numbers that TensorBoard shows first
+MILESTONES = 10  # TensorBoard keeps so many pictures per tag by default
+CURVES = ("train/", "val/", "test/")  # scalars that TensorBoard shows first
 
 
 def scalar_tag(tag: str) -> str:
     """Return the tag under which TensorBoard shows a number.
 
-    TensorBoard sorts by name. The prefix moves attention behind the curves of loss and accuracy.
+    TensorBoard sorts tags by name; the prefix vit/ puts all others after loss and accuracy.
     """
     return tag if tag.startswith(CURVES) else f"vit/{tag}"
 
 
 def picture_tag(tag: str) -> str:
-    """Return the tag under which TensorBoard shows a picture, behind all curves."""
+    """Return the tag under which TensorBoard shows a picture, after all curves."""
     return f"vit/{tag}"
 
 
 def milestones(total_steps: int) -> list[int]:
-    """Choose the steps at which attention is drawn: 0, the last, and up to 8 between.
+    """Return the steps at which attention is drawn: 0, the last, and up to 8 in between.
 
-    They lie closer together at the start, where attention changes fastest.
+    They are denser at the start, where attention changes fastest.
     """
     last = MILESTONES - 1
     return sorted({round(total_steps * (number / last) ** 2) for number in range(MILESTONES)})
 
 
 class Tracker:
-    """Writes scalars and pictures of one run.
+    """Logs scalars, pictures and text of one run.
 
-    A full disk does not end the run: metrics.jsonl catches up when there is room again, TensorBoard
-    misses what was written meanwhile.
+    A full disk does not end the run: metrics.jsonl catches up once there is space again,
+    TensorBoard misses the points in between.
 
     Args:
         run: The run folder.
-        step: The step that is resumed from; what an earlier process wrote beyond it is dropped.
+        step: The step to resume from; anything logged after it by an earlier process is dropped.
     """
 
     def __init__(self, run: Path, step: int = 0) -> None:
@@ -64,20 +64,20 @@ class Tracker:
             kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
             write_atomically(path, b"".join(kept))
         self._metrics = path.open("ab", buffering=0)
-        self._pending = b""  # lines that are not in the file yet
+        self._pending = b""  # lines not yet in the file
         self._run = run
         self._writer: SummaryWriter | None = SummaryWriter(
             str(run), purge_step=step + 1 if step else None
         )
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
-        """Write numbers by tag.
+        """Log numbers.
 
         Args:
             step: Optimizer steps done.
             values: Numbers by tag.
-            tensorboard_only: Whether to keep them out of metrics.jsonl. What depends on the clock
-                stays out, so that identical runs have identical files.
+            tensorboard_only: Whether to leave the values out of metrics.jsonl. Timings are left
+                out, so that identical runs have identical files.
         """
         if not tensorboard_only:
             self._pending += (json.dumps({"step": step, **values}) + "\n").encode()
@@ -89,12 +89,12 @@ class Tracker:
         self._show(write)
 
     def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
-        """Write a picture, (height, width, 3) uint8."""
+        """Log a picture, (height, width, 3) uint8."""
         shown = picture_tag(tag)
         self._show(lambda writer: writer.add_image(shown, pixels, step, dataformats="HWC"))
 
     def text(self, tag: str, words: str) -> None:
-        """Write a text, in Markdown."""
+        """Log a text in Markdown."""
         self._show(lambda writer: writer.add_text(tag, words, 0))
 
     def hyperparameters(self, values: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Tracker:
         The table has all scalars of the run as metrics.
 
         Args:
-            values: Numbers, truth values and texts by key; anything else is written as text.
+            values: Settings by key: numbers, booleans and strings; anything else becomes a string.
         """
         plain = {
             key: value if isinstance(value, int | float | str) else str(value)
@@ -121,13 +121,13 @@ class Tracker:
         self._show(write)
 
     def flush(self) -> None:
-        """Bring everything to the disk; before a checkpoint, so that it is never ahead.
+        """Write everything to disk; called before a checkpoint, which must not precede the logs.
 
         Raises:
-            OSError: metrics.jsonl could not be written; another flush writes it.
+            OSError: metrics.jsonl could not be written; the next flush tries again.
         """
         if self._writer is None:
-            with contextlib.suppress(OSError):  # still no room
+            with contextlib.suppress(OSError):  # the disk is still full
                 self._writer = SummaryWriter(str(self._run))
         self._show(lambda writer: writer.flush())
         while self._pending:
@@ -135,7 +135,7 @@ class Tracker:
         os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
-        """Flush as far as there is room, and close."""
+        """Flush as far as the disk allows, and close."""
         try:
             self.flush()
         except OSError as error:
@@ -144,7 +144,7 @@ class Tracker:
         self._metrics.close()
 
     def _show(self, write: Callable[[SummaryWriter], None]) -> None:
-        """Write to TensorBoard; a writer that has failed stays so, and is replaced at a flush."""
+        """Write to TensorBoard; a writer that fails is dropped and replaced at the next flush."""
         if self._writer is None:
             return
         try:
@@ -155,7 +155,7 @@ class Tracker:
 
 
 def _step_of(line: bytes) -> float:
-    """Read the step of a line of metrics; infinity where the line is damaged."""
+    """Return the step of a line of metrics, or infinity if the line is damaged."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):

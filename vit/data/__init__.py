@@ -1,1 +1,1 @@
-"""Images: data sets, batches, augmentation."""
+"""Data sets, image files, preprocessing, batches and augmentation."""

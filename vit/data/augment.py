@@ -1,6 +1,6 @@
-"""Augmentation of whole batches on their device, with random parameters for each image.
+"""Augmentation of whole batches on their device, with separate random parameters for each image.
 
-All randomness comes from the generator that is passed. Shapes: B batch, C classes, H height,
+All random numbers come from the generator that is passed in. Shapes: B batch, C classes, H height,
 W width.
 """
 
@@ -31,16 +31,16 @@ def augment(
 
     Args:
         images: (B, channels, H, W) uint8; H = W with rand_ops.
-        targets: (B, C) float, probabilities.
+        targets: (B, C) float, probabilities of the classes.
         preprocess: Normalizes the images.
         generator: On the images' device.
         crop_padding: Padding of the random crop in pixels, see `random_crop`; 0 disables it.
-        flip: Whether to mirror half of the images.
+        flip: Whether to mirror each image with probability 1/2.
         rand_ops: RandAugment operations per image, see `rand_augment`; 0 disables it.
         rand_magnitude: Strength of these operations, 0 to 30.
         erasing: Probability of random erasing, see `random_erasing`; 0 disables it.
         mixup: Alpha of mixup; 0 disables it.
-        cutmix: Alpha of cutmix; 0 disables it. With mixup, each image gets one of both.
+        cutmix: Alpha of cutmix; 0 disables it. With mixup, each image gets one of the two.
 
     Returns:
         Images (B, channels, H, W) float32, normalized, and targets (B, C).
@@ -84,13 +84,13 @@ def random_crop(images: Tensor, padding: int, generator: Generator) -> Tensor:
     )
     rows = _reflected(torch.arange(height, device=images.device) + shifts[0], height)
     columns = _reflected(torch.arange(width, device=images.device) + shifts[1], width)
-    # Looking each pixel up where it comes from pads nothing and reads every pixel once.
+    # Gathering each pixel from its source needs no padded copy and reads every pixel once.
     sources = (rows[:, :, None] * width + columns[:, None, :]).view(batch, 1, -1)
     return images.flatten(2).gather(2, sources.expand(-1, channels, -1)).view_as(images)
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Fold places beyond 0 or size - 1 back, without repeating the border."""
+    """Reflect indices below 0 or above size - 1 back inside, without repeating the border."""
     return size - 1 - (size - 1 - places.abs()).abs()
 
 
@@ -109,12 +109,12 @@ def shrink(images: Tensor, size: tuple[int, int]) -> Tensor:
 def random_erasing(images: Tensor, probability: float, generator: Generator) -> Tensor:
     """Overwrite a random rectangle with noise (arXiv 1708.04896).
 
-    It covers 2 to 33 % of the image, is up to 3.3 times as long as wide, and may be cut by the
-    border.
+    The rectangle covers 2 to 33% of the image, has an aspect ratio of up to 3.3, and may be cut off
+    at the border.
 
     Args:
         images: (B, channels, H, W) float, normalized.
-        probability: That an image is changed, 0 to 1.
+        probability: Probability that an image is changed, 0 to 1.
         generator: On the images' device.
     """
     height, width = images.shape[2:]
@@ -129,13 +129,13 @@ def random_erasing(images: Tensor, probability: float, generator: Generator) -> 
 
 
 def mixup_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
-    """Draw how much of each image stays in mixup (arXiv 1710.09412): (B, 1, H, W), constant."""
+    """Draw the weight of each image in mixup (arXiv 1710.09412): (B, 1, H, W), constant."""
     share = _beta(images, alpha, generator)
     return share.expand(-1, 1, *images.shape[2:])
 
 
 def cutmix_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
-    """Draw what stays in cutmix (arXiv 1905.04899): (B, 1, H, W), 0 in a random box, else 1."""
+    """Draw the weights in cutmix (arXiv 1905.04899): (B, 1, H, W), 0 in a random box, else 1."""
     side = (1 - _beta(images, alpha, generator)).sqrt()
     height, width = images.shape[2:]
     return 1 - _box(images, side * height, side * width, generator).float()
@@ -144,16 +144,16 @@ def cutmix_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
 def mix(
     images: Tensor, targets: Tensor, shares: Tensor, generator: Generator
 ) -> tuple[Tensor, Tensor]:
-    """Blend each image, and its target, with those of a random other one.
+    """Blend each image and its target with a random image of the batch and its target.
 
     Args:
         images: (B, channels, H, W) float.
         targets: (B, C) float.
-        shares: (B, 1, H, W), 0 to 1: how much of the image itself stays at each pixel.
+        shares: (B, 1, H, W), 0 to 1: weight of the image itself at each pixel.
         generator: On the images' device.
 
     Returns:
-        Images and targets, weighted with the mean share of each image.
+        Images (B, channels, H, W), and targets (B, C) weighted by the mean of each image's shares.
     """
     other = torch.randperm(len(images), generator=generator, device=images.device)
     share = shares.mean(dim=(1, 2, 3))[:, None]
@@ -161,20 +161,20 @@ def mix(
 
 
 def _uniform(images: Tensor, low: float, high: float, generator: Generator) -> Tensor:
-    """Draw a number for each image: (B, 1, 1, 1)."""
+    """Draw a number from low to high for each image: (B, 1, 1, 1)."""
     drawn = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device)
     return low + (high - low) * drawn
 
 
 def _coin(images: Tensor, probability: float, generator: Generator) -> Tensor:
-    """Draw true with a probability for each image: (B, 1, 1, 1) bool."""
+    """Draw True with the given probability for each image: (B, 1, 1, 1) bool."""
     return _uniform(images, 0.0, 1.0, generator) < probability
 
 
 def _beta(images: Tensor, alpha: float, generator: Generator) -> Tensor:
     """Draw from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
 
-    torch.distributions takes no generator, so this calls what its Dirichlet is made of.
+    torch.distributions accepts no generator, so this calls the function behind its Dirichlet.
     """
     both = torch.full((len(images), 2), alpha, device=images.device)
     return torch._sample_dirichlet(both, generator=generator)[:, :1, None, None]
@@ -183,7 +183,7 @@ def _beta(images: Tensor, alpha: float, generator: Generator) -> Tensor:
 def _box(images: Tensor, height: Tensor, width: Tensor, generator: Generator) -> Tensor:
     """Place a box of given height and width, pixels (B, 1, 1, 1), at random: (B, 1, H, W) bool.
 
-    Its centre is anywhere in the image; what lies outside is cut off.
+    Its centre is anywhere in the image; parts outside are cut off.
     """
     rows, columns = (torch.arange(n, device=images.device) + 0.5 for n in images.shape[2:])
     down = _uniform(images, 0.0, images.shape[2], generator)

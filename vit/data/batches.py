@@ -1,4 +1,4 @@
-"""Which images make a step: a pure function of seed and epoch."""
+"""The order of the training images: a pure function of seed and epoch."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from vit.seeding import generator
 
 
 def steps_per_epoch(num_images: int, batch_size: int) -> int:
-    """Count the full batches in an epoch; the images left over wait for another epoch's order.
+    """Return the number of full batches in an epoch; the remaining images are left out.
 
     Raises:
-        ValueError: There is not even one full batch.
+        ValueError: A batch is larger than the training set.
     """
     if batch_size > num_images:
         raise ValueError(
@@ -20,10 +20,10 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
 
 
 def epoch_batches(num_images: int, batch_size: int, seed: int, epoch: int) -> Tensor:
-    """Shuffle an epoch into batches.
+    """Shuffle the indices of all images and divide them into batches.
 
     Returns:
-        (steps, batch_size) int64 indices, none twice.
+        (steps, batch_size) int64 indices without repetition.
     """
     steps = steps_per_epoch(num_images, batch_size)
     order = torch.randperm(num_images, generator=generator(seed, "epoch", epoch))

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: torchvision fetches, unpacks and reads them, and checks their sums."""
+"""CIFAR-10 and CIFAR-100: downloaded, verified, unpacked and read with torchvision."""
 
 import contextlib
 from http.client import HTTPException
@@ -15,39 +15,39 @@ SOURCES = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 def read_cifar(
     name: str, root: Path, train: bool, download: bool
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Read the training or the test images, unpacking or fetching them where they are not whole.
+    """Read the training or test images; unpack or download the files if any is missing or damaged.
 
     Args:
         name: "cifar10" or "cifar100".
-        root: Folder that holds, or will hold, the archive and what is in it.
-        train: Training images, or else test images.
-        download: Whether to fetch what root does not hold.
+        root: Folder for the archive and its unpacked contents.
+        train: Whether to read the training images rather than the test images.
+        download: Whether to download what is missing from root.
 
     Returns:
         Images (N, 3, H, W) uint8, labels (N,) int64 and the class names.
 
     Raises:
-        ValueError: The data is not there or damaged, and could not be fetched.
+        ValueError: The data is missing or damaged and could not be downloaded.
     """
     dataset = SOURCES[name]
     try:
         raw = dataset(root, train=train)
-    except RuntimeError:  # not there, or not whole
+    except RuntimeError:  # missing or damaged
         raw = _restored(dataset, root, train, download)
     images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
     return images, torch.tensor(raw.targets), tuple(raw.classes)
 
 
 def _restored(dataset: type[CIFAR10], root: Path, train: bool, download: bool) -> CIFAR10:
-    """Unpack a data set from its archive, which is fetched first where it is not whole; read it.
+    """Unpack the archive, downloading it first if it is missing or damaged, and read the data set.
 
     Raises:
-        ValueError: That is not possible.
+        ValueError: The archive could not be downloaded or unpacked.
     """
     archive, problem = root / dataset.filename, _problem(dataset, root)
     whole = check_integrity(archive, dataset.tgz_md5)
     if not whole and not download:
-        what = "data.download=false, so nothing was fetched"
+        what = "data.download=false, so nothing was downloaded"
         raise _no_data(dataset, root, f"{problem} ({what})") from None
     source = archive if whole else dataset.url
     print(f"{problem}: {'unpacking' if whole else 'downloading'} {source}", flush=True)
@@ -60,32 +60,32 @@ def _restored(dataset: type[CIFAR10], root: Path, train: bool, download: bool) -
     except (OSError, HTTPException, RuntimeError) as error:
         with contextlib.suppress(OSError):
             if not check_integrity(archive, dataset.tgz_md5):
-                archive.unlink(missing_ok=True)  # half of it, where the connection broke off
-            for folder in missing:  # torchvision makes them before it has anything to put there
+                archive.unlink(missing_ok=True)  # incomplete, if the connection was lost
+            for folder in missing:  # torchvision creates them before the download
                 folder.rmdir()
         raise _no_data(dataset, root, f"{problem} (tried {source}: {error})") from None
 
 
 def _fetch(dataset: type[CIFAR10], root: Path) -> None:
-    """Download the archive, once more if it arrives damaged.
+    """Download the archive; try once more if it arrives damaged.
 
     Raises:
-        OSError: The server or the disk failed.
-        HTTPException: The server does not speak HTTP.
-        RuntimeError: It arrived damaged twice.
+        OSError: The connection or the disk failed.
+        HTTPException: The server's response is not valid HTTP.
+        RuntimeError: The archive arrived damaged twice.
     """
     for _ in range(2):
         try:
             download_url(dataset.url, root, dataset.filename, dataset.tgz_md5)
-        except RuntimeError:  # its sum is wrong
+        except RuntimeError:  # wrong checksum
             print(f"{dataset.filename} arrived damaged", flush=True)
         else:
             return
-    raise RuntimeError(f"{dataset.filename} arrived damaged twice, and is not kept")
+    raise RuntimeError(f"{dataset.filename} arrived damaged twice and was deleted")
 
 
 def _problem(dataset: type[CIFAR10], root: Path) -> str:
-    """Say which files of a data set are damaged or missing."""
+    """Describe which files of a data set are damaged or missing."""
     folder, archive = root / dataset.base_folder, root / dataset.filename
     sums = {}
     if folder.exists():
@@ -106,5 +106,5 @@ def _no_data(dataset: type[CIFAR10], root: Path, what: str) -> ValueError:
     archive, folder = dataset.filename, dataset.base_folder
     return ValueError(
         f"{what}. Put {archive} or the unpacked {folder}/ into {root.resolve()}, or point "
-        f"--data.root at the folder that holds it; `make demo` needs no download."
+        f"--data.root at the folder that contains it; `make demo` needs no download."
     )

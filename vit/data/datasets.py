@@ -133,7 +133,6 @@ def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Te
 
     Returns:
         (count,) int64, ascending indices into labels.
-
     """
     order, turn, size = _random_turns(labels, seed, purpose)
     assert count <= (turn < size - 1).sum()
@@ -160,7 +159,7 @@ def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tens
 
 
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
-    """Choose images to look at, balanced over the classes; all of them if there are fewer."""
+    """Choose images to draw, balanced over the classes; all of them if there are fewer."""
     return images.select(
         balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
     )

@@ -13,7 +13,7 @@ from vit.data.photos import read_photo
 from vit.data.preprocess import Preprocess
 from vit.seeding import generator
 
-LISTED = 10  # names in a message
+LISTED = 10  # at most so many names in a message
 
 
 def read_folder(

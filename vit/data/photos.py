@@ -1,4 +1,4 @@
-"""Reading photos from files, as a person sees them: upright, in colour, on white."""
+"""Reading photos the way people see them: upright, in colour, on white."""
 
 import warnings
 from pathlib import Path
@@ -10,7 +10,7 @@ Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, 3) 
 
 
 def read_photo(path: Path, key: str) -> np.ndarray:
-    """Read an image file upright and in colour, with transparent parts white.
+    """Read an image file, upright, in colour and with transparent parts white.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""How an image becomes what a model takes; the same for training, testing and any photo.
+"""How an image becomes the model's input; the same for training, testing and any photo.
 
 Shapes: N images, C channels, H height, W width.
 """

@@ -1,8 +1,8 @@
-"""RandAugment (arXiv 1909.13719) for whole batches on their device; every image draws its own.
+"""RandAugment (arXiv 1909.13719) for whole batches on their device.
 
-Operations and their strengths are those of torchvision's RandAugment; but that takes one image at
-a time, and kornia's one draw for a whole batch. All randomness comes from the generator that is
-passed. Shapes: B batch, H height, W width.
+Operations and magnitudes are those of torchvision's RandAugment, which processes one image at a
+time; kornia's uses the same operations for a whole batch. Here every image gets its own. All random
+numbers come from the generator that is passed in. Shapes: B batch, H height, W width.
 """
 
 import math
@@ -20,12 +20,12 @@ OPERATIONS = (
 
 
 def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Generator) -> Tensor:
-    """Change each image by some random operations, one after the other.
+    """Apply random operations to each image, one after the other.
 
     Args:
         images: (B, 3, H, W) uint8, H = W.
-        num_ops: Operations for each image.
-        magnitude: How strong they are, 0 to `STRONGEST`.
+        num_ops: Number of operations per image.
+        magnitude: Magnitude of the operations, 0 to `STRONGEST`.
         generator: On the images' device.
 
     Returns:
@@ -40,23 +40,23 @@ def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Gene
 
 
 def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs: Tensor) -> Tensor:
-    """Change each image by its operation.
+    """Apply to each image its operation.
 
     Args:
         images: (B, 3, H, W) uint8, H = W.
-        operations: (B,) int64, places in `OPERATIONS`.
+        operations: (B,) int64, indices into `OPERATIONS`.
         magnitude: 0 to `STRONGEST`.
-        signs: (B,) int64, 1 or -1: which way an operation goes that has two.
+        signs: (B,) int64, 1 or -1: direction of the operations that have two.
 
     Returns:
         (B, 3, H, W) uint8.
     """
-    from torchvision.transforms.v2 import functional as tv  # late: takes a while to import
+    from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
     share = magnitude / STRONGEST
     which = operations[:, None, None, None]
-    # Every image goes through every operation, and what is not its own is dropped: so a GPU need
-    # not tell the host which image takes which.
+    # Every operation runs on every image and `where` keeps the right result, so that a GPU does not
+    # have to tell the host which image needs which operation.
     changed = {
         "posterize": tv.posterize(images, 8 - round(4 * share)),
         "solarize": tv.solarize(images, 255 * (1 - share)),
@@ -81,16 +81,17 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
 
 
 def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Tensor:
-    """Shear, shift or turn the images whose operation that is, filling in black.
+    """Shear, translate or rotate the images with such an operation, filling with black.
 
     Args:
         images: (B, 3, H, W) uint8, H = W.
-        operations: (B,) int64, places in `OPERATIONS`.
-        share: Of the strongest: shear by 0.3, shift by 150 / 331 of a side, turn by 30 degrees.
+        operations: (B,) int64, indices into `OPERATIONS`.
+        share: Fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
+            rotation by 30 degrees.
         signs: (B,) int64, 1 or -1.
 
     Returns:
-        (B, 3, H, W) uint8; the images of other operations as they were.
+        (B, 3, H, W) uint8; images with other operations are unchanged.
     """
     side = images.shape[-1]
     shear, shift = 0.3 * share, 2 * int(share * 150 / 331 * side) / side
@@ -101,7 +102,7 @@ def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Ten
         for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
     }
     angle = turn * amounts["rotate"]
-    # Where each pixel comes from: x and y from -1 to 1; shearing leaves the upper left corner.
+    # The source of each pixel, x and y from -1 to 1; shearing keeps the upper left corner.
     across = torch.stack(
         [angle.cos(), -angle.sin() + shear * amounts["shear_x"],
          shear * amounts["shear_x"] - shift * amounts["translate_x"]], dim=1,

@@ -1,9 +1,8 @@
-"""The embedded data set "shapes": ten kinds of object on textured clutter, drawn from a seed.
+"""The synthetic data set "shapes": ten kinds of object on textured clutter, drawn from a seed.
 
-It needs no download, so training and its tests run anywhere, and every image comes with the true
-mask of its object, so an attention map can be checked against where the object really is. Place,
-size, rotation and colours are random: neither a single pixel nor the colour tells the kind, only
-the outline does.
+It needs no download, so training and its tests run anywhere. Every image comes with the mask of its
+object, so an attention map can be compared with the object's true position. Position, size,
+rotation and colours are random: only the outline identifies the kind, not a pixel or a colour.
 """
 
 import math
@@ -16,28 +15,28 @@ from torch import Generator, Tensor
 from vit.data.specs import DATASETS
 
 SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels
-SUBSAMPLES = 3  # sample points per pixel and axis; their mean makes the edges anti-aliased
-CHUNK = 500  # images drawn at once; bounds the memory and keeps the work inside the CPU caches
-RADIUS = (9.0, 13.0)  # of the circle around an object, pixels
+SUBSAMPLES = 3  # sample points per pixel and axis; averaged for antialiased edges
+CHUNK = 500  # images drawn at once; limits memory and fits into the CPU caches
+RADIUS = (9.0, 13.0)  # range of the radius of the circle around an object, pixels
 MAX_SEED = 2**63 - 1
 
 
 def draw_shapes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw images of random objects; on one machine the same arguments give the same bytes.
+    """Draw images of random objects; on one machine, the same arguments give the same bytes.
 
     Args:
         count: Number of images, at least 1.
-        seed: 0 to 2**63 - 1. PyTorch's CPU generator keeps only the low 32 bits, so a caller who
-            derives seeds from each other must mix them into those bits.
+        seed: 0 to 2**63 - 1. PyTorch's CPU generator uses only the low 32 bits, so derive seeds
+            with `vit.seeding.fold_in`.
 
     Returns:
         images: (count, 3, 32, 32) uint8, RGB.
-        labels: (count,) int64, indices into KINDS in random order; no kind occurs more than once
-            more often than another.
+        labels: (count,) int64, indices into KINDS in random order; the counts of any two kinds
+            differ by at most one.
         masks: (count, 32, 32) bool, True where the object covers at least half of the pixel.
 
     Raises:
-        ValueError: If count or seed is out of range.
+        ValueError: count or seed is out of range.
     """
     if count < 1:
         raise ValueError(f"count is {count}, must be at least 1")
@@ -57,8 +56,8 @@ def _draw_chunk(labels: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
     """Return the images (n, 3, 32, 32) uint8 and masks (n, 32, 32) bool for labels (n,)."""
     count = len(labels)
     ground = torch.rand(count, 3, 1, 1, generator=generator)
-    # About half the circular colour range away in every channel: the object always stands out,
-    # and yet its colour alone is uniform and says nothing.
+    # About half of the circular colour range away in every channel: the object always stands out,
+    # yet its colour alone is uniformly distributed and carries no information.
     colour = (ground + _uniform((count, 3, 1, 1), 0.35, 0.65, generator)) % 1
     thing = colour + 0.1 * _smooth_noise(count, 4, generator)
     alpha = _draw_coverage(labels, generator)
@@ -68,7 +67,7 @@ def _draw_chunk(labels: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
 
 
 def _draw_coverage(labels: Tensor, generator: Generator) -> Tensor:
-    """Return how much of each pixel the object covers, (n, 32, 32) in [0, 1], for labels (n,)."""
+    """Return the fraction of each pixel that the object covers, (n, 32, 32), for labels (n,)."""
     shape = (len(labels), 1)
     radius = _uniform(shape, *RADIUS, generator)
     # One pixel of margin on every side, so that no object touches the border.
@@ -102,7 +101,7 @@ def _draw_clutter(ground: Tensor, generator: Generator) -> Tensor:
         along = (pixel - x) * angle.cos() + (pixel[:, None] - y) * angle.sin()
         aside = (pixel[:, None] - y) * angle.cos() - (pixel - x) * angle.sin()
         depth = torch.minimum(half_length - along.abs(), half_width - aside.abs())
-        # At most half-way to any colour, so that no bar can be mistaken for the object.
+        # Blended by at most one half, so that no bar can be mistaken for the object.
         alpha = 0.5 * (depth + 0.5).clamp(0, 1)[:, None]
         clutter = torch.lerp(clutter, torch.rand(ground.shape, generator=generator), alpha)
     return clutter
@@ -121,11 +120,11 @@ def _uniform(
 
 
 # The outlines: x and y are object coordinates, in which every object just fits the unit circle;
-# the result is positive inside. The proportions keep the kinds apart at a radius of 9 pixels.
+# the result is positive inside. The proportions keep the kinds distinguishable at 9 pixels radius.
 
 
 def _fold(x: Tensor, y: Tensor, sectors: int) -> tuple[Tensor, Tensor]:
-    """Turn and mirror every point into the half sector above the x axis."""
+    """Rotate and mirror every point into the half sector above the x axis."""
     width = 2 * math.pi / sectors
     angle = torch.remainder(torch.atan2(y, x) + width / 2, width) - width / 2
     radius = torch.hypot(x, y)

@@ -1,7 +1,7 @@
-"""What is fixed about each data set: image size, channels, and the statistics of its pixels.
+"""The registered data sets: their image size, channels and pixel statistics.
 
 This module does not import torch, so the command line can check a config against a data set before
-anything heavy is loaded.
+anything slow is imported.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class DatasetSpec:
         return len(self.mean)
 
 
-# tests/test_datasets.py measures the means and standard deviations again. Those of "folder" are
+# tests/test_datasets.py recomputes the means and standard deviations. Those of "folder" are
 # ImageNet's, as published, so that a model file does not depend on the folder it was trained on.
 DATASETS = {
     "cifar10": DatasetSpec((32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),

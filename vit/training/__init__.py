@@ -1,1 +1,1 @@
-"""Training runs: steps, checkpoints, run folders."""
+"""Training: the step, the loop, schedule and optimizers."""

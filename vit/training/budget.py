@@ -1,4 +1,4 @@
-"""Fitting a run into a time budget: how many steps can be taken in so many seconds."""
+"""Fitting a run into a time budget: a short benchmark sets the number of steps."""
 
 import copy
 import dataclasses
@@ -11,17 +11,17 @@ from vit.training.step import TrainingStep
 
 TRAINING_FRACTION = 0.96  # of the budget; the rest is for evaluation and logging
 WARMUP_STEPS, TIMED_STEPS = 10, 20  # in each phase of the schedule
-TRIAL_LENGTH = 10_000  # steps of the imagined run whose phases are timed
+TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
 def fit_budget(step: TrainingStep, seconds: float, batch_size: int) -> int:
-    """Time some steps of each phase of a run, undo them, and return how many fit into a budget.
+    """Benchmark each phase of a run and return the number of steps that fit into a budget.
 
-    The time this takes counts as training time (`state.seconds`).
+    The benchmark counts as training time (`state.seconds`); its effect on the weights is undone.
 
     Args:
-        step: The step of the run; its schedule's phases are timed, its state is left unchanged.
-        seconds: The budget for training, evaluation and logging.
+        step: The training step. The phases of its schedule are timed; its state is restored.
+        seconds: Time for training, evaluation and logging.
         batch_size: Images per step, over all processes.
 
     Returns:
@@ -37,12 +37,12 @@ def fit_budget(step: TrainingStep, seconds: float, batch_size: int) -> int:
 
 
 def mean_step_seconds(step: TrainingStep, batch_size: int) -> float:
-    """Take steps in each phase of a run and return the mean duration of a step of the whole run.
+    """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
 
-    The steps change the state: weights, optimizers and counts.
+    This changes the state: weights, optimizers and counts.
 
     Args:
-        step: The step of the run.
+        step: The training step.
         batch_size: Images per step, over all processes.
     """
     schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)

@@ -1,6 +1,6 @@
 """The processes started by torchrun, and the communication between them.
 
-Without torchrun there is one process, and nothing here has a cost.
+Without torchrun there is a single process, and all of this is free.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def part(self, batch: Tensor) -> Tensor:
-        """Return this process's part of a batch, whose length is a multiple of the size."""
+        """Return this process's part of a batch, whose length is a multiple of `size`."""
         return batch.chunk(self.size)[self.rank]
 
     def mean(self, values: Tensor) -> Tensor:
@@ -45,8 +45,9 @@ class World:
     def average(self, gradients: list[Tensor]) -> None:
         """Average gradients over the processes, in place.
 
-        All at once and in the same order at every step, so that a resumed run adds in the same
-        order as an uninterrupted one; DistributedDataParallel reorders them after its first step.
+        All gradients are averaged together and in the same order at every step, so that a resumed
+        run adds them in the same order as an uninterrupted one. DistributedDataParallel reorders
+        them after its first step.
         """
         if self.size > 1:
             mean = self.mean(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -61,7 +62,7 @@ class World:
         return values
 
     def agree(self, value: Any) -> Any:
-        """Return in all processes the value that the main process passes."""
+        """Return the main process's value in all processes."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)

@@ -1,4 +1,4 @@
-"""Where and with whom a run computes: device, processes, signals, and the lock of its folder."""
+"""The environment of a run: device, processes, signals, and the lock on its folder."""
 
 import contextlib
 import os
@@ -24,13 +24,13 @@ from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and with whom a run computes.
+    """The device, the processes and the signals of a run.
 
     Attributes:
-        device: The device.
-        precision: Precision of matrix products.
+        device: Device to compute on.
+        precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         world: The processes that train together.
-        stop: Whether a signal asks the run to stop.
+        stop: Whether a signal has asked the run to stop.
     """
 
     device: torch.device
@@ -39,7 +39,7 @@ class Environment:
     stop: StopRequest
 
     def describe(self) -> dict[str, Any]:
-        """Return what the numbers of a run depend on besides its config."""
+        """Return what the results of a run depend on besides its config, for the checkpoint."""
         return {
             "processes": self.world.size,
             "device": self.device.type,
@@ -49,7 +49,7 @@ class Environment:
 
 @contextlib.contextmanager
 def start_environment(config: Config) -> Iterator[Environment]:
-    """Choose device and precision, meet the other processes, and turn signals into exit codes.
+    """Choose device and precision, connect the processes, and turn signals into exit codes.
 
     Raises:
         ValueError: The device is not available, a batch cannot be divided among the processes, or

@@ -1,4 +1,4 @@
-"""The training loop: epochs and steps; logging, evaluation and checkpoints between them."""
+"""The training loop: epochs and steps, with logging, evaluation and checkpoints in between."""
 
 import math
 import sys
@@ -21,26 +21,26 @@ from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
 from vit.training.stopping import Stopped, StopRequest
 
-LOSSES = 30  # latest losses shown when a run diverges
+LOSSES = 30  # number of recent losses shown when a run diverges
 
 
 class Diverged(Exception):
-    """Loss, gradient or weights are not finite, and the run cannot recover."""
+    """Loss, gradient or weights are not finite, and the run gives up."""
 
 
 @dataclass
 class Loop:
-    """Takes training steps to the end of the schedule and looks after the run on the way.
+    """Trains to the end of the schedule, logging, evaluating and saving on the way.
 
     Attributes:
         step: The training step, with the state and the schedule.
         batch_size: Images per step, over all processes.
-        evaluators: What to measure and draw; each knows after which steps.
-        tracker: Where numbers and pictures are logged; None in all processes but the main one.
+        evaluators: What to measure and draw; each knows the steps after which it runs.
+        tracker: Logs numbers and pictures; None in all processes but the main one.
         save: Writes a checkpoint; called in the main process after each epoch and when stopping.
         stop: Asked after each step whether a signal has arrived.
         log_every: Steps between two points of the training curves.
-        max_skipped: Consecutive skipped steps after which the run is given up.
+        max_skipped: Consecutive skipped steps after which the run gives up.
         save_error: Why the latest checkpoint could not be written, or None.
     """
 
@@ -54,14 +54,14 @@ class Loop:
     max_skipped: int
     save_error: OSError | None = None
     _losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LOSSES))
-    _since: float = 0.0  # the time up to which state.seconds has counted
+    _since: float = 0.0  # time up to which state.seconds has counted
 
     def run(self) -> None:
         """Train to the end, saving a checkpoint after each epoch.
 
         Raises:
             Stopped: A signal asked the run to stop; everything is saved.
-            Diverged: Too many steps in a row were skipped, or weights are not finite.
+            Diverged: Too many consecutive steps were skipped, or weights are not finite.
         """
         state, schedule = self.step.state, self.step.schedule
         if state.step == 0:
@@ -77,7 +77,7 @@ class Loop:
                     raise Stopped
 
     def classifier(self) -> Classifier:
-        """Return the current model, or its moving average if there is one, ready to evaluate."""
+        """Return the current model (its moving average, if enabled) as a Classifier."""
         step = self.step
         device = step.images.images.device
         model = step.state.evaluated()
@@ -87,7 +87,7 @@ class Loop:
         """Train to the end of the epoch or of the run.
 
         Returns:
-            What the evaluators measured after the last step, and the images per second.
+            Numbers that the evaluators measured after the last step, by tag; and images per second.
         """
         state, schedule = self.step.state, self.step.schedule
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
@@ -153,7 +153,7 @@ class Loop:
                         numbers[tag] = value
                     else:
                         self.tracker.picture(step, tag, value)
-            except OSError as error:  # a full disk is no reason to lose the run
+            except OSError as error:  # a full disk must not end the run
                 warn(f"{type(evaluator).__name__} at step {step} is incomplete: {error}")
         if numbers:
             self.tracker.scalars(step, numbers)

@@ -1,4 +1,4 @@
-"""What training prints at its start and its end."""
+"""What training prints when it starts and ends."""
 
 import signal
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
 
     Args:
         config: The run.
-        step: Its training step, with state, schedule and training images.
+        step: The training step, with state, schedule and training images.
         held_out: The held-out images.
     """
     state, schedule, images = step.state, step.schedule, step.images
@@ -69,7 +69,7 @@ def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
 
 
 def stopped_text(run: Path, number: int) -> str:
-    """Say how to continue a run that was stopped by a signal."""
+    """Describe how to resume a run that was stopped by a signal."""
     saved = checkpoint_steps(run)
     name = signal.Signals(number).name
     if not saved:
@@ -78,7 +78,7 @@ def stopped_text(run: Path, number: int) -> str:
 
 
 def diverged_text(state: TrainState, what: str, losses: Iterable[float]) -> str:
-    """Say what is not finite, when it happened, and what to try.
+    """Describe what is not finite, when it happened, and what to try.
 
     Args:
         state: The state of the run.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Coefficients of x, x³ and x⁵ in an iteration that brings values from 0 to 1 close to 1.
+# Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -23,13 +23,13 @@ class Muon(Optimizer):
 
     Computes the same updates as torch.optim.Muon, up to rounding. Torch's version handles one
     matrix at a time, which takes twice as long for small matrices as handling all matrices of one
-    shape together. It also accepts only parameters stored as matrices, whereas a convolution kernel
-    is a matrix with one row per output channel, and a fused projection is several matrices on top
-    of each other that must be orthogonalized separately.
+    shape together. It also accepts only parameters stored as matrices, whereas here a convolution
+    kernel is a matrix with one row per output channel, and a fused projection is a stack of
+    matrices that are orthogonalized separately.
 
     Args:
         parameters: Matrices (D, E) and channels-last kernels (D, C, h, w), each with the number of
-            matrices with D / number rows that it consists of.
+            stacked matrices it consists of; each of them has D / number rows.
         lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         momentum: Decay of the moving average of gradients, 0 to 1.
@@ -84,7 +84,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
     Args:
         matrices: (K, m, n).
         steps: Number of iterations; after five, singular values are between 0.7 and 1.2.
-        eps: Lower bound of the norm by which a matrix is divided.
+        eps: Lower bound on the norm by which a matrix is divided.
 
     Returns:
         (K, m, n) bfloat16.

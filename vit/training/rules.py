@@ -14,8 +14,8 @@ def check_sizes(config: Config) -> None:
     data set.
 
     Raises:
-        ValueError: The patch size does not divide the image size, is not supported by the stem, or
-            the crop padding is not smaller than the image.
+        ValueError: The patch size does not divide the image size or is not supported by the stem,
+            or the crop padding is not smaller than the image.
     """
     height, width = DATASETS[config.data.name].image_size
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
@@ -43,17 +43,17 @@ def check_sizes(config: Config) -> None:
 
 
 def check_batch(config: Config, processes: int) -> None:
-    """Check that a batch can be divided among processes and parts.
+    """Check that a batch can be divided among the processes and `train.accumulate` parts.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It cannot, or a part has too few images for batch norm.
     """
     train = config.train
     parts = train.accumulate * processes
     if train.batch_size % parts:
         raise ValueError(
-            f"train.batch_size: {train.batch_size} cannot be shared by {processes} processes with "
-            f"train.accumulate={train.accumulate}; it must be a multiple of {parts}"
+            f"train.batch_size: {train.batch_size} cannot be divided among {processes} processes "
+            f"with train.accumulate={train.accumulate}; it must be a multiple of {parts}"
         )
     if config.model.stem == "conv" and train.batch_size == parts:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How long a run is, and the image size, mixing and learning rate of each of its steps."""
+"""The schedule of a run: its length, and the image size, mixing and learning rate of each step."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The course of a run as pure functions of the step.
+    """The schedule of a run, as pure functions of the step.
 
     Attributes:
         total_steps: Optimizer steps in the run.

@@ -1,4 +1,4 @@
-"""What a run carries from step to step."""
+"""The state of a training run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ class TrainState:
         optimizers: The optimizers of its parameters.
         ema: Moving average of the weights (timm's ModelEmaV3), or None.
         step: Optimizer steps done.
-        seconds: Training time, including that before the run was interrupted.
+        seconds: Training time in seconds, including the time before the run was interrupted.
         total_steps: Steps in the whole run; 0 until it is known.
         skipped: Steps skipped because loss or gradient was not finite.
         skipped_in_a_row: How many of the latest steps were skipped.
@@ -58,7 +58,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; learning rates and decays stay as configured."""
+        """Restore what `state_dict` returned; settings of the optimizers stay as configured."""
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             groups = [
@@ -95,10 +95,10 @@ def build_state(
     Args:
         model: Settings of the model.
         optim: Settings of the optimizers.
-        preprocess: Its image size and channels are those of the model's input.
+        preprocess: Preprocessing; gives the image size and channels of the model's input.
         num_classes: Number of classes.
         seed: Seed of the run.
-        device: Where to put the model.
+        device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the stem is whitened; None
             leaves its random weights.
     """

@@ -24,21 +24,21 @@ from vit.training.state import TrainState
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One optimizer step, as the training loop, the trials of a time budget and benchmarks run it.
+    """One optimizer step; the training loop, the time budget and the benchmarks all call it.
 
-    Everything random in it is a function of the seed, the step number and the process.
+    Every random number in it is a function of the seed, the step number and the process.
 
     Attributes:
-        state: What is trained; changed in place.
+        state: The state that is trained; changed in place.
         forward: The model, possibly compiled.
         images: The training images, on the device.
         preprocess: Normalizes the images.
         schedule: Image size, mixing and learning rate of each step.
         augmentation: Settings of the augmentation.
-        label_smoothing: 0 to 1.
-        clip_grad: Largest norm of the gradient, or None.
-        accumulate: Number of parts in which a process computes its share of a batch, one after the
-            other. Batch norm sees one part at a time.
+        label_smoothing: Probability mass spread over all classes, 0 to 1.
+        clip_grad: Maximum norm of the gradient; None disables clipping.
+        accumulate: Number of micro-batches into which a process splits its part of a batch. Batch
+            norm sees one of them at a time.
         precision: Precision of matrix products.
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
@@ -107,7 +107,7 @@ class TrainingStep:
 
         Args:
             images: (B, channels, H, W) float32, normalized; this process's part of the batch.
-            targets: (B, C) float32, probabilities.
+            targets: (B, C) float32, probabilities of the classes.
 
         Returns:
             (2,): mean loss and accuracy over all processes, as for `__call__`.
@@ -121,7 +121,7 @@ class TrainingStep:
         norm = nn.utils.get_total_norm(gradients)
         state.step += 1
         if not torch.isfinite(result[0] + norm):
-            for buffer, old in buffers:  # undo what batch norm has seen
+            for buffer, old in buffers:  # undo the update of batch-norm statistics
                 buffer.copy_(old)
             state.model.zero_grad(set_to_none=True)
             state.skipped += 1
@@ -138,7 +138,7 @@ class TrainingStep:
         return result
 
     def _backward(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Compute the gradient part by part; return loss and accuracy, (2,)."""
+        """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,)."""
         result = torch.zeros(2, device=images.device)
         parts = zip(images.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
         for part, target in parts:
@@ -151,5 +151,5 @@ class TrainingStep:
         return result
 
     def _process_seed(self) -> int:
-        """Return the seed of this process; the first one draws what a single process would."""
+        """Return the seed of this process; the first one uses that of a single-process run."""
         return fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed

@@ -1,4 +1,4 @@
-"""Stopping on signals: Ctrl-C, and the SIGTERM with which a scheduler ends a job."""
+"""Stopping on signals: Ctrl-C, and the SIGTERM that schedulers send to end a job."""
 
 import contextlib
 import os
@@ -30,15 +30,15 @@ class StopRequest:
         self._deferred = False
 
     def agreed(self, world: World) -> bool:
-        """Tell whether any process was asked to stop; called by all processes after every step."""
-        # A signal that arrives meanwhile counts at the next step, in all processes.
+        """Tell whether any process was asked to stop; all processes call this after every step."""
+        # A signal that arrives during the exchange counts at the next step, in all processes.
         heard = int(world.largest(torch.tensor(self.signal))) if world.size > 1 else self.signal
         self.signal = heard or self.signal
         return heard != 0
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record the first signal; the code inside asks `agreed` and raises Stopped itself.
+        """Only record the first signal; the code inside calls `agreed` and raises Stopped itself.
 
         Raises:
             Stopped: On exit, if a signal arrived after the last call of `agreed`.
@@ -66,7 +66,7 @@ class StopRequest:
         again = "; press Ctrl-C again to stop immediately" if alone else ""
         if rank() == 0:
             with contextlib.suppress(OSError):
-                # Not with print, which may be what the signal interrupted.
+                # Not print, because the signal may have interrupted a print.
                 os.write(2, f"\nfinishing this step{again}\n".encode())
 
 

@@ -1,8 +1,8 @@
 """Training: from a config to a finished run folder.
 
-A run is a function of its config: everything random is derived from the seed and the step. On a
-CPU, with the same number of processes and threads, a run that is interrupted and resumed gives the
-same bits as one that is not; on a GPU this holds up to the order in which kernels add.
+A run is a function of its config: all random numbers are derived from the seed and the step. On a
+CPU, with the same number of processes and threads, a run that is interrupted and resumed is bit for
+bit identical to an uninterrupted one; on a GPU, up to the order in which kernels add.
 """
 
 import contextlib
@@ -37,31 +37,32 @@ from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 
-WHITENING_IMAGES = 500  # training images from whose patches the stem is whitened
+WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 
 
 def train(
     config: Config, overwrite: bool = False, allow_changes: bool = False
 ) -> dict[str, Any] | None:
-    """Train, evaluate and explain a model, and leave everything in the run folder `config.out`.
+    """Train and evaluate a model, and write everything to the run folder `config.out`.
 
-    An unfinished run with the same config is resumed. Under torchrun, the processes share every
-    batch and the first one writes.
+    An unfinished run with the same config is resumed. Under torchrun, the processes divide every
+    batch among them and the first one writes.
 
     Args:
         config: The run.
-        overwrite: Whether to delete a run that is already in the folder.
+        overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
-            size, augmentation, device or number of processes; data and model stay.
+            size, augmentation, device or number of processes; data and model must be the same.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
         first.
 
     Raises:
-        ValueError: The config, the data or the run folder does not allow the run.
-        SystemExit: With 128 + its number after a signal, with 3 if training diverged, with 1 if
-            the last checkpoint could not be written.
+        ValueError: The config or the data is invalid, the run folder is in use or holds something
+            that must not be overwritten, or memory ran out.
+        SystemExit: With code 128 + N after signal N, 3 if training diverged, 1 if the last
+            checkpoint could not be written.
     """
     check_sizes(config)
     with (
@@ -88,7 +89,7 @@ def load_data(
     """Load the training images and the held-out images, and move them to the device.
 
     Raises:
-        ValueError: They are missing, or are not those the run was started with.
+        ValueError: Images are missing, or differ from those the run was started with.
     """
     data = config.data
     with env.world.main_first():
@@ -111,13 +112,14 @@ def load_data(
 def build_step(
     config: Config, checkpoint: Checkpoint | None, training: ImageSet, env: Environment
 ) -> TrainingStep:
-    """Build the state of the run, new or from the checkpoint, and its step with the schedule.
+    """Build the training step with its schedule, and its state, new or from the checkpoint.
 
     Raises:
-        ValueError: A batch is larger than the training set, or the checkpoint is beyond the end.
+        ValueError: A batch is larger than the training set, or the checkpoint is beyond the
+            last step.
     """
     train, preprocess = config.train, Preprocess.for_dataset(config.data.name)
-    whitens = train.whiten and checkpoint is None  # a checkpoint has its own kernels
+    whitens = train.whiten and checkpoint is None  # a checkpoint brings its own kernels
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
         training.images[:WHITENING_IMAGES].cpu() if whitens else None,
@@ -153,7 +155,7 @@ def build_step(
 
 
 def build_schedule(config: Config, num_images: int, image_size: tuple[int, int]) -> Schedule:
-    """Build the schedule of a run that is measured in epochs.
+    """Build the schedule of a run of `train.epochs` epochs.
 
     Raises:
         ValueError: A batch is larger than the training set.
@@ -195,7 +197,7 @@ def build_loop(
     tracker: Tracker | None,
     env: Environment,
 ) -> Loop:
-    """Connect the step with what is measured, drawn and saved during training."""
+    """Build the loop: the step with evaluators, logging and checkpoints."""
     run, seed, schedule = Path(config.out), config.train.seed, step.schedule
     looked_at = held_out if len(held_out) else step.images
     at_milestones = milestones(schedule.total_steps)
