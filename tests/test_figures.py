@@ -482,15 +482,17 @@ def test_comparison_has_a_row_for_each_image():
 def test_comparison_shows_finer_maps_than_two_by_two_in_their_places():
     maps = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)
     maps[1][0, 1, 2] = 2.0
-    picture = comparison_picture(blue_images(1), maps, ("a", "b"), ["cat"])
+    images = blue_images(1).repeat(1, 1, 2, 3)  # as wide as the maps for their height
+    picture = comparison_picture(images, maps, ("a", "b"), ["cat"])
     image = middle(picture, [0, 0, 200], bars=2)
     high = middle(picture, colour_of(2.0), bars=2) - image
     red = np.array(matplotlib.colormaps["RdBu_r"](1.0, bytes=True)[:3])
     changed = middle(picture, red, bars=2) - image
-    panel = np.ptp(places(picture, [0, 0, 200])[:, 0]) + 1
-    assert abs(high[0] - panel / 4) < 2 and abs(changed[0] - panel / 4) < 2
+    height, width = np.ptp(places(picture, [0, 0, 200]), axis=0) + 1
+    assert abs(width / height - 1.5) < 0.02
+    assert abs(high[0] - height / 4) < 2 and abs(changed[0] - height / 4) < 2
     step = changed[1] - high[1]
-    assert step > panel and abs(high[1] - 2 * step - panel / 3) < 2
+    assert step > width and abs(high[1] - 2 * step - width / 3) < 2
 
 
 TITLES = ("entropy / log N", "distance, pixels", "fraction to the top token")

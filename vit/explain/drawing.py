@@ -73,8 +73,11 @@ def enlarge(part: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 
 
 def paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) -> None:
-    """Paste a part into a square of the canvas, enlarged to fill it."""
-    canvas[top : top + side, left : left + side] = enlarge(part, (side, side))
+    """Paste a part into the middle of a square of the canvas, enlarged until it fits."""
+    longer = max(part.shape[:2])
+    height, width = (max(1, round(side * n / longer)) for n in part.shape[:2])
+    top, left = top + (side - height) // 2, left + (side - width) // 2
+    canvas[top : top + height, left : left + width] = enlarge(part, (height, width))
 
 
 def shorten(words: str, width: float) -> str:

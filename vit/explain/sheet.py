@@ -54,6 +54,9 @@ def photo_sheet(
     left = 3 * GAP + max(size[1], NARROWEST)
     pitch = TITLE + panel[0]
     height = HEADER + max(pitch * len(maps), TITLE + size[0]) + 2 * GAP
+    list_top = HEADER + TITLE + max(pitch, size[0] + TITLE)
+    if len(maps) > 1:
+        height = max(height, list_top + BEST * LINE_HEIGHT + GAP)
     canvas = paper(ZOOM * height, ZOOM * (left + 2 * panel[1] + 3 * GAP))
     top = HEADER + TITLE
     texts: list[Text] = [
@@ -70,7 +73,7 @@ def photo_sheet(
             _place(canvas, part, top, x)
             texts.append((x + panel[1] / 2, top - 5, "center", shorten(words, panel[1])))
     if len(maps) > 1:
-        texts += _list_classes(canvas, probabilities, HEADER + TITLE + pitch)
+        texts += _list_classes(canvas, probabilities, list_top)
     return framed(canvas, texts, [UNIFORM], length=panel[0] - 12, top=HEADER + TITLE + 4, zoom=ZOOM)
 
 
