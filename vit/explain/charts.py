@@ -29,7 +29,7 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
     axis = figure.subplots()
     axis.set_facecolor("0.85")
-    # The square root makes rare confusions visible beside the diagonal.
+    # The square root makes rare confusions visible next to the diagonal.
     shown = axis.imshow(shares.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     figure.colorbar(shown, ax=axis, label="fraction of the true class")
     axis.set(xlabel="predicted", ylabel="true")

@@ -135,7 +135,7 @@ def score_maps(
 
 
 def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
-    """Test whether the strongest patch lies on the object (arXiv 1608.00507, for patches).
+    """Test whether the strongest patch is on the object (arXiv 1608.00507, for patches).
 
     Args:
         maps: (B, rows, columns).
