@@ -1,13 +1,13 @@
-"""What looking at attention costs, each as a ratio measured in this one run.
+"""The cost of attention maps, as ratios measured within one run.
 
     python benchmarks/attention.py [--rounds 7] [--images 1000]
 
-1. Attention rollout of 1,000 images, all layers, against plain forward passes of the same quick
-   model through torch's fused kernel and through the hand-written one, A B C A B C.
-2. All logging of a run of configs/quick.yaml against its training time: the cost of a training step
-   and of everything that is logged, each measured, times how often it happens.
+1. Attention rollout of 1,000 images over all layers, compared with plain forward passes of the same
+   quick model with torch's fused kernel and with the hand-written one, taking turns (A B C A B C).
+2. All logging of a run of configs/quick.yaml as a fraction of its training time: the measured cost
+   of a training step and of each kind of logging, times how often it happens.
 
-The model is untrained: speed does not depend on the weights.
+The model is untrained, because speed does not depend on the weights.
 """
 
 import argparse
@@ -41,27 +41,27 @@ CPU = torch.device("cpu")
 
 
 def quick_model(kernel: Literal["math", "fused"]) -> VisionTransformer:
-    """Make the untrained model of configs/quick.yaml with an attention kernel."""
+    """Build the untrained model of configs/quick.yaml with the given attention kernel."""
     model = dataclasses.replace(Config().model, attn_kernel=kernel)
     return build_model(model, Preprocess.for_dataset("cifar10"), 10).eval()
 
 
 @torch.no_grad()
 def forward(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
-    """Classify images in batches, and no more."""
+    """Classify images in batches, without attention maps."""
     with autocast(CPU, precision):
         for part in images.split(250):
             model(part)
 
 
 def rollout(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
-    """Classify images in batches and roll out their attention."""
+    """Classify images in batches and compute their attention rollout."""
     for part in images.split(250):
         attention_maps(model, part, precision=precision)
 
 
 def compare_rollout(images: Tensor, precision: torch.dtype, rounds: int) -> None:
-    """Print how long rollout takes against plain forward passes."""
+    """Print how long rollout takes compared with plain forward passes."""
     fused, math = quick_model("fused"), quick_model("math")
     works: dict[str, Callable[[], object]] = {
         "fused forward": lambda: forward(fused, images, precision),
@@ -121,13 +121,13 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
 
 
 def draw_images(count: int) -> ImageSet:
-    """Make images of random pixels."""
+    """Return images of random pixels."""
     pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8)
     return ImageSet(pixels, torch.arange(count) % 10, tuple(f"class {n}" for n in range(10)))
 
 
 def main() -> None:
-    """Run both."""
+    """Run both measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--images", type=int, default=1000)

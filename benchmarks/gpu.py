@@ -1,17 +1,17 @@
-"""Steps of the recipes for a GPU: their speed, their share of the card, beside timm's.
+"""Training steps of the recipes for a GPU: speed, utilization, and a comparison with timm.
 
     python benchmarks/gpu.py [--steps 30] [--configs configs/cifar10.yaml ...] [--data data]
 
-1. What large bfloat16 matrix products reach here.
-2. For each config: milliseconds a step and images/s, compiled as the config says, what share of the
-   products' rate the model's operations run at, what share of a step is augmentation, how often the
-   host waits for the device in a step, and which kernels take the time.
-3. timm's VisionTransformer of the same width, depth, heads and tokens, compiled, under bfloat16
-   autocast, with AdamW: on a batch that stays on the device, and, with --data, fed by torchvision's
-   CIFAR-10, transforms and DataLoader.
+1. The throughput of large bfloat16 matrix products on this device, as the reference rate.
+2. For each config, compiled if the config says so: milliseconds per step and images/s, the model's
+   FLOP/s as a fraction of the reference rate, the fraction of a step spent on augmentation, how
+   often the host waits for the device in a step, and the kernels that take the most time.
+3. timm's VisionTransformer of the same width, depth, heads and tokens, compiled if the config says
+   so, under bfloat16 autocast with AdamW: on a batch that stays on the device and, with --data, fed
+   by torchvision's CIFAR-10, transforms and DataLoader.
 
-Pixels are random but for the last: speed does not depend on them. Without a GPU it measures the
-CPU.
+Pixels are random except with --data, because speed does not depend on them. Without a GPU, the CPU
+is measured.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def waits_in_step(step: Callable[[], object], device: torch.device) -> int:
 
 
 def measure_config(config: Config, device: torch.device, each: int, peak: float) -> float:
-    """Print what a config's steps cost; return the images/s of those at full size."""
+    """Print the speed of a config's steps; return images/s of the last phase, at full size."""
     step = make_step(config, device)
     batch = torch.arange(config.train.batch_size, device=device)
     speed = 0.0
@@ -72,9 +72,9 @@ def measure_config(config: Config, device: torch.device, each: int, peak: float)
         speed = len(batch) / seconds
         print(
             f"  {rows} x {columns}, {phase.fraction:.0%} of the steps: "
-            f"{1000 * seconds:.2f} ms a step, {speed:,.0f} images/s; "
-            f"{rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the products' rate; "
-            f"augmentation alone takes {augmenting / seconds:.1%} of that; "
+            f"{1000 * seconds:.2f} ms per step, {speed:,.0f} images/s; "
+            f"{rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the reference rate; "
+            f"augmentation takes {augmenting / seconds:.1%} of the step; "
             f"the host waits {waits_in_step(work, device)} times; the first step took {first:.1f} s"
         )
         profile(work, device)
@@ -82,7 +82,7 @@ def measure_config(config: Config, device: torch.device, each: int, peak: float)
 
 
 def batches_of_torchvision(config: Config, root: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return CIFAR-10's training images as torchvision's loader gives them, for ever."""
+    """Return an endless iterator over CIFAR-10's training batches from torchvision's loader."""
     from torchvision import transforms
     from torchvision.datasets import CIFAR10
 
@@ -108,7 +108,7 @@ def batches_of_torchvision(config: Config, root: Path) -> Iterator[tuple[Tensor,
 def timm_images_per_second(
     config: Config, device: torch.device, each: int, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> float:
-    """Measure timm's model of a config's size."""
+    """Return the training speed of timm's model of the same size as a config's, in images/s."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     sizes = config.model
@@ -123,18 +123,18 @@ def timm_images_per_second(
 
 
 def main() -> None:
-    """Run all of it."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--configs", nargs="+", default=CONFIGS)
-    parser.add_argument("--data", type=Path, help="where cifar-10-batches-py is, for timm's loader")
+    parser.add_argument("--data", type=Path, help="folder of cifar-10-batches-py, for the loader")
     parser.add_argument("--matrix", type=int, default=8192)
     arguments = parser.parse_args()
     device, each = choose_device("auto"), max(1, arguments.steps // 10)
     peak = matrix_peak(torch.bfloat16, device, arguments.matrix)
     print(
         f"{describe(device)}, torch {torch.__version__}; bfloat16 products of "
-        f"{arguments.matrix} reach {peak / 1e12:.2f} TFLOP/s"
+        f"size {arguments.matrix} reach {peak / 1e12:.2f} TFLOP/s, the reference rate"
     )
     for path in arguments.configs:
         config = parse_train(["--config", path])[0]
@@ -147,7 +147,7 @@ def main() -> None:
             "a batch on the device": itertools.repeat((fixed, classes))
         }
         if arguments.data:
-            sources["its loader"] = batches_of_torchvision(config, arguments.data)
+            sources["torchvision's loader"] = batches_of_torchvision(config, arguments.data)
         for name, batches in sources.items():
             theirs = timm_images_per_second(config, device, each, batches)
             print(f"  timm with {name}: {theirs:,.0f} images/s; ours {ours / theirs:.2f} x that")

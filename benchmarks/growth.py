@@ -1,9 +1,9 @@
-"""What growing costs: training speed over tokens, depth, width and batch.
+"""Scaling: training speed as a function of tokens, depth, width and batch size.
 
     python benchmarks/growth.py [--rounds 5]
 
 Forward, backward and AdamW of a plain Vision Transformer (linear stem, dim 192, depth 4, 3 heads,
-MLP ratio 2, batch 16) with one thing changed at a time, in the precision that `auto` takes.
+MLP ratio 2, batch size 16), changing one of them at a time, in the precision that `auto` selects.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BATCH, DIM, DEPTH, HEADS = 16, 192, 4, 3
 def steps(
     precision: torch.dtype, tokens: int = 64, depth: int = DEPTH, dim: int = DIM, batch: int = BATCH
 ) -> Callable[[], None]:
-    """Return work that trains a model of a size for a step."""
+    """Return a function that trains a model of the given size for one step."""
     size = 4 * int(tokens**0.5)
     model = VisionTransformer(
         img_size=size, in_chans=3, num_classes=10, patch_size=4, stem="linear", embed_dim=dim,
@@ -37,7 +37,7 @@ def steps(
 
 
 def attention_alone(precision: torch.dtype, tokens: int) -> Callable[[], None]:
-    """Return work that does what the layers' attention does of such a step, both ways."""
+    """Return a function that runs only the attention of such a step, forward and backward."""
     shape = (BATCH, HEADS, tokens, DIM // HEADS)
     query, key, value = (nn.Parameter(torch.randn(shape, dtype=precision)) for _ in range(3))
 
@@ -51,7 +51,7 @@ def attention_alone(precision: torch.dtype, tokens: int) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Print a table for each thing that grows."""
+    """Print a table for each dimension."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

@@ -1,12 +1,13 @@
-"""Kill a run again and again; it must end as one that was left alone, to the last bit.
+"""Soak test: a run that is killed again and again must end bit for bit like an undisturbed one.
 
     python benchmarks/soak.py [--kills 100] [--seed 0]
 
-A small run with everything on that draws random numbers or keeps state is started, killed with
-SIGKILL, started again, and so on: at random moments, while a checkpoint is being written, and while
-the report at the end is made. What it leaves is compared with an undisturbed run's: weights,
-optimizers, averages, every logged number, TensorBoard's curves, the report. Exit 1 if anything
-differs. The processes come from a server that has imported everything, so that they start at once.
+A small run, with every feature enabled that uses random numbers or keeps state, is killed with
+SIGKILL and restarted repeatedly: at random moments, while a checkpoint is being written, and while
+the final report is being written. Its outputs are compared with those of an undisturbed run:
+weights, optimizers, averages, every logged number, TensorBoard's curves and pictures, the report.
+Exits with 1 if anything differs. Processes are forked from a server that has already imported
+everything, so that they start quickly.
 """
 
 import argparse
@@ -38,14 +39,14 @@ from vit.config import Config, from_dict
 from vit.training.trainer import train
 
 SPAWN = multiprocessing.get_context("forkserver")
-EPOCH = 5  # steps
-LONGEST_LIFE = 2.5  # seconds a process has before it is killed
-MOST_EPOCHS = 4  # that it may go on by, so that the run outlives all kills
-DEADLINE = 120.0  # seconds to wait for what must come
+EPOCH = 5  # steps per epoch
+LONGEST_LIFE = 2.5  # maximum seconds before a process is killed
+MOST_EPOCHS = 4  # maximum progress of a process, so that the run outlives all kills
+DEADLINE = 120.0  # maximum seconds to wait for an expected event
 
 
 def small_config(out: Path, epochs: int) -> Config:
-    """Return a run of short epochs in which everything is on that a resumed run could get wrong."""
+    """Return a run of short epochs with every feature that a resumed run could get wrong."""
     return from_dict(
         {
             "out": str(out),
@@ -67,9 +68,9 @@ def small_config(out: Path, epochs: int) -> Config:
 
 
 def work(config: Config, log: Path) -> None:
-    """Train, silently, on one thread: what a process of the soak does."""
+    """Train on one thread with all output in a log file; runs in a process of its own."""
     torch.set_num_threads(1)
-    tqdm.set_lock(threading.RLock())  # in place of a semaphore, which a killed process leaves
+    tqdm.set_lock(threading.RLock())  # instead of a semaphore, which a killed process leaks
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -84,19 +85,19 @@ def start(config: Config, log: Path) -> BaseProcess:
 
 
 def wait(process: BaseProcess, done: Callable[[], bool], seconds: float) -> None:
-    """Wait until something is done, the time is over, or the process has ended by itself."""
+    """Wait until `done` returns True, the time is up, or the process has ended by itself."""
     end = time.monotonic() + seconds
     while process.is_alive() and not done() and time.monotonic() < end:
         time.sleep(0.0005)
 
 
 def has_reached(run: Path, step: int) -> bool:
-    """Tell whether a run has a checkpoint of a step, or of a later one."""
+    """Tell whether a run has a checkpoint of the given step or a later one."""
     return max(checkpoint_steps(run), default=0) >= step
 
 
 def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Random) -> str:
-    """Train, with a number of kills, to the end; return what was hit, in words."""
+    """Train to the end despite a number of kills; return a summary of what they interrupted."""
     run = Path(config.out)
     log, folder = run.with_suffix(".log"), run / CHECKPOINT_FOLDER
     halves = resumed = 0
@@ -131,7 +132,7 @@ def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Ran
 
 
 def left_behind(run: Path) -> dict[str, Any]:
-    """Read all that must be the same, however often a run was killed."""
+    """Read every output of a run that must not depend on how often it was killed."""
     newest = latest_checkpoint(run)
     assert newest is not None
     report = json.loads((run / "eval" / "report.json").read_text())
@@ -156,7 +157,7 @@ def left_behind(run: Path) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """List the parts that are not the same, bit for bit."""
+    """List the parts that are not bit for bit the same."""
     different = []
     for part in one:
         try:
@@ -170,12 +171,12 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Parse the command line, soak, print what came out."""
+    """Parse the command line, run the test and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each resumption
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports every restart
     SPAWN.set_forkserver_preload(["vit.training.trainer", "timm.utils"])
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

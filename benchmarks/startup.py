@@ -1,13 +1,13 @@
-"""What a user waits for before training starts, and the memory that a run takes.
+"""Startup time of the commands, and the peak memory of a run.
 
     python benchmarks/startup.py [--rounds 5] [--root data]
 
-Whole commands on CIFAR-10, which must lie unpacked under --root, in processes of their own:
+Runs whole commands in separate processes, on CIFAR-10, which must be unpacked under --root:
 
 1. `train.py --help`.
-2. A run of configs/quick.yaml that ends its training after one step: seconds from the start of the
-   command to the line that says so.
-3. The largest resident memory of an epoch of configs/quick.yaml, with its test and pictures.
+2. A run of configs/quick.yaml with a single training step: seconds from the start of the command to
+   the line that reports the step.
+3. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
 def seconds_until(command: list[str], sign: str) -> float:
-    """Run a command until a line begins with a sign; return the seconds that took."""
+    """Run a command until it prints a line that begins with `sign`; return the seconds taken."""
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -36,7 +36,7 @@ def seconds_until(command: list[str], sign: str) -> float:
 
 
 def peak_memory(command: list[str]) -> int:
-    """Run a command to its end; return the largest memory it had, bytes."""
+    """Run a command to its end and return its peak resident memory, in bytes."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -45,7 +45,7 @@ def peak_memory(command: list[str]) -> int:
 
 
 def main() -> None:
-    """Run all three."""
+    """Run all three measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--root", default="data")

@@ -1,7 +1,7 @@
-"""Timing works against each other on a machine that is never quite quiet.
+"""Comparing the speed of functions on a noisy machine.
 
-Works take turns, A B C A B C, so that what else the machine does meets all of them; each round
-gives a ratio to the first work, and medians over the rounds are reported.
+The functions take turns (A B C A B C), so that other load on the machine affects all of them alike.
+Each round gives a ratio to the first function; the median over the rounds is reported.
 """
 
 import statistics
@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# A script in benchmarks/ imports this first, and finds `vit` from wherever it is called.
+# The scripts in benchmarks/ import this module first, so that they find `vit` from any folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one work.
+    """The timing of one function.
 
     Attributes:
-        seconds: Median.
-        ratio: Median over the rounds of its speed over that of the first work.
-        low: Smallest ratio of a round.
-        high: Largest ratio of a round.
+        seconds: Median duration.
+        ratio: Median over the rounds of its speed divided by that of the first function.
+        low: Lowest ratio of any round.
+        high: Highest ratio of any round.
     """
 
     seconds: float
@@ -33,14 +33,14 @@ class Timing:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes."""
+    """Return the duration of a call, in seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def take_turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Time works by name in turns, after a round that is not counted."""
+    """Time functions in turns, after one round of warm-up; return timings by name."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():

@@ -1,17 +1,17 @@
-"""Training steps side by side with other people's Vision Transformers, in one run.
+"""Training speed compared with other implementations of the Vision Transformer, in one run.
 
     pip install -r benchmarks/requirements.txt
     python benchmarks/train_step.py [--rounds 5] [--steps 1]
 
-1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch 4, MLP ratio 2,
-   batch 256, 32 x 32 pixels, 10 classes): this project's, timm's, vit-pytorch's SimpleViT and
-   transformers' ViT, each with its defaults, in float32 and under bfloat16 autocast.
-2. What share of the machine's matrix peak that is, and where the rest of the step goes.
-3. The attention of such a step alone, written by hand and by torch's fused kernel.
-4. Steps of configs/quick.yaml: what share of one is gathering and augmenting images.
-5. Classifying 10,000 images with the quick model, and with timm's of the same size in float32.
+1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch size 4, MLP
+   ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch
+   (SimpleViT) and transformers, each with its defaults, in float32 and under bfloat16 autocast.
+2. The FLOP/s of this project's step as a fraction of what large matrix products reach.
+3. The attention of such a step alone: hand-written, and torch's fused kernel.
+4. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
+5. Classifying 10,000 images with the quick model and with timm's of the same size.
 
-Pixels are random: speed does not depend on them.
+Pixels are random, because speed does not depend on them.
 """
 
 import argparse
@@ -44,7 +44,7 @@ DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
 
 
 def ours(attn_kernel: Literal["auto", "math"] = "auto") -> VisionTransformer:
-    """Make this project's model."""
+    """Build this project's model."""
     return VisionTransformer(
         img_size=SIZE, in_chans=3, num_classes=CLASSES, patch_size=PATCH, stem="linear",
         embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2, mlp_conv=False, zero_init=False,
@@ -53,7 +53,7 @@ def ours(attn_kernel: Literal["auto", "math"] = "auto") -> VisionTransformer:
 
 
 def timm_model() -> nn.Module:
-    """Make timm's."""
+    """Build timm's model."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     return TimmViT(
@@ -62,7 +62,7 @@ def timm_model() -> nn.Module:
 
 
 def simple_vit() -> nn.Module:
-    """Make vit-pytorch's SimpleViT."""
+    """Build vit-pytorch's SimpleViT."""
     from vit_pytorch import SimpleViT
 
     return SimpleViT(
@@ -72,7 +72,7 @@ def simple_vit() -> nn.Module:
 
 
 class Transformers(nn.Module):
-    """Transformers' ViT, returning logits as the others do."""
+    """The ViT of transformers, returning logits like the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def training(
     model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: torch.dtype, steps: int
 ) -> Callable[[], None]:
-    """Return work that trains a model for some steps."""
+    """Return a function that trains a model for some steps."""
     optimizer = torch.optim.AdamW(model.parameters())
     device = next(model.parameters()).device
 
@@ -117,7 +117,7 @@ def training(
 
 
 def seconds_each(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Return the median seconds of some work; the device is waited for after several times."""
+    """Return the median duration of a call in seconds; the device is synchronized every `times`."""
 
     def some() -> None:
         for _ in range(times):
@@ -129,13 +129,13 @@ def seconds_each(work: Callable[[], object], device: torch.device, times: int = 
 
 
 def matrix_peak(precision: torch.dtype, device: torch.device = CPU, size: int = 2048) -> float:
-    """Return what large matrix products reach here, FLOP/s."""
+    """Return the throughput of large matrix products, in FLOP/s."""
     a, b = (torch.randn(size, size, dtype=precision, device=device) for _ in range(2))
     return 2 * size**3 / seconds_each(lambda: a @ b, device)
 
 
 def flops_of_step(model: VisionTransformer, batch: int, size: int = SIZE) -> float:
-    """Count the floating-point operations of matrix products and convolutions, both ways."""
+    """Count the FLOP of matrix products and convolutions, forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
     few, device = 2, model.head.weight.device
@@ -176,7 +176,7 @@ def compare_peers(batch: int, rounds: int, steps: int) -> None:
 
 
 def compare_kernels(batch: int, rounds: int) -> None:
-    """Print what one layer's attention costs, forward and backward, by either kernel."""
+    """Print the cost of one layer's attention, forward and backward, with either kernel."""
 
     def by_hand(query: Tensor, key: Tensor, value: Tensor) -> None:
         scaled_dot_product_attention(query, key, value)[0].sum().backward()
@@ -199,7 +199,7 @@ def compare_kernels(batch: int, rounds: int) -> None:
 
 
 def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 14) -> None:
-    """Print which operations some work spends the device's time in."""
+    """Print the operations in which a call spends the device's time."""
     with torch.profiler.profile() as profiler:
         work()
     averages = profiler.key_averages()
@@ -221,11 +221,11 @@ def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:
 def repeat_step(
     step: TrainingStep, start: int, batches: Tensor, prepare_only: bool = False
 ) -> Callable[[], None]:
-    """Return work that takes the same step of a run once for each batch.
+    """Return a function that repeats one step of a run, once for each batch.
 
     Args:
         step: The training step.
-        start: Number of the step, which decides its image size.
+        start: Number of the step, which determines its image size.
         batches: (times, B) indices of images.
         prepare_only: Whether to stop after selecting and augmenting the images.
     """
@@ -239,7 +239,7 @@ def repeat_step(
 
 
 def measure_quick(rounds: int, steps: int = 10) -> None:
-    """Print the parts of a step of configs/quick.yaml."""
+    """Print the speed of configs/quick.yaml, and where the time of a step goes."""
     config = Config()
     step, size = make_step(config), config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
@@ -261,7 +261,7 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
 
 
 def measure_evaluation(rounds: int, count: int = 10_000) -> None:
-    """Print how long it takes to classify as many images as the test set has."""
+    """Print how long it takes to classify images; the default is the size of the test set."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     model, preprocess = Config().model, Preprocess.for_dataset("cifar10")
@@ -292,7 +292,7 @@ def measure_evaluation(rounds: int, count: int = 10_000) -> None:
 
 
 def main() -> None:
-    """Run all of it."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)

@@ -1,4 +1,4 @@
-"""What all tests share: one thread each, the demo's run, and the marker for slow tests."""
+"""Shared by all tests: one thread per process, the demo run, and the marker for slow tests."""
 
 import os
 import subprocess

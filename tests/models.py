@@ -1,4 +1,4 @@
-"""Model settings that several tests share."""
+"""Model settings shared by several tests."""
 
 from typing import Any
 

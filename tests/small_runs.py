@@ -1,4 +1,4 @@
-"""Small whole runs, and what they leave, for the tests that need them."""
+"""Small complete runs, and helpers to read their outputs."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Attention against torch, timm, a numpy reference and itself written out by hand."""
+"""Attention compared with torch, timm and NumPy."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What the evaluators of attention yield at a milestone, and what they save."""
+"""What the attention evaluators yield and save at a milestone."""
 
 import dataclasses
 from pathlib import Path

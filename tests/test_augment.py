@@ -1,4 +1,4 @@
-"""Augmentation: each function by what it does to every single image."""
+"""Augmentation: the effect of each function on every single image."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Epochs cut into batches."""
+"""Shuffling an epoch into batches."""
 
 import pytest
 import torch

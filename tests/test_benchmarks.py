@@ -1,4 +1,4 @@
-"""Benchmarks start from wherever they are called, as their first lines say."""
+"""Benchmarks start from any folder, with the command in their docstring."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Files: whole or not at all, never executed, and refused by name when they are not ours."""
+"""Checkpoints and model files: atomic, never executed, and foreign ones refused by name."""
 
 import io
 import pickle

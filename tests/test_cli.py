@@ -1,4 +1,4 @@
-"""Bad input ends in one line and exit code 2, with no traceback, before anything is touched."""
+"""Invalid input produces a one-line error and exit code 2, before any file is changed."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Data sets: what is in them, how they arrive, how they are split."""
+"""Data sets: their contents, downloading, and splitting."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""One process is a world of its own; what several do is in test_reliability.py."""
+"""A world of one process; test_reliability.py tests several."""
 
 from typing import Any, ClassVar
 

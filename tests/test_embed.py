@@ -1,4 +1,4 @@
-"""Patch and position embedding against hand-cut patches, torch's layers one by one and timm."""
+"""Patch and position embedding compared with hand-cut patches, torch's layers and timm."""
 
 import pytest
 import torch

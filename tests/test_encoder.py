@@ -1,4 +1,4 @@
-"""The encoder block against timm's and written out."""
+"""The encoder block compared with timm's and with a direct computation."""
 
 from itertools import product
 

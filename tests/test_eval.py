@@ -1,4 +1,4 @@
-"""Looking into a trained model with eval.py: maps, photos, two models compared, bad input."""
+"""eval.py on a trained model: maps, photos, comparing two models, invalid input."""
 
 import io
 import json

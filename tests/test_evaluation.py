@@ -1,4 +1,4 @@
-"""Measures of how good a model is, against torchmetrics and first principles."""
+"""Metrics compared with torchmetrics and with their definitions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Photos in Python: predict and explain, and the sheet that an explanation draws."""
+"""Photos in Python: predict, explain, and the sheet of an explanation."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Hiding patches against a loop over images, and scores of maps against cases by hand."""
+"""Faithfulness compared with a loop over images and with cases computed by hand."""
 
 import math
 

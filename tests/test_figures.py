@@ -1,4 +1,4 @@
-"""Pictures: read back from their pixels."""
+"""Pictures, checked by their pixels."""
 
 import matplotlib
 import numpy as np

@@ -1,4 +1,4 @@
-"""Files are complete or absent, whatever the disk does, and changed ones are noticed."""
+"""Files are complete or absent, whatever the disk does, and damage is detected."""
 
 import errno
 import os

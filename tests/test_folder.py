@@ -1,4 +1,4 @@
-"""Image folders: what is read of them, broken pictures, wrong layouts, a run from end to end."""
+"""Image folders: reading, unreadable files, wrong layouts, and a complete run."""
 
 import re
 import shutil

@@ -1,7 +1,7 @@
-"""Bad input by the hundred: each ends in one line and exit code 2, and none would train.
+"""Hundreds of invalid inputs: each produces a one-line error and exit code 2, and none trains.
 
-In one process, by what `train.py` and `eval.py` call; test_cli.py runs the commands themselves.
-The inputs are the same each time.
+The tests call the functions behind train.py and eval.py; test_cli.py runs the commands themselves.
+The inputs are the same in every run.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""An accelerator computes what the CPU does: `python -m pytest -m gpu`."""
+"""An accelerator computes the same as the CPU: `python -m pytest -m gpu`."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Devices are chosen by name, and what a device lacks is computed on the CPU."""
+"""Choosing devices and precision, and falling back to the CPU for missing operations."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The locks hold what the requirements pin, each file of it by its hash."""
+"""The lock files contain every pinned requirement, with hashes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loop: it stops anywhere and goes on as if it had not, and skips what is not finite."""
+"""The loop: stopping and resuming at any step, and skipping non-finite steps."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Learning rate, parameter groups, and optimizers that go on where they stopped."""
+"""Learning rate, parameter groups, and optimizers that resume exactly."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""The package as users install it: what it depends on, what is in it, and that it runs alone."""
+"""The installed package: its dependencies, its contents, and running outside a checkout."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""How any image becomes what a model takes."""
+"""Preprocessing of images of any size."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""RandAugment: each operation is torchvision's, and each image draws its own."""
+"""RandAugment: operations equal torchvision's, and each image gets its own."""
 
 import pytest
 import torch

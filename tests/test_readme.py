@@ -1,4 +1,4 @@
-"""README's Python runs, and gives the shapes that stand beside it."""
+"""README's Python code runs and gives the shapes in its comments."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What long runs die of, done to whole commands: they survive it, or say what to do."""
+"""Faults of long runs, applied to whole commands: the run survives, or says what to do."""
 
 import json
 import os

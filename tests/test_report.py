@@ -1,4 +1,4 @@
-"""What the report finds worth showing: mistakes, and precision-recall curves."""
+"""The report: mistakes and precision-recall curves."""
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

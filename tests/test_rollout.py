@@ -1,4 +1,4 @@
-"""Maps of attention against the papers' formulas, literal numbers, and their own symmetries."""
+"""Attention maps compared with the papers' formulas, literal numbers and symmetries."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""The run folder belongs to one process at a time; see test_train.py for what it refuses."""
+"""The run folder belongs to one process at a time; see test_train.py for refusals."""
 
 import os
 import re

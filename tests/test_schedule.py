@@ -1,4 +1,4 @@
-"""The course of a run is a function of the step."""
+"""The schedule as a function of the step."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Seeds from names and counters."""
+"""Seeds derived from names and counters."""
 
 import os
 import subprocess

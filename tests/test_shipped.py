@@ -1,4 +1,4 @@
-"""The bundled models: loaded by name, from anywhere, without data, and as good as stated."""
+"""The bundled models load by name from any folder and reach the stated accuracy."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Numbers about attention against loops over heads and rows, and cases worked out by hand."""
+"""Attention statistics compared with loops over heads and rows, and cases by hand."""
 
 import math
 

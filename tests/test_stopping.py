@@ -1,4 +1,4 @@
-"""Signals: the first is a request, the second is obeyed at once, and then all is as before."""
+"""Signals: the first is a request, the second stops at once, and handlers are restored."""
 
 import contextlib
 import os

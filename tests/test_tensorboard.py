@@ -1,4 +1,4 @@
-"""What a person sees: the real TensorBoard on the demo's run, in a real browser."""
+"""TensorBoard on the demo run, in a real browser."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Whole runs, small: what a run leaves behind, and what it refuses; see test_reliability.py too."""
+"""Small complete runs: what they write and what they refuse; see also test_reliability.py."""
 
 import json
 import shutil

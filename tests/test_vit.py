@@ -1,4 +1,4 @@
-"""The whole Vision Transformer against timm's, and properties of its own."""
+"""The complete Vision Transformer compared with timm's, and its own properties."""
 
 import copy
 import dataclasses

@@ -81,7 +81,7 @@ def lock_run(run: Path) -> Iterator[None]:
         yield
     finally:
         owner.unlink(missing_ok=True)
-        # Removed while the lock is held, so that nobody locks a file that is about to disappear.
+        # Removed while the lock is held, so that no other process locks a file that is about to go.
         # Windows cannot delete an open file; there, filelock removes it on release.
         with contextlib.suppress(PermissionError):
             path.unlink(missing_ok=True)

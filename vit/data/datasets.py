@@ -1,4 +1,4 @@
-"""Data sets as whole tensors: uint8 images, labels and class names; subsets and splits of them."""
+"""Data sets as tensors: uint8 images, labels and class names; subsets and splits of them."""
 
 import dataclasses
 from collections.abc import Sequence

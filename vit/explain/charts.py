@@ -1,4 +1,4 @@
-"""Charts of numbers: confusion, calibration, statistics of heads.
+"""Charts: confusion matrix, reliability diagram, statistics of attention heads.
 
 Pictures are (height, width, 3) uint8 arrays.
 """
@@ -17,16 +17,21 @@ DPI = 100
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
-    """Draw a confusion matrix (C x C counts, rows are true classes) with shares of each row."""
+    """Draw a confusion matrix, normalized over the true classes.
+
+    Args:
+        confusion: C x C counts, rows are true classes and columns predicted ones.
+        classes: The C class names.
+    """
     counts = torch.tensor(confusion, dtype=torch.float64)
     shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
     few = len(classes) <= 20
     figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
     axis = figure.subplots()
     axis.set_facecolor("0.85")
-    # The square root makes rare confusions visible beside the diagonal.
+    # The square root makes rare confusions visible next to the diagonal.
     shown = axis.imshow(shares.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    figure.colorbar(shown, ax=axis, label="share of the true class")
+    figure.colorbar(shown, ax=axis, label="fraction of the true class")
     axis.set(xlabel="predicted", ylabel="true")
     axis.set_title("confusion, % of each true class", fontsize=10)
     if few:
@@ -41,7 +46,12 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
 
 
 def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarray:
-    """Draw accuracy over confidence, with the number of images in each bin below it."""
+    """Draw a reliability diagram: accuracy over confidence, with the images per bin below.
+
+    Args:
+        bins: Result of `vit.evaluation.reliability`.
+        ece: Expected calibration error, 0 to 1.
+    """
     figure = Figure(figsize=(4.6, 5.2), dpi=DPI, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     confidence = [b["confidence"] for b in bins]
@@ -61,10 +71,10 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
 
 
 def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
-    """Draw numbers of each layer and head as small heatmaps beside each other.
+    """Draw statistics of all heads as heatmaps side by side, layers as rows and heads as columns.
 
     Args:
-        statistics: By title, (L, H).
+        statistics: Values (L, H) by title.
     """
     layers, heads = next(iter(statistics.values())).shape
     cell, left, top, below = (max(45, 150 // heads), 30), 42, 26, 42  # pixels
@@ -92,7 +102,7 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
 
 
 def pixels_of(figure: Figure) -> np.ndarray:
-    """Render a figure."""
+    """Render a matplotlib figure as pixels."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,4 +1,4 @@
-"""Faithfulness of maps: how the prediction changes when the important patches are hidden.
+"""Faithfulness of maps: how the prediction changes when important patches are hidden.
 
 Hidden patches get the mean colour of the training images, which is 0 after normalization. Inserting
 the k most important patches into an empty image is the same as deleting all others, so one set of
@@ -21,12 +21,15 @@ LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # fractions of 
 
 
 def random_maps(count: int, grid_size: tuple[int, int], seed: int) -> Tensor:
-    """Draw maps that do not depend on the image: (count, rows, columns), 0 to 1."""
+    """Return random maps, a baseline: (count, rows, columns), 0 to 1."""
     return torch.rand(count, *grid_size, generator=generator(seed, "random maps"))
 
 
 def centred_map(grid_size: tuple[int, int]) -> Tensor:
-    """Return a centred Gaussian, (rows, columns); its deviation is a quarter of each side."""
+    """Return a centred Gaussian, a baseline: (rows, columns), 0 to 1.
+
+    Its standard deviation is a quarter of each side.
+    """
     down, across = (
         torch.exp(-0.5 * ((torch.arange(n) + 0.5 - n / 2) / (n / 4)) ** 2) for n in grid_size
     )
@@ -47,7 +50,8 @@ def hiding_curves(
     Args:
         classify: Maps normalized images to logits, such as `Classifier.forward`.
         images: (B, channels, H, W), normalized, on the classifier's device.
-        maps: (B, rows, columns); larger values are more important, and of equal values the first.
+        maps: (B, rows, columns); patches with larger values are more important, and among equal
+            values the first.
         target: (B,) int64, the class whose probability is measured.
         levels: K fractions of the patches to hide, 0 to 1.
         batch_size: Images per forward pass.
@@ -90,7 +94,7 @@ def faithfulness(morf: Tensor, lerf: Tensor) -> dict[str, Tensor]:
         (B,) each: "deletion", the area under the MoRF curve (mean over levels; lower is better);
         "insertion", the area under the insertion curve (higher is better), which is the LeRF curve
         read backwards if the levels are symmetric around 0.5; "lerf_morf", half their difference,
-        -0.5 to 0.5: a map that does not depend on the image has 0 on average.
+        -0.5 to 0.5: 0 on average for a map that does not depend on the image.
     """
     deletion, insertion = morf.mean(dim=0), lerf.mean(dim=0)
     return {
@@ -131,7 +135,7 @@ def score_maps(
 
 
 def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
-    """Test whether the strongest patch lies on the object (arXiv 1608.00507, for patches).
+    """Test whether the strongest patch is on the object (arXiv 1608.00507, for patches).
 
     Args:
         maps: (B, rows, columns).
@@ -162,7 +166,10 @@ def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
 
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
-    """Return the mean over images of (B,) and half the width of its 95% interval (normal)."""
+    """Return the mean of values (B,) and half the width of its 95% confidence interval.
+
+    The interval is that of the normal approximation; NaN for a single value.
+    """
     values = values.to(device_for("float64", values.device)).double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))

@@ -1,6 +1,7 @@
-"""Figures of attention: tensors in, uint8 pictures out.
+"""Figures of attention maps: tensors in, pictures out.
 
-Figures are (height, width, 3) uint8 arrays; see `vit.explain.drawing` for their colours and scale.
+Pictures are (height, width, 3) uint8 arrays; see `vit.explain.drawing` for colours and scale. Maps
+are in units of uniform attention.
 
 Shapes: B images, L layers, H heads, T steps.
 """
@@ -30,7 +31,7 @@ DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
-    """Say in two lines what each image shows and what it was taken for.
+    """Return two-line captions with the true class, the predicted class and its probability.
 
     Args:
         logits: (B, C).
@@ -49,16 +50,16 @@ def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[
 def attention_picture(
     images: Tensor, maps: Tensor, captions: Sequence[str], titles: Sequence[str]
 ) -> np.ndarray:
-    """Draw images, their attention maps and both laid over each other, one row per image.
+    """Draw images, their attention maps and the overlays of both, one row per image.
 
     Args:
         images: (B, 3, H, W) uint8.
         maps: (B, rows, columns).
-        captions: B texts over the images, of up to two lines of 30 characters.
-        titles: B texts over the maps, likewise.
+        captions: B captions above the images, of up to two lines of 30 characters.
+        titles: B titles above the maps, of up to two lines of 30 characters.
 
     Returns:
-        706 pixels wide and 256 high per row.
+        A picture, 706 pixels wide and 256 high per row.
     """
     panel, title = 208, 48
     canvas = paper((panel + title) * len(images), 3 * panel + 4 * GAP)
@@ -79,9 +80,9 @@ def attention_picture(
 
 
 def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> list[np.ndarray]:
-    """Draw each image with its attention rollout as a picture of its own.
+    """Draw each image with its attention rollout as a separate picture.
 
-    Arguments as for `attention_picture`.
+    Arguments are those of `attention_picture`.
     """
     title = [map_title("rollout", "")]
     return [
@@ -91,12 +92,12 @@ def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> l
 
 
 def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:
-    """Draw how maps form: images as rows, steps as columns.
+    """Draw the maps of several training steps: images as rows, steps as columns.
 
     Args:
         images: (B, 3, H, W) uint8.
         maps: (T, B, rows, columns).
-        steps: T optimizer steps.
+        steps: The T optimizer steps.
     """
     cells = [
         [as_pixels(image), *(colour_map(heat) for heat in row)]
@@ -108,12 +109,12 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
 
 
 def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
-    """Draw what every head of every layer looks at: layers as rows, heads as columns.
+    """Draw the attention of every head: layers as rows, heads as columns.
 
     Args:
         image: (3, H, W) uint8.
         maps: (L, H, rows, columns).
-        caption: What the image shows.
+        caption: The class of the image.
     """
     blank = np.full((1, 1, 3), 255, dtype=np.uint8)
     cells = [
@@ -128,14 +129,14 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
 def gallery_picture(
     title: str, images: Tensor, maps: Tensor, captions: Sequence[str], columns: int = 4
 ) -> np.ndarray:
-    """Draw images beside their overlays, several to a row.
+    """Draw images next to their overlays, several per row.
 
     Args:
         title: What the overlays show.
         images: (B, 3, H, W) uint8.
         maps: (B, rows, columns).
-        captions: B texts, of up to two lines of 30 characters.
-        columns: Images in a row.
+        captions: B captions, of up to two lines of 30 characters.
+        columns: Images per row.
     """
     panel, space, first = 96, 46, 20
     rows = -(-len(images) // columns)
@@ -155,13 +156,13 @@ def gallery_picture(
 def comparison_picture(
     images: Tensor, maps: tuple[Tensor, Tensor], names: tuple[str, str], captions: Sequence[str]
 ) -> np.ndarray:
-    """Draw the rollout of two models side by side on one scale, and where they differ.
+    """Draw the rollout of two models side by side on the same scale, and their difference.
 
     Args:
         images: (B, 3, H, W) uint8.
         maps: Attention rollout, (B, rows, columns) each; the grids must be the same.
-        names: Of the models.
-        captions: B texts, of up to two lines of 30 characters.
+        names: Names of the models.
+        captions: B captions, of up to two lines of 30 characters.
     """
     panel, title, differs = 176, 48, Normalize(*DIFFERENCE_SCALE)
     canvas = paper((panel + title) * len(images), 4 * panel + 5 * GAP)
@@ -191,7 +192,7 @@ def _sheet(
     side: int,
     margin: int,
 ) -> np.ndarray:
-    """Lay pictures out as a table with words over all, over the columns and left of the rows."""
+    """Arrange pictures as a table with a title, column headings and row labels."""
     top = 44
     canvas = paper(top + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
     texts: list[Text] = [(margin, top - 25, "left", title)]

@@ -1,1 +1,1 @@
-"""What people look at: reports, attention sheets, predictions for photos, comparisons."""
+"""Output for people: reports, attention sheets, predictions for photos, comparisons."""

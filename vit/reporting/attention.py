@@ -1,4 +1,4 @@
-"""Attention of test images: sheets, maps, an index, and the faithfulness of each kind of map."""
+"""Attention of test images: sheets, maps and an index, and the faithfulness of each kind of map."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ _WRITTEN = (
     INDEX_FILE,
 )
 
-Table = dict[str, dict[str, tuple[float, float]]]  # mean and half of its 95% interval
+Table = dict[str, dict[str, tuple[float, float]]]  # mean and half the width of its 95% interval
 
 
 def explain_run(run: str, options: EvalConfig) -> None:
@@ -104,7 +104,11 @@ def rollout_options(classifier: Classifier, options: EvalConfig) -> dict[str, An
 
 
 def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
-    """Return the indices to draw: those asked for, or random ones."""
+    """Return the indices of the images to draw: --indices, or a balanced random choice.
+
+    Raises:
+        ValueError: There is no test image with such an index.
+    """
     for index in options.indices:
         if not 0 <= index < len(test):
             raise ValueError(
@@ -117,10 +121,10 @@ def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
 
 
 def _empty_folder(folder: Path) -> None:
-    """Make a folder for maps, without those of an earlier call.
+    """Create a folder for maps, or delete the files of an earlier call from it.
 
     Raises:
-        ValueError: The folder contains something else.
+        ValueError: The folder contains other files.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / INDEX_FILE).exists():
         raise ValueError(f"out: {folder} contains files other than maps; use another --out")
@@ -161,13 +165,13 @@ def _write_maps(
         "split": "test",
         "readout": readout_of(saved.classifier.model),
         "rollout": rollout,
-        "unit": "1 is what each token (relevance: each patch) gets if all get the same",
+        "unit": "1 is the value of every token (relevance: patch) under uniform attention",
         "maps": {
             kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
         },
         "images": entries,
     }
-    # Written first, because it tells the next call that the folder may be emptied.
+    # Written first, because it marks the folder as one that the next call may empty.
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
     captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
@@ -191,18 +195,18 @@ def measure_maps(
 ) -> Table:
     """Measure the faithfulness of every kind of map, and of two baselines, on the same images.
 
-    The maps explain the predicted class. A terminal shows the progress.
+    The maps explain the predicted class. A progress bar is shown on terminals.
 
     Args:
         classifier: The model.
-        images: Test images; if they have masks, the maps are compared with these too.
+        images: Test images; if they have masks, the maps are compared with the masks too.
         batch_size: Images per forward pass.
         seed: Seed of the random maps.
         **rollout: Options of `vit.explain.rollout.attention_rollout`.
 
     Returns:
-        For each map and metric the mean over images and half of its 95% interval; "over_centred"
-        is the difference in (LeRF - MoRF) / 2 to the centred map, image by image.
+        For each map and metric, the mean over images and half the width of its 95% interval.
+        "over_centred" is the paired difference to the centred map in (LeRF - MoRF) / 2.
     """
     logits, maps = classifier.maps(
         images.images, list(MAP_KINDS), precision=classifier.precision, batch_size=batch_size,

@@ -24,7 +24,7 @@ from vit.explain.statistics import (
 from vit.files import write_atomically
 from vit.tracking import ROLLOUT_TAG
 
-JUDGED = 32  # images on which faithfulness is measured during training
+JUDGED = 32  # number of images for measuring faithfulness during training
 JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
 JUDGED_KINDS = ("rollout", "relevance")
 
@@ -33,10 +33,10 @@ class AttentionLogging:
     """Evaluator that draws the attention of a few images and measures statistics of all heads.
 
     The rollout maps are saved as step_*.npy, (probes, rows, columns) in units of uniform attention.
-    The filmstrip is drawn from these files, so it is complete after an interruption too.
+    The filmstrip is drawn from these files, so it is complete even after an interruption.
 
     Args:
-        folder: Where the maps are saved.
+        folder: Folder for the maps.
         probes: The images; if there are none, nothing is drawn.
         steps: The steps after which it runs.
     """
@@ -45,7 +45,7 @@ class AttentionLogging:
         self.folder, self.probes, self.steps = folder, probes, steps
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
-        """Yield attention/STATISTIC/layer_NN, and the pictures."""
+        """Yield attention/STATISTIC/layer_NN, and pictures of statistics, heads and rollout."""
         if len(self.probes) == 0:
             return
         model = classifier.model
@@ -83,7 +83,7 @@ class AttentionLogging:
         yield "attention/filmstrip", filmstrip_picture(self.probes.images, strip, list(kept))
 
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:
-        """Save the maps of a step; return those of all steps so far.
+        """Save the maps of a step; return the maps of all steps so far.
 
         A full disk does not end the run.
         """
@@ -95,14 +95,14 @@ class AttentionLogging:
         except OSError as error:
             warn(f"the attention maps of step {step} were not saved: {error}")
         found = {_step_of(path): np.load(path) for path in sorted(self.folder.glob("step_*.npy"))}
-        # Maps of later steps are from before an interruption. A run that was resumed with other
-        # probes has maps of another shape.
+        # Maps of later steps date from before an interruption. A run that was resumed with another
+        # number of probes has maps of another shape.
         earlier = {s: old for s, old in found.items() if s < step and old.shape == maps.shape}
         return earlier | {step: maps.numpy()}
 
 
 class MapFaithfulness:
-    """Evaluator that measures the faithfulness of maps: mean (LeRF - MoRF) / 2 of each kind.
+    """Evaluator that measures the faithfulness of maps: mean (LeRF - MoRF) / 2 per kind.
 
     Args:
         images: The images; if there are none, nothing is measured.

@@ -1,4 +1,4 @@
-"""Two models on the same test images: which is better, and where their attention differs."""
+"""Comparison of two models on the same test images: accuracy, and where their attention differs."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from vit.reporting.loading import load_run, load_test, results_folder
 
 
 def compare_runs(run: str, options: EvalConfig) -> None:
-    """Compare two models on the test images: print the result, write a figure and numbers.
+    """Compare two models on the test images; print the result, and write numbers and a figure.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
@@ -101,7 +101,7 @@ def _draw(
     maps: tuple[Tensor, Tensor],
     names: tuple[str, str],
 ) -> np.ndarray:
-    """Draw the mean over all test images, then the images at `drawn`."""
+    """Draw the mean over all test images, followed by the images at `drawn`."""
     chosen = test.select(drawn)
     captions = [
         f"true {test.classes[label]}, no. {index}\n"
@@ -149,7 +149,7 @@ def _print(content: dict[str, Any], names: tuple[str, str], folder: Path) -> Non
     print(
         f"  McNemar's exact test: {value}; the difference is {verdict} at the 5% level\n"
         f"  attention rollout (class-agnostic): {content['moved_attention']:.1%} of the attention "
-        f"is in other places, most on images "
+        f"is on other patches, most on images "
         f"{', '.join(str(moved['index']) for moved in content['most_moved'])}\n"
         f"\nwrote {folder / 'comparison.png'}, {folder / 'comparison.json'}"
     )

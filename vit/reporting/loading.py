@@ -1,4 +1,4 @@
-"""Loading what eval.py works on: the model, its test images, and the folder for results."""
+"""Inputs of eval.py: the model, its test images, and the folder for results."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from vit.run_folder import EVAL_FOLDER
 
 
 def load_run(run: str, options: EvalConfig) -> SavedModel:
-    """Load a model onto the device and in the precision of the options.
+    """Load a model with the device and precision of the options.
 
     Raises:
         ValueError: The model cannot be read, or the device is not available.
@@ -37,6 +37,6 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))
         raise ValueError(
             f"data.root: the test images in {root} do not have the classes of {saved.path}: only "
-            f"one of the two has {different}; use --data.root to name a folder with its classes"
+            f"one of the two has {different}; point --data.root at a folder with its classes"
         )
     return test

@@ -1,4 +1,4 @@
-"""Photos from files: what a model predicts for them, and where it looks."""
+"""Predictions and attention maps for photos."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from vit.data.photos import read_photo
 from vit.explain.drawing import SCALE
 from vit.reporting.loading import load_run, results_folder
 
-BEST = 5  # classes that are printed
+BEST = 5  # number of classes printed
 KINDS = ("rollout", "relevance")
 
 
@@ -25,7 +25,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     photos = {Path(name): read_photo(Path(name), "image") for name in options.image}
     saved = load_run(run, options)
     if options.target is not None:
-        saved.classifier.class_index(options.target)  # before a folder is made
+        saved.classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options) / "photos"
     folder.mkdir(parents=True, exist_ok=True)
     print(saved.describe())
@@ -43,7 +43,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
 
 
 def _unused(stem: str, used: set[str]) -> str:
-    """Return a file name that no other photo of this call has, and remember it."""
+    """Return a file name that no other photo of this call uses, and add it to `used`."""
     while stem in used:
         stem += "_"
     used.add(stem)

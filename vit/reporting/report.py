@@ -1,4 +1,4 @@
-"""The report on the test images: metrics and figures. Training ends with it too."""
+"""The report on the test images: metrics and figures. Training ends with the same report."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from vit.tracking import picture_tag
 MISTAKES = 16  # images in the gallery
 PROJECTED = 1000  # images in TensorBoard's projector
 FRAME = 4  # pixels around a thumbnail in the projector
-PROJECTED_AT_ONCE = 250  # bounds the memory of a run
+PROJECTED_AT_ONCE = 250  # limits peak memory
 
 
 def write_report(
@@ -42,9 +42,9 @@ def write_report(
     Args:
         classifier: The model.
         images: The test images, with labels.
-        folder: Gets report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            probes/*.png and TensorBoard events, among them precision-recall curves and a projector
-            of the features; files of an earlier report are replaced.
+        folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
+            probes/*.png and TensorBoard events, including precision-recall curves and a projector
+            of the features. Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn.
@@ -66,7 +66,7 @@ def write_report(
     for old in report_files(folder):
         old.unlink()
     for old in (*folder.glob("*/features"), *folder.glob("[0-9]*")):
-        with contextlib.suppress(OSError):  # not empty: not ours alone
+        with contextlib.suppress(OSError):  # not empty: it contains other files
             old.rmdir()
     with SummaryWriter(str(folder)) as writer:
         for key in ("accuracy", "top5_accuracy", "loss", "ece"):
@@ -85,7 +85,7 @@ def write_report(
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Find the misclassified images with the highest confidence.
+    """Return the misclassified images with the highest confidence.
 
     Args:
         logits: (N, C).
@@ -135,7 +135,7 @@ def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, st
 def class_frames(images: ImageSet) -> Tensor:
     """Frame images in the colours of their classes.
 
-    The projector opens without colours and cannot be told otherwise, but it shows thumbnails.
+    The projector cannot be configured to colour its points, but it shows thumbnails.
 
     Returns:
         (N, 3, height, width) uint8, FRAME pixels larger on each side.

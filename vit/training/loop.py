@@ -160,7 +160,7 @@ class Loop:
         return numbers
 
     def _save(self) -> None:
-        """Save a checkpoint; if that fails, training goes on and the next save tries again."""
+        """Save a checkpoint; if that fails, training continues and the next save tries again."""
         state, now = self.step.state, time.perf_counter()
         state.seconds, self._since = state.seconds + now - self._since, now
         if not state.is_finite():
