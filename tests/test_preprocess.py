@@ -1,6 +1,7 @@
 """Preprocessing of images of any size."""
 
 import json
+import typing
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
+from vit.config import DataName
 from vit.data.preprocess import Preprocess
 from vit.data.specs import DATASETS
 
@@ -25,6 +27,10 @@ def test_every_data_set_has_its_preprocessing(name: str) -> None:
     assert preprocess.image_size == spec.image_size
     assert preprocess.channels == spec.channels == len(spec.std)
     assert (preprocess.mean, preprocess.std) == (spec.mean, spec.std)
+
+
+def test_every_registered_data_set_can_be_chosen() -> None:
+    assert typing.get_args(DataName) == tuple(DATASETS)
 
 
 @pytest.mark.parametrize("preprocess", [CIFAR10, WIDE])

@@ -42,6 +42,7 @@ from vit.reporting.report import evaluate_run
 from vit.run_folder import check_run
 from vit.tracking import Tracker, milestones
 from vit.training import trainer
+from vit.training.budget import TIMED_STEPS, WARMUP_STEPS
 from vit.training.schedule import lr_at
 from vit.training.step import TrainingStep
 from vit.training.trainer import train
@@ -356,6 +357,28 @@ def test_trial_steps_leave_no_trace(tmp_path: Path) -> None:
     assert planned.pop("total_steps") > 0 and planned.pop("seconds") > 0
     for part in ("model", "optimizers", "ema", "step"):
         torch.testing.assert_close(planned[part], fresh[part], rtol=0, atol=0)
+
+
+def test_trials_of_a_budget_take_the_steps_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each phase, with its image size and its mixing, is timed for as many steps."""
+    taken: list[tuple[int, bool]] = []
+    update = TrainingStep.update
+
+    def watched_update(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
+        taken.append((images.shape[-1], bool((targets.max(dim=1).values < 1).any())))
+        return update(step, images, targets)
+
+    monkeypatch.setattr(TrainingStep, "update", watched_update)
+    config = small(
+        tmp_path,
+        augment={"mixup": 1.0, "cutmix": 0.0, "mix_share": 0.8},
+        train={"budget_minutes": 1.0, "small_share": 0.5, "small_scale": 0.75},
+    )
+    make_step(config)
+    steps = WARMUP_STEPS + TIMED_STEPS
+    assert taken == [(24, True)] * steps + [(32, True)] * steps + [(32, False)] * steps
 
 
 @pytest.mark.parametrize("whiten", [True, False])
