@@ -282,7 +282,7 @@ def attention_maps(
 
     Args:
         model: In evaluation mode.
-        images: (B, channels, height, width), normalised, on the model's device. Height and width
+        images: (B, channels, height, width), normalized, on the model's device. Height and width
             are multiples of the patch size.
         kinds: Kinds of map, keys of `MAP_KINDS`.
         target: (B,) int64, the class that class-specific maps explain; None explains the predicted

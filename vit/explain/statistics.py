@@ -31,7 +31,7 @@ def attention_distance(
     """Compute the mean attention distance of each head (arXiv 2010.11929, fig. 7).
 
     Prefix tokens have no position: attention to them is ignored, and attention to the patches is
-    renormalised to sum to 1.
+    renormalized to sum to 1.
 
     Args:
         weights: L attention weights (B, H, N, N), rows summing to 1.

@@ -97,7 +97,7 @@ class MultiHeadSelfAttention(nn.Module):
         num_heads: H; 1 is single-head attention.
         head_dim: d, width of a head; None means dim / num_heads.
         qkv_bias: Whether the fused projection has a bias.
-        qk_norm: Whether queries and keys are layer-normalised in each head (arXiv 2302.05442).
+        qk_norm: Whether queries and keys are layer-normalized in each head (arXiv 2302.05442).
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projection.
         kernel: "math" is `scaled_dot_product_attention` in this file, "fused" is torch's kernel,

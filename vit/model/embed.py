@@ -97,7 +97,7 @@ class PatchEmbed(nn.Module):
         left over keep their initial values.
 
         Args:
-            images: (B, C, height, width), normalised like the training images.
+            images: (B, C, height, width), normalized like the training images.
         """
         first = next(module for module in self.proj.modules() if isinstance(module, nn.Conv2d))
         rows, columns = first.kernel_size

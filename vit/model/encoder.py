@@ -104,7 +104,7 @@ class EncoderBlock(nn.Module):
         mlp_conv: Whether the MLP mixes neighbouring patches with a `NeighbourConv`.
         num_prefix_tokens: Tokens before the patches, which that convolution leaves unchanged.
         qkv_bias: Whether the qkv projection has a bias.
-        qk_norm: Whether queries and keys are layer-normalised.
+        qk_norm: Whether queries and keys are layer-normalized.
         init_values: Initial layer scale; None means no layer scale.
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projections of attention and MLP.

@@ -37,7 +37,7 @@ class VisionTransformer(nn.Module):
         mlp_ratio: Hidden width of the MLPs divided by embed_dim.
         mlp_conv: Whether the MLPs mix neighbouring patches, see `NeighbourConv`; not in timm.
         qkv_bias: Whether the qkv projections have a bias.
-        qk_norm: Whether queries and keys are layer-normalised.
+        qk_norm: Whether queries and keys are layer-normalized.
         init_values: Initial layer scale; None means no layer scale.
         zero_init: Whether the output projections of attention and MLP start at zero, so that every
             block starts as the identity.
@@ -183,7 +183,7 @@ class VisionTransformer(nn.Module):
         return x, grid
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the normalised tokens after the last block, (B, N, D); arguments as `forward`."""
+        """Return the normalized tokens after the last block, (B, N, D); arguments as `forward`."""
         x, grid = self.embed(images)
         for block in self.blocks:
             x = block(x, grid, mask)
@@ -212,7 +212,7 @@ class VisionTransformer(nn.Module):
         return self.forward_head(self.norm(x)), weights, tokens
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool the normalised tokens and classify them.
+        """Pool the normalized tokens and classify them.
 
         Args:
             tokens: (B, N, D), from `forward_features`.
@@ -234,7 +234,7 @@ class VisionTransformer(nn.Module):
         """Classify images.
 
         Args:
-            images: (B, in_chans, height, width), normalised. Height and width may differ from
+            images: (B, in_chans, height, width), normalized. Height and width may differ from
                 img_size, but are multiples of patch_size.
             mask: Attention mask over the N tokens, see `MultiHeadSelfAttention.forward`.
             need_weights: Whether to return the attention weights of all layers too.
