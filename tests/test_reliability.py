@@ -176,7 +176,7 @@ def test_batch_that_processes_cannot_share_is_refused_in_one_line(tmp_path: Path
     words = with_torchrun(command(config, tmp_path / "config"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "train.batch_size: 45" in line and "multiple of 6" in line
     assert not (tmp_path / "run").exists()
 

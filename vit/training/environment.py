@@ -64,7 +64,8 @@ def start_environment(config: Config) -> Iterator[Environment]:
     with stop_on_signals() as stop:
         try:
             with join_world(device) as world:
-                check_batch(config, world.size)
+                with world.main_first():
+                    check_batch(config, world.size)
                 yield Environment(device, precision, world, stop)
         except Stopped:
             if rank() == 0:
