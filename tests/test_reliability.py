@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -228,6 +227,9 @@ def test_processes_that_diverge_say_so_once(tmp_path: Path) -> None:
 
 def test_full_disk_costs_a_checkpoint_and_not_the_run(alone: Path, tmp_path: Path) -> None:
     """No file may grow beyond a size, as if the disk were full, for a while."""
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "prlimit"):
+        pytest.skip("only Linux can limit the files of another process")
     run = tmp_path / "run"
     process = start(command(small(run), tmp_path / "config"))
     wait(lambda: bool(checkpoint_steps(run)), process)
