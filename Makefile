@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loads
 .PHONY: help demo check test lint lock clean
 
 help:
-	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, about 2 minutes"
+	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 3 minutes: run it before every commit"
 	@echo "make test   all tests, about 12 minutes"
 	@echo "make lint   ruff, mypy and the import contract"
@@ -21,8 +21,8 @@ help:
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
 
 demo: .venv/installed
-	$(BIN)/python train.py --config configs/shapes.yaml --overwrite
-	$(BIN)/python eval.py runs/shapes
+	$(BIN)/python train.py --config configs/shapes.yaml --out runs/demo --overwrite
+	$(BIN)/python eval.py runs/demo
 
 check: lint
 	$(PYTEST) -m "not slow"

@@ -450,7 +450,9 @@ def test_five_best_classes_are_printed_in_falling_order(classified):
 
 def test_photos_leave_a_sheet_each_and_nothing_else(classified):
     _, folder, printed = classified
-    assert {path.name for path in folder.iterdir()} == {f"{Path(name).stem}.png" for name in PHOTOS}
+    assert {path.name for path in folder.iterdir()} == {
+        f"{Path(name).stem}_sheet.png" for name in PHOTOS
+    }
     for path in folder.iterdir():
         assert f"  wrote {path}\n" in printed
 
@@ -505,10 +507,25 @@ def test_photos_of_one_name_keep_apart(call, demo, tmp_path):
     assert call(demo, "--image", *paths, "--out", tmp_path / "out", *SAME).code == 0
     explain = load_model(demo, "cpu", "float32").classifier.explain
     for path, name in zip(paths, ("same", "same_", "same__"), strict=True):
-        drawn = picture(tmp_path / f"out/photos/{name}.png")
+        drawn = picture(tmp_path / f"out/photos/{name}_sheet.png")
         sheet = explain(path, ("rollout", "relevance")).sheet()
         np.testing.assert_array_equal(drawn, np.asarray(sheet))
     assert len(list((tmp_path / "out/photos").iterdir())) == 3
+
+
+def test_a_sheet_never_replaces_a_photo(call, demo, tmp_path):
+    photos = [tmp_path / "photos" / name for name in ("cat.png", "cat_sheet.png")]
+    photos[0].parent.mkdir()
+    for path in photos:
+        save_size(20, 20)(path)
+    before = {path: path.read_bytes() for path in photos}
+    assert call(demo, "--image", photos[0], "--out", tmp_path, *SAME).code == 0
+    assert photos[0].read_bytes() == before[photos[0]]
+    save_size(20, 20)(photos[1])
+    before[photos[1]] = photos[1].read_bytes()
+    done = call(demo, "--image", *photos, "--out", tmp_path, *SAME)
+    assert done.code == 2 and "is one of the photos; use another --out" in done.error
+    assert {path: path.read_bytes() for path in photos} == before
 
 
 def test_target_explains_another_class_of_a_photo(call, demo, opened, tmp_path):
@@ -517,7 +534,7 @@ def test_target_explains_another_class_of_a_photo(call, demo, opened, tmp_path):
     for target in ("star", "circle"):
         words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
         assert call(demo, *words, *SAME).code == 0
-        drawn[target] = picture(tmp_path / target / "photos/photo.png")
+        drawn[target] = picture(tmp_path / target / "photos/photo_sheet.png")
         found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "relevance"), target)
         np.testing.assert_array_equal(drawn[target], np.asarray(found.sheet()))
     assert (drawn["star"] != drawn["circle"]).any()
@@ -703,7 +720,7 @@ BAD_WORDS = [
     ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as an image"),
     ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as an image"),
     ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as an image"),
-    ("DEMO --image BAD/folder.png", "image: BAD/folder.png: file not found"),
+    ("DEMO --image BAD/folder.png", "image: BAD/folder.png is a folder; name image files"),
     ("DEMO --image BAD/huge.png", "image: BAD/huge.png cannot be read as an image: Image size"),
     ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of this model"),
     ("DEMO --attention --target ship", "circle, square, triangle, star"),
@@ -732,7 +749,7 @@ BAD_WORDS = [
     ("/dev/zero", "/dev/zero is not a regular file"),
     ("/dev/zero --attention", "/dev/zero is not a regular file"),
     ("DEMO --compare /dev/zero", "/dev/zero is not a regular file"),
-    ("DEMO --image /dev/zero", "image: /dev/zero: file not found"),
+    ("DEMO --image /dev/zero", "image: /dev/zero: not a regular file"),
     ("BAD/no_run", "contains neither model.safetensors nor"),
 ]
 

@@ -80,15 +80,53 @@ def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
 @pytest.mark.parametrize(
     "photo",
     [
-        np.zeros((8, 8), np.uint8), np.zeros((8, 8, 4), np.uint8), np.zeros((3, 8, 8), np.uint8),
+        np.zeros((8, 8, 2), np.uint8), np.zeros((8, 8, 4), np.uint8), np.zeros((3, 8, 8), np.uint8),
         np.zeros((8, 8, 3), np.float32), np.zeros((0, 8, 3), np.uint8),
     ],
-    ids=["grey", "alpha", "channels first", "float", "empty"],
+    ids=["two channels", "alpha", "channels first", "float", "empty"],
 )  # fmt: skip
 def test_arrays_that_are_no_photos_are_refused(classifier, photo):
     for method in (classifier.predict, classifier.explain):
         with pytest.raises(ValueError, match=r"photo: an array .* \(height, width, 3\)"):
             method(photo)
+
+
+def test_grey_arrays_are_photos(classifier):
+    grey = draw_photo(20, 30)[..., 0]
+    expected = classifier.predict(np.stack([grey] * 3, axis=2))
+    assert classifier.predict(grey) == classifier.predict(grey[..., None]) == expected
+
+
+@pytest.mark.parametrize(
+    ("photo", "words"),
+    [
+        (Image.new("RGB", (0, 0)), "no pixels"),
+        (Image.new("F", (8, 8)), "floating-point pixels are not supported"),
+        (None, "a NoneType is not allowed"),
+        (b"bytes", "a bytes is not allowed"),
+    ],
+)
+def test_what_is_no_photo_is_refused(classifier, photo, words):
+    for method in (classifier.predict, classifier.explain):
+        with pytest.raises(ValueError, match=words):
+            method(photo)
+
+
+def test_impossible_arguments_are_refused(classifier):
+    photo = draw_photo(8, 8)
+    with pytest.raises(ValueError, match="top: 0"):
+        classifier.predict(photo, top=0)
+    with pytest.raises(ValueError, match=r"kind: none given; .* relevance"):
+        classifier.explain(photo, kind=[])
+    with pytest.raises(ValueError, match="precision: fp16"):
+        vit.load("cifar10_quick", "cpu", "fp16")
+
+
+def test_prediction_and_explanation_agree_in_bfloat16():
+    quick = vit.load("cifar10_quick", "cpu", "bfloat16")
+    photo = draw_photo(32, 32)
+    explained = quick.explain(photo).probabilities
+    assert {name: explained[name] for name in quick.predict(photo)} == quick.predict(photo)
 
 
 def test_missing_photo_is_named(classifier, tmp_path):

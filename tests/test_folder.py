@@ -274,10 +274,10 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
     saved = load_model(run)
     assert saved.classifier.classes == CLASSES
-    options = EvalConfig(device="cpu", precision="float32", probes=1, faithfulness=0)
+    options = EvalConfig(device="cpu", precision="float32", probes=1)
     again = evaluate_run(str(run), options)
     assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
-    explain_run(str(run), replace(options, attention=True))
+    explain_run(str(run), replace(options, attention=True, faithfulness=0))
     assert (run / "eval/attention/index.json").exists()
     classify_photos(str(run), replace(options, image=(str(root / "test/owl/26.png"),)))
     assert "owl" in capsys.readouterr().out
@@ -294,6 +294,18 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_files_of_other_types_are_reported(root, capsys):
+    for name in ("a.gif", "b.avif", "c.AVIF"):
+        (root / "train" / "dog" / name).write_bytes(b"an image of a type that is not read")
+    (root / "train" / "dog" / ".DS_Store").touch()
+    assert len(load("folder", root, train=True)) == 24
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"ignored 3 files in {root / 'train'} ")
+    assert "(.avif, .gif); supported are .jpg" in printed
+    assert len(load("folder", root, train=False)) == 12
+    assert capsys.readouterr().err == ""
+
+
 def test_no_class_loses_all_its_training_images(root, tmp_path, capsys):
     for path in sorted((root / "train" / "owl").iterdir())[3:]:
         path.unlink()

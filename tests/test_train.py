@@ -39,7 +39,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import load_model
 from vit.reporting.report import evaluate_run
-from vit.run_folder import check_run
+from vit.run_folder import check_run, prepare_run
 from vit.tracking import Tracker, milestones
 from vit.training import trainer
 from vit.training.budget import TIMED_STEPS, WARMUP_STEPS
@@ -447,6 +447,45 @@ def test_overwrite_deletes_only_what_a_run_wrote(tmp_path: Path) -> None:
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     assert load_model(run).config.optim.lr == 1e-3
     assert report["n"] == 2000
+
+
+def test_overwrite_deletes_what_eval_wrote_and_no_more(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    written = [
+        run / "eval" / name
+        for name in (
+            "attention/index.json", "attention/faithfulness.json", "attention/image_00003.png",
+            "attention/relevance.npy", "photos/cat_sheet.png", "compare_other/comparison.json",
+            "00030/features/tensors.tsv",
+        )
+    ]  # fmt: skip
+    mine = [
+        run / "eval" / name
+        for name in ("attention/image.png", "photos/cat.png", "resnet/features/mine.npy")
+    ]
+    for path in [*written, *mine]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    prepare_run(small(run), resume=False)
+    assert not any(path.exists() for path in written)
+    assert all(path.exists() for path in mine)
+
+
+def test_report_of_somebody_else_is_left_alone(finished: tuple[Path, str], tmp_path: Path) -> None:
+    mine = [
+        tmp_path / name
+        for name in ("report.json", "confusion_matrix.png", "resnet/features/mine.npy")
+    ]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    before = stamps(tmp_path)
+    with pytest.raises(ValueError, match="contains files other than a report"):
+        evaluate_run(str(finished[0]), EvalConfig(out=str(tmp_path), probes=0))
+    assert stamps(tmp_path) == before
 
 
 def test_run_without_one_readable_checkpoint_is_refused_and_left_alone(unended: Path) -> None:

@@ -16,7 +16,7 @@ from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
-from vit.explain.rollout import attention_maps
+from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 
@@ -138,6 +138,8 @@ class Classifier:
         """
         if not isinstance(photos, list | tuple):
             return self.predict([photos], top)[0]
+        if top < 1:
+            raise ValueError(f"top: {top} is not allowed; it must be at least 1")
         if not photos:
             return []
         inputs = torch.stack([self.preprocess.resize(to_photo(photo)) for photo in photos])
@@ -172,6 +174,8 @@ class Classifier:
             ValueError: A photo cannot be read, or a kind or class does not exist.
         """
         kinds = [kind] if isinstance(kind, str) else list(kind)
+        if not kinds:
+            raise ValueError(f"kind: none given; it must be one or more of {', '.join(MAP_KINDS)}")
         aim = None if target is None else torch.tensor([self.class_index(target)])
         if isinstance(photos, list | tuple):
             return [self._explain(photo, kinds, aim) for photo in photos]
@@ -179,9 +183,12 @@ class Classifier:
 
     def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
         pixels = to_photo(photo)
-        logits, maps = self.maps(self.preprocess.resize(pixels)[None], kinds, target)
+        image = self.preprocess.resize(pixels)[None]
+        logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
         probabilities = self._ranked(logits[0], len(self.classes))
         best = next(iter(probabilities))
+        aim = logits.argmax(dim=1) if target is None else target
+        _, maps = self.maps(image, kinds, aim)
         return Explanation(
             photo=pixels,
             seen=self.preprocess.crop(*pixels.shape[:2]),

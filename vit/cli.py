@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import sys
 import typing
@@ -22,7 +23,7 @@ import yaml
 
 from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
-from vit.recipes import read_config
+from vit.recipes import RECIPES, read_config
 from vit.settings import describe, shorten, unknown
 from vit.training.rules import check_sizes
 
@@ -41,6 +42,9 @@ def user_errors() -> Iterator[None]:
     """Turn errors that the user can fix, ValueError and OSError, into one line and exit code 2."""
     try:
         yield
+    except BrokenPipeError:  # such as `| head`; the interpreter must not flush to it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (ValueError, OSError) as error:
         fail(str(error))
     except (MemoryError, RuntimeError) as error:
@@ -117,7 +121,9 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         "--print_config", action="store_true", help="print the resulting config as YAML and exit"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="delete the content of the run folder first"
+        "--overwrite",
+        action="store_true",
+        help="delete an earlier run in the folder and its evaluations first; other files are kept",
     )
     parser.add_argument(
         "--resume.allow_changes",
@@ -230,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
     key = word.removeprefix("--").partition("=")[0]
-    if key.endswith((".yaml", ".yml")):
+    if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
         return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"

@@ -363,6 +363,7 @@ class EvalConfig:
             raise ValueError(f"{chosen[1]}: not together with --{chosen[0]}; run eval.py twice")
         of_attention = {
             "indices": self.indices,
+            "faithfulness": self.faithfulness is not None,
             "head_fusion": self.head_fusion != "mean",
             "discard_ratio": self.discard_ratio,
             "start_layer": self.start_layer,

@@ -176,10 +176,11 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
 def as_table(result: dict[str, Any]) -> str:
     """Format a report as text: overall metrics first, then one row per class."""
     low, high = result["accuracy_95"]
+    top5 = [f"top-5 accuracy  {result['top5_accuracy']:7.2%}"]
     lines = [
         f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
         f"{result['n']:,} images",
-        f"top-5 accuracy  {result['top5_accuracy']:7.2%}",
+        *(top5 if len(result["per_class"]) > 5 else []),  # with five classes it says nothing
         f"loss            {result['loss']:7.4f}",
         f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
         f"speed           {result['images_per_second']:7,.0f}   images/s",

@@ -57,10 +57,17 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products; "auto" is bfloat16 where the hardware is fast at it."""
+    """Return the dtype of matrix products; "auto" is bfloat16 where the hardware is fast at it.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if name == "auto":
         name = "bfloat16" if has_native_bfloat16(device) else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise ValueError(f"precision: {name} is not allowed; it must be auto, {', '.join(dtypes)}")
+    return dtypes[name]
 
 
 def autocast(device: torch.device, precision: torch.dtype) -> torch.autocast:

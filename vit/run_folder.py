@@ -31,10 +31,22 @@ REPORT_FILES = (  # written next to the report
     "probes/probe_*.png",
     "events.out.tfevents.*",
     "projector_config.pbtxt",
-    "*/features/*",  # of the projector
+    *(f"[0-9]*/features/{name}" for name in ("tensors.tsv", "metadata.tsv", "sprite.png")),
 )
-# The files a run writes, and so those that --overwrite deletes. The config comes last, so that a
-# folder is still recognized as a run if the deletion is interrupted.
+ATTENTION_FOLDER = "attention"  # in the folder of the report
+INDEX_FILE = "index.json"
+TABLE_FILE = "faithfulness.json"
+ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
+    TABLE_FILE,
+    f"image_{'[0-9]' * 5}.png",
+    *(f"{kind}.npy" for kind in ("rollout", "gradient_rollout", "relevance", "raw")),
+    "events.out.tfevents.*",
+    INDEX_FILE,
+)
+PHOTOS_FOLDER = "photos"
+SHEET_SUFFIX = "_sheet.png"
+# The files that a run and its evaluations write, and so those that --overwrite deletes. The config
+# comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
     METRICS_FILE,
     MODEL_FILE,
@@ -44,6 +56,10 @@ _WRITTEN = (
     f"{MAPS_FOLDER}/step_*.npy",
     f"{MAPS_FOLDER}/.step_*.tmp",
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
+    *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
+    f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
+    f"{EVAL_FOLDER}/compare_*/comparison.json",
+    f"{EVAL_FOLDER}/compare_*/comparison.png",
     ".*.tmp",
     CONFIG_FILE,
 )

@@ -14,7 +14,8 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
     """
     if batch_size > num_images:
         raise ValueError(
-            f"train.batch_size: {batch_size} is more than the {num_images} training images"
+            f"train.batch_size: {batch_size} is more than the {num_images} training images; lower "
+            "--train.batch_size"
         )
     return num_images // batch_size
 

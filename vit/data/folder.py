@@ -51,6 +51,7 @@ def read_folder(
     if bad:
         count = f"{len(bad):,} of {len(files):,} images in {files.root}"
         print(f"skipped {count} that cannot be read: {_some(bad)}", file=sys.stderr, flush=True)
+    _report_ignored(Path(files.root))
     _require_images(files, labels)
     order = torch.arange(len(labels))
     if train:
@@ -87,6 +88,24 @@ def _require_same_classes(root: Path, train: list[str], test: list[str]) -> None
             f"data.root: train/ and test/ in {root} must contain the same classes, but "
             f"{' and '.join(only)}; rename, add or delete folders until they agree"
         )
+
+
+def _report_ignored(folder: Path) -> None:
+    """Print how many files in the class folders are not read because of their suffix."""
+    ignored = [
+        path.suffix.lower() or path.name
+        for path in sorted(folder.glob("*/**/*"))
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.suffix.lower() not in IMG_EXTENSIONS
+    ]
+    if ignored:
+        suffixes = _some(sorted(set(ignored)))
+        print(
+            f"ignored {len(ignored):,} files in {folder} that are not images of a supported type "
+            f"({suffixes}); supported are {', '.join(IMG_EXTENSIONS)}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _require_images(files: ImageFolder, labels: list[int]) -> None:

@@ -23,8 +23,11 @@ def read_photo(path: Path, key: str) -> np.ndarray:
         ValueError: The file does not exist, is not an image, is damaged, or exceeds Pillow's limit
             against decompression bombs (Image.MAX_IMAGE_PIXELS).
     """
+    if path.is_dir():
+        raise ValueError(f"{key}: {path} is a folder; name image files")
     if not path.is_file():
-        raise ValueError(f"{key}: {path}: file not found")
+        problem = "not a regular file" if path.exists() else "file not found"
+        raise ValueError(f"{key}: {path}: {problem}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # damaged EXIF data in a readable image
@@ -45,15 +48,26 @@ def to_photo(image: Photo) -> np.ndarray:
         return read_photo(Path(image), "photo")
     if isinstance(image, Image.Image):
         return _as_pixels(image)
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+    if not isinstance(image, np.ndarray):
+        raise ValueError(
+            f"photo: a {type(image).__name__} is not allowed; "
+            "it must be a path, a Pillow image or an array, or a list of them"
+        )
+    grey = image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 1)
+    colour = image.ndim == 3 and image.shape[2] == 3
+    if image.dtype != np.uint8 or not (grey or colour) or image.size == 0:
         raise ValueError(
             f"photo: an array of {image.dtype} with shape {image.shape} is not allowed; "
-            "it must be uint8 with shape (height, width, 3)"
+            "it must be uint8 with shape (height, width) or (height, width, 3)"
         )
-    return image
+    return image if colour else np.repeat(image.reshape(*image.shape[:2], 1), 3, axis=2)
 
 
 def _as_pixels(image: Image.Image) -> np.ndarray:
+    if 0 in image.size:
+        raise ValueError("photo: the image has no pixels")
+    if image.mode == "F":
+        raise ValueError("photo: floating-point pixels are not supported; convert to 8 or 16 bits")
     photo = ImageOps.exif_transpose(image)
     if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
         grey = np.asarray(photo)

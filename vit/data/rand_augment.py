@@ -23,13 +23,13 @@ def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Gene
     """Apply random operations to each image, one after the other.
 
     Args:
-        images: (B, 3, H, W) uint8, H = W.
+        images: (B, channels, H, W) uint8, H = W.
         num_ops: Number of operations per image.
         magnitude: Magnitude of the operations, 0 to `STRONGEST`.
         generator: On the images' device.
 
     Returns:
-        (B, 3, H, W) uint8.
+        (B, channels, H, W) uint8.
     """
     for _ in range(num_ops):
         count, device = (len(images),), images.device
@@ -43,13 +43,13 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
     """Apply to each image its operation.
 
     Args:
-        images: (B, 3, H, W) uint8, H = W.
+        images: (B, channels, H, W) uint8, H = W.
         operations: (B,) int64, indices into `OPERATIONS`.
         magnitude: 0 to `STRONGEST`.
         signs: (B,) int64, 1 or -1: direction of the operations that have two.
 
     Returns:
-        (B, 3, H, W) uint8.
+        (B, channels, H, W) uint8.
     """
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
@@ -84,14 +84,14 @@ def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Ten
     """Shear, translate or rotate the images with such an operation, filling with black.
 
     Args:
-        images: (B, 3, H, W) uint8, H = W.
+        images: (B, channels, H, W) uint8, H = W.
         operations: (B,) int64, indices into `OPERATIONS`.
         share: Fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
             rotation by 30 degrees.
         signs: (B,) int64, 1 or -1.
 
     Returns:
-        (B, 3, H, W) uint8; images with other operations are unchanged.
+        (B, channels, H, W) uint8; images with other operations are unchanged.
     """
     side = images.shape[-1]
     shear, shift = 0.3 * share, 2 * int(share * 150 / 331 * side) / side

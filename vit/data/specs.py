@@ -21,6 +21,9 @@ class DatasetSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        assert self.channels in (1, 3), "images are grey or RGB"
+
     @property
     def channels(self) -> int:
         """Number of colour channels."""

@@ -53,7 +53,7 @@ def attention_picture(
     """Draw images, their attention maps and the overlays of both, one row per image.
 
     Args:
-        images: (B, 3, H, W) uint8.
+        images: (B, channels, H, W) uint8.
         maps: (B, rows, columns).
         captions: B captions above the images, of up to two lines of 30 characters.
         titles: B titles above the maps, of up to two lines of 30 characters.
@@ -95,7 +95,7 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
     """Draw the maps of several training steps: images as rows, steps as columns.
 
     Args:
-        images: (B, 3, H, W) uint8.
+        images: (B, channels, H, W) uint8.
         maps: (T, B, rows, columns).
         steps: The T optimizer steps.
     """
@@ -112,7 +112,7 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
     """Draw the attention of every head: layers as rows, heads as columns.
 
     Args:
-        image: (3, H, W) uint8.
+        image: (channels, H, W) uint8.
         maps: (L, H, rows, columns).
         caption: The class of the image.
     """
@@ -133,7 +133,7 @@ def gallery_picture(
 
     Args:
         title: What the overlays show.
-        images: (B, 3, H, W) uint8.
+        images: (B, channels, H, W) uint8.
         maps: (B, rows, columns).
         captions: B captions, of up to two lines of 30 characters.
         columns: Images per row.
@@ -159,7 +159,7 @@ def comparison_picture(
     """Draw the rollout of two models side by side on the same scale, and their difference.
 
     Args:
-        images: (B, 3, H, W) uint8.
+        images: (B, channels, H, W) uint8.
         maps: Attention rollout, (B, rows, columns) each; the grids must be the same.
         names: Names of the models.
         captions: B captions, of up to two lines of 30 characters.

@@ -44,6 +44,8 @@ class PatchEmbed(nn.Module):
         stem: Literal["linear", "conv"],
     ) -> None:
         super().__init__()
+        if patch_size < 1:
+            raise ValueError(f"patch_size: {patch_size} is not allowed; it must be at least 1")
         self.patch_size = patch_size
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.grid_size = self.grid(height, width)
@@ -63,9 +65,9 @@ class PatchEmbed(nn.Module):
         """Return the grid, (rows, columns), of an image with this height and width in pixels.
 
         Raises:
-            ValueError: height or width is not a multiple of patch_size.
+            ValueError: height or width is zero or not a multiple of patch_size.
         """
-        if height % self.patch_size or width % self.patch_size:
+        if height % self.patch_size or width % self.patch_size or not height * width:
             raise ValueError(
                 f"patch_size: {self.patch_size} does not divide img_size={height} x {width} "
                 f"(height x width); resize or crop images to multiples of {self.patch_size}"
@@ -82,7 +84,7 @@ class PatchEmbed(nn.Module):
             Tokens (B, P, D) in row-major order, and their grid (rows, columns).
 
         Raises:
-            ValueError: height or width is not a multiple of patch_size.
+            ValueError: height or width is zero or not a multiple of patch_size.
         """
         grid = self.grid(*images.shape[-2:])
         images = images.contiguous(memory_format=torch.channels_last)

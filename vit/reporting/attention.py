@@ -26,10 +26,9 @@ from vit.explain.figures import attention_picture, captions_of
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
 from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
+from vit.run_folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
 from vit.tracking import picture_tag
 
-INDEX_FILE = "index.json"
-TABLE_FILE = "faithfulness.json"
 BASELINES = {"random": "random", "centred": "centred Gaussian"}
 METRICS = {  # the arrow says whether lower or higher is better
     "deletion": "deletion ↓",
@@ -39,13 +38,6 @@ METRICS = {  # the arrow says whether lower or higher is better
     "pointing": "pointing ↑",
     "iou": "IoU ↑",
 }
-_WRITTEN = (
-    TABLE_FILE,
-    f"image_{'[0-9]' * 5}.png",
-    *(f"{kind}.npy" for kind in MAP_KINDS),
-    "events.out.tfevents.*",
-    INDEX_FILE,
-)
 
 Table = dict[str, dict[str, tuple[float, float]]]  # mean and half the width of its 95% interval
 
@@ -67,11 +59,12 @@ def explain_run(run: str, options: EvalConfig) -> None:
     rollout = rollout_options(classifier, options)
     test = load_test(saved, options)
     indices = _choose_images(test, options)
-    folder = results_folder(saved, options) / "attention"
+    folder = results_folder(saved, options) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     _write_maps(saved, test, indices, target, rollout, folder)
-    print(f"wrote {len(indices)} sheets, maps (.npy) and {INDEX_FILE} to {folder}/")
+    sheets = f"{len(indices)} sheet{'s' if len(indices) != 1 else ''}"
+    print(f"wrote {sheets}, maps (.npy) and {INDEX_FILE} to {folder}/")
     if options.faithfulness_images:
         count = min(options.faithfulness_images, len(test))
         print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
@@ -129,7 +122,7 @@ def _empty_folder(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / INDEX_FILE).exists():
         raise ValueError(f"out: {folder} contains files other than maps; use another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _WRITTEN:
+    for pattern in ATTENTION_FILES:
         for path in folder.glob(pattern):
             path.unlink()
 

@@ -7,6 +7,7 @@ from vit.config import EvalConfig
 from vit.data.photos import read_photo
 from vit.explain.drawing import SCALE
 from vit.reporting.loading import load_run, results_folder
+from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 BEST = 5  # number of classes printed
 KINDS = ("rollout", "relevance")
@@ -26,25 +27,33 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     saved = load_run(run, options)
     if options.target is not None:
         saved.classifier.class_index(options.target)  # raises before a folder is created
-    folder = results_folder(saved, options) / "photos"
+    folder = results_folder(saved, options) / PHOTOS_FOLDER
+    sheets = _sheet_paths(folder, list(photos))
     folder.mkdir(parents=True, exist_ok=True)
     print(saved.describe())
     width = max(20, *(len(name) + 1 for name in saved.classifier.classes))
-    written: set[str] = set()
-    for path, photo in photos.items():
+    for (path, photo), sheet in zip(photos.items(), sheets, strict=True):
         explanation = saved.classifier.explain(photo, KINDS, options.target)
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
         for name, probability in list(explanation.probabilities.items())[:BEST]:
             print(f"  {name:<{width}}{probability:7.2%}")
-        sheet = folder / f"{_unused(path.stem, written)}.png"
         dataclasses.replace(explanation, name=path.name).save(sheet)
         print(f"  wrote {sheet}")
-    print(f"\ncolours show {SCALE[0]:g} to {SCALE[1]:g} times uniform attention")
+    print(f"\ncolour scale: {SCALE[0]:g} to {SCALE[1]:g} × uniform attention")
 
 
-def _unused(stem: str, used: set[str]) -> str:
-    """Return a file name that no other photo of this call uses, and add it to `used`."""
-    while stem in used:
-        stem += "_"
-    used.add(stem)
-    return stem
+def _sheet_paths(folder: Path, photos: list[Path]) -> list[Path]:
+    """Choose a file for the sheet of each photo; photos of one name get different ones.
+
+    Raises:
+        ValueError: A sheet would replace one of the photos.
+    """
+    sheets: list[Path] = []
+    for photo in photos:
+        stem = photo.stem
+        while (sheet := folder / f"{stem}{SHEET_SUFFIX}") in sheets:
+            stem += "_"
+        if any(sheet.resolve() == path.resolve() for path in photos):
+            raise ValueError(f"out: {sheet} is one of the photos; use another --out")
+        sheets.append(sheet)
+    return sheets

@@ -36,6 +36,7 @@ def write_report(
     step: int,
     batch_size: int = 500,
     probes: int = 8,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Evaluate a classifier and write numbers and figures into a folder.
 
@@ -48,6 +49,7 @@ def write_report(
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn.
+        seed: Seed of the choice of these images and of those in the projector.
 
     Returns:
         The report, see `vit.evaluation.report`.
@@ -60,12 +62,12 @@ def write_report(
     wrong = worst_mistakes(logits, images.labels, MISTAKES)
     if len(wrong):
         pictures["mistakes"] = draw_gallery(classifier, images.select(wrong))
-    drawn = draw_probes(classifier, choose_probes(images, probes, seed=0))
+    drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
-    for old in (*folder.glob("*/features"), *folder.glob("[0-9]*")):
+    for old in (*folder.glob("[0-9]*/features"), *folder.glob("[0-9]*")):
         with contextlib.suppress(OSError):  # not empty: it contains other files
             old.rmdir()
     with SummaryWriter(str(folder)) as writer:
@@ -79,7 +81,7 @@ def write_report(
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, shares[:, number], step
             )
-        _project(writer, classifier, choose_probes(images, PROJECTED, 0), step)
+        _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
     return result
 
@@ -157,6 +159,22 @@ def report_files(folder: Path) -> list[Path]:
     return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
 
 
+def _require_own_report(folder: Path) -> None:
+    """Check that the files that a report would replace are those of an earlier report.
+
+    Raises:
+        ValueError: They are not.
+    """
+    path = folder / REPORT_FILE
+    try:
+        content = json.loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError):
+        content = {}
+    ours = isinstance(content, dict) and {"accuracy", "confusion_matrix", "ece"} <= content.keys()
+    if not ours and (path.exists() or report_files(folder)):
+        raise ValueError(f"out: {folder} contains files other than a report; use another --out")
+
+
 def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     """Evaluate a model on the test images; print the report and write it.
 
@@ -172,12 +190,12 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     """
     saved = load_run(run, options)
     test, folder = load_test(saved, options), results_folder(saved, options)
-    if report_files(folder) and not (folder / REPORT_FILE).exists():
-        raise ValueError(f"out: {folder} contains files other than a report; use another --out")
+    _require_own_report(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
-        saved.classifier, test, folder, saved.step, options.batch_size, options.probes
-    )
+        saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
+        options.seed,
+    )  # fmt: skip
     print(as_table(result))
     probes = f", {folder / 'probes'}/*.png" if options.probes else ""
     print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png{probes}")

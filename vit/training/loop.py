@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -149,10 +150,10 @@ class Loop:
         for evaluator in due:
             try:
                 for tag, value in evaluator.run(classifier, step):
-                    if isinstance(value, float):
-                        numbers[tag] = value
-                    else:
+                    if isinstance(value, np.ndarray) and value.ndim == 3:
                         self.tracker.picture(step, tag, value)
+                    else:
+                        numbers[tag] = float(value)
             except OSError as error:  # a full disk must not end the run
                 warn(f"{type(evaluator).__name__} at step {step} is incomplete: {error}")
         if numbers:
