@@ -49,6 +49,9 @@ def test_every_image_has_its_turn_at_every_place():
 
 @pytest.mark.parametrize("function", [steps_per_epoch, lambda n, b: epoch_batches(n, b, 0, 0)])
 def test_a_batch_larger_than_the_data_is_refused(function):
-    with pytest.raises(ValueError, match=r"^train\.batch_size: 128 .* 127 training images$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^train\.batch_size: 128 .* 127 training images; lower --train\.batch_size$",
+    ):
         function(127, 128)
     assert function(128, 128) is not None

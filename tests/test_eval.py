@@ -462,7 +462,7 @@ def test_sheet_is_the_one_that_python_draws(classified, opened, name):
     photos, folder, printed = classified
     explanation = opened.classifier.explain(photos / name, ("rollout", "relevance"))
     assert blocks(printed)[str(photos / name)][0][0] == explanation.predicted
-    drawn = picture(folder / f"{Path(name).stem}.png")
+    drawn = picture(folder / f"{Path(name).stem}_sheet.png")
     np.testing.assert_array_equal(drawn, np.asarray(explanation.sheet()))
 
 
