@@ -268,6 +268,7 @@ def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) ->
     evil = run / "checkpoints" / "step_99999999.pt"
     torch.save({**torch.load(max(run.glob("checkpoints/*.pt"))), "extra": Payload(proof)}, evil)
     evil.write_bytes(seal(evil.read_bytes()))
+    kept = shutil.copy(evil, tmp_path)  # the resumed run deletes it with its next checkpoint
     python, eval_py = sys.executable, str(ROOT / "eval.py")
     for words in ([evil], [run], [begun, "--compare", evil], [evil, "--attention"],
                   [evil, "--image", "x.png"]):  # fmt: skip
@@ -283,7 +284,7 @@ def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) ->
         f"warning: {evil} is not a checkpoint, or is damaged; trying an older checkpoint" in errors
     )
     assert not proof.exists()
-    torch.load(evil, weights_only=False)
+    torch.load(kept, weights_only=False)
     assert proof.exists()  # it would have run
 
 
