@@ -8,14 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vit.data.cifar import read_cifar
-from vit.data.folder import read_folder
+from vit.data.folder import read_files
 from vit.data.preprocess import Preprocess
-from vit.data.shapes import KINDS, draw_shapes
-from vit.data.specs import DATASETS
-from vit.seeding import fold_in, generator
+from vit.data.sources import read_source
+from vit.seeding import generator
 
-SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
 MAX_LISTED = 20  # classes whose image counts are listed one by one
 
 
@@ -79,22 +76,24 @@ def load(
         on_bad_image: "error", or "skip" to leave out unreadable files of an image folder.
 
     Returns:
-        The images, in the data set's own order.
+        The images, in the data set's own order; training images from files are shuffled with a
+        fixed seed.
 
     Raises:
         ValueError: The name is unknown, the data is missing and could not be downloaded, or an
             image cannot be read.
     """
-    if name not in DATASETS:
-        raise ValueError(f"data.name: {name!r} is not one of {', '.join(DATASETS)}")
-    if name == "shapes":
-        split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
-        images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
-        return ImageSet(images, labels, KINDS, masks)
-    root = Path(root).expanduser()
-    if name == "folder":
-        return ImageSet(*read_folder(root, train, on_bad_image, Preprocess.for_dataset(name)))
-    return ImageSet(*read_cifar(name, root, train, download))
+    source = read_source(name, root, train, download, count)
+    if isinstance(source.pictures, Tensor):
+        return ImageSet(source.pictures, source.labels, source.classes, source.masks)
+    images, labels, classes = read_files(
+        (source.pictures, source.labels, source.classes), on_bad_image, Preprocess.for_dataset(name)
+    )
+    if not train:
+        return ImageSet(images, labels, classes)
+    # Shuffled, so that the first few already cover all classes.
+    order = torch.randperm(len(labels), generator=generator(0, "folder"))
+    return ImageSet(images[order], labels[order], classes)
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:

@@ -1,5 +1,6 @@
 """Image folders in torchvision's layout: train/<class>/ and test/<class>/."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,52 +12,71 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from vit.data.photos import read_photo
 from vit.data.preprocess import Preprocess
-from vit.seeding import generator
 
 LISTED = 10  # at most so many names in a message
 
 
-def read_folder(
-    root: Path, train: bool, on_bad_image: str, preprocess: Preprocess
-) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Read the training or test images of an image folder, cropped and resized.
+def list_folder(root: Path, train: bool) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
+    """List the training or test images of an image folder.
 
     Args:
-        root: Folder that contains train/ and test/; test/ is enough to read the test images.
-        train: Whether to read the training images rather than the test images.
-        on_bad_image: What to do about an unreadable image: "error", or "skip" it with a warning.
-        preprocess: Crops and resizes the images.
+        root: Folder that contains train/ and test/; test/ is enough to list the test images.
+        train: Whether to list the training images rather than the test images.
 
     Returns:
-        Images (N, channels, H, W) uint8, labels (N,) int64 and the class names. Test images are
-        sorted by path. Training images are shuffled with a fixed seed, so that the first few
-        already cover all classes.
+        The N files, sorted by path, labels (N,) int64 and the class names.
 
     Raises:
-        ValueError: A folder, a class or its images are missing, or an image cannot be read.
+        ValueError: A folder, a class or its images are missing.
     """
     files = _find(root, train)
     if train:
         _require_same_classes(root, files.classes, _find(root, train=False).classes)
-    images, labels, bad = [], [], []
-    for path, label in files.samples:
+    _report_ignored(Path(files.root))
+    for label, name in enumerate(files.classes):
+        if label not in files.targets:
+            raise _no_image(Path(files.root) / name)
+    paths = tuple(Path(path) for path, _ in files.samples)
+    return paths, torch.tensor(files.targets), tuple(files.classes)
+
+
+def read_files(
+    source: tuple[tuple[Path, ...], Tensor, tuple[str, ...]],
+    on_bad_image: str,
+    preprocess: Preprocess,
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Read image files, cropped and resized.
+
+    Args:
+        source: The N files with labels and class names, as from `list_folder`.
+        on_bad_image: What to do about an unreadable image: "error", or "skip" it with a warning.
+        preprocess: Crops and resizes the images.
+
+    Returns:
+        Images (n, channels, H, W) uint8, labels (n,) int64 and the class names, n <= N.
+
+    Raises:
+        ValueError: An image cannot be read, or none of a class.
+    """
+    paths, labels, classes = source
+    images, kept, bad = [], [], []
+    for number, path in enumerate(paths):
         try:
-            images.append(preprocess.resize(read_photo(Path(path), "data.root")))
-            labels.append(label)
+            images.append(preprocess.resize(read_photo(path, "data.root")))
+            kept.append(number)
         except ValueError as error:
             if on_bad_image != "skip":
                 what = "replace or delete it, or use --data.on_bad_image skip"
                 raise ValueError(f"{error}; {what}") from None
-            bad.append(path)
+            bad.append(str(path))
     if bad:
-        count = f"{len(bad):,} of {len(files):,} images in {files.root}"
+        count = f"{len(bad):,} of {len(paths):,} images in {_common_folder(paths)}"
         print(f"skipped {count} that cannot be read: {_some(bad)}", file=sys.stderr, flush=True)
-    _report_ignored(Path(files.root))
-    _require_images(files, labels)
-    order = torch.arange(len(labels))
-    if train:
-        order = torch.randperm(len(labels), generator=generator(0, "folder"))
-    return torch.stack(images)[order], torch.tensor(labels)[order], tuple(files.classes)
+    for label in range(len(classes)):
+        if label not in labels[kept]:
+            of_class = (labels == label).nonzero().squeeze(1).tolist()
+            raise _no_image(_common_folder([paths[number] for number in of_class]))
+    return torch.stack(images), labels[kept], classes
 
 
 def _find(root: Path, train: bool) -> ImageFolder:
@@ -108,16 +128,16 @@ def _report_ignored(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _require_images(files: ImageFolder, labels: list[int]) -> None:
-    there = set(labels)
-    for number, name in enumerate(files.classes):
-        if number not in there:
-            folder = Path(files.root) / name
-            raise ValueError(
-                f"data.root: {folder} contains no readable image ({_content(folder)}); every class "
-                f"needs at least one ({', '.join(IMG_EXTENSIONS)}) in both train/ and test/: "
-                f"add some, or delete the class from both"
-            )
+def _no_image(folder: Path) -> ValueError:
+    return ValueError(
+        f"data.root: {folder} contains no readable image ({_content(folder)}); every class needs "
+        f"at least one ({', '.join(IMG_EXTENSIONS)}) in both train/ and test/: add some, or delete "
+        "the class from both"
+    )
+
+
+def _common_folder(paths: Sequence[Path]) -> Path:
+    return Path(os.path.commonpath([path.parent for path in paths]))
 
 
 def _content(folder: Path) -> str:

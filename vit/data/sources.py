@@ -1,0 +1,63 @@
+"""Where images come from: each data set's pictures, labels and class names, not resized yet."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from vit.data.cifar import read_cifar
+from vit.data.folder import list_folder
+from vit.data.shapes import KINDS, draw_shapes
+from vit.data.specs import DATASETS
+from vit.seeding import fold_in
+
+SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
+
+
+@dataclass(frozen=True)
+class Source:
+    """Labelled pictures as a data set provides them.
+
+    Attributes:
+        pictures: (N, channels, H, W) uint8, or N image files of any size.
+        labels: (N,) int64, 0 to C - 1.
+        classes: The C class names.
+        masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
+    """
+
+    pictures: Tensor | tuple[Path, ...]
+    labels: Tensor
+    classes: tuple[str, ...]
+    masks: Tensor | None = None
+
+
+def read_source(
+    name: str, root: str | Path, train: bool, download: bool = True, count: int | None = None
+) -> Source:
+    """Find the training or test images of a data set; files are listed but not read.
+
+    Args:
+        name: A key of `vit.data.specs.DATASETS`.
+        root: Folder for downloaded data, or the image folder with train/ and test/; not used by
+            "shapes".
+        train: Whether to find the training images rather than the test images.
+        download: Whether to download what is missing from root.
+        count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
+            data sets are always complete.
+
+    Returns:
+        The pictures, in the data set's own order.
+
+    Raises:
+        ValueError: The name is unknown, or the data is missing and could not be downloaded.
+    """
+    if name not in DATASETS:
+        raise ValueError(f"data.name: {name!r} is not one of {', '.join(DATASETS)}")
+    if name == "shapes":
+        split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
+        images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
+        return Source(images, labels, KINDS, masks)
+    root = Path(root).expanduser()
+    if name == "folder":
+        return Source(*list_folder(root, train))
+    return Source(*read_cifar(name, root, train, download))
