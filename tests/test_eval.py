@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import build_model
-from vit.config import to_dict
+from vit.config import DataConfig, to_dict
 from vit.data.datasets import ImageSet, load
 from vit.data.photos import read_photo
 from vit.data.preprocess import Preprocess
@@ -476,7 +476,7 @@ def test_sheet_is_the_one_that_python_draws(classified, opened, name):
     ],
 )
 def test_central_square_is_in_the_middle(height, width, rows, columns):
-    crop = Preprocess.for_dataset("shapes").crop(height, width)
+    crop = Preprocess.from_config(DataConfig(name="shapes")).crop(height, width)
     assert crop == (slice(*rows), slice(*columns))
 
 

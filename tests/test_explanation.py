@@ -14,6 +14,7 @@ from PIL import Image
 import vit
 from models import PLAIN
 from vit.classifier import Classifier
+from vit.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.drawing import colour_map, overlay
 from vit.explain.explanation import Explanation
@@ -37,7 +38,7 @@ def classifier() -> Classifier:
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    preprocess = Preprocess.for_dataset("cifar10")
+    preprocess = Preprocess.from_config(DataConfig(name="cifar10"))
     return Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
 
 

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from vit.config import DataName
+from vit.config import DataConfig, DataName
 from vit.data.preprocess import Preprocess
 from vit.data.specs import DATASETS
 
-CIFAR10 = Preprocess.for_dataset("cifar10")
+CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 WIDE = Preprocess((16, 64), (0.5,), (0.25,))
 
 
@@ -23,7 +23,7 @@ def photo(height: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_every_data_set_has_its_preprocessing(name: str) -> None:
-    spec, preprocess = DATASETS[name], Preprocess.for_dataset(name)
+    spec, preprocess = DATASETS[name], Preprocess.from_config(DataConfig(name=name))
     assert preprocess.image_size == spec.image_size
     assert preprocess.channels == spec.channels == len(spec.std)
     assert (preprocess.mean, preprocess.std) == (spec.mean, spec.std)

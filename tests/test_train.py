@@ -32,7 +32,7 @@ from small_runs import (
     stamps,
 )
 from vit.checkpoint import read_checkpoint, save_checkpoint
-from vit.config import Config, EvalConfig, from_dict, to_dict
+from vit.config import Config, DataConfig, EvalConfig, from_dict, to_dict
 from vit.data import datasets
 from vit.data.datasets import ImageSet, choose_probes, load
 from vit.data.preprocess import Preprocess
@@ -49,7 +49,7 @@ from vit.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
-SHAPES = Preprocess.for_dataset("shapes")
+SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 
 
 @pytest.fixture(scope="module")

@@ -126,8 +126,8 @@ class Classifier:
         """Return the most probable classes of one photo or of several.
 
         Args:
-            photos: A path, a Pillow image or an array (height, width, 3) uint8, of any size; or a
-                list of them.
+            photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
+                size; or a list of them.
             top: Number of classes.
 
         Returns:
@@ -142,7 +142,10 @@ class Classifier:
             raise ValueError(f"top: {top} is not allowed; it must be at least 1")
         if not photos:
             return []
-        inputs = torch.stack([self.preprocess.resize(to_photo(photo)) for photo in photos])
+        channels = self.preprocess.channels
+        inputs = torch.stack(
+            [self.preprocess.resize(to_photo(photo, channels)) for photo in photos]
+        )
         return [self._ranked(row, top) for row in self.logits(inputs)]
 
     @overload
@@ -162,8 +165,8 @@ class Classifier:
         """Map what the model attends to in one photo or in several.
 
         Args:
-            photos: A path, a Pillow image or an array (height, width, 3) uint8, of any size; or a
-                list of them.
+            photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
+                size; or a list of them.
             kind: One kind of map or several: "rollout", "gradient_rollout", "relevance", "raw".
             target: The class that class-specific maps explain; None explains the predicted one.
 
@@ -182,7 +185,7 @@ class Classifier:
         return self._explain(photos, kinds, aim)
 
     def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
-        pixels = to_photo(photo)
+        pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
         probabilities = self._ranked(logits[0], len(self.classes))
@@ -192,6 +195,8 @@ class Classifier:
         return Explanation(
             photo=pixels,
             seen=self.preprocess.crop(*pixels.shape[:2]),
+            padding=self.preprocess.padding(*pixels.shape[:2]),
+            fill=self.preprocess.fill,
             maps={kind: found[0].cpu() for kind, found in maps.items()},
             probabilities=probabilities,
             target=best if target is None else self.classes[int(target)],

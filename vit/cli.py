@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import typing
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +23,7 @@ import yaml
 from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
 from vit.recipes import RECIPES, read_config
-from vit.settings import describe, shorten, unknown
+from vit.settings import describe, is_list, shorten, unknown
 from vit.training.rules import check_sizes
 
 
@@ -227,7 +226,7 @@ class _Parser(argparse.ArgumentParser):
                 how = {"action": "store_true"}
             else:
                 text += f" ({describe(field.type)}; default: {default})"
-            if typing.get_origin(field.type) is tuple:
+            if is_list(field.type):
                 how |= {"nargs": "+"}
             section.add_argument(f"--{prefix}{field.name}", help=text.replace("%", "%%"), **how)
         for field in groups:

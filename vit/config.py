@@ -16,7 +16,9 @@ from vit.settings import (
     Count,
     CountOrZero,
     Fraction,
+    FractionAbove0,
     FractionBelow1,
+    ImageSize,
     NonNegative,
     PathName,
     Positive,
@@ -45,6 +47,14 @@ class DataConfig:
         root: folder where data sets are stored or downloaded to; with name=folder, the folder that
             contains train/<class>/ and test/<class>/
         download: download the data set if it is not in root
+        image_size: height and width of the model's input in pixels, one number or two (rows and
+            columns), multiples of model.patch_size; null means the data set's own, 32 x 32 for
+            image files
+        fit: how an image of another shape becomes image_size: crop cuts off what is left of its
+            longer side, pad shrinks all of it and fills the rest with the mean colour, squash
+            stretches it
+        channels: colour channels of the model's input: 1 is grey, 3 is RGB; null means the data
+            set's own, 3 for image files
         on_bad_image: with name=folder, how to treat an image file that cannot be read: error stops,
             skip lists it and leaves it out
         val_size: number of training images held out for the validation curves; 0 holds out none
@@ -55,6 +65,9 @@ class DataConfig:
     name: DataName = "cifar10"
     root: PathName = "data"
     download: Switch = True
+    image_size: ImageSize = None
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    channels: Annotated[int, Field(ge=1, le=1000)] | None = None
     on_bad_image: Literal["error", "skip"] = "error"
     val_size: CountOrZero = 1000
     train_size: Count | None = None
@@ -156,7 +169,12 @@ class AugmentConfig:
     """Augmentation of the training images, drawn for each image separately.
 
     Attributes:
-        crop_padding: pixels of reflected padding on each side before the random crop
+        crop: random crop: padded shifts the image by up to crop_padding pixels, for small images;
+            resized cuts out a rectangle of random area and shape and resizes it, for photographs
+            (arXiv 1409.4842)
+        crop_padding: with crop=padded, pixels of reflected padding on each side
+        crop_scale: with crop=resized, smallest and largest fraction of the image's area; aspect
+            ratios are 3/4 to 4/3
         flip: flip images horizontally with probability 0.5
         rand_ops: number of RandAugment operations per image (arXiv 1909.13719); 0 disables it
         rand_magnitude: magnitude of the RandAugment operations
@@ -167,7 +185,9 @@ class AugmentConfig:
         mix_share: fraction of the training steps, counted from the start, that use mixup and CutMix
     """
 
+    crop: Literal["padded", "resized"] = "padded"
     crop_padding: Annotated[int, Field(ge=0, le=10_000)] = 2
+    crop_scale: tuple[FractionAbove0, FractionAbove0] = (0.08, 1.0)
     flip: Switch = True
     rand_ops: Annotated[int, Field(ge=0, le=100)] = 0
     rand_magnitude: Annotated[float, Field(ge=0, le=STRONGEST)] = 9.0
@@ -175,6 +195,15 @@ class AugmentConfig:
     mixup: NonNegative = 0.0
     cutmix: NonNegative = 0.0
     mix_share: Fraction = 1.0
+
+    def __post_init__(self) -> None:
+        low, high = self.crop_scale
+        require(
+            low <= high,
+            "augment.crop_scale",
+            f"{low:g} {high:g}",
+            "the smallest fraction first, then the largest",
+        )
 
 
 @settings("optim")

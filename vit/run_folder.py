@@ -11,7 +11,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from vit.checkpoint import CHECKPOINT_FOLDER, Checkpoint, latest_checkpoint
-from vit.config import Config, changed_keys, to_dict
+from vit.config import Config, changed_keys, from_dict, to_dict
 from vit.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -167,7 +167,10 @@ def check_run(
 
 
 def _stored_config(run: Path) -> dict[str, Any] | None:
-    """Read the config of a run; return None if the folder has no config of this project."""
+    """Read the config of a run, with defaults for fields that are newer than the run.
+
+    Returns None if the folder has no config of this project.
+    """
     try:
         stored = yaml.safe_load((run / CONFIG_FILE).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -175,6 +178,8 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
     groups = {"data", "model", "optim", "train"}
     if not isinstance(stored, dict) or not all(isinstance(stored.get(g), dict) for g in groups):
         return None
+    with contextlib.suppress(ValueError):  # a field that no longer exists is reported as a change
+        return to_dict(from_dict(stored))
     return stored
 
 

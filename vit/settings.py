@@ -31,6 +31,7 @@ Count = Annotated[int, Field(ge=1, le=LARGE)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGE)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionAbove0 = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=LARGE)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
@@ -39,6 +40,18 @@ Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
 Text = Annotated[str, Field(max_length=1000)]
 # Not blank, and without the null character, which no file system accepts.
 PathName = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+
+
+def _rows_and_columns(value: Any) -> Any:
+    """Turn one number, as itself or as a list of one, into two; "null" from a flag into None."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = None if value[0] in ("null", "~") else value[0]
+    return (value, value) if isinstance(value, int | str) else value
+
+
+Pixels = Annotated[int, Field(ge=1, le=10_000)]
+Size = tuple[Pixels, Pixels]
+ImageSize = Annotated[Size | None, BeforeValidator(_rows_and_columns)]
 
 
 def shorten(value: object, length: int = 60) -> str:
@@ -68,11 +81,16 @@ def describe(kind: Any) -> str:
     Args:
         kind: The field's annotation.
     """
+    if kind == ImageSize:
+        return f"one or two whole numbers{_range_of(Pixels)} (rows and columns), or null"
     null = type(None) in typing.get_args(kind)
     if null:
         (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-    if typing.get_origin(kind) is tuple:
-        kind = typing.get_args(kind)[0]
+    if is_list(kind):
+        first, *others = typing.get_args(kind)
+        if others != [...]:
+            return f"{1 + len(others)} values, each {describe(first)}"
+        kind = first
     if kind == PathName:
         words = "a non-empty path"
     elif typing.get_origin(kind) is Literal:
@@ -84,6 +102,11 @@ def describe(kind: Any) -> str:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         words = names[base] + _range_of(kind)
     return f"{words}, or null" if null else words
+
+
+def is_list(kind: Any) -> bool:
+    """Tell whether a field takes several values; kind is its annotation."""
+    return kind == ImageSize or typing.get_origin(kind) is tuple
 
 
 def _range_of(kind: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vit.config import DataConfig
 from vit.data.folder import read_files
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
@@ -50,6 +51,15 @@ class ImageSet:
             self, images=self.images.to(device), labels=self.labels.to(device)
         )
 
+    def resized(self, preprocess: Preprocess) -> "ImageSet":
+        """Return the set with images and masks of a model's size; itself if nothing changes."""
+        images = self.images.cpu()
+        resized = preprocess.resize_all(images)
+        if resized is images:
+            return self
+        masks = None if self.masks is None else preprocess.resize_masks(self.masks)
+        return dataclasses.replace(self, images=resized.to(self.images.device), masks=masks)
+
     def class_counts(self) -> list[int]:
         """Count the images of each class."""
         return torch.bincount(self.labels, minlength=len(self.classes)).tolist()
@@ -62,6 +72,7 @@ def load(
     download: bool = True,
     count: int | None = None,
     on_bad_image: str = "error",
+    preprocess: Preprocess | None = None,
 ) -> ImageSet:
     """Load the training or test images of a data set.
 
@@ -74,6 +85,7 @@ def load(
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
             data sets are always loaded completely.
         on_bad_image: "error", or "skip" to leave out unreadable files of an image folder.
+        preprocess: Resizes the images; None is the data set's own.
 
     Returns:
         The images, in the data set's own order; training images from files are shuffled with a
@@ -84,10 +96,12 @@ def load(
             image cannot be read.
     """
     source = read_source(name, root, train, download, count)
+    preprocess = preprocess or Preprocess.from_config(DataConfig(name=name))
     if isinstance(source.pictures, Tensor):
-        return ImageSet(source.pictures, source.labels, source.classes, source.masks)
+        images = ImageSet(source.pictures, source.labels, source.classes, source.masks)
+        return images.resized(preprocess)
     images, labels, classes = read_files(
-        (source.pictures, source.labels, source.classes), on_bad_image, Preprocess.for_dataset(name)
+        (source.pictures, source.labels, source.classes), on_bad_image, preprocess
     )
     if not train:
         return ImageSet(images, labels, classes)
@@ -192,6 +206,8 @@ def load_training(
     val_size: int,
     seed: int,
     on_bad_image: str = "error",
+    preprocess: Preprocess | None = None,
+    stored: Preprocess | None = None,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set and hold some of them out.
 
@@ -203,6 +219,8 @@ def load_training(
         val_size: Number of images to hold out.
         seed: Seed of the split.
         on_bad_image: "error" or "skip", as for `load`.
+        preprocess: Resizes the images, as for `load`.
+        stored: Resizes the training images instead, see `Preprocess.stored`.
 
     Returns:
         The training images and the held-out images.
@@ -212,12 +230,13 @@ def load_training(
             or a class would be left without training images.
     """
     count = None if train_size is None else train_size + val_size
-    everything = load(
-        name, root, train=True, download=download, count=count, on_bad_image=on_bad_image
-    )
+    everything = load(name, root, True, download, count, on_bad_image, preprocess)
     if name == "folder":  # an unreadable test image stops a run before training, not after it
-        load(name, root, train=False, on_bad_image=on_bad_image)
+        load(name, root, train=False, on_bad_image=on_bad_image, preprocess=preprocess)
     training, held_out = hold_out(everything, val_size, seed)
+    if stored not in (None, preprocess):
+        larger = load(name, root, True, download, count, on_bad_image, stored)
+        training, _ = hold_out(larger, val_size, seed)
     if train_size is None:
         return training, held_out
     if train_size > len(training):

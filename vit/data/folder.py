@@ -62,7 +62,7 @@ def read_files(
     images, kept, bad = [], [], []
     for number, path in enumerate(paths):
         try:
-            images.append(preprocess.resize(read_photo(path, "data.root")))
+            images.append(preprocess.resize(read_photo(path, "data.root", preprocess.channels)))
             kept.append(number)
         except ValueError as error:
             if on_bad_image != "skip":

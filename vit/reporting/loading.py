@@ -31,8 +31,9 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
     data, classes = saved.config.data, saved.classifier.classes
     root = options.data.root or data.root
     test = load(
-        data.name, root, train=False, download=options.data.download, on_bad_image=data.on_bad_image
-    )
+        data.name, root, train=False, download=options.data.download,
+        on_bad_image=data.on_bad_image, preprocess=saved.classifier.preprocess,
+    )  # fmt: skip
     if test.classes != classes:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))
         raise ValueError(

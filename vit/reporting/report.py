@@ -17,6 +17,7 @@ from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
+from vit.explain.drawing import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
 from vit.files import write_atomically
 from vit.reporting.loading import load_run, load_test, results_folder
@@ -150,7 +151,8 @@ def class_frames(images: ImageSet) -> Tensor:
     framed = colours[images.labels.cpu()][:, :, None, None].repeat(
         1, 1, height + 2 * FRAME, width + 2 * FRAME
     )
-    framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = images.images.cpu()
+    pixels = torch.from_numpy(as_rgb(images.images.cpu().movedim(1, -1).numpy()))
+    framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = pixels.movedim(-1, 1)
     return framed
 
 

@@ -3,7 +3,7 @@
 import math
 
 from vit.config import Config
-from vit.data.specs import DATASETS
+from vit.data.specs import spec_of
 from vit.settings import divisors, require
 
 
@@ -17,10 +17,19 @@ def check_sizes(config: Config) -> None:
         ValueError: The patch size does not divide the image size or is not supported by the stem,
             or the crop padding is not smaller than the image.
     """
-    height, width = DATASETS[config.data.name].image_size
+    height, width = spec_of(config.data).image_size
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
     size = f"{height}" if height == width else f"{height}x{width}"
     common = math.gcd(height, width)
+    if config.data.image_size is not None:
+        nearest = [patch_size * max(1, round(n / patch_size)) for n in (height, width)]
+        require(
+            common % patch_size == 0,
+            "data.image_size",
+            size,
+            f"a multiple of model.patch_size={patch_size}, e.g. "
+            + " ".join(map(str, nearest[:1] if height == width else nearest)),
+        )
     require(
         common % patch_size == 0,
         "model.patch_size",
@@ -35,7 +44,7 @@ def check_sizes(config: Config) -> None:
     )
     limit = min(height, width) - 1
     require(
-        padding <= limit,
+        config.augment.crop == "resized" or padding <= limit,
         "augment.crop_padding",
         padding,
         f"0 to {limit} pixels with images of {size} pixels",

@@ -91,6 +91,7 @@ class TrainingStep:
             self.preprocess,
             generator(self._process_seed(), "augment", step, device=device),
             crop_padding=settings.crop_padding,
+            crop_scale=settings.crop_scale if settings.crop == "resized" else None,
             flip=settings.flip,
             rand_ops=settings.rand_ops,
             rand_magnitude=settings.rand_magnitude,

@@ -92,10 +92,12 @@ def load_data(
         ValueError: Images are missing, or differ from those the run was started with.
     """
     data = config.data
+    preprocess = Preprocess.from_config(data)
     with env.world.main_first():
         training, held_out = load_training(
             data.name, data.root, data.download, data.train_size, data.val_size,
-            config.train.seed, data.on_bad_image,
+            config.train.seed, data.on_bad_image, preprocess,
+            preprocess.stored() if config.augment.crop == "resized" else None,
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
@@ -118,7 +120,7 @@ def build_step(
         ValueError: A batch is larger than the training set, or the checkpoint is beyond the
             last step.
     """
-    train, preprocess = config.train, Preprocess.for_dataset(config.data.name)
+    train, preprocess = config.train, Preprocess.from_config(config.data)
     whitens = train.whiten and checkpoint is None  # a checkpoint brings its own kernels
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
@@ -204,8 +206,11 @@ def build_loop(
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
     if config.track.probes:
-        probes = choose_probes(looked_at, config.track.probes, seed)
-        judged = choose_probes(looked_at, JUDGED, seed)
+        # Training images may be stored larger than the model takes them.
+        probes, judged = (
+            choose_probes(looked_at, count, seed).resized(step.preprocess)
+            for count in (config.track.probes, JUDGED)
+        )
         evaluators += [
             AttentionLogging(run / MAPS_FOLDER, probes, at_milestones),
             MapFaithfulness(judged, seed, at_milestones),
@@ -240,7 +245,10 @@ def finish_run(
         SystemExit: With 1 if the last checkpoint could not be written.
     """
     run, data = Path(config.out), config.data
-    test = load(data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image)
+    test = load(
+        data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image,
+        preprocess=classifier.preprocess,
+    )  # fmt: skip
     result = write_report(
         classifier, test, run / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
