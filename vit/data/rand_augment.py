@@ -57,10 +57,11 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
     which = operations[:, None, None, None]
     # Every operation runs on every image and `where` keeps the right result, so that a GPU does not
     # have to tell the host which image needs which operation.
+    planes = images.flatten(0, 1)[:, None]  # torchvision takes one or three channels
     changed = {
         "posterize": tv.posterize(images, 8 - round(4 * share)),
         "solarize": tv.solarize(images, 255 * (1 - share)),
-        "autocontrast": tv.autocontrast(images),
+        "autocontrast": tv.autocontrast(planes).view_as(images),
         "equalize": tv.equalize(images),
     }
     rgb = images.shape[1] == 3  # the mean stands for the grey of other channels
@@ -69,10 +70,7 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
         "brightness": torch.zeros_like(grey),
         "color": grey,
         "contrast": grey.mean(dim=(1, 2, 3), keepdim=True),
-        # Channel by channel, because torchvision takes one or three.
-        "sharpness": tv.adjust_sharpness(images.flatten(0, 1)[:, None], 0.0)
-        .view_as(images)
-        .float(),
+        "sharpness": tv.adjust_sharpness(planes, 0.0).view_as(images).float(),
     }
     factors = 1 + 0.9 * share * signs[:, None, None, None]
     for name, other in others.items():
