@@ -23,8 +23,9 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     Raises:
         ValueError: A photo or the model cannot be read, or the class does not exist.
     """
-    photos = {Path(name): read_photo(Path(name), "image") for name in options.image}
     saved = load_run(run, options)
+    channels = saved.classifier.preprocess.channels
+    photos = {Path(name): read_photo(Path(name), "image", channels) for name in options.image}
     if options.target is not None:
         saved.classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options) / PHOTOS_FOLDER
