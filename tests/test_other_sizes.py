@@ -11,8 +11,8 @@ from PIL import Image
 
 import vit
 from small_runs import small
-from vit.config import EvalConfig
-from vit.data.datasets import load_training
+from vit.config import DataConfig, EvalConfig
+from vit.data.datasets import load, load_training
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
@@ -112,3 +112,13 @@ def test_training_images_are_stored_larger_for_resized_crops(tmp_path: Path) -> 
     same, same_held_out = load_training(*arguments)
     assert torch.equal(same.labels, training.labels)
     assert torch.equal(same_held_out.images, held_out.images)
+
+
+def test_masks_are_resized_with_their_images() -> None:
+    original = load("shapes", "", train=False, count=20)
+    wanted = Preprocess.from_config(DataConfig(name="shapes", image_size=64))
+    larger = load("shapes", "", train=False, count=20, preprocess=wanted)
+    assert larger.images.shape == (20, 3, 64, 64) and larger.masks is not None
+    assert original.masks is not None
+    assert torch.equal(larger.masks, original.masks.repeat_interleave(2, 1).repeat_interleave(2, 2))
+    assert torch.equal(larger.images[3], wanted.resize(original.images[3].movedim(0, -1).numpy()))

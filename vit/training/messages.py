@@ -34,10 +34,12 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
+    resized = config.data.name == "folder" and config.data.image_size is None
+    hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
     return (
         f"data     {config.data.name}: {len(images):,} training images "
         f"({describe_counts(images.classes, images.class_counts())}), {len(held_out):,} held out; "
-        f"the test images are used once, at the end\n"
+        f"the test images are used once, at the end{hint if resized else ''}\n"
         f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
         f"{config.model.num_heads} heads, {rows} x {columns} pixels: {parameters:,} parameters, "
         f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per forward pass\n"
