@@ -67,6 +67,7 @@ BAD_FLAGS = [
     ("--data.image_size big", "data.image_size: 'big'", "one or two whole numbers"),
     ("--data.fit stretch", "data.fit: 'stretch'", "crop, pad, squash"),
     ("--data.channels 0", "data.channels: 0", "1 to 1000, or null\n"),
+    ("--data.channels 2", "data.channels: 2", "1 or 3 with data.name=cifar10\n"),
     ("--optim.lr -1", "optim.lr: -1", "above 0"),
     ("--optim.lr .inf", "optim.lr: '.inf'", "a number above 0, up to 1000000"),
     ("--optim.lr .nan", "optim.lr: '.nan'", "a number above 0, up to 1000000"),

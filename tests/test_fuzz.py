@@ -45,7 +45,7 @@ NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # 
 # The first values beyond each range, and what no divisor is.
 EDGES = {
     "data.image_size": ("0", "-4", "62", "10001"),
-    "data.channels": ("0", "1001"),
+    "data.channels": ("0", "2", "1001"),
     "data.val_size": ("-1", "1000001"),
     "data.train_size": ("0", "1000001"),
     "model.patch_size": ("0", "-4", "3", "64"),

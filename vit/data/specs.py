@@ -38,6 +38,9 @@ DATASETS = {
     "folder": DatasetSpec((32, 32), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
+# Files of a user, which may have any number of channels; all other data sets are grey or RGB.
+OWN_FILES: tuple[str, ...] = ("folder", "table")
+
 
 def spec_of(data: DataConfig) -> DatasetSpec:
     """Return the properties of a data set with the image size and the channels of a config.

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config
 from vit.data.datasets import ImageSet, describe_counts
+from vit.data.specs import OWN_FILES
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
@@ -34,7 +35,7 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
-    resized = config.data.name == "folder" and config.data.image_size is None
+    resized = config.data.name in OWN_FILES and config.data.image_size is None
     hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
     return (
         f"data     {config.data.name}: {len(images):,} training images "

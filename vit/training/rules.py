@@ -3,7 +3,7 @@
 import math
 
 from vit.config import Config
-from vit.data.specs import spec_of
+from vit.data.specs import OWN_FILES, spec_of
 from vit.settings import divisors, require
 
 
@@ -15,8 +15,14 @@ def check_sizes(config: Config) -> None:
 
     Raises:
         ValueError: The patch size does not divide the image size or is not supported by the stem,
-            or the crop padding is not smaller than the image.
+            the crop padding is not smaller than the image, or the data set has other channels.
     """
+    require(
+        config.data.channels in (None, 1, 3) or config.data.name in OWN_FILES,
+        "data.channels",
+        config.data.channels,
+        f"1 or 3 with data.name={config.data.name}",
+    )
     height, width = spec_of(config.data).image_size
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
     size = f"{height}" if height == width else f"{height}x{width}"
