@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vit.config import DataConfig
+from vit.config import DataConfig, DataName
 from vit.data.folder import read_files
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
@@ -66,7 +66,7 @@ class ImageSet:
 
 
 def load(
-    name: str,
+    name: DataName,
     root: str | Path,
     train: bool,
     download: bool = True,
@@ -98,8 +98,8 @@ def load(
     source = read_source(name, root, train, download, count)
     preprocess = preprocess or Preprocess.from_config(DataConfig(name=name))
     if isinstance(source.pictures, Tensor):
-        images = ImageSet(source.pictures, source.labels, source.classes, source.masks)
-        return images.resized(preprocess)
+        given = ImageSet(source.pictures, source.labels, source.classes, source.masks)
+        return given.resized(preprocess)
     images, labels, classes = read_files(
         (source.pictures, source.labels, source.classes), on_bad_image, preprocess
     )
@@ -199,7 +199,7 @@ def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSe
 
 
 def load_training(
-    name: str,
+    name: DataName,
     root: str,
     download: bool,
     train_size: int | None,

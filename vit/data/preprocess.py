@@ -119,10 +119,12 @@ class Preprocess:
         top, left = (_offset(n, to) for n, to in zip(size, self.image_size, strict=True))
         rows, columns = self.image_size
         # Pillow resizes one or three channels at once.
-        bands = [photo] if self.channels == 3 else [photo[..., c] for c in range(self.channels)]
-        fills = [self.fill] if self.channels == 3 else self.fill
+        if self.channels == 3:
+            bands = [(photo, self.fill)]
+        else:
+            bands = [(photo[..., c], (value,)) for c, value in enumerate(self.fill)]
         planes = []
-        for band, fill in zip(bands, fills, strict=True):
+        for band, fill in bands:
             image = Image.fromarray(band)
             if image.size != size[::-1]:
                 image = image.resize(size[::-1], filter_)
