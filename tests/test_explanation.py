@@ -151,7 +151,7 @@ def test_explain_returns_the_maps_of_the_model(classifier, tmp_path):
     best = CLASSES[int(logits.argmax())]
     assert found.predicted == found.target == best == next(iter(classifier.predict(photo)))
     assert len(found.probabilities) == 7
-    assert found.seen == (slice(0, 50), slice(20, 70))
+    assert found.seen == (slice(0, 50), slice(19, 69))
     assert np.array_equal(found.photo, photo)
 
 
