@@ -14,6 +14,7 @@ from torch import Tensor
 from small_runs import make_loop, make_step, metrics, small
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.config import Config
+from vit.data.balance import balanced_batches
 from vit.tracking import Tracker
 from vit.training import trainer
 from vit.training.distributed import World
@@ -67,6 +68,27 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path
         for part in ("model", "optimizers", "ema", "points", "step"):
             torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
+
+
+def test_run_with_balanced_classes_goes_on_in_mid_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def watched(labels: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+        drawn.append(epoch)
+        return balanced_batches(labels, batch_size, seed, epoch)
+
+    monkeypatch.setattr("vit.training.loop.balanced_batches", watched)
+    changes = {**BARE, "data": {"balance": "sampler"}, "train": {"epochs": 2}}
+    alone = run(small(tmp_path / "alone", **changes))
+    config = small(tmp_path / "stopped", **changes)
+    with pytest.raises(Stopped):
+        run(config, stop_at=7)
+    one, other = run(config).step.state.state_dict(), alone.step.state.state_dict()
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+    assert drawn == [0, 1, 0, 1, 1]
 
 
 def test_seconds_add_up_over_interruptions(tmp_path: Path) -> None:

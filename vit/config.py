@@ -50,6 +50,9 @@ class DataConfig:
         val_size: number of training images held out for the validation curves; 0 holds out none
         train_size: number of training images to use, after the validation images are held out; null
             uses all of them
+        balance: how to treat classes of different sizes: none; sampler draws every class equally
+            often, repeating the images of small ones; loss weights the cross entropy of a class by
+            its inverse frequency, N / (C n_c) for n_c of N images and C classes
     """
 
     name: DataName = "cifar10"
@@ -58,6 +61,7 @@ class DataConfig:
     on_bad_image: Literal["error", "skip"] = "error"
     val_size: CountOrZero = 1000
     train_size: Count | None = None
+    balance: Literal["none", "sampler", "loss"] = "none"
 
 
 @settings("model")

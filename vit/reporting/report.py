@@ -25,6 +25,7 @@ from vit.tracking import picture_tag
 
 MISTAKES = 16  # images in the gallery
 PROJECTED = 1000  # images in TensorBoard's projector
+SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
 FRAME = 4  # pixels around a thumbnail in the projector
 PROJECTED_AT_ONCE = 250  # limits peak memory
 
@@ -71,7 +72,7 @@ def write_report(
         with contextlib.suppress(OSError):  # not empty: it contains other files
             old.rmdir()
     with SummaryWriter(str(folder)) as writer:
-        for key in ("accuracy", "top5_accuracy", "loss", "ece"):
+        for key in SCALARS:
             writer.add_scalar(f"test/{key}", result[key], step)
         for tag, pixels in pictures.items():
             writer.add_image(picture_tag(f"test/{tag}"), pixels, step, dataformats="HWC")

@@ -19,6 +19,7 @@ from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
+from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
 from vit.data.datasets import ImageSet, choose_probes, load, load_training
 from vit.data.preprocess import Preprocess
@@ -140,6 +141,11 @@ def build_step(
         precision=env.precision,
         seed=train.seed,
         world=env.world,
+        class_weights=(
+            class_weights(training.class_counts()).to(env.device)
+            if config.data.balance == "loss"
+            else None
+        ),
     )
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
@@ -223,7 +229,7 @@ def build_loop(
 
     return Loop(
         step, config.train.batch_size, evaluators, tracker, save, env.stop,
-        config.track.every, config.train.max_skipped,
+        config.track.every, config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
 
 
