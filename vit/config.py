@@ -269,10 +269,14 @@ class TrackConfig:
     Attributes:
         every: number of steps between two points of the training curves
         probes: number of validation images whose attention maps are logged during training
+        max_cost: fraction of the training time that logging attention may take, by an estimate; in
+            short runs it is logged at fewer than ten steps, and at least at the last; null logs at
+            all of them
     """
 
     every: Count = 50
     probes: CountOrZero = 8
+    max_cost: Fraction | None = 0.1
 
 
 @settings("")

@@ -45,8 +45,8 @@ def balanced_batches(labels: Tensor, batch_size: int, seed: int, epoch: int) -> 
 def class_weights(counts: Sequence[int]) -> Tensor:
     """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
 
-    With N images, C classes and n_c images of class c, the weight of c is N / (C n_c). Its mean over
-    the training images is 1, so the loss keeps its scale. Given to
+    With N images, C classes and n_c images of class c, its weight is N / (C n_c). Its mean over the
+    training images is 1, so the loss keeps its scale. Given to
     `torch.nn.functional.cross_entropy` with probabilities q as targets, the loss of B images is
 
         -1/B Σ_b Σ_c weight_c q_bc log p_bc.

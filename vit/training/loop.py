@@ -190,6 +190,8 @@ class Loop:
         return tqdm(
             total=self.step.schedule.total_steps, initial=self.step.state.step, unit="step",
             dynamic_ncols=True, disable=self.tracker is None or not sys.stderr.isatty(),
+            # Without tqdm's rate, which counts evaluation and logging as training.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )  # fmt: skip
 
     def _epoch_text(self, val_accuracy: float | None, speed: float) -> str:

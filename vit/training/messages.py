@@ -5,17 +5,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config
 from vit.data.datasets import ImageSet, describe_counts
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
+from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+
+BALANCE_TEXTS = {
+    "none": "",
+    "sampler": "; every class is drawn equally often",
+    "loss": "; the loss weights classes by their inverse frequency",
+}
+FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
+MUCH_LEFT = 0.2  # fraction of the images left out of each epoch above which it is said
+FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
 def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
@@ -29,18 +36,18 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     state, schedule, images = step.state, step.schedule, step.images
     device = images.images.device
     rows, columns = schedule.full_size
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        state.evaluated()(torch.zeros(1, step.preprocess.channels, rows, columns, device=device))
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
+    left_out = plan_logging(config, step, held_out).describe()
     return (
         f"data     {config.data.name}: {len(images):,} training images "
-        f"({describe_counts(images.classes, images.class_counts())}), {len(held_out):,} held out; "
-        f"the test images are used once, at the end\n"
+        f"({describe_counts(images.classes, images.class_counts())}), "
+        f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
+        f"{BALANCE_TEXTS[config.data.balance]}\n"
         f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
         f"{config.model.num_heads} heads, {rows} x {columns} pixels: {parameters:,} parameters, "
-        f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per forward pass\n"
+        f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}, "
         f"{'fused' if fused else 'math'} attention"
@@ -48,17 +55,46 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
-        f"{f'; resuming after step {state.step:,}' if state.step else ''}\n"
+        f"{f'; resuming after step {state.step:,}' if state.step else ''}"
+        f"{_short_text(config, step)}\n"
+        f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def _held_out_text(count: int) -> str:
+    if count == 0:
+        return "none held out, so there are no validation curves"
+    if count < FEW_HELD_OUT:
+        return f"{count} held out ({100 / count:.2g}% of validation accuracy each)"
+    return f"{count:,} held out"
+
+
+def _short_text(config: Config, step: TrainingStep) -> str:
+    """Say what limits a run on few images."""
+    schedule, batch, images = step.schedule, config.train.batch_size, len(step.images)
+    left = images - batch * schedule.steps_per_epoch
+    text = ""
+    if left > MUCH_LEFT * images and config.data.balance != "sampler":
+        text += (
+            f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
+            "--train.batch_size"
+        )
+    if schedule.total_steps < FEW_STEPS and config.train.budget_minutes is None:
+        epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
+        text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
+    return text
 
 
 def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
     low, high = result["accuracy_95"]
+    equal = len({values["n"] for values in result["per_class"].values()}) == 1
+    balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
         f"\ntest     {result['accuracy']:.2%} accuracy on {result['n']:,} images "
-        f"(95% interval {low:.2%} to {high:.2%}), loss {result['loss']:.4f}\n"
+        f"(95% interval {low:.2%} to {high:.2%}), "
+        f"{balanced}loss {result['loss']:.4f}\n"
         f"time     {clock(seconds)} of training\n"
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
         f"{run / EVAL_FOLDER}/*.png\n"

@@ -28,9 +28,10 @@ from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
 from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
-from vit.tracking import Tracker, milestones
+from vit.tracking import Tracker
 from vit.training.budget import fit_budget
 from vit.training.environment import Environment, claim_run, start_environment
+from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.rules import check_sizes
@@ -206,15 +207,15 @@ def build_loop(
     """Build the loop: the step with evaluators, logging and checkpoints."""
     run, seed, schedule = Path(config.out), config.train.seed, step.schedule
     looked_at = held_out if len(held_out) else step.images
-    at_milestones = milestones(schedule.total_steps)
+    plan = plan_logging(config, step, held_out)
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
     if config.track.probes:
         probes = choose_probes(looked_at, config.track.probes, seed)
         judged = choose_probes(looked_at, JUDGED, seed)
         evaluators += [
-            AttentionLogging(run / MAPS_FOLDER, probes, at_milestones),
-            MapFaithfulness(judged, seed, at_milestones),
+            AttentionLogging(run / MAPS_FOLDER, probes, plan.drawn),
+            MapFaithfulness(judged, seed, plan.judged),
         ]
     about: dict[str, Any] = {
         "config": to_dict(config),
