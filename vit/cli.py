@@ -23,7 +23,7 @@ import yaml
 
 from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
-from vit.recipes import RECIPES, read_config
+from vit.recipes import RECIPES, read_arguments, read_config
 from vit.settings import describe, shorten, unknown
 from vit.training.rules import check_sizes
 
@@ -137,6 +137,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         "overwrite": given.pop("overwrite", False),
         "allow_changes": given.pop("resume.allow_changes", False),
     }
+    if "model.timm_args" in given:
+        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
     only_print = given.pop("print_config", False)
     config = Config(**_merge([*map(read_config, files), _nested(given)]))
     check_sizes(config)

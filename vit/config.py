@@ -13,6 +13,7 @@ from pydantic import Field
 
 from vit.settings import (
     LARGE,
+    Arguments,
     Count,
     CountOrZero,
     Fraction,
@@ -26,6 +27,7 @@ from vit.settings import (
     divisors,
     require,
     settings,
+    shorten,
 )
 
 STRONGEST = 30  # magnitude of RandAugment
@@ -33,6 +35,8 @@ STRONGEST = 30  # magnitude of RandAugment
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
+TIMM = "timm:"  # how the name of a model of timm begins
+NOT_OF_VIT = ("name", "timm_args")  # fields of ModelConfig that VisionTransformer does not take
 
 
 @settings("data")
@@ -66,9 +70,13 @@ class DataConfig:
 
 @settings("model")
 class ModelConfig:
-    """The Vision Transformer, with timm's parameter names.
+    """The model: our Vision Transformer, with timm's parameter names, or any model of timm.
 
     Attributes:
+        name: vit is our Vision Transformer, which the other keys describe; timm:resnet18 is timm's
+            resnet18, and so on (docs/timm.md)
+        timm_args: with name=timm:..., arguments of the model by name, such as
+            {depth: 4, embed_dim: 96}; null keeps timm's defaults
         patch_size: height and width of a patch in pixels; must divide the image size
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
             (arXiv 2106.14881)
@@ -97,6 +105,8 @@ class ModelConfig:
             scaled_dot_product_attention (same result), auto chooses the faster one for the device
     """
 
+    name: Text = "vit"
+    timm_args: Arguments | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] = 4
     stem: Literal["linear", "conv"] = "conv"
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 96
@@ -120,6 +130,15 @@ class ModelConfig:
     attn_kernel: Literal["auto", "math", "fused"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.name != "vit":
+            self._check_timm()
+            return
+        require(
+            self.timm_args is None,
+            "model.timm_args",
+            self.timm_args,
+            "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18",
+        )
         require(
             1 <= self.mlp_ratio * self.embed_dim <= LARGE,
             "model.mlp_ratio",
@@ -153,6 +172,26 @@ class ModelConfig:
             self.embed_dim,
             "a multiple of 4 with model.pos_embed=sincos",
         )
+
+    def _check_timm(self) -> None:
+        require(
+            self.name.startswith(TIMM) and self.name != TIMM,
+            "model.name",
+            self.name,
+            f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
+        )
+        default = ModelConfig()
+        for key, value in self.vit_arguments().items():
+            if value != getattr(default, key):
+                raise ValueError(
+                    f"model.{key}: {shorten(value)} is only for model.name=vit; arguments of "
+                    f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'"
+                )
+
+    def vit_arguments(self) -> dict[str, Any]:
+        """Return the arguments of our VisionTransformer, by name."""
+        values = dataclasses.asdict(self)
+        return {key: value for key, value in values.items() if key not in NOT_OF_VIT}
 
 
 @settings("augment")

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config
+from vit.config import Config, ModelConfig
 from vit.data.datasets import ImageSet, describe_counts
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
+from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.state import TrainState
@@ -39,18 +40,20 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
-    left_out = plan_logging(config, step, held_out).describe()
+    attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
+    has_maps = attention_model(state.model) is not None
+    maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
+    left_out = plan_logging(config, step, held_out).describe() if has_maps else None
     return (
         f"data     {config.data.name}: {len(images):,} training images "
         f"({describe_counts(images.classes, images.class_counts())}), "
         f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
         f"{BALANCE_TEXTS[config.data.balance]}\n"
-        f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
-        f"{config.model.num_heads} heads, {rows} x {columns} pixels: {parameters:,} parameters, "
-        f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
+        f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
+        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
+        f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
-        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}, "
-        f"{'fused' if fused else 'math'} attention"
+        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f"{', compiled' if config.train.compile else ''}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
@@ -86,9 +89,10 @@ def _short_text(config: Config, step: TrainingStep) -> str:
     return text
 
 
-def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
+def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
     low, high = result["accuracy_95"]
+    attention = f"         python eval.py {run} --attention\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
@@ -99,7 +103,7 @@ def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
         f"{run / EVAL_FOLDER}/*.png\n"
         f"next     python eval.py {run}\n"
-        f"         python eval.py {run} --attention\n"
+        f"{attention}"
         f"         {tensorboard_command(run)}"
     )
 
@@ -139,3 +143,11 @@ def tensorboard_command(run: Path) -> str:
 def clock(seconds: float) -> str:
     """Format a duration as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def describe_model(model: ModelConfig) -> str:
+    """Name a model with the settings that matter most."""
+    if model.name != "vit":
+        given = ", ".join(f"{key} {value}" for key, value in (model.timm_args or {}).items())
+        return f"{model.name}, {given}" if given else model.name
+    return f"ViT, depth {model.depth}, width {model.embed_dim}, {model.num_heads} heads"

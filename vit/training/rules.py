@@ -2,7 +2,7 @@
 
 import math
 
-from vit.config import Config
+from vit.config import Config, ModelConfig
 from vit.data.specs import DATASETS
 from vit.settings import divisors, require
 
@@ -14,25 +14,30 @@ def check_sizes(config: Config) -> None:
     data set.
 
     Raises:
-        ValueError: The patch size does not divide the image size or is not supported by the stem,
-            or the crop padding is not smaller than the image.
+        ValueError: The patch size does not divide the image size or is not supported by the stem, a
+            model of timm does not fit the run, or the crop padding is not smaller than the image.
     """
     height, width = DATASETS[config.data.name].image_size
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
     size = f"{height}" if height == width else f"{height}x{width}"
     common = math.gcd(height, width)
-    require(
-        common % patch_size == 0,
-        "model.patch_size",
-        patch_size,
-        f"a divisor of the image size, {size}: {divisors(common)}",
-    )
-    require(
-        config.model.stem == "linear" or patch_size.bit_count() == 1,
-        "model.patch_size",
-        patch_size,
-        "a power of two with model.stem=conv",
-    )
+    if config.model.name != "vit":
+        from vit.training.timm_rules import check_timm  # late: it imports torch and timm
+
+        check_timm(config, (height, width), DATASETS[config.data.name].channels)
+    else:
+        require(
+            common % patch_size == 0,
+            "model.patch_size",
+            patch_size,
+            f"a divisor of the image size, {size}: {divisors(common)}",
+        )
+        require(
+            config.model.stem == "linear" or patch_size.bit_count() == 1,
+            "model.patch_size",
+            patch_size,
+            "a power of two with model.stem=conv",
+        )
     limit = min(height, width) - 1
     require(
         padding <= limit,
@@ -55,8 +60,17 @@ def check_batch(config: Config, processes: int) -> None:
             f"train.batch_size: {train.batch_size} cannot be divided among {processes} processes "
             f"with train.accumulate={train.accumulate}; it must be a multiple of {parts}"
         )
-    if config.model.stem == "conv" and train.batch_size == parts:
+    if train.batch_size == parts and (owner := _batch_norm_of(config.model)):
         raise ValueError(
             f"train.batch_size: {train.batch_size} in {parts} parts (train.accumulate, "
-            "processes) is one image at a time; the batch norm of model.stem=conv needs two"
+            f"processes) is one image at a time; the batch norm of {owner} needs two"
         )
+
+
+def _batch_norm_of(model: ModelConfig) -> str:
+    """Return the setting because of which a model has batch norm; "" if it has none."""
+    if model.name != "vit":
+        from vit.training.timm_rules import has_batch_norm  # late: it imports torch and timm
+
+        return f"model.name={model.name}" if has_batch_norm(model) else ""
+    return "model.stem=conv" if model.stem == "conv" else ""

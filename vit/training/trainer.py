@@ -24,6 +24,7 @@ from vit.data.batches import steps_per_epoch
 from vit.data.datasets import ImageSet, choose_probes, load, load_training
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Evaluator, Validation
+from vit.model.attention_model import attention_model, size_unit
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
@@ -134,7 +135,9 @@ def build_step(
         forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
         images=training,
         preprocess=preprocess,
-        schedule=build_schedule(config, len(training), preprocess.image_size),
+        schedule=build_schedule(
+            config, len(training), preprocess.image_size, size_unit(state.model)
+        ),
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
@@ -161,8 +164,16 @@ def build_step(
     return dataclasses.replace(step, schedule=schedule)
 
 
-def build_schedule(config: Config, num_images: int, image_size: tuple[int, int]) -> Schedule:
+def build_schedule(
+    config: Config, num_images: int, image_size: tuple[int, int], unit: int
+) -> Schedule:
     """Build the schedule of a run of `train.epochs` epochs.
+
+    Args:
+        config: The run.
+        num_images: Number of training images.
+        image_size: Height and width of the images, in pixels.
+        unit: Pixels that the sides of smaller images are multiples of.
 
     Raises:
         ValueError: A batch is larger than the training set.
@@ -173,7 +184,7 @@ def build_schedule(config: Config, num_images: int, image_size: tuple[int, int])
         total_steps=train.epochs * per_epoch,
         steps_per_epoch=per_epoch,
         full_size=image_size,
-        small_size=scaled_size(image_size, train.small_scale, config.model.patch_size),
+        small_size=scaled_size(image_size, train.small_scale, unit),
         small_fraction=train.small_share,
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
@@ -210,7 +221,7 @@ def build_loop(
     plan = plan_logging(config, step, held_out)
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
-    if config.track.probes:
+    if config.track.probes and attention_model(step.state.model) is not None:
         probes = choose_probes(looked_at, config.track.probes, seed)
         judged = choose_probes(looked_at, JUDGED, seed)
         evaluators += [
@@ -254,7 +265,7 @@ def finish_run(
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step)
-    say(end_text(run, result, state.seconds))
+    say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)
