@@ -55,12 +55,12 @@ def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
     return from_dict({"out": str(out), **run})
 
 
-def draw(model: nn.Module, std: float = 0.5) -> nn.Module:
-    """Draw all weights, so that every part of the model matters."""
+def draw(model: nn.Module) -> nn.Module:
+    """Change all weights at random, so that every part of the model matters."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=std)
+            parameter.add_(torch.randn_like(parameter), alpha=0.4)
     return model.eval()
 
 
@@ -110,7 +110,7 @@ def test_weights_are_those_that_timm_computes(variant: str) -> None:
     for number, found in enumerate(weights):
         layer = torch.cat(seen[number * per_layer : (number + 1) * per_layer], dim=1)
         torch.testing.assert_close(found, layer, rtol=1e-4, atol=1e-5)
-        assert found.std() > 2e-3  # not uniform, so the comparison means something
+        assert found.std() > 0.01  # not uniform, so the comparison means something
     assert reader.patch_embed.grid(32, 32) == (4, 4)
     assert reader.patch_embed.patch_size == 8
     assert reader.num_prefix_tokens + 16 == weights[0].shape[-1]

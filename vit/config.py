@@ -180,11 +180,11 @@ class ModelConfig:
             self.name,
             f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
         )
-        default = ModelConfig()
-        for key, value in self.vit_arguments().items():
-            if value != getattr(default, key):
+        for own in dataclasses.fields(self):
+            value = getattr(self, own.name)
+            if own.name not in NOT_OF_VIT and value != own.default:
                 raise ValueError(
-                    f"model.{key}: {shorten(value)} is only for model.name=vit; arguments of "
+                    f"model.{own.name}: {shorten(value)} is only for model.name=vit; arguments of "
                     f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'"
                 )
 
