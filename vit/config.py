@@ -73,7 +73,7 @@ class ModelConfig:
     """The model: our Vision Transformer, with timm's parameter names, or any model of timm.
 
     Attributes:
-        name: vit is our Vision Transformer, which the other keys describe; timm:resnet18 is timm's
+        name: which model: vit is ours, which the other keys describe; timm:resnet18 is timm's
             resnet18, and so on (docs/timm.md)
         timm_args: with name=timm:..., arguments of the model by name, such as
             {depth: 4, embed_dim: 96}; null keeps timm's defaults
