@@ -132,13 +132,13 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         "augmentation or the hardware have changed; data and model must be the same",
     )
     given = parser.parse_keys(arguments, Config)
+    if "model.timm_args" in given:
+        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
     files = given.pop("config", ["quick"])
     options = {
         "overwrite": given.pop("overwrite", False),
         "allow_changes": given.pop("resume.allow_changes", False),
     }
-    if "model.timm_args" in given:
-        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
     only_print = given.pop("print_config", False)
     config = Config(**_merge([*map(read_config, files), _nested(given)]))
     check_sizes(config)

@@ -21,23 +21,19 @@ def check_sizes(config: Config) -> None:
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
     size = f"{height}" if height == width else f"{height}x{width}"
     common = math.gcd(height, width)
-    if config.model.name != "vit":
-        from vit.training.timm_rules import check_timm  # late: it imports torch and timm
-
-        check_timm(config, (height, width), DATASETS[config.data.name].channels)
-    else:
-        require(
-            common % patch_size == 0,
-            "model.patch_size",
-            patch_size,
-            f"a divisor of the image size, {size}: {divisors(common)}",
-        )
-        require(
-            config.model.stem == "linear" or patch_size.bit_count() == 1,
-            "model.patch_size",
-            patch_size,
-            "a power of two with model.stem=conv",
-        )
+    is_timm = config.model.name != "vit"
+    require(
+        is_timm or common % patch_size == 0,
+        "model.patch_size",
+        patch_size,
+        f"a divisor of the image size, {size}: {divisors(common)}",
+    )
+    require(
+        config.model.stem == "linear" or patch_size.bit_count() == 1,
+        "model.patch_size",
+        patch_size,
+        "a power of two with model.stem=conv",
+    )
     limit = min(height, width) - 1
     require(
         padding <= limit,
@@ -45,6 +41,10 @@ def check_sizes(config: Config) -> None:
         padding,
         f"0 to {limit} pixels with images of {size} pixels",
     )
+    if is_timm:
+        from vit.training.timm_rules import check_timm  # late: it imports torch and timm
+
+        check_timm(config, (height, width), DATASETS[config.data.name].channels)
 
 
 def check_batch(config: Config, processes: int) -> None:
