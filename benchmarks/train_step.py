@@ -134,11 +134,11 @@ def matrix_peak(precision: torch.dtype, device: torch.device = CPU, size: int = 
     return 2 * size**3 / seconds_each(lambda: a @ b, device)
 
 
-def flops_of_step(model: VisionTransformer, batch: int, size: int = SIZE) -> float:
+def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
     """Count the FLOP of matrix products and convolutions, forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    few, device = 2, model.head.weight.device
+    few, device = 2, next(model.parameters()).device
     with FlopCounterMode(display=False) as counter:
         model(torch.randn(few, 3, size, size, device=device)).sum().backward()
     model.zero_grad()

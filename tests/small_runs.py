@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "train": {
         "epochs": 6, "batch_size": 64, "accumulate": 2, "device": "cpu", "precision": "float32"
     },
-    "track": {"every": 2, "probes": 3},
+    "track": {"every": 2, "probes": 3, "max_cost": None},  # logs everything, short as it is
 }  # fmt: skip
 STEPS = 6 * (320 // 64)
 

@@ -1,17 +1,20 @@
-"""Metrics compared with torchmetrics and with their definitions."""
+"""Metrics compared with torchmetrics, scikit-learn and their definitions."""
 
 import json
 import math
+import warnings
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor
 from torchmetrics.functional.classification import (
     multiclass_accuracy,
     multiclass_calibration_error,
     multiclass_confusion_matrix,
+    multiclass_f1_score,
     multiclass_precision,
     multiclass_recall,
 )
@@ -83,6 +86,34 @@ def test_report_agrees_with_torchmetrics(count, num_classes, skill, scale):
     assert result["loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize("missing", ["nothing", "images", "predictions", "both"])
+def test_metrics_of_classes_agree_with_scikit_learn_and_torchmetrics(missing):
+    """A class without test images, without predictions, or with neither is in the last column."""
+    logits, labels = draw_case(400, 6, skill=1.0, scale=1.0)
+    labels[:200] = 0  # classes of different sizes
+    if missing in ("images", "both"):
+        logits, labels = logits[labels != 5], labels[labels != 5]
+    if missing in ("predictions", "both"):
+        logits[:, 5] = -100
+    predicted = logits.argmax(dim=1)
+    assert (bool((labels == 5).any()), bool((predicted == 5).any())) == (
+        missing in ("nothing", "predictions"), missing in ("nothing", "images")
+    )  # fmt: skip
+    result = report(logits, labels, names(6))
+    assert abs(result["balanced_accuracy"] - result["accuracy"]) > 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn warns of predicted classes without images
+        balanced = balanced_accuracy_score(labels, predicted)
+    assert result["balanced_accuracy"] == pytest.approx(balanced, abs=1e-12)
+    macro_f1 = f1_score(labels, predicted, average="macro", zero_division=0)
+    assert result["macro_f1"] == pytest.approx(macro_f1, abs=1e-12)
+    theirs = multiclass_f1_score(logits, labels, 6, average="macro").item()
+    assert result["macro_f1"] == pytest.approx(theirs, abs=1e-6)
+    if missing != "images":  # torchmetrics counts a class that is only predicted as recall 0
+        recall = multiclass_recall(logits, labels, 6, average="macro").item()
+        assert result["balanced_accuracy"] == pytest.approx(recall, abs=1e-6)
+
+
 def test_report_by_hand():
     # True a: taken for a, a, b; true b: for a; c has no images, and d is never predicted.
     predicted = torch.tensor([0, 0, 1, 0, 2])
@@ -98,6 +129,8 @@ def test_report_by_hand():
         "c": {"recall": None, "precision": 0.0, "n": 0},
         "d": {"recall": 0.0, "precision": None, "n": 1},
     }
+    assert result["balanced_accuracy"] == pytest.approx((2 / 3 + 0 + 0) / 3)  # c has no images
+    assert result["macro_f1"] == pytest.approx((2 / 3 + 0 + 0 + 0) / 4)
     assert result["loss"] == pytest.approx(-(2 * math.log(2 / 5) + 3 * math.log(1 / 5)) / 5)
     assert result["ece"] == pytest.approx(0, abs=1e-6)  # 40 % sure and 40 % right
     json.dumps(result, allow_nan=False)
@@ -285,10 +318,28 @@ def test_table_shows_every_class_once():
     end = next(line for line in lines if line.startswith("class")).index("images") + len("images")
     for name, (row,) in rows.items():
         assert row[:end].endswith(f" {cells[name][2]}") and len(row) <= 100
-    assert len(lines) == 6 + 4
+    assert len(lines) == 8 + 4
+    assert f"{result['balanced_accuracy']:.2%}" in lines[1] and "balanced" in lines[1]
+    assert f"{result['macro_f1']:.4f}" in lines[2] and "macro F1" in lines[2]
     assert "top-5" not in table  # four classes: always right
     six = report(torch.randn(9, 6), torch.arange(9) % 6, tuple("abcdef"))
     assert "top-5 accuracy" in as_table({**six, "images_per_second": 1.0})
+
+
+def test_columns_of_the_table_are_aligned_whatever_the_names():
+    long = "a" * 41
+    classes = ("cat", "yellow-bellied flycatcher", "b" * 40, long, "ねこ", "cafe\u0301")
+    result = report(torch.eye(6)[torch.tensor([1, 3, 3])] * 5, torch.tensor([0, 1, 3]), classes)
+    lines = as_table({**result, "images_per_second": 1.0}).splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("class"))
+    rows = lines[head + 1 :]
+    shown = ("cat", "yellow-bellied flycatcher", "b" * 40, f"{'a' * 39}…", "ねこ", "cafe\u0301")
+    extra = (0, 0, 0, 0, -2, 1)  # characters more than columns on the terminal
+    for row, name, more in zip(rows, shown, extra, strict=True):
+        assert row.startswith(f"{name} ")
+        assert row.split(name, 1)[1].index("%" if "%" in row else "–") > 0
+        assert row[: lines[head].index("images") + len("images") + more][-1].isdigit()
+    assert rows[1].endswith(f"{'a' * 39}… (1)") and long not in "".join(rows)
 
 
 def test_wilson_interval_holds_its_share():

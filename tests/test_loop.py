@@ -2,18 +2,21 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from small_runs import make_loop, make_step, metrics, small
+from small_runs import events, make_loop, make_step, metrics, small
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
+from vit.classifier import Classifier
 from vit.config import Config
+from vit.data.balance import balanced_batches
 from vit.tracking import Tracker
 from vit.training import trainer
 from vit.training.distributed import World
@@ -67,6 +70,57 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path
         for part in ("model", "optimizers", "ema", "points", "step"):
             torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
+
+
+def test_run_with_balanced_classes_goes_on_in_mid_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def watched(labels: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+        drawn.append(epoch)
+        return balanced_batches(labels, batch_size, seed, epoch)
+
+    monkeypatch.setattr("vit.training.loop.balanced_batches", watched)
+    changes = {**BARE, "data": {"balance": "sampler"}, "train": {"epochs": 2}}
+    alone = run(small(tmp_path / "alone", **changes))
+    config = small(tmp_path / "stopped", **changes)
+    with pytest.raises(Stopped):
+        run(config, stop_at=7)
+    one, other = run(config).step.state.state_dict(), alone.step.state.state_dict()
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+    assert drawn == [0, 1, 0, 1, 1]
+
+
+def test_speed_counts_training_alone_and_seconds_count_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("vit.training.loop.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    update = TrainingStep.update
+
+    def one_second(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
+        now[0] += 1
+        return update(step, images, targets)
+
+    class TenSeconds:
+        steps = range(100)
+
+        def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float]]:
+            now[0] += 10
+            yield "val/accuracy", 0.5
+
+    monkeypatch.setattr(TrainingStep, "update", one_second)
+    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
+    loop.evaluators, loop.tracker = [TenSeconds()], Tracker(tmp_path)
+    loop.run()
+    loop.tracker.close()
+    speeds = events(tmp_path).Scalars("train/images_per_second")
+    assert [(event.step, event.value) for event in speeds] == [(3, 64), (5, 64), (8, 64), (10, 64)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count(" 64 images/s ") for line in lines] == [1, 1]
+    assert loop.step.state.seconds == 10 * (1 + 10)
 
 
 def test_seconds_add_up_over_interruptions(tmp_path: Path) -> None:

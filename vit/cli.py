@@ -22,7 +22,7 @@ import yaml
 
 from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
-from vit.recipes import RECIPES, read_config
+from vit.recipes import RECIPES, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
 from vit.training.rules import check_sizes
 
@@ -131,6 +131,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         "augmentation or the hardware have changed; data and model must be the same",
     )
     given = parser.parse_keys(arguments, Config)
+    if "model.timm_args" in given:
+        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
     files = given.pop("config", ["quick"])
     options = {
         "overwrite": given.pop("overwrite", False),

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from vit.settings import (
     LARGE,
+    Arguments,
     Count,
     CountOrZero,
     Fraction,
@@ -28,6 +29,7 @@ from vit.settings import (
     divisors,
     require,
     settings,
+    shorten,
 )
 
 STRONGEST = 30  # magnitude of RandAugment
@@ -35,6 +37,8 @@ STRONGEST = 30  # magnitude of RandAugment
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
+TIMM = "timm:"  # how the name of a model of timm begins
+NOT_OF_VIT = ("name", "timm_args")  # fields of ModelConfig that VisionTransformer does not take
 
 
 @settings("data")
@@ -60,6 +64,9 @@ class DataConfig:
         val_size: number of training images held out for the validation curves; 0 holds out none
         train_size: number of training images to use, after the validation images are held out; null
             uses all of them
+        balance: how to treat classes of different sizes: none; sampler draws every class equally
+            often, repeating the images of small ones; loss weights the cross entropy of a class by
+            its inverse frequency, N / (C n_c) for n_c of N images and C classes
     """
 
     name: DataName = "cifar10"
@@ -71,13 +78,18 @@ class DataConfig:
     on_bad_image: Literal["error", "skip"] = "error"
     val_size: CountOrZero = 1000
     train_size: Count | None = None
+    balance: Literal["none", "sampler", "loss"] = "none"
 
 
 @settings("model")
 class ModelConfig:
-    """The Vision Transformer, with timm's parameter names.
+    """The model: our Vision Transformer, with timm's parameter names, or any model of timm.
 
     Attributes:
+        name: which model: vit is ours, which the other keys describe; timm:resnet18 is timm's
+            resnet18, and so on (docs/timm.md)
+        timm_args: with name=timm:..., arguments of the model by name, such as
+            {depth: 4, embed_dim: 96}; null keeps timm's defaults
         patch_size: height and width of a patch in pixels; must divide the image size
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
             (arXiv 2106.14881)
@@ -106,6 +118,8 @@ class ModelConfig:
             scaled_dot_product_attention (same result), auto chooses the faster one for the device
     """
 
+    name: Text = "vit"
+    timm_args: Arguments | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] = 4
     stem: Literal["linear", "conv"] = "conv"
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 96
@@ -129,6 +143,15 @@ class ModelConfig:
     attn_kernel: Literal["auto", "math", "fused"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.name != "vit":
+            self._check_timm()
+            return
+        require(
+            self.timm_args is None,
+            "model.timm_args",
+            self.timm_args,
+            "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18",
+        )
         require(
             1 <= self.mlp_ratio * self.embed_dim <= LARGE,
             "model.mlp_ratio",
@@ -162,6 +185,26 @@ class ModelConfig:
             self.embed_dim,
             "a multiple of 4 with model.pos_embed=sincos",
         )
+
+    def _check_timm(self) -> None:
+        require(
+            self.name.startswith(TIMM) and self.name != TIMM,
+            "model.name",
+            self.name,
+            f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
+        )
+        for own in dataclasses.fields(self):
+            value = getattr(self, own.name)
+            if own.name not in NOT_OF_VIT and value != own.default:
+                raise ValueError(
+                    f"model.{own.name}: {shorten(value)} is only for model.name=vit; arguments of "
+                    f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'"
+                )
+
+    def vit_arguments(self) -> dict[str, Any]:
+        """Return the arguments of our VisionTransformer, by name."""
+        values = dataclasses.asdict(self)
+        return {key: value for key, value in values.items() if key not in NOT_OF_VIT}
 
 
 @settings("augment")
@@ -294,10 +337,14 @@ class TrackConfig:
     Attributes:
         every: number of steps between two points of the training curves
         probes: number of validation images whose attention maps are logged during training
+        max_cost: fraction of the training time that logging attention may take, by an estimate; in
+            short runs it is logged at fewer than ten steps, and at least at the last; null logs at
+            all of them
     """
 
     every: Count = 50
     probes: CountOrZero = 8
+    max_cost: Fraction | None = 0.1
 
 
 @settings("")

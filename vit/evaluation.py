@@ -5,6 +5,7 @@ Shapes: B batch, C classes, N images.
 
 import math
 import time
+import unicodedata
 from collections.abc import Container, Iterator
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
+LONGEST_NAME = 40  # columns of a terminal that a class name may take in a table
 
 
 class Evaluator(Protocol):
@@ -80,10 +82,11 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
         classes: The C class names.
 
     Returns:
-        n, accuracy (0 to 1) with its 95% interval accuracy_95, loss (cross entropy, nats),
-        top5_accuracy, ece (0 to 1), per_class (recall, precision and n by class name),
-        confusion_matrix (C rows of true classes, C columns of predicted ones, counts) and
-        reliability (see `reliability`).
+        n, accuracy (0 to 1) with its 95% interval accuracy_95, balanced_accuracy (mean recall of
+        the classes that have images), macro_f1 (mean F1 score of the classes that have images or
+        predictions), loss (cross entropy, nats), top5_accuracy, ece (0 to 1), per_class (recall,
+        precision and n by class name), confusion_matrix (C rows of true classes, C columns of
+        predicted ones, counts) and reliability (see `reliability`).
     """
     count, num_classes = logits.shape
     predicted = logits.argmax(dim=1)
@@ -92,10 +95,14 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
     hits, true, guessed = confusion.diag(), confusion.sum(dim=1), confusion.sum(dim=0)
     top = logits.topk(min(5, num_classes), dim=1).indices
     bins = reliability(logits.softmax(dim=1), labels)
+    recall = hits.double() / true  # NaN for a class without images
+    f1 = 2 * hits.double() / (true + guessed)  # NaN for a class without images and predictions
     return {
         "n": count,
         "accuracy": hits.sum().item() / count,
         "accuracy_95": wilson_interval(int(hits.sum()), count),
+        "balanced_accuracy": recall.nanmean().item(),
+        "macro_f1": f1.nanmean().item(),
         "loss": F.cross_entropy(logits, labels).item(),
         "top5_accuracy": (top == labels[:, None]).any(dim=1).float().mean().item(),
         "ece": sum(b["n"] * abs(b["accuracy"] - b["confidence"]) for b in bins) / count,
@@ -176,27 +183,46 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
 def as_table(result: dict[str, Any]) -> str:
     """Format a report as text: overall metrics first, then one row per class."""
     low, high = result["accuracy_95"]
+    names = [_fitting(name) for name in result["per_class"]]
+    wide = max(20, *map(_columns, names))
     top5 = [f"top-5 accuracy  {result['top5_accuracy']:7.2%}"]
     lines = [
         f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
         f"{result['n']:,} images",
-        *(top5 if len(result["per_class"]) > 5 else []),  # with five classes it says nothing
+        *(top5 if len(names) > 5 else []),  # with five classes it says nothing
+        f"balanced        {result['balanced_accuracy']:7.2%}   mean recall of the classes",
+        f"macro F1        {result['macro_f1']:7.4f}   mean F1 score of the classes",
         f"loss            {result['loss']:7.4f}",
         f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
         f"speed           {result['images_per_second']:7,.0f}   images/s",
         "",
-        f"{'class':<20}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",
+        f"{'class':<{wide}}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",
     ]
-    names = list(result["per_class"])
-    for row, (name, values) in enumerate(result["per_class"].items()):
+    for row, values in enumerate(result["per_class"].values()):
         wrong = [0 if c == row else n for c, n in enumerate(result["confusion_matrix"][row])]
         worst = max(range(len(wrong)), key=wrong.__getitem__)
         mistaken = f"{names[worst]} ({wrong[worst]})" if wrong[worst] else "–"
         lines.append(
-            f"{name:<20}{_percent(values['recall']):>9}{_percent(values['precision']):>11}"
+            f"{names[row]}{' ' * (wide - _columns(names[row]))}"
+            f"{_percent(values['recall']):>9}{_percent(values['precision']):>11}"
             f"{values['n']:>9,}   {mistaken}"
         )
     return "\n".join(lines)
+
+
+def _fitting(name: str) -> str:
+    """Cut a class name to LONGEST_NAME columns of a terminal, with an ellipsis."""
+    if _columns(name) <= LONGEST_NAME:
+        return name
+    while _columns(name) >= LONGEST_NAME:
+        name = name[:-1]
+    return f"{name}…"
+
+
+def _columns(name: str) -> int:
+    """Return how many columns of a terminal a name takes; East Asian letters take two."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in name)
+    return len(name) + wide - sum(map(bool, map(unicodedata.combining, name)))
 
 
 def _percent(share: float | None) -> str:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import say, warn
+from vit.data.balance import balanced_batches
 from vit.data.batches import epoch_batches
 from vit.evaluation import Evaluator
 from vit.tracking import Tracker
@@ -42,6 +43,7 @@ class Loop:
         stop: Asked after each step whether a signal has arrived.
         log_every: Steps between two points of the training curves.
         max_skipped: Consecutive skipped steps after which the run gives up.
+        balanced: Whether every class is drawn equally often.
         save_error: Why the latest checkpoint could not be written, or None.
     """
 
@@ -53,6 +55,7 @@ class Loop:
     stop: StopRequest
     log_every: int
     max_skipped: int
+    balanced: bool = False
     save_error: OSError | None = None
     _losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LOSSES))
     _since: float = 0.0  # time up to which state.seconds has counted
@@ -92,7 +95,11 @@ class Loop:
         """
         state, schedule = self.step.state, self.step.schedule
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
-        batches = epoch_batches(len(self.step.images), self.batch_size, self.step.seed, epoch)
+        images, seed = self.step.images, self.step.seed
+        if self.balanced:
+            batches = balanced_batches(images.labels, self.batch_size, seed, epoch)
+        else:
+            batches = epoch_batches(len(images), self.batch_size, seed, epoch)
         batches = batches[: schedule.total_steps - epoch * schedule.steps_per_epoch]
         batches = batches.to(self.step.images.images.device)
         if done == 0 or len(state.points) != done:  # a new epoch, or the batch size has changed
@@ -119,8 +126,8 @@ class Loop:
             if not last and self.stop.agreed(self.step.world):
                 self._save()
                 raise Stopped
-        images = self.batch_size * (len(batches) - done)
-        return measured, images / (time.perf_counter() - begin)
+        trained = self.batch_size * (len(batches) - done)
+        return measured, trained / (time.perf_counter() - begin)
 
     def _log(self, bar: "tqdm[NoReturn]", speed: float) -> None:
         """Log the means over the steps since the last point of the training curves."""
@@ -183,6 +190,8 @@ class Loop:
         return tqdm(
             total=self.step.schedule.total_steps, initial=self.step.state.step, unit="step",
             dynamic_ncols=True, disable=self.tracker is None or not sys.stderr.isatty(),
+            # Without tqdm's rate, which counts evaluation and logging as training.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )  # fmt: skip
 
     def _epoch_text(self, val_accuracy: float | None, speed: float) -> str:

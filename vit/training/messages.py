@@ -5,18 +5,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config
+from vit.config import Config, ModelConfig
 from vit.data.datasets import ImageSet, describe_counts
 from vit.data.specs import OWN_FILES
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
+from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
+from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+
+BALANCE_TEXTS = {
+    "none": "",
+    "sampler": "; every class is drawn equally often",
+    "loss": "; the loss weights classes by their inverse frequency",
+}
+FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
+MUCH_LEFT = 0.2  # fraction of the images left out of each epoch above which it is said
+FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
 def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
@@ -30,43 +38,76 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     state, schedule, images = step.state, step.schedule, step.images
     device = images.images.device
     rows, columns = schedule.full_size
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        state.evaluated()(torch.zeros(1, step.preprocess.channels, rows, columns, device=device))
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
     resized = config.data.name in OWN_FILES and config.data.image_size is None
     hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
+    attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
+    has_maps = attention_model(state.model) is not None
+    maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
+    left_out = plan_logging(config, step, held_out).describe() if has_maps else None
     return (
         f"data     {config.data.name}: {len(images):,} training images "
-        f"({describe_counts(images.classes, images.class_counts())}), {len(held_out):,} held out; "
-        f"the test images are used once, at the end{hint if resized else ''}\n"
-        f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
-        f"{config.model.num_heads} heads, {rows} x {columns} pixels: {parameters:,} parameters, "
-        f"{counter.get_total_flops() / 1e9:.3f} GFLOPs per forward pass\n"
+        f"({describe_counts(images.classes, images.class_counts())}), "
+        f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
+        f"{hint if resized else ''}"
+        f"{BALANCE_TEXTS[config.data.balance]}\n"
+        f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
+        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
+        f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
-        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}, "
-        f"{'fused' if fused else 'math'} attention"
+        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f"{', compiled' if config.train.compile else ''}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
-        f"{f'; resuming after step {state.step:,}' if state.step else ''}\n"
+        f"{f'; resuming after step {state.step:,}' if state.step else ''}"
+        f"{_short_text(config, step)}\n"
+        f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
 
 
-def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
+def _held_out_text(count: int) -> str:
+    if count == 0:
+        return "none held out, so there are no validation curves"
+    if count < FEW_HELD_OUT:
+        return f"{count} held out ({100 / count:.2g}% of validation accuracy each)"
+    return f"{count:,} held out"
+
+
+def _short_text(config: Config, step: TrainingStep) -> str:
+    """Say what limits a run on few images."""
+    schedule, batch, images = step.schedule, config.train.batch_size, len(step.images)
+    left = images - batch * schedule.steps_per_epoch
+    text = ""
+    if left > MUCH_LEFT * images and config.data.balance != "sampler":
+        text += (
+            f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
+            "--train.batch_size"
+        )
+    if schedule.total_steps < FEW_STEPS and config.train.budget_minutes is None:
+        epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
+        text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
+    return text
+
+
+def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
     low, high = result["accuracy_95"]
+    attention = f"         python eval.py {run} --attention\n" if has_maps else ""
+    equal = len({values["n"] for values in result["per_class"].values()}) == 1
+    balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
         f"\ntest     {result['accuracy']:.2%} accuracy on {result['n']:,} images "
-        f"(95% interval {low:.2%} to {high:.2%}), loss {result['loss']:.4f}\n"
+        f"(95% interval {low:.2%} to {high:.2%}), "
+        f"{balanced}loss {result['loss']:.4f}\n"
         f"time     {clock(seconds)} of training\n"
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
         f"{run / EVAL_FOLDER}/*.png\n"
         f"next     python eval.py {run}\n"
-        f"         python eval.py {run} --attention\n"
+        f"{attention}"
         f"         {tensorboard_command(run)}"
     )
 
@@ -106,3 +147,11 @@ def tensorboard_command(run: Path) -> str:
 def clock(seconds: float) -> str:
     """Format a duration as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def describe_model(model: ModelConfig) -> str:
+    """Name a model with the settings that matter most."""
+    if model.name != "vit":
+        given = ", ".join(f"{key} {value}" for key, value in (model.timm_args or {}).items())
+        return f"{model.name}, {given}" if given else model.name
+    return f"ViT, depth {model.depth}, width {model.embed_dim}, {model.num_heads} heads"

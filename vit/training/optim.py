@@ -115,9 +115,10 @@ def build_optimizers(
     muon_weight_decay: float,
     muon_momentum: float,
 ) -> list[Optimizer]:
-    """Build the optimizers of a VisionTransformer.
+    """Build the optimizers of a VisionTransformer or of a model of timm.
 
-    Norms, biases, tokens and position embeddings have no weight decay. With "muon", `Muon` updates
+    Norms, biases, tokens, position embeddings and what a model of timm exempts itself have no
+    weight decay. With "muon", `Muon` updates
     the weight matrices of the encoder blocks (queries, keys and values as separate matrices) and
     the kernels of the stem. AdamW (arXiv 1711.05101) updates everything else, including depthwise
     kernels and the head; with "adamw" it updates all parameters.
@@ -125,10 +126,11 @@ def build_optimizers(
     Returns:
         One or two optimizers; each group keeps its peak learning rate as "initial_lr".
     """
+    exempt = {"cls_token", "reg_token", "pos_embed"} | getattr(model, "no_weight_decay", set)()
     matrices: list[tuple[nn.Parameter, int]] = []
     decayed, plain = [], []
     for key, parameter in model.named_parameters():
-        if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):
+        if parameter.ndim < 2 or key in exempt:
             plain.append(parameter)
         elif name == "muon" and (
             key.startswith("patch_embed.") or (key.startswith("blocks.") and parameter.ndim == 2)

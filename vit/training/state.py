@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
 from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
-from vit.model.vit import VisionTransformer
+from vit.model.embed import image_conv, whiten
 from vit.seeding import fold_in
 from vit.training.optim import build_optimizers
 
@@ -33,7 +33,7 @@ class TrainState:
         points: Loss and accuracy, (2,), of each step of the epoch so far.
     """
 
-    model: VisionTransformer
+    model: nn.Module
     optimizers: list[Optimizer]
     ema: Any = None
     step: int = 0
@@ -43,9 +43,10 @@ class TrainState:
     skipped_in_a_row: int = 0
     points: list[Tensor] = field(default_factory=list)
 
-    def evaluated(self) -> VisionTransformer:
+    def evaluated(self) -> nn.Module:
         """Return the model to evaluate, in evaluation mode: the moving average if there is one."""
-        return (self.model if self.ema is None else self.ema.module).eval()
+        model: nn.Module = self.model if self.ema is None else self.ema.module
+        return model.eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values, named as in `vit.checkpoint.Checkpoint`."""
@@ -70,7 +71,7 @@ class TrainState:
                 group.update(own)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
-        self.points = list(state["points"].to(self.model.head.weight.device))
+        self.points = list(state["points"].to(next(self.model.parameters()).device))
         for name in COUNTS:
             setattr(self, name, state[name])
 
@@ -99,13 +100,15 @@ def build_state(
         num_classes: Number of classes.
         seed: Seed of the run.
         device: Device of the model.
-        sample: Training images (B, channels, H, W) uint8 from which the stem is whitened; None
-            leaves its random weights.
+        sample: Training images (B, channels, H, W) uint8 from which the first kernels are
+            whitened; None leaves their random weights.
     """
     torch.manual_seed(fold_in(seed, "init"))
     network = build_model(model, preprocess, num_classes)
     if sample is not None:
-        network.patch_embed.whiten(preprocess.normalize(sample))
+        first = image_conv(network, preprocess.channels)
+        assert first is not None, "vit.training.rules refuses it"
+        whiten(first, preprocess.normalize(sample))
     network.to(device)
     optimizers = build_optimizers(
         network,

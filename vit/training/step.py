@@ -42,6 +42,7 @@ class TrainingStep:
         precision: Precision of matrix products.
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
+        class_weights: (C,) weights of the classes in the loss, see `vit.data.balance`, or None.
     """
 
     state: TrainState
@@ -56,6 +57,7 @@ class TrainingStep:
     precision: torch.dtype
     seed: int
     world: World = World()  # noqa: RUF009
+    class_weights: Tensor | None = None
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Train on the images at `indices` (B,), the whole batch of all processes.
@@ -145,7 +147,9 @@ class TrainingStep:
         for part, target in parts:
             with autocast(images.device, self.precision):
                 logits = self.forward(part)
-            loss = F.cross_entropy(logits.float(), target, label_smoothing=self.label_smoothing)
+            loss = F.cross_entropy(
+                logits.float(), target, self.class_weights, label_smoothing=self.label_smoothing
+            )
             (loss / self.accumulate).backward()
             hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
             result += torch.stack((loss.detach(), hits)) / self.accumulate

@@ -19,17 +19,20 @@ from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
+from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
 from vit.data.datasets import ImageSet, choose_probes, load, load_training
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Evaluator, Validation
+from vit.model.attention_model import attention_model, size_unit
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
 from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
-from vit.tracking import Tracker, milestones
+from vit.tracking import Tracker
 from vit.training.budget import fit_budget
 from vit.training.environment import Environment, claim_run, start_environment
+from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.rules import check_sizes
@@ -134,7 +137,9 @@ def build_step(
         forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
         images=training,
         preprocess=preprocess,
-        schedule=build_schedule(config, len(training), preprocess.image_size),
+        schedule=build_schedule(
+            config, len(training), preprocess.image_size, size_unit(state.model)
+        ),
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
@@ -142,6 +147,11 @@ def build_step(
         precision=env.precision,
         seed=train.seed,
         world=env.world,
+        class_weights=(
+            class_weights(training.class_counts()).to(env.device)
+            if config.data.balance == "loss"
+            else None
+        ),
     )
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
@@ -156,8 +166,16 @@ def build_step(
     return dataclasses.replace(step, schedule=schedule)
 
 
-def build_schedule(config: Config, num_images: int, image_size: tuple[int, int]) -> Schedule:
+def build_schedule(
+    config: Config, num_images: int, image_size: tuple[int, int], unit: int
+) -> Schedule:
     """Build the schedule of a run of `train.epochs` epochs.
+
+    Args:
+        config: The run.
+        num_images: Number of training images.
+        image_size: Height and width of the images, in pixels.
+        unit: Pixels that the sides of smaller images are multiples of.
 
     Raises:
         ValueError: A batch is larger than the training set.
@@ -168,7 +186,7 @@ def build_schedule(config: Config, num_images: int, image_size: tuple[int, int])
         total_steps=train.epochs * per_epoch,
         steps_per_epoch=per_epoch,
         full_size=image_size,
-        small_size=scaled_size(image_size, train.small_scale, config.model.patch_size),
+        small_size=scaled_size(image_size, train.small_scale, unit),
         small_fraction=train.small_share,
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
@@ -202,18 +220,18 @@ def build_loop(
     """Build the loop: the step with evaluators, logging and checkpoints."""
     run, seed, schedule = Path(config.out), config.train.seed, step.schedule
     looked_at = held_out if len(held_out) else step.images
-    at_milestones = milestones(schedule.total_steps)
+    plan = plan_logging(config, step, held_out)
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
-    if config.track.probes:
+    if config.track.probes and attention_model(step.state.model) is not None:
         # Training images may be stored larger than the model takes them.
         probes, judged = (
             choose_probes(looked_at, count, seed).resized(step.preprocess)
             for count in (config.track.probes, JUDGED)
         )
         evaluators += [
-            AttentionLogging(run / MAPS_FOLDER, probes, at_milestones),
-            MapFaithfulness(judged, seed, at_milestones),
+            AttentionLogging(run / MAPS_FOLDER, probes, plan.drawn),
+            MapFaithfulness(judged, seed, plan.judged),
         ]
     about: dict[str, Any] = {
         "config": to_dict(config),
@@ -228,7 +246,7 @@ def build_loop(
 
     return Loop(
         step, config.train.batch_size, evaluators, tracker, save, env.stop,
-        config.track.every, config.train.max_skipped,
+        config.track.every, config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
 
 
@@ -255,7 +273,7 @@ def finish_run(
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step)
-    say(end_text(run, result, state.seconds))
+    say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)

@@ -1,0 +1,147 @@
+"""How often attention is logged in runs of different lengths, and what the start says about it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_runs import make_loop, make_step, small
+from vit.config import Config
+from vit.data.datasets import ImageSet, load
+from vit.evaluation import report
+from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
+from vit.tracking import milestones
+from vit.training import logging_plan
+from vit.training.logging_plan import LoggingPlan, plan_logging, thin_out
+from vit.training.messages import end_text, start_text
+from vit.training.step import TrainingStep
+
+HELD_OUT = load("shapes", ".", train=False, count=60)
+QUICK_PASS = 0.25e-3 + 0.082e9 / 300e9  # seconds, of 0.082 GFLOPs
+
+
+@pytest.fixture(scope="module")
+def quick() -> TrainingStep:
+    """The step of quick.yaml, on shapes."""
+    return make_step(Config(data=small(Path("unused")).data))
+
+
+def plan(step: TrainingStep, num_images: int, epochs: int, **track: Any) -> LoggingPlan:
+    """Plan a run of quick.yaml on so many images; smaller sets are trained in smaller batches."""
+    config = Config()
+    size = 32 if num_images < 1000 else config.train.batch_size
+    config = replace(
+        config,
+        train=replace(config.train, batch_size=size),
+        track=replace(config.track, **track),
+    )
+    per_epoch = num_images // size
+    schedule = replace(step.schedule, total_steps=epochs * per_epoch, steps_per_epoch=per_epoch)
+    return plan_logging(config, replace(step, schedule=schedule), HELD_OUT)
+
+
+def test_quick_logs_at_all_ten_milestones(quick: TrainingStep) -> None:
+    found = plan(quick, 49_000, 10)
+    assert found.drawn == found.judged == milestones(3820)
+    assert found.describe() is None
+
+
+@pytest.mark.parametrize("num_images", [300, 2000, 10_000])
+@pytest.mark.parametrize("epochs", [1, 3, 10, 30, 100, 300])
+def test_logging_costs_a_tenth_or_is_one_drawing(
+    quick: TrainingStep, num_images: int, epochs: int
+) -> None:
+    found = plan(quick, num_images, epochs)
+    size = 32 if num_images < 1000 else 128
+    steps = epochs * (num_images // size)
+    seconds = 3 * size * quick.schedule.work(1000) / 1000 * steps * QUICK_PASS
+    # 32 images, five levels, from both ends, four kinds of map; and the maps.
+    cost = 0.32 * len(found.drawn) + 32 * (5 * 2 * 4 + 3) * QUICK_PASS * len(found.judged)
+    assert found.drawn[-1] == steps
+    assert cost <= 0.101 * seconds or (len(found.drawn), found.judged) == (1, [])
+    if len(found.drawn) > 1:
+        assert found.drawn[0] == 0
+    assert {*found.judged} <= {*milestones(steps)} >= {*found.drawn}
+    assert (found.describe() is None) == (found.judged == found.drawn == milestones(steps))
+    assert found == plan(quick, num_images, epochs)  # the same each time
+
+
+def test_longer_runs_are_logged_as_often_or_more(quick: TrainingStep) -> None:
+    plans = [plan(quick, 2000, epochs) for epochs in (1, 2, 5, 10, 20, 50, 100, 200, 500)]
+    for counts in ([len(p.drawn) for p in plans], [len(p.judged) for p in plans]):
+        assert counts == sorted(counts)
+        assert counts[0] <= 1 and counts[-1] == 10
+
+
+def test_limit_can_be_changed_or_lifted(quick: TrainingStep) -> None:
+    usual, half = plan(quick, 2000, 10), plan(quick, 2000, 10, max_cost=0.5)
+    assert len(usual.drawn) < len(half.drawn) and len(usual.judged) < len(half.judged)
+    lifted = plan(quick, 2000, 10, max_cost=None)
+    assert lifted.drawn == lifted.judged == milestones(150) and lifted.describe() is None
+    assert plan(quick, 2000, 10, max_cost=0.0).drawn == [150]
+
+
+def test_start_says_what_is_left_out(quick: TrainingStep) -> None:
+    assert plan(quick, 300, 3).describe() == (
+        "attention is drawn at 1 of 9 milestones, the faithfulness of its maps is measured at 0; "
+        "more would take over 10% of the training time (track.max_cost)"
+    )
+
+
+def test_thinned_steps_are_spread_out() -> None:
+    steps = milestones(100)
+    assert thin_out(steps, 0) == []
+    assert thin_out(steps, 1) == [100]
+    assert thin_out(steps, 2) == [0, 100]
+    assert thin_out(steps, 4) == [0, steps[3], steps[6], 100]
+    assert thin_out(steps, 10) == thin_out(steps, 11) == steps
+    for count in range(2, 11):
+        thinned = thin_out(steps, count)
+        assert len(thinned) == count and thinned == sorted(set(thinned))
+
+
+def test_loop_follows_the_plan(tmp_path: Path) -> None:
+    loop = make_loop(small(tmp_path, track={"max_cost": 0.1}))
+    plans = {type(evaluator): evaluator.steps for evaluator in loop.evaluators}
+    assert plans[AttentionLogging] == [30] and plans[MapFaithfulness] == []
+
+
+def test_flops_are_those_of_one_image(quick: TrainingStep) -> None:
+    assert logging_plan.forward_flops(quick) == pytest.approx(0.082e9, rel=0.01)
+
+
+# What the start says of few images.
+
+
+def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, Any]) -> str:
+    config = small(Path("unused"), **changes)
+    images = HELD_OUT.select(torch.arange(count) % 60)
+    per_epoch = count // config.train.batch_size
+    schedule = replace(
+        quick.schedule, steps_per_epoch=per_epoch, total_steps=config.train.epochs * per_epoch
+    )
+    held_out: ImageSet = HELD_OUT.select(torch.arange(held))
+    return start_text(config, replace(quick, images=images, schedule=schedule), held_out)
+
+
+def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -> None:
+    text = start_of(quick, 100, 50, data={"balance": "loss"}, track={"max_cost": 0.1})
+    assert "50 held out (2% of validation accuracy each)" in text
+    assert "the loss weights classes by their inverse frequency" in text
+    assert "each epoch leaves out 36 of 100 images" in text
+    assert "6 with 64 images each" in text
+    assert "few for training from scratch: --train.epochs 1000 makes 1,000" in text
+    assert "\nlogging  attention is drawn at 1 of " in text
+    text = start_of(quick, 128, 0, data={"balance": "sampler"}, train={"epochs": 500})
+    assert "none held out, so there are no validation curves" in text
+    assert "every class is drawn equally often" in text
+    assert "leaves out" not in text and "few" not in text and "logging" not in text
+
+
+def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
+    logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
+    for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
+        text = end_text(Path("runs/x"), report(logits, torch.tensor(labels), ("a", "b")), 1.0)
+        assert ("balanced accuracy 100.00%, loss" in text) == expected
