@@ -13,6 +13,7 @@ from vit.model.attention import uses_fused_kernel
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
+from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -38,6 +39,11 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     device = images.images.device
     rows, columns = schedule.full_size
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    trained = ""
+    if state.frozen:
+        number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+        when = "at every step" if step.features is None else "once"
+        trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
     attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
@@ -50,7 +56,8 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
         f"{BALANCE_TEXTS[config.data.balance]}\n"
         f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
-        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
+        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
+        f"{trained}\n"
         f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
@@ -58,11 +65,18 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
+        f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
         f"{_short_text(config, step)}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def restarts_text(schedule: Schedule) -> str:
+    """Name the steps after which the schedule starts over, if there are any."""
+    steps = ", ".join(f"{step:,}" for step in schedule.restarts)
+    return f"; the schedule starts over after step {steps}" if steps else ""
 
 
 def _held_out_text(count: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor, nn
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import Classifier
@@ -40,6 +41,7 @@ from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 
+FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 
 
@@ -125,19 +127,25 @@ def build_step(
     whitens = train.whiten and checkpoint is None  # a checkpoint brings its own kernels
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
-        training.images[:WHITENING_IMAGES].cpu() if whitens else None,
+        training.images[:WHITENING_IMAGES].cpu() if whitens else None, train.freeze == "backbone",
     )  # fmt: skip
+    state.model.set_grad_checkpointing(train.checkpoint_blocks)
     if checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
+    unit = size_unit(state.model)
+    schedule = build_schedule(config, len(training), preprocess.image_size, unit)
+    features = None
+    forward: nn.Module = state.model
+    if state.frozen and not (config.augment.changes_images or schedule.resizes):
+        features = compute_features(state, training, preprocess, env)
+        forward = state.model.get_classifier()
     step = TrainingStep(
         state=state,
         # Each image size is compiled separately, so that the grid is a plain number.
-        forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
+        forward=torch.compile(forward, dynamic=False) if train.compile else forward,
         images=training,
         preprocess=preprocess,
-        schedule=build_schedule(
-            config, len(training), preprocess.image_size, size_unit(state.model)
-        ),
+        schedule=schedule,
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
@@ -150,6 +158,7 @@ def build_step(
             if config.data.balance == "loss"
             else None
         ),
+        features=features,
     )
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
@@ -162,6 +171,16 @@ def build_step(
         )
     schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
     return dataclasses.replace(step, schedule=schedule)
+
+
+def compute_features(
+    state: TrainState, images: ImageSet, preprocess: Preprocess, env: Environment
+) -> Tensor:
+    """Return what the head gets for each image, (N, D) float32."""
+    model, classes = state.model.eval(), images.classes
+    classifier = Classifier(model, preprocess, classes, env.device, env.precision)
+    parts = images.images.split(FEATURE_BATCH)
+    return torch.cat([classifier.features(part) for part in parts])
 
 
 def build_schedule(
@@ -189,6 +208,7 @@ def build_schedule(
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
         decay=config.optim.schedule,
+        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
     )
 
 
