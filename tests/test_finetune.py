@@ -6,18 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
-from small_runs import make_loop, make_step, small
-from vit.config import AugmentConfig
+from small_runs import assert_same, make_loop, make_step, small
+from vit.checkpoint import checkpoint_steps
+from vit.config import AugmentConfig, Config, from_dict
+from vit.data import sources
 from vit.data.batches import epoch_batches
 from vit.model.vit import VisionTransformer
+from vit.model_file import load_model
 from vit.tracking import Tracker
 from vit.training import optim
 from vit.training.optim import Muon, build_optimizers, set_lr
+from vit.training.step import TrainingStep
+from vit.training.trainer import train
 
 RATES = {
     "lr": 0.01, "weight_decay": 0.5,
@@ -268,3 +274,36 @@ def test_blocks_are_checkpointed_if_asked_and_only_for_training(tmp_path):
     with torch.no_grad():
         images = torch.randn(2, 3, 32, 32)
         assert torch.equal(step.state.evaluated()(images), plain.state.evaluated()(images))
+
+
+@pytest.mark.slow
+def test_extended_run_is_one_whose_schedule_starts_over_even_if_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SHAPES_TEST", 100)
+    parts = {"data": {"train_size": 128, "val_size": 20}, "track": {"probes": 0, "every": 1}}
+
+    def config(run: Path, epochs: int, restarts: tuple[int, ...] = ()) -> Config:
+        return small(run, **parts, train={"epochs": epochs, "restarts": restarts})
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(config(whole, 4, (2,)))
+    train(config(run, 2))
+    finished = [run / name for name in ("model.safetensors", "eval/report.json", "config.yaml")]
+    before = [path.read_bytes() for path in finished]
+    update = TrainingStep.update
+
+    def killed_in_the_last_epoch(step: TrainingStep, *batch: Tensor) -> Tensor:
+        if step.state.step == 7:
+            raise KeyboardInterrupt
+        return update(step, *batch)
+
+    monkeypatch.setattr(TrainingStep, "update", killed_in_the_last_epoch)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(run, 4), extend=True)
+    assert checkpoint_steps(run) == [4, 6]
+    assert [path.read_bytes() for path in finished] == before
+
+    monkeypatch.setattr(TrainingStep, "update", update)
+    train(config(run, 4), extend=True)
+    assert_same(whole, run)
+    assert from_dict(yaml.safe_load((run / "config.yaml").read_text())).train.restarts == (2,)
+    assert load_model(run).config.train.restarts == (2,)

@@ -29,7 +29,7 @@ from vit.model.attention_model import attention_model, size_unit
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
+from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run, write_config
 from vit.tracking import Tracker
 from vit.training.budget import fit_budget
 from vit.training.environment import Environment, claim_run, start_environment
@@ -46,7 +46,7 @@ WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 
 
 def train(
-    config: Config, overwrite: bool = False, allow_changes: bool = False
+    config: Config, overwrite: bool = False, allow_changes: bool = False, extend: bool = False
 ) -> dict[str, Any] | None:
     """Train and evaluate a model, and write everything to the run folder `config.out`.
 
@@ -58,6 +58,9 @@ def train(
         overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
             size, augmentation, device or number of processes; data and model must be the same.
+        extend: Whether to extend the finished run in the folder to `train.epochs`: a new schedule
+            for the added epochs starts from its last weights and optimizer state. Until the
+            extension is finished, the finished run's model, report and config stay.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -72,7 +75,7 @@ def train(
     check_sizes(config)
     with (
         start_environment(config) as env,
-        claim_run(config, env, overwrite, allow_changes) as checkpoint,
+        claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
     ):
         training, held_out = load_data(config, checkpoint, env)
         step = build_step(config, checkpoint, training, env)
@@ -220,7 +223,7 @@ def open_tracker(
     if not env.world.main:
         yield None
         return
-    run = prepare_run(config, resume)
+    run = prepare_run(config, resume, state.step)
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         if state.step == 0:
             tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(config))}```")
@@ -285,6 +288,9 @@ def finish_run(
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step)
+    if config.train.restarts:  # an extension, which is finished when its config is there
+        before = state.total_steps * config.train.restarts[-1] // config.train.epochs
+        write_config(config, before)
     say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
