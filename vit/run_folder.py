@@ -139,7 +139,7 @@ def check_run(
     ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
-    stored = _stored_config(run)
+    stored = stored_config(run)
     if stored is None:
         raise ValueError(
             f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
@@ -194,7 +194,7 @@ def extend_config(config: Config) -> Config:
             budget.
     """
     run = Path(config.out)
-    stored = _stored_config(run)
+    stored = stored_config(run)
     if stored is None or not (run / MODEL_FILE).exists():
         raise ValueError(
             f"resume.extend: {run} contains no finished run; to start or resume a run, leave out "
@@ -227,7 +227,7 @@ def _before_extension(stored: dict[str, Any], newest: Checkpoint, config: Config
     return latest
 
 
-def _stored_config(run: Path) -> dict[str, Any] | None:
+def stored_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run; return None if the folder has no config of this project."""
     try:
         stored = yaml.safe_load((run / CONFIG_FILE).read_text())
@@ -283,7 +283,7 @@ def write_config(config: Config, step: int) -> None:
         step: Optimizer steps done with the config that is there now.
     """
     path, values = Path(config.out) / CONFIG_FILE, to_dict(config)
-    stored = _stored_config(path.parent)
+    stored = stored_config(path.parent)
     comments = []
     if stored is not None:
         comments = [line for line in path.read_text().splitlines() if line.startswith("#")]

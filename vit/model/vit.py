@@ -171,7 +171,7 @@ class VisionTransformer(nn.Module):
             coarse: Not used; timm passes it.
         """
         return {
-            "stem": r"^cls_token|reg_token|pos_embed|patch_embed",
+            "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
         }
 

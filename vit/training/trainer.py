@@ -130,7 +130,8 @@ def build_step(
     whitens = train.whiten and checkpoint is None  # a checkpoint brings its own kernels
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
-        training.images[:WHITENING_IMAGES].cpu() if whitens else None, train.freeze == "backbone",
+        training.images[:WHITENING_IMAGES].cpu() if whitens else None,
+        frozen=train.freeze == "backbone",
     )  # fmt: skip
     state.model.set_grad_checkpointing(train.checkpoint_blocks)
     if checkpoint is not None:
