@@ -179,7 +179,8 @@ def lr_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]
         model: A VisionTransformer, or any model of timm.
         layer_decay: Factor from one layer to the layer before it, more than 0 and up to 1.
     """
-    from timm.optim import param_groups_layer_decay  # here, because importing timm takes seconds
+    # Imported here, because importing timm takes seconds.
+    from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
 
     groups = param_groups_layer_decay(model, layer_decay=layer_decay)
     return {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}

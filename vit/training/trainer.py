@@ -138,11 +138,8 @@ def build_step(
         state.load_state_dict(vars(checkpoint))
     unit = size_unit(state.model)
     schedule = build_schedule(config, len(training), preprocess.image_size, unit)
-    features = None
-    forward: nn.Module = state.model
-    if state.frozen and not (config.augment.changes_images or schedule.resizes):
-        features = compute_features(state, training, preprocess, env)
-        forward = state.model.get_classifier()
+    fixed = state.frozen and not (config.augment.changes_images or schedule.resizes)
+    forward: nn.Module = state.model.get_classifier() if fixed else state.model
     step = TrainingStep(
         state=state,
         # Each image size is compiled separately, so that the grid is a plain number.
@@ -162,7 +159,7 @@ def build_step(
             if config.data.balance == "loss"
             else None
         ),
-        features=features,
+        features=compute_features(state, training, preprocess, env) if fixed else None,
     )
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
