@@ -167,8 +167,8 @@ def check_run(
     if any(change.startswith(fixed) for change in changes):
         raise ValueError(
             f"out: {run} contains {kind} run with other data or another model, seed, "
-            f"optimizer or time budget ({'; '.join(changes)}); resume it with its own values, "
-            f"train in another folder with --out, or start over with --overwrite"
+            f"optimizer{', batch size' if extend else ''} or time budget ({'; '.join(changes)}); "
+            f"resume it with its own values, train in another folder with --out, or start over with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
