@@ -168,7 +168,8 @@ def check_run(
         raise ValueError(
             f"out: {run} contains {kind} run with other data or another model, seed, "
             f"optimizer{', batch size' if extend else ''} or time budget ({'; '.join(changes)}); "
-            f"resume it with its own values, train in another folder with --out, or start over with --overwrite"
+            f"resume it with its own values, train in another folder with --out, or start over "
+            f"with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
