@@ -108,7 +108,7 @@ def build_state(
         frozen: Whether to train only the head.
     """
     torch.manual_seed(fold_in(seed, "init"))
-    network = build_model(model, preprocess, num_classes)
+    network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
     if sample is not None:
         first = image_conv(network, preprocess.channels)
         assert first is not None, "vit.training.rules refuses it"

@@ -133,13 +133,15 @@ def build_step(
         training.images[:WHITENING_IMAGES].cpu() if whitens else None,
         frozen=train.freeze == "backbone",
     )  # fmt: skip
-    state.model.set_grad_checkpointing(train.checkpoint_blocks)
+    model: Any = state.model  # ours or timm's, which have these methods
+    if train.checkpoint_blocks:
+        model.set_grad_checkpointing()
     if checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
     unit = size_unit(state.model)
     schedule = build_schedule(config, len(training), preprocess.image_size, unit)
     fixed = state.frozen and not (config.augment.changes_images or schedule.resizes)
-    forward: nn.Module = state.model.get_classifier() if fixed else state.model
+    forward: nn.Module = model.get_classifier() if fixed else model
     step = TrainingStep(
         state=state,
         # Each image size is compiled separately, so that the grid is a plain number.
