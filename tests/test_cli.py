@@ -79,6 +79,16 @@ BAD_FLAGS = [
     ("--optim.ema_decay 1", "optim.ema_decay: 1", "between 0 and 1, or null"),
     ("--train.accumulate 3", "train.accumulate: 3", "divisor of train.batch_size=128"),
     ("--train.epochs 0", "train.epochs: 0", "1 to 1000000"),
+    ("--train.restarts 4 2", "train.restarts: [4, 2]", "ascending numbers of epochs below "),
+    ("--train.restarts 10", "train.restarts: [10]", "epochs below train.epochs=10"),
+    (
+        "--train.restarts 2 --train.budget_minutes 3",
+        "train.restarts: [2]",
+        "empty with train.budget_minutes",
+    ),
+    ("--train.freeze head", "train.freeze: 'head'", "one of none, backbone"),
+    ("--optim.layer_decay 0", "optim.layer_decay: 0", "above 0, up to 1, or null"),
+    ("--resume.extend --overwrite", "resume.extend: not together with --overwrite", "deletes"),
     ("--train.epochs 1000000000000000000", "train.epochs: 1000000000000000000", "1 to 1000000"),
     ("--model.embed_dim 1000000000", "model.embed_dim: 1000000000", "1 to 10000"),
     (f"--optim.lr {'9' * 400}", "optim.lr: 999", "a number above 0, up to 1000000"),
@@ -329,7 +339,7 @@ def test_printed_config_is_a_config_that_gives_the_same_run(tmp_path: Path) -> N
     again, options = parse_train(["--config", str(file)])
     assert again == parse_train(["--model.depth", "7"])[0]
     assert again.model.depth == 7
-    assert options == {"overwrite": False, "allow_changes": False}
+    assert options == {"overwrite": False, "allow_changes": False, "extend": False}
 
 
 FLAG = ("--model.depth", "4")
@@ -355,7 +365,7 @@ def test_a_file_after_the_flag_does_not_redirect_the_run() -> None:
     words = ["--out", "my/run", "--config", str(ROOT / "configs/shapes.yaml"), "--overwrite"]
     config, options = parse_train(words)
     assert config.out == "my/run" and config.data.name == "shapes"
-    assert options == {"overwrite": True, "allow_changes": False}
+    assert options == {"overwrite": True, "allow_changes": False, "extend": False}
 
 
 def test_of_files_only_what_they_set_is_replaced(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         arguments: The words after `train.py`. Without `--config`, the recipe "quick" is read.
 
     Returns:
-        The config, and the arguments `overwrite` and `allow_changes` of `train`.
+        The config, and the arguments `overwrite`, `allow_changes` and `extend` of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -130,6 +130,12 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         help="resume an interrupted run even if settings of the optimizer, the schedule, the "
         "augmentation or the hardware have changed; data and model must be the same",
     )
+    parser.add_argument(
+        "--resume.extend",
+        action="store_true",
+        help="extend a finished run to a larger number of --train.epochs: a new schedule for the "
+        "added epochs starts from its last weights and optimizer state",
+    )
     given = parser.parse_keys(arguments, Config)
     if "model.timm_args" in given:
         given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
@@ -137,7 +143,10 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     options = {
         "overwrite": given.pop("overwrite", False),
         "allow_changes": given.pop("resume.allow_changes", False),
+        "extend": given.pop("resume.extend", False),
     }
+    if options["extend"] and options["overwrite"]:
+        raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     only_print = given.pop("print_config", False)
     config = Config(**_merge([*map(read_config, files), _nested(given)]))
     check_sizes(config)

@@ -248,6 +248,13 @@ class AugmentConfig:
             "the smallest fraction first, then the largest",
         )
 
+    @property
+    def changes_images(self) -> bool:
+        """Whether an image or its target ever differs from one epoch to the next."""
+        crops = self.crop == "resized" or self.crop_padding
+        mixes = self.mix_share and (self.mixup or self.cutmix)
+        return bool(crops or self.flip or self.rand_ops or self.erasing or mixes)
+
 
 @settings("optim")
 class OptimConfig:
@@ -262,6 +269,9 @@ class OptimConfig:
         muon_lr: peak learning rate of Muon
         muon_weight_decay: weight decay of Muon
         muon_momentum: momentum of Muon
+        layer_decay: factor of the learning rate from one layer to the layer before it, which keeps
+            the first layers of a pretrained model close to what they were (arXiv 2106.08254); null
+            gives all layers the same learning rate
         schedule: shape of the learning rate decay to zero after the warmup
         warmup: fraction of the training steps over which the learning rate rises from zero
         label_smoothing: probability mass of the target that is spread over all classes
@@ -276,6 +286,7 @@ class OptimConfig:
     muon_lr: Positive = 0.02
     muon_weight_decay: NonNegative = 0.05
     muon_momentum: FractionBelow1 = 0.85
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     schedule: Literal["linear", "cosine"] = "linear"
     warmup: FractionBelow1 = 0.05
     label_smoothing: FractionBelow1 = 0.1
@@ -289,8 +300,13 @@ class TrainConfig:
 
     Attributes:
         epochs: number of passes over the training images
+        restarts: epochs after which the schedule starts over, with a new warmup; --resume.extend
+            adds the length of the finished run
         budget_minutes: training time in minutes, instead of epochs: a short benchmark sets the
             number of steps; null trains for the given number of epochs
+        freeze: what is not trained: none trains all parameters; backbone trains only the head
+            (linear probe), with the model in evaluation mode: no dropout or stochastic depth, fixed
+            batch-norm statistics
         whiten: initialize the first kernels of the stem with the principal components of training
             patches (arXiv 2404.00498)
         small_scale: at first, train on images whose sides are reduced to this fraction, rounded to
@@ -299,6 +315,8 @@ class TrainConfig:
         batch_size: images per optimizer step
         accumulate: number of micro-batches that a batch is split into to save memory; with
             model.stem=conv, batch norm sees one micro-batch at a time
+        checkpoint_blocks: save memory by recomputing the activations of the encoder blocks in the
+            backward pass instead of storing them (arXiv 1604.06174); same gradients, slower steps
         seed: random seed; a run with the same seed gives the same result
         device: device to run on; auto chooses a GPU if there is one
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
@@ -309,12 +327,15 @@ class TrainConfig:
     """
 
     epochs: Count = 10
+    restarts: tuple[Count, ...] = ()
     budget_minutes: Positive | None = None
+    freeze: Literal["none", "backbone"] = "none"
     whiten: Switch = True
     small_scale: Annotated[float, Field(gt=0, le=1)] = 0.75
     small_share: Fraction = 0.75
     batch_size: Count = 128
     accumulate: Count = 1
+    checkpoint_blocks: Switch = False
     seed: Seed = 0
     device: DeviceName = "auto"
     precision: Precision = "auto"
@@ -327,6 +348,19 @@ class TrainConfig:
             "train.accumulate",
             self.accumulate,
             f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}",
+        )
+        require(
+            list(self.restarts) == sorted({*self.restarts})
+            and max(self.restarts, default=0) < self.epochs,
+            "train.restarts",
+            list(self.restarts),
+            f"ascending numbers of epochs below train.epochs={self.epochs}",
+        )
+        require(
+            not self.restarts or self.budget_minutes is None,
+            "train.restarts",
+            list(self.restarts),
+            "empty with train.budget_minutes",
         )
 
 

@@ -14,6 +14,7 @@ from vit.model.attention import uses_fused_kernel
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
+from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -39,6 +40,11 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     device = images.images.device
     rows, columns = schedule.full_size
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    trained = ""
+    if state.frozen:
+        number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+        when = "at every step" if step.features is None else "once"
+        trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
     resized = config.data.name in OWN_FILES and config.data.image_size is None
@@ -54,7 +60,8 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"{hint if resized else ''}"
         f"{BALANCE_TEXTS[config.data.balance]}\n"
         f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
-        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
+        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
+        f"{trained}\n"
         f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
@@ -62,11 +69,18 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
+        f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
         f"{_short_text(config, step)}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def restarts_text(schedule: Schedule) -> str:
+    """Name the steps after which the schedule starts over, if there are any."""
+    steps = ", ".join(f"{step:,}" for step in schedule.restarts)
+    return f"; the schedule starts over after step {steps}" if steps else ""
 
 
 def _held_out_text(count: int) -> str:
@@ -87,7 +101,8 @@ def _short_text(config: Config, step: TrainingStep) -> str:
             f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
             "--train.batch_size"
         )
-    if schedule.total_steps < FEW_STEPS and config.train.budget_minutes is None:
+    from_scratch = config.train.budget_minutes is None and not step.state.frozen
+    if from_scratch and schedule.total_steps < FEW_STEPS:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
         text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
     return text

@@ -31,6 +31,7 @@ class TrainState:
         skipped: Steps skipped because loss or gradient was not finite.
         skipped_in_a_row: How many of the latest steps were skipped.
         points: Loss and accuracy, (2,), of each step of the epoch so far.
+        frozen: Whether only the head is trained, and the model is always in evaluation mode.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class TrainState:
     skipped: int = 0
     skipped_in_a_row: int = 0
     points: list[Tensor] = field(default_factory=list)
+    frozen: bool = False
 
     def evaluated(self) -> nn.Module:
         """Return the model to evaluate, in evaluation mode: the moving average if there is one."""
@@ -90,6 +92,7 @@ def build_state(
     seed: int,
     device: torch.device,
     sample: Tensor | None = None,
+    frozen: bool = False,
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
@@ -102,14 +105,18 @@ def build_state(
         device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
             whitened; None leaves their random weights.
+        frozen: Whether to train only the head.
     """
     torch.manual_seed(fold_in(seed, "init"))
-    network = build_model(model, preprocess, num_classes)
+    network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
     if sample is not None:
         first = image_conv(network, preprocess.channels)
         assert first is not None, "vit.training.rules refuses it"
         whiten(first, preprocess.normalize(sample))
     network.to(device)
+    if frozen:
+        network.requires_grad_(False)
+        network.get_classifier().requires_grad_(True)
     optimizers = build_optimizers(
         network,
         optim.name,
@@ -118,9 +125,11 @@ def build_state(
         optim.muon_lr,
         optim.muon_weight_decay,
         optim.muon_momentum,
+        optim.layer_decay,
     )
     if optim.ema_decay is None:
-        return TrainState(network, optimizers)
+        return TrainState(network, optimizers, frozen=frozen)
     from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
-    return TrainState(network, optimizers, ModelEmaV3(network, optim.ema_decay, use_warmup=True))
+    ema = ModelEmaV3(network, optim.ema_decay, use_warmup=True)
+    return TrainState(network, optimizers, ema, frozen=frozen)

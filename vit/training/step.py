@@ -30,7 +30,7 @@ class TrainingStep:
 
     Attributes:
         state: The state that is trained; changed in place.
-        forward: The model, possibly compiled.
+        forward: The model, possibly compiled; with features, its head.
         images: The training images, on the device.
         preprocess: Normalizes the images.
         schedule: Image size, mixing and learning rate of each step.
@@ -43,6 +43,8 @@ class TrainingStep:
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
         class_weights: (C,) weights of the classes in the loss, see `vit.data.balance`, or None.
+        features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
+            is the same in every epoch; None computes it from the images at each step.
     """
 
     state: TrainState
@@ -58,6 +60,7 @@ class TrainingStep:
     seed: int
     world: World = World()  # noqa: RUF009
     class_weights: Tensor | None = None
+    features: Tensor | None = None
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Train on the images at `indices` (B,), the whole batch of all processes.
@@ -79,17 +82,20 @@ class TrainingStep:
             indices: (B,), the whole batch.
 
         Returns:
-            Images (B / processes, channels, H, W) float32, normalized, and targets
-            (B / processes, C), probabilities.
+            Images (B / processes, channels, H, W) float32, normalized, or their features
+            (B / processes, D); and targets (B / processes, C), probabilities.
         """
         step, device = self.state.step, self.images.images.device
         indices = self.world.part(indices)
         mixes = self.schedule.mixes(step)
         settings = self.augmentation
         classes = torch.arange(len(self.images.classes), device=device)
+        targets = (self.images.labels[indices, None] == classes).float()
+        if self.features is not None:
+            return self.features[indices], targets
         images, targets = augment(
             self.images.images[indices],
-            (self.images.labels[indices, None] == classes).float(),
+            targets,
             self.preprocess,
             generator(self._process_seed(), "augment", step, device=device),
             crop_padding=settings.crop_padding,
@@ -109,14 +115,15 @@ class TrainingStep:
         A skipped step changes nothing but the step counts.
 
         Args:
-            images: (B, channels, H, W) float32, normalized; this process's part of the batch.
+            images: (B, channels, H, W) float32, normalized, or features (B, D); this process's part
+                of the batch.
             targets: (B, C) float32, probabilities of the classes.
 
         Returns:
             (2,): mean loss and accuracy over all processes, as for `__call__`.
         """
         state = self.state
-        state.model.train()
+        state.model.train(not state.frozen)
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
         result = self.world.mean(self._backward(images, targets))
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]

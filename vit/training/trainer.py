@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor, nn
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import Classifier
@@ -28,7 +29,7 @@ from vit.model.attention_model import attention_model, size_unit
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
+from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run, write_config
 from vit.tracking import Tracker
 from vit.training.budget import fit_budget
 from vit.training.environment import Environment, claim_run, start_environment
@@ -40,11 +41,12 @@ from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 
+FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 
 
 def train(
-    config: Config, overwrite: bool = False, allow_changes: bool = False
+    config: Config, overwrite: bool = False, allow_changes: bool = False, extend: bool = False
 ) -> dict[str, Any] | None:
     """Train and evaluate a model, and write everything to the run folder `config.out`.
 
@@ -56,6 +58,9 @@ def train(
         overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
             size, augmentation, device or number of processes; data and model must be the same.
+        extend: Whether to extend the finished run in the folder to `train.epochs`: a new schedule
+            for the added epochs starts from its last weights and optimizer state. Until the
+            extension is finished, the finished run's model, report and config stay.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -70,7 +75,7 @@ def train(
     check_sizes(config)
     with (
         start_environment(config) as env,
-        claim_run(config, env, overwrite, allow_changes) as checkpoint,
+        claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
     ):
         training, held_out = load_data(config, checkpoint, env)
         step = build_step(config, checkpoint, training, env)
@@ -128,18 +133,24 @@ def build_step(
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
         training.images[:WHITENING_IMAGES].cpu() if whitens else None,
+        frozen=train.freeze == "backbone",
     )  # fmt: skip
+    model: Any = state.model  # ours or timm's, which have these methods
+    if train.checkpoint_blocks:
+        model.set_grad_checkpointing()
     if checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
+    unit = size_unit(state.model)
+    schedule = build_schedule(config, len(training), preprocess.image_size, unit)
+    fixed = state.frozen and not (config.augment.changes_images or schedule.resizes)
+    forward: nn.Module = model.get_classifier() if fixed else model
     step = TrainingStep(
         state=state,
         # Each image size is compiled separately, so that the grid is a plain number.
-        forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
+        forward=torch.compile(forward, dynamic=False) if train.compile else forward,
         images=training,
         preprocess=preprocess,
-        schedule=build_schedule(
-            config, len(training), preprocess.image_size, size_unit(state.model)
-        ),
+        schedule=schedule,
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
@@ -152,6 +163,7 @@ def build_step(
             if config.data.balance == "loss"
             else None
         ),
+        features=compute_features(state, training, preprocess, env) if fixed else None,
     )
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
@@ -164,6 +176,16 @@ def build_step(
         )
     schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
     return dataclasses.replace(step, schedule=schedule)
+
+
+def compute_features(
+    state: TrainState, images: ImageSet, preprocess: Preprocess, env: Environment
+) -> Tensor:
+    """Return what the head gets for each image, (N, D) float32."""
+    model, classes = state.model.eval(), images.classes
+    classifier = Classifier(model, preprocess, classes, env.device, env.precision)
+    parts = images.images.split(FEATURE_BATCH)
+    return torch.cat([classifier.features(part) for part in parts])
 
 
 def build_schedule(
@@ -191,6 +213,7 @@ def build_schedule(
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
         decay=config.optim.schedule,
+        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
     )
 
 
@@ -202,7 +225,7 @@ def open_tracker(
     if not env.world.main:
         yield None
         return
-    run = prepare_run(config, resume)
+    run = prepare_run(config, resume, state.step)
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         if state.step == 0:
             tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(config))}```")
@@ -273,6 +296,9 @@ def finish_run(
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step)
+    if config.train.restarts:  # an extension, which is finished when its config is there
+        before = state.total_steps * config.train.restarts[-1] // config.train.epochs
+        write_config(config, before)
     say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
