@@ -133,7 +133,7 @@ def check_run(
     ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
-    stored = _stored_config(run)
+    stored = stored_config(run)
     if stored is None:
         raise ValueError(
             f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
@@ -166,7 +166,7 @@ def check_run(
     return newest
 
 
-def _stored_config(run: Path) -> dict[str, Any] | None:
+def stored_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run, with defaults for fields that are newer than the run.
 
     Returns None if the folder has no config of this project.
