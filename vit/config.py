@@ -34,11 +34,14 @@ from vit.settings import (
 
 STRONGEST = 30  # magnitude of RandAugment
 
+PATCH_SIZE = 4  # of a model trained from scratch, unless set
+
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 TIMM = "timm:"  # how the name of a model of timm begins
-NOT_OF_VIT = ("name", "timm_args")  # fields of ModelConfig that VisionTransformer does not take
+# Fields of ModelConfig that VisionTransformer does not take.
+NOT_OF_VIT = ("name", "timm_args", "pretrained")
 
 
 @settings("data")
@@ -90,7 +93,13 @@ class ModelConfig:
             resnet18, and so on (docs/timm.md)
         timm_args: with name=timm:..., arguments of the model by name, such as
             {depth: 4, embed_dim: 96}; null keeps timm's defaults
-        patch_size: height and width of a patch in pixels; must divide the image size
+        pretrained: weights to start from: timm:NAME (downloaded, e.g.
+            timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
+            a folder as timm saves it, a run folder or model file of this project, or cifar10_quick;
+            the keys below that describe the architecture then come from it; null starts from
+            random weights
+        patch_size: height and width of a patch in pixels; must divide the image size; null is 4, or
+            the patch size of the pretrained model, whose patch embedding is otherwise resampled
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
             (arXiv 2106.14881)
         embed_dim: width of a token
@@ -109,6 +118,13 @@ class ModelConfig:
         global_pool: input of the classification head: token is the class token, avg the mean of the
             patch tokens
         pos_embed: position embedding: learned, sincos (fixed sine and cosine) or none
+        no_embed_class: no position embeddings for class token and register tokens
+        pre_norm: apply layer norm before the first encoder block too (arXiv 2103.00020); the linear
+            patch embedding then has no bias
+        fc_norm: apply the last layer norm after pooling instead of before; null means with
+            global_pool=avg
+        norm_eps: epsilon of layer norms
+        act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
         drop_rate: dropout rate before the classification head
         attn_drop_rate: dropout rate of the attention weights
         proj_drop_rate: dropout rate after the projections in attention and MLP
@@ -120,7 +136,8 @@ class ModelConfig:
 
     name: Text = "vit"
     timm_args: Arguments | None = None
-    patch_size: Annotated[int, Field(ge=1, le=10_000)] = 4
+    pretrained: PathName | None = None
+    patch_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
     stem: Literal["linear", "conv"] = "conv"
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 96
     depth: Annotated[int, Field(ge=1, le=1000)] = 4
@@ -136,6 +153,11 @@ class ModelConfig:
     reg_tokens: Annotated[int, Field(ge=0, le=1000)] = 0
     global_pool: Literal["token", "avg"] = "avg"
     pos_embed: Literal["learned", "sincos", "none"] = "learned"
+    no_embed_class: Switch = False
+    pre_norm: Switch = False
+    fc_norm: Switch | None = None
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    act_layer: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     drop_rate: FractionBelow1 = 0.0
     attn_drop_rate: FractionBelow1 = 0.0
     proj_drop_rate: FractionBelow1 = 0.0
@@ -152,6 +174,11 @@ class ModelConfig:
             self.timm_args,
             "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18",
         )
+        if self.pretrained is not None:
+            return  # until the values of the pretrained model are known, see `adopt`
+        if self.patch_size is None:
+            object.__setattr__(self, "patch_size", PATCH_SIZE)
+        patch_size = self.patch_size or PATCH_SIZE
         require(
             1 <= self.mlp_ratio * self.embed_dim <= LARGE,
             "model.mlp_ratio",
@@ -160,11 +187,11 @@ class ModelConfig:
             f"with model.embed_dim={self.embed_dim}",
         )
         require(
-            self.stem == "linear" or self.embed_dim >= self.patch_size.bit_length(),
+            self.stem == "linear" or self.embed_dim >= patch_size.bit_length(),
             "model.embed_dim",
             self.embed_dim,
-            f"{self.patch_size.bit_length()} or more with model.stem=conv and "
-            f"model.patch_size={self.patch_size}",
+            f"{patch_size.bit_length()} or more with model.stem=conv and "
+            f"model.patch_size={patch_size}",
         )
         require(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
@@ -192,6 +219,12 @@ class ModelConfig:
             "model.name",
             self.name,
             f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
+        )
+        require(
+            self.pretrained is None,
+            "model.pretrained",
+            self.pretrained,
+            f"null with model.name={self.name}: weights are loaded into model.name=vit only",
         )
         for own in dataclasses.fields(self):
             value = getattr(self, own.name)
