@@ -171,7 +171,7 @@ class VisionTransformer(nn.Module):
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
             x = torch.cat(
-                [*(token.to(x.dtype).expand(len(x), -1, -1) for token in prefix), x], dim=1
+                [*(token.to(x.dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1
             )
         if self.pos_embed is not None:
             positions = resample_pos_embed(
