@@ -454,7 +454,8 @@ class EvalConfig:
 
     Attributes:
         data: the test images
-        out: folder for the report and the figures; null is eval/ next to the model
+        out: folder for the report and the figures; null is eval/ next to the model; with --predict,
+            a .csv file, with --export onnx a .onnx file and with --export torch a .pt2 file
         device: device to run on; auto chooses a GPU if there is one
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
@@ -472,7 +473,12 @@ class EvalConfig:
         discard_ratio: with --attention, fraction of the lowest attention weights that rollout sets
             to zero
         start_layer: with --attention, first layer that rollout includes, counted from 0
-        image: image files to classify, instead of the test images
+        image: image files to classify and explain, or folders of them
+        predict: image files to classify, or folders that are searched recursively; writes a table,
+            by default eval/predictions.csv next to the model
+        export: write the model in a format that other programs load, by default into export/ next
+            to the model, and check the result: timm for timm.create_model, onnx for ONNX Runtime,
+            torch for torch.export.load
         compare: another run folder or model file to compare with on the same test images
     """
 
@@ -491,6 +497,8 @@ class EvalConfig:
     discard_ratio: FractionBelow1 = 0.0
     start_layer: CountOrZero = 0
     image: tuple[PathName, ...] = ()
+    predict: tuple[PathName, ...] = ()
+    export: Literal["timm", "onnx", "torch"] | None = None
     compare: PathName | None = None
 
     def __post_init__(self) -> None:
@@ -500,7 +508,13 @@ class EvalConfig:
             self.faithfulness,
             f"0, or 2 to {LARGE} (a confidence interval needs two), or null",
         )
-        modes = {"attention": self.attention, "image": self.image, "compare": self.compare}
+        modes = {
+            "attention": self.attention,
+            "image": self.image,
+            "predict": self.predict,
+            "export": self.export,
+            "compare": self.compare,
+        }
         chosen = [name for name, value in modes.items() if value]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[1]}: not together with --{chosen[0]}; run eval.py twice")
@@ -516,6 +530,21 @@ class EvalConfig:
                 raise ValueError(f"{name}: only with --attention")
         if self.target is not None and not (self.attention or self.image):
             raise ValueError("target: only with --attention or --image")
+        if self.export is not None:  # the model is written and checked in float32 on the CPU
+            allowed = {"device": ("auto", "cpu"), "precision": ("auto", "float32")}
+            for name, values in allowed.items():
+                value = getattr(self, name)
+                require(value in values, name, value, f"{' or '.join(values)} with --export")
+        if self.out is not None:
+            suffix = self.out_suffix
+            require(self.out.endswith(suffix), "out", self.out, f"a {suffix} file here")
+
+    @property
+    def out_suffix(self) -> str:
+        """The suffix of the file that `out` names; "" where it is a folder."""
+        if self.predict:
+            return ".csv"
+        return {"onnx": ".onnx", "torch": ".pt2"}.get(self.export or "", "")
 
     @property
     def faithfulness_images(self) -> int:

@@ -229,7 +229,9 @@ class VisionTransformer(nn.Module):
             x = x + positions
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
-            x = torch.cat([*(token.to(dtype).expand(len(x), -1, -1) for token in prefix), x], dim=1)
+            x = torch.cat(
+                [*(token.to(dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1
+            )
         if positions is not None and self.num_pos_prefix > 0:
             x = x + positions
         return self.norm_pre(x).to(dtype), grid
