@@ -19,6 +19,8 @@ from vit.explain.figures import comparison_picture
 from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
 
+SUMMED_AT_ONCE = 500  # images; limits peak memory
+
 
 def compare_runs(run: str, options: EvalConfig) -> None:
     """Compare two models on the test images; print the result, and write numbers and a figure.
@@ -108,10 +110,11 @@ def _draw(
         f"{test.classes[guesses[0][index]]} / {test.classes[guesses[1][index]]}"
         for index, label in zip(drawn.tolist(), chosen.labels.tolist(), strict=True)
     ]
-    average = test.images.float().mean(dim=0).round().to(torch.uint8)
+    sums = torch.stack([part.sum(dim=0) for part in test.parts(SUMMED_AT_ONCE)])
+    average = (sums.sum(dim=0) / len(test)).round().to(torch.uint8)
     one, other = (torch.cat([found.mean(dim=0)[None], found[drawn]]) for found in maps)
     return comparison_picture(
-        torch.cat([average[None], chosen.images]),
+        torch.cat([average[None], chosen.pixels()]),
         (one, other),
         names,
         [f"mean of all\n{len(test):,} test images", *captions],
@@ -126,10 +129,12 @@ def _short_names(first: str, second: str) -> tuple[str, str]:
 
 def _predict(classifier: Classifier, test: ImageSet, batch_size: int) -> tuple[Tensor, Tensor]:
     """Return predictions (N,) and rollout (N, rows, columns) of all test images, on the CPU."""
-    logits, maps = classifier.maps(
-        test.images, ["rollout"], precision=classifier.precision, batch_size=batch_size
-    )
-    return logits.argmax(dim=1).cpu(), maps["rollout"].cpu()
+    guesses, maps = [], []
+    for part in test.parts(batch_size):
+        logits, found = classifier.maps(part, ["rollout"], precision=classifier.precision)
+        guesses.append(logits.argmax(dim=1).cpu())
+        maps.append(found["rollout"].cpu())
+    return torch.cat(guesses), torch.cat(maps)
 
 
 def _print(content: dict[str, Any], names: tuple[str, str], folder: Path) -> None:

@@ -12,6 +12,7 @@ from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
+from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -25,21 +26,21 @@ MUCH_LEFT = 0.2  # fraction of the images left out of each epoch above which it 
 FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
-def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
+def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: ImageSet) -> str:
     """Describe the run that is about to start: data, model, device, length, folder.
 
     Args:
         config: The run.
-        step: The training step, with state, schedule and training images.
+        step: The training step, with state and schedule.
+        images: The training images.
         held_out: The held-out images.
     """
-    state, schedule, images = step.state, step.schedule, step.images
-    device = images.images.device
+    state, schedule, device = step.state, step.schedule, images.device
     rows, columns = schedule.full_size
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
-    left_out = plan_logging(config, step, held_out).describe()
+    left_out = plan_logging(config, step, len(held_out) or len(images)).describe()
     return (
         f"data     {config.data.name}: {len(images):,} training images "
         f"({describe_counts(images.classes, images.class_counts())}), "
@@ -56,7 +57,7 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
-        f"{_short_text(config, step)}\n"
+        f"{_short_text(config, step.schedule, len(images))}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
@@ -70,9 +71,9 @@ def _held_out_text(count: int) -> str:
     return f"{count:,} held out"
 
 
-def _short_text(config: Config, step: TrainingStep) -> str:
+def _short_text(config: Config, schedule: Schedule, images: int) -> str:
     """Say what limits a run on few images."""
-    schedule, batch, images = step.schedule, config.train.batch_size, len(step.images)
+    batch = config.train.batch_size
     left = images - batch * schedule.steps_per_epoch
     text = ""
     if left > MUCH_LEFT * images and config.data.balance != "sampler":

@@ -1,4 +1,4 @@
-"""The training step: select images, augment them, and update the weights.
+"""The training step: augment a batch and update the weights.
 
 Shapes: B batch, C classes, H height, W width.
 """
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from vit.config import AugmentConfig
 from vit.data.augment import augment, shrink
-from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.seeding import fold_in, generator
@@ -31,8 +30,8 @@ class TrainingStep:
     Attributes:
         state: The state that is trained; changed in place.
         forward: The model, possibly compiled.
-        images: The training images, on the device.
         preprocess: Normalizes the images.
+        classes: The C class names.
         schedule: Image size, mixing and learning rate of each step.
         augmentation: Settings of the augmentation.
         label_smoothing: Probability mass spread over all classes, 0 to 1.
@@ -47,8 +46,8 @@ class TrainingStep:
 
     state: TrainState
     forward: Callable[[Tensor], Tensor]
-    images: ImageSet
     preprocess: Preprocess
+    classes: tuple[str, ...]
     schedule: Schedule
     augmentation: AugmentConfig
     label_smoothing: float
@@ -59,37 +58,40 @@ class TrainingStep:
     world: World = World()  # noqa: RUF009
     class_weights: Tensor | None = None
 
-    def __call__(self, indices: Tensor) -> Tensor:
-        """Train on the images at `indices` (B,), the whole batch of all processes.
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Train on this process's part of a batch.
+
+        Args:
+            images: (B, channels, H, W) uint8, on the device.
+            labels: (B,) int64, on the device.
 
         Returns:
             (2,): mean loss and accuracy over all processes, on the device; NaN if the step was
             skipped because loss or gradient was not finite.
         """
         step = self.state.step
-        images, targets = self.prepare(indices)
+        inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
         torch.manual_seed(fold_in(self._process_seed(), "dropout", step))
-        return self.update(images, targets)
+        return self.update(inputs, targets)
 
-    def prepare(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Select this process's part of a batch, augment it and shrink it to the step's size.
+    def prepare(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Augment a batch and shrink it to the step's size.
 
         Args:
-            indices: (B,), the whole batch.
+            images: (B, channels, H, W) uint8.
+            labels: (B,) int64.
 
         Returns:
-            Images (B / processes, channels, H, W) float32, normalized, and targets
-            (B / processes, C), probabilities.
+            Images (B, channels, H, W) float32, normalized, and targets (B, C), probabilities.
         """
-        step, device = self.state.step, self.images.images.device
-        indices = self.world.part(indices)
+        step, device = self.state.step, images.device
         mixes = self.schedule.mixes(step)
         settings = self.augmentation
-        classes = torch.arange(len(self.images.classes), device=device)
+        classes = torch.arange(len(self.classes), device=device)
         images, targets = augment(
-            self.images.images[indices],
-            (self.images.labels[indices, None] == classes).float(),
+            images,
+            (labels[:, None] == classes).float(),
             self.preprocess,
             generator(self._process_seed(), "augment", step, device=device),
             crop_padding=settings.crop_padding,
