@@ -76,6 +76,15 @@ class ImageSet:
         """Return the set with all images decoded."""
         return dataclasses.replace(self, images=self.pixels())
 
+    def check(self) -> None:
+        """Decode all images that are in files, without keeping them.
+
+        Raises:
+            ValueError: A file cannot be read.
+        """
+        if isinstance(self.images, ImageFiles):
+            self.images.check()
+
     def parts(self, size: int) -> Iterator[Tensor]:
         """Yield the images in their order, at most `size` at a time: (n, channels, H, W) uint8.
 
@@ -322,16 +331,16 @@ def load_training(
     training, held_out = hold_out(everything, data.val_size, seed)
     if data.train_size is not None:
         training = _first(training, data.train_size)
-    if isinstance(training.images, Tensor) or isinstance(held_out.images, Tensor):
+    if isinstance(training.images, Tensor):
         return training, held_out
-    test = open_images(data, train=False, decoder=decoder)
+    unchecked = [open_images(data, train=False, decoder=decoder)]
     if fit_into_memory((training, held_out), data.memory_gb):
         training, held_out = training.in_memory(), held_out.in_memory()
-    elif check and data.on_bad_image == "error":
-        training.images.check()
-        held_out.images.check()
-    if check and data.on_bad_image == "error" and isinstance(test.images, ImageFiles):
-        test.images.check()
+    else:
+        unchecked += [training, held_out]
+    if check and data.on_bad_image == "error":  # skip has checked them already
+        for images in unchecked:
+            images.check()
     return training, held_out
 
 

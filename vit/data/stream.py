@@ -8,6 +8,7 @@ Shapes: N images, B batch, C channels, H height, W width.
 
 import atexit
 import dataclasses
+import gc
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from vit.console import rank
@@ -52,8 +53,10 @@ def decode(task: Task) -> Decoded:
             images.append(preprocess.resize(read_photo(Path(path), "data.root")))
         except ValueError as error:
             problems[position] = str(error)
+    if images:
+        return default_collate(images), problems  # in a worker, stacks them in shared memory
     shape = (0, preprocess.channels, *preprocess.image_size)
-    return torch.stack(images) if images else torch.empty(shape, dtype=torch.uint8), problems
+    return torch.empty(shape, dtype=torch.uint8), problems
 
 
 class Decoder:
@@ -104,7 +107,7 @@ class Decoder:
             num_workers=self.workers,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=_start_worker,
             persistent_workers=True,
             generator=generator(0, "loader"),  # without it the global one is advanced
         )
@@ -125,14 +128,15 @@ class _Files(Dataset[Any]):
         return decode(task)
 
 
-def _unchanged(decoded: Decoded) -> Decoded:
+def _unchanged(decoded: Any) -> Any:
     return decoded
 
 
-def _leave_signals_to_parent(worker: int) -> None:
+def _start_worker(number: int) -> None:
     """Ignore the signals that ask a run to stop: the parent finishes its step first."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    gc.freeze()  # what was inherited stays shared with the parent and is not searched for garbage
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
 
 
 def default_workers() -> int:

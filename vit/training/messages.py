@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config
 from vit.data.datasets import ImageSet, describe_counts
@@ -45,7 +47,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"data     {config.data.name}: {len(images):,} training images "
         f"({describe_counts(images.classes, images.class_counts())}), "
         f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
-        f"{BALANCE_TEXTS[config.data.balance]}\n"
+        f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
         f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
         f"{config.model.num_heads} heads, {rows} x {columns} pixels: {parameters:,} parameters, "
         f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
@@ -85,6 +87,14 @@ def _short_text(config: Config, schedule: Schedule, images: int) -> str:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
         text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
     return text
+
+
+def _streaming_text(images: ImageSet) -> str:
+    if isinstance(images.images, Tensor):
+        return ""
+    gigabytes, workers = images.images.nbytes / 1e9, images.images.decoder.workers
+    how = f"by {workers} worker{'s' if workers > 1 else ''}" if workers else "in this process"
+    return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
 
 
 def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
