@@ -44,6 +44,8 @@ NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # 
 # The first values beyond each range, and what no divisor is.
 EDGES = {
     "data.val_size": ("-1", "1000001"),
+    "data.memory_gb": ("-0.1", "1000001"),
+    "data.workers": ("-1", "1001"),
     "data.train_size": ("0", "1000001"),
     "model.patch_size": ("0", "-4", "3", "64"),
     "model.embed_dim": ("0", "10001"),
