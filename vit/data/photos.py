@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, 3) uint8
 
@@ -68,11 +68,14 @@ def _as_pixels(image: Image.Image) -> np.ndarray:
         raise ValueError("photo: the image has no pixels")
     if image.mode == "F":
         raise ValueError("photo: floating-point pixels are not supported; convert to 8 or 16 bits")
-    photo = ImageOps.exif_transpose(image)
+    upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    photo = image if upright else ImageOps.exif_transpose(image)  # which always makes a copy
     if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
         grey = np.asarray(photo)
         grey = grey // 257 if grey.max() > 255 else grey
         photo = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+    if not photo.has_transparency_data:
+        return np.asarray(photo if photo.mode == "RGB" else photo.convert("RGB"))
     photo = photo.convert("RGBA")
     white = Image.new("RGBA", photo.size, "white")
     return np.asarray(Image.alpha_composite(white, photo).convert("RGB"))
