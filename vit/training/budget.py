@@ -57,8 +57,10 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -
     for phase in schedule.phases():
         trial.state.step = phase.start
         shape = (WARMUP_STEPS + TIMED_STEPS, batch_size)
-        batches = step.world.part(torch.randint(len(training), shape, generator=draw))
-        for number, (images, labels) in enumerate(training.batches(batches), start=1):
+        batches = torch.randint(len(training), shape, generator=draw)
+        for number, (images, labels) in enumerate(
+            training.batches(step.world.part(batches.T).T), start=1
+        ):
             result = trial(images, labels)
             if number == WARMUP_STEPS:
                 result.sum().item()  # waits for the device

@@ -32,8 +32,8 @@ class World:
         return self.rank == 0
 
     def part(self, batch: Tensor) -> Tensor:
-        """Return this process's part of batches (..., B), where B is a multiple of `size`."""
-        return batch.chunk(self.size, dim=-1)[self.rank]
+        """Return this process's part of a batch, whose length is a multiple of `size`."""
+        return batch.chunk(self.size)[self.rank]
 
     def mean(self, values: Tensor) -> Tensor:
         """Average values over the processes, in place."""
