@@ -97,18 +97,18 @@ class Loop:
         """
         state, schedule = self.step.state, self.step.schedule
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
-        images, seed = self.training, self.step.seed
+        training, seed = self.training, self.step.seed
         if self.balanced:
-            batches = balanced_batches(images.labels, self.batch_size, seed, epoch)
+            batches = balanced_batches(training.labels, self.batch_size, seed, epoch)
         else:
-            batches = epoch_batches(len(images), self.batch_size, seed, epoch)
+            batches = epoch_batches(len(training), self.batch_size, seed, epoch)
         batches = batches[: schedule.total_steps - epoch * schedule.steps_per_epoch]
         if done == 0 or len(state.points) != done:  # a new epoch, or the batch size has changed
             state.points.clear()
         logged = done
         begin = since = time.perf_counter()
         measured: dict[str, float] = {}
-        parts = self.training.batches(self.step.world.part(batches[done:].T).T)
+        parts = training.batches(self.step.world.part(batches[done:].T).T)
         for number, (images, labels) in enumerate(parts, start=done + 1):
             point = self.step(images, labels)
             state.points.append(point)
