@@ -23,7 +23,7 @@ from timing import take_turns, timed
 from torch import Tensor
 
 from vit.classifier import build_model
-from vit.config import Config, TrainConfig
+from vit.config import Config, DataConfig, TrainConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import attention_maps, attention_rollout
@@ -43,7 +43,9 @@ CPU = torch.device("cpu")
 def quick_model(kernel: Literal["math", "fused"]) -> VisionTransformer:
     """Build the untrained model of configs/quick.yaml with the given attention kernel."""
     model = dataclasses.replace(Config().model, attn_kernel=kernel)
-    return build_model(model, Preprocess.for_dataset("cifar10"), 10).eval()
+    built = build_model(model, Preprocess.from_config(DataConfig(name="cifar10")), 10).eval()
+    assert isinstance(built, VisionTransformer)
+    return built
 
 
 @torch.no_grad()

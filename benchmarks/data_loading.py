@@ -42,7 +42,7 @@ from vit.hardware import usable_cores
 STORED, SIZE, BATCH = 256, 224, 64
 DISTINCT = 2000  # files; larger folders repeat them
 NOISE, QUALITY = 8.0, 90  # which give files of about 25 kB, like photos of this size
-PREPROCESS = dataclasses.replace(Preprocess.for_dataset("folder"), image_size=(SIZE, SIZE))
+PREPROCESS = Preprocess.from_config(DataConfig(name="folder", image_size=(SIZE, SIZE)))
 
 
 def make_folder(root: Path, count: int) -> float:

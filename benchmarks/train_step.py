@@ -26,7 +26,7 @@ from timing import take_turns
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
-from vit.config import Config
+from vit.config import Config, DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe
@@ -134,11 +134,11 @@ def matrix_peak(precision: torch.dtype, device: torch.device = CPU, size: int = 
     return 2 * size**3 / seconds_each(lambda: a @ b, device)
 
 
-def flops_of_step(model: VisionTransformer, batch: int, size: int = SIZE) -> float:
+def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
     """Count the FLOP of matrix products and convolutions, forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    few, device = 2, model.head.weight.device
+    few, device = 2, next(model.parameters()).device
     with FlopCounterMode(display=False) as counter:
         model(torch.randn(few, 3, size, size, device=device)).sum().backward()
     model.zero_grad()
@@ -268,7 +268,7 @@ def measure_evaluation(rounds: int, count: int = 10_000) -> None:
     """Print how long it takes to classify images; the default is the size of the test set."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
-    model, preprocess = Config().model, Preprocess.for_dataset("cifar10")
+    model, preprocess = Config().model, Preprocess.from_config(DataConfig(name="cifar10"))
     theirs = TimmViT(
         SIZE, model.patch_size, num_classes=CLASSES, embed_dim=model.embed_dim,
         depth=model.depth, num_heads=model.num_heads, mlp_ratio=model.mlp_ratio,

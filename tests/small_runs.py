@@ -59,7 +59,7 @@ def make_state(
     config: Config, device: torch.device = CPU, sample: torch.Tensor | None = None
 ) -> TrainState:
     """Build the untrained state of a config with ten classes."""
-    preprocess = Preprocess.for_dataset(config.data.name)
+    preprocess = Preprocess.from_config(config.data)
     return build_state(
         config.model, config.optim, preprocess, 10, config.train.seed, device, sample
     )

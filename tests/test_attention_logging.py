@@ -9,6 +9,7 @@ import torch
 
 from models import PLAIN
 from vit.classifier import Classifier
+from vit.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import (
@@ -39,7 +40,7 @@ def classifier() -> Classifier:
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    preprocess = Preprocess.for_dataset("shapes")
+    preprocess = Preprocess.from_config(DataConfig(name="shapes"))
     return Classifier(model.eval(), preprocess, IMAGES.classes, torch.device("cpu"), torch.float32)
 
 

@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 from torchvision.transforms.functional import resize
 
+from vit.config import DataConfig
 from vit.data.augment import (
     augment,
     cutmix_shares,
@@ -24,7 +25,7 @@ from vit.data.augment import (
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
 
-CIFAR10 = Preprocess.for_dataset("cifar10")
+CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 BYTES = Preprocess((32, 32), (0.0,) * 3, (1 / 255,) * 3)  # normalizes to the bytes themselves
 ALL = {
     "crop_padding": 4, "flip": True, "rand_ops": 2, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0

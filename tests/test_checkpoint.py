@@ -93,7 +93,7 @@ def test_files_without_preprocessing_take_that_of_their_data_set(
 ) -> None:
     save_checkpoint(tmp_path, replace(state(config), preprocess=None))
     preprocess = load_model(tmp_path).classifier.preprocess
-    assert preprocess == Preprocess.for_dataset(config.data.name)
+    assert preprocess == Preprocess.from_config(config.data)
 
 
 def test_last_two_checkpoints_are_kept_and_the_newest_is_taken(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from vit.config import (
     from_dict,
     to_dict,
 )
-from vit.data.specs import DATASETS
 from vit.training.rules import check_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +54,20 @@ BAD_FLAGS = [
     ("--data.on_bad_image warn", "data.on_bad_image: 'warn'", "error, skip"),
     ("--data.val_size -1", "data.val_size: -1", "0 to 1000000"),
     ("--augment.crop_padding 32", "augment.crop_padding: 32", "0 to 31"),
+    ("--augment.crop_scale 1 0.5", "augment.crop_scale: 1 0.5", "the smallest fraction first"),
+    ("--augment.crop_scale 0.5", "augment.crop_scale: a list", "2 values, each a number above 0"),
+    ("--data.image_size 62", "data.image_size: 62 ", "a multiple of model.patch_size=4, e.g. 64\n"),
+    ("--data.image_size 62 96", "data.image_size: 62x96 ", "model.patch_size=4, e.g. 64 96\n"),
+    ("--data.image_size 2", "data.image_size: 2 ", "model.patch_size=4, e.g. 4\n"),
+    (
+        "--data.image_size 1 2 3",
+        "data.image_size: a list",
+        "one or two whole numbers from 1 to 10000 (rows and columns), or null\n",
+    ),
+    ("--data.image_size big", "data.image_size: 'big'", "one or two whole numbers"),
+    ("--data.fit stretch", "data.fit: 'stretch'", "crop, pad, squash"),
+    ("--data.channels 0", "data.channels: 0", "1 to 1000, or null\n"),
+    ("--data.channels 2", "data.channels: 2", "1 or 3 with data.name=cifar10\n"),
     ("--optim.lr -1", "optim.lr: -1", "above 0"),
     ("--optim.lr .inf", "optim.lr: '.inf'", "a number above 0, up to 1000000"),
     ("--optim.lr .nan", "optim.lr: '.nan'", "a number above 0, up to 1000000"),
@@ -65,6 +79,16 @@ BAD_FLAGS = [
     ("--optim.ema_decay 1", "optim.ema_decay: 1", "between 0 and 1, or null"),
     ("--train.accumulate 3", "train.accumulate: 3", "divisor of train.batch_size=128"),
     ("--train.epochs 0", "train.epochs: 0", "1 to 1000000"),
+    ("--train.restarts 4 2", "train.restarts: [4, 2]", "ascending numbers of epochs below "),
+    ("--train.restarts 10", "train.restarts: [10]", "epochs below train.epochs=10"),
+    (
+        "--train.restarts 2 --train.budget_minutes 3",
+        "train.restarts: [2]",
+        "empty with train.budget_minutes",
+    ),
+    ("--train.freeze head", "train.freeze: 'head'", "one of none, backbone"),
+    ("--optim.layer_decay 0", "optim.layer_decay: 0", "above 0, up to 1, or null"),
+    ("--resume.extend --overwrite", "resume.extend: not together with --overwrite", "deletes"),
     ("--train.epochs 1000000000000000000", "train.epochs: 1000000000000000000", "1 to 1000000"),
     ("--model.embed_dim 1000000000", "model.embed_dim: 1000000000", "1 to 10000"),
     (f"--optim.lr {'9' * 400}", "optim.lr: 999", "a number above 0, up to 1000000"),
@@ -315,7 +339,7 @@ def test_printed_config_is_a_config_that_gives_the_same_run(tmp_path: Path) -> N
     again, options = parse_train(["--config", str(file)])
     assert again == parse_train(["--model.depth", "7"])[0]
     assert again.model.depth == 7
-    assert options == {"overwrite": False, "allow_changes": False}
+    assert options == {"overwrite": False, "allow_changes": False, "extend": False}
 
 
 FLAG = ("--model.depth", "4")
@@ -341,7 +365,7 @@ def test_a_file_after_the_flag_does_not_redirect_the_run() -> None:
     words = ["--out", "my/run", "--config", str(ROOT / "configs/shapes.yaml"), "--overwrite"]
     config, options = parse_train(words)
     assert config.out == "my/run" and config.data.name == "shapes"
-    assert options == {"overwrite": True, "allow_changes": False}
+    assert options == {"overwrite": True, "allow_changes": False, "extend": False}
 
 
 def test_of_files_only_what_they_set_is_replaced(tmp_path: Path) -> None:
@@ -447,31 +471,45 @@ def test_rollout_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "patch_size", "padding", "problem"),
+    ("size", "patch_size", "augment", "problem"),
     [
-        ((32, 48), 32, 2, "model.patch_size: 32 .* a divisor of the image size, 32x48: 1, .*, 16$"),
-        ((32, 48), 16, 32, "augment.crop_padding: 32 .* 0 to 31 pixels with images of 32x48"),
-        ((24, 24), 3, 2, "model.patch_size: 3 .* a power of two with model.stem=conv"),
-        ((24, 24), 8, 23, None),
+        ((32, 48), 32, {}, "data.image_size: 32x48 .* multiple of model.patch_size=32, e.g. 32 64"),
+        (None, 64, {}, "model.patch_size: 64 .* a divisor of the image size, 32: 1, .*, 32$"),
+        ((24, 24), 3, {}, "model.patch_size: 3 .* a power of two with model.stem=conv"),
+        (
+            (32, 48), 16, {"crop_padding": 32},
+            "augment.crop_padding: 32 .* 0 to 31 pixels with images of 32x48",
+        ),
+        ((24, 24), 8, {"crop_padding": 23}, None),
+        ((32, 48), 16, {"crop_padding": 32, "crop": "resized"}, None),
     ],
-)
+)  # fmt: skip
 def test_model_and_augmentation_must_fit_the_images(
-    size: tuple[int, int],
-    patch_size: int,
-    padding: int,
-    problem: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int] | None, patch_size: int, augment: dict[str, Any], problem: str | None
 ) -> None:
-    monkeypatch.setitem(DATASETS, "shapes", replace(DATASETS["shapes"], image_size=size))
     config = from_dict(
         {
-            "data": {"name": "shapes"},
+            "data": {"name": "shapes", "image_size": size},
             "model": {"patch_size": patch_size},
-            "augment": {"crop_padding": padding},
+            "augment": augment,
         }
     )
     with pytest.raises(ValueError, match=problem) if problem else contextlib.nullcontext():
         check_sizes(config)
+
+
+def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for text, expected in (
+        ("64", (64, 64)), ("[64, 96]", (64, 96)), ("[64]", (64, 64)), ("null", None),
+    ):  # fmt: skip
+        file.write_text(f"data: {{image_size: {text}}}")
+        config, _ = parse_train(["--config", str(file)])
+        assert config.data.image_size == expected
+        assert from_dict(to_dict(config)) == config
+        words = text.strip("[]").replace(",", "").split()
+        assert parse_train(["--data.image_size", *words])[0].data.image_size == expected
+    assert from_dict({"data": {"image_size": 64}}).data.image_size == (64, 64)
 
 
 def test_parsing_needs_no_torch() -> None:

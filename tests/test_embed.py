@@ -10,6 +10,7 @@ from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from torch import nn
 from torch.testing import assert_close
 
+from vit.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_pos_embed
@@ -97,7 +98,7 @@ def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, emb
 )
 def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, kernels):
     images = load("shapes", ".", train=True, count=50).images
-    images = Preprocess.for_dataset("shapes").normalize(images)
+    images = Preprocess.from_config(DataConfig(name="shapes")).normalize(images)
     torch.manual_seed(0)
     embed = PatchEmbed(32, 4, 3, size, stem)
     first = embed.proj if stem == "linear" else embed.proj[0]

@@ -27,7 +27,6 @@ from vit.classifier import build_model
 from vit.config import to_dict
 from vit.data.datasets import ImageSet, load
 from vit.data.photos import read_photo
-from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
@@ -464,20 +463,6 @@ def test_sheet_is_the_one_that_python_draws(classified, opened, name):
     assert blocks(printed)[str(photos / name)][0][0] == explanation.predicted
     drawn = picture(folder / f"{Path(name).stem}_sheet.png")
     np.testing.assert_array_equal(drawn, np.asarray(explanation.sheet()))
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "rows", "columns"),
-    [
-        (4, 4, (0, 4), (0, 4)),
-        (4, 10, (0, 4), (3, 7)),
-        (11, 4, (3, 7), (0, 4)),
-        (1, 2, (0, 1), (0, 1)),
-    ],
-)
-def test_central_square_is_in_the_middle(height, width, rows, columns):
-    crop = Preprocess.for_dataset("shapes").crop(height, width)
-    assert crop == (slice(*rows), slice(*columns))
 
 
 def test_a_test_image_as_a_file_is_classified_like_the_test_image(

@@ -21,6 +21,7 @@ from torchmetrics.functional.classification import (
 
 from models import PLAIN
 from vit.classifier import Classifier
+from vit.config import DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import (
@@ -34,7 +35,7 @@ from vit.evaluation import (
 )
 from vit.model.vit import VisionTransformer
 
-PREPROCESS = Preprocess.for_dataset("cifar10")
+PREPROCESS = Preprocess.from_config(DataConfig(name="cifar10"))
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (PREPROCESS.mean, PREPROCESS.std))
 
 

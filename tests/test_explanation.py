@@ -14,6 +14,7 @@ from PIL import Image
 import vit
 from models import PLAIN
 from vit.classifier import Classifier
+from vit.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.drawing import colour_map, overlay
 from vit.explain.explanation import Explanation
@@ -37,7 +38,7 @@ def classifier() -> Classifier:
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    preprocess = Preprocess.for_dataset("cifar10")
+    preprocess = Preprocess.from_config(DataConfig(name="cifar10"))
     return Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
 
 
@@ -150,7 +151,7 @@ def test_explain_returns_the_maps_of_the_model(classifier, tmp_path):
     best = CLASSES[int(logits.argmax())]
     assert found.predicted == found.target == best == next(iter(classifier.predict(photo)))
     assert len(found.probabilities) == 7
-    assert found.seen == (slice(0, 50), slice(20, 70))
+    assert found.seen == (slice(0, 50), slice(19, 69))
     assert np.array_equal(found.photo, photo)
 
 
@@ -240,6 +241,57 @@ def test_a_square_photo_has_no_frame(classifier):
     photo = np.full((64, 64, 3), (200, 30, 30), np.uint8)
     panel = photo_panel(sheet(classifier.explain(photo)), PANEL, PANEL)
     assert (panel == (200, 30, 30)).all()
+
+
+@pytest.mark.parametrize("size", [(100, 200), (90, 30), (32, 32)])
+def test_padding_is_part_of_map_and_overlay(classifier, size):
+    """The overlay is that of the padded photo, which the model sees, and so is its map."""
+    preprocess = replace(classifier.preprocess, fit="pad")
+    photo = draw_photo(*size)
+    found = replace(classifier, preprocess=preprocess).explain(photo)
+    assert found.photo[found.seen].shape == photo.shape
+    (above, below), (left, right) = found.padding
+    view = np.full((size[0] + above + below, size[1] + left + right, 3), preprocess.fill, np.uint8)
+    view[above : above + size[0], left : left + size[1]] = photo
+    assert abs(view.shape[0] - view.shape[1]) <= 0.1 * max(size)
+    drawn, scale = sheet(found), ZOOM * PANEL / max(view.shape)
+    height, width = (ZOOM * round(scale * n / ZOOM) for n in view.shape[:2])
+    first = ZOOM * (3 * GAP + max(round(min(2 * PANEL, PANEL * size[1] / size[0])), NARROWEST))
+    second = first + width + ZOOM * GAP
+    top = ZOOM * (HEADER + TITLE)
+    panel = drawn[top : top + height, second : second + width]
+    expected = overlay(view, found.map)
+    for number in range(64):  # the middles of patches, where neither is enlarged across a border
+        place = (np.array(divmod(number, 8)) + 0.5) / 8
+        row, shown_row = ((place[0] * len(part)).astype(int) for part in (view, panel))
+        column, shown_column = ((place[1] * part.shape[1]).astype(int) for part in (view, panel))
+        if not (above <= row < above + size[0] and left <= column < left + size[1]):
+            np.testing.assert_array_equal(panel[shown_row, shown_column], expected[row, column])
+    inner = panel[round(above * scale) + 2 : round((above + size[0]) * scale) - 2]
+    inner = inner[:, round(left * scale) + 2 : round((left + size[1]) * scale) - 2]
+    assert inner.std() > 10  # the photo's noise
+
+
+def test_squashed_photos_keep_their_shape_in_the_sheet(classifier):
+    preprocess = replace(classifier.preprocess, fit="squash")
+    found = replace(classifier, preprocess=preprocess).explain(draw_photo(50, 100))
+    assert found.seen == (slice(0, 50), slice(0, 100)) and not np.any(found.padding)
+    assert sheet(found).shape[0] == ZOOM * (HEADER + TITLE + PANEL + 2 * GAP)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_photos_with_other_channels_have_sheets(channels):
+    torch.manual_seed(0)
+    settings = {**PLAIN, "in_chans": channels}
+    model = VisionTransformer(
+        **settings, img_size=16, num_classes=7, embed_dim=24, depth=2, num_heads=2
+    )
+    preprocess = Preprocess((16, 16), (0.5,) * channels, (0.25,) * channels, fit="pad")
+    classifier = Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
+    pixels = np.random.default_rng(0).integers(256, size=(20, 30, channels), dtype=np.uint8)
+    found = classifier.explain(pixels)
+    assert found.photo.shape == pixels.shape and sheet(found).shape[2] == 3
+    assert len(classifier.predict(pixels)) == 5
 
 
 def test_probabilities_are_bars_of_their_length(classifier):

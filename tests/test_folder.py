@@ -77,9 +77,9 @@ def test_training_images_are_the_pictures_mixed_always_alike(root):
 
 
 def save_wide(path: Path) -> None:
-    """Red in the middle, with blue on both sides, of which nothing is to be seen."""
+    """Red in the middle, with blue far on both sides, of which nothing is to be seen."""
     wide = np.zeros((64, 128, 3), dtype=np.uint8)
-    wide[:, 32:96, 0] = wide[:, :32, 2] = wide[:, 96:, 2] = 200
+    wide[:, 24:104, 0] = wide[:, :24, 2] = wide[:, 104:, 2] = 200
     Image.fromarray(wide).save(path)
 
 

@@ -33,7 +33,8 @@ def kinds(kind: Any) -> set[Any]:
     """Return what a type is made of: int, float, bool, str, NoneType, Literal."""
     if typing.get_origin(kind) is Literal:
         return {Literal}
-    return set(typing.get_args(kind)) or {kind}
+    parts = typing.get_args(kind)
+    return set().union(*map(kinds, parts)) if parts else {kind}
 
 
 TYPES = types_of(Config)
@@ -43,6 +44,8 @@ NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # 
 
 # The first values beyond each range, and what no divisor is.
 EDGES = {
+    "data.image_size": ("0", "-4", "62", "10001"),
+    "data.channels": ("0", "2", "1001"),
     "data.val_size": ("-1", "1000001"),
     "data.memory_gb": ("-0.1", "1000001"),
     "data.workers": ("-1", "1001"),
@@ -60,6 +63,7 @@ EDGES = {
     "model.proj_drop_rate": ("-0.1", "1"),
     "model.drop_path_rate": ("-0.1", "1"),
     "augment.crop_padding": ("-1", "32"),
+    "augment.crop_scale": ("0", "0.5", "1.1"),
     "augment.rand_ops": ("-1", "101"),
     "augment.rand_magnitude": ("-0.1", "30.1"),
     "augment.erasing": ("-0.1", "1.1"),
@@ -71,11 +75,13 @@ EDGES = {
     "optim.weight_decay": ("-0.1", "1000001"),
     "optim.muon_weight_decay": ("-0.1", "1000001"),
     "optim.muon_momentum": ("-0.1", "1"),
+    "optim.layer_decay": ("0", "-0.1", "1.1"),
     "optim.warmup": ("-0.1", "1"),
     "optim.label_smoothing": ("-0.1", "1"),
     "optim.clip_grad": ("0", "-1", "1000001"),
     "optim.ema_decay": ("0", "1"),
     "train.epochs": ("0", "1000001"),
+    "train.restarts": ("0", "-1", "10", "1000001"),
     "train.budget_minutes": ("0", "-1", "1000001"),
     "train.small_scale": ("0", "1.1"),
     "train.small_share": ("-0.1", "1.1"),

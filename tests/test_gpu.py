@@ -15,7 +15,7 @@ from torch import Tensor
 from small_runs import ROOT, assert_same, command, make_loop, small
 from vit.classifier import build_model
 from vit.cli import parse_train
-from vit.config import Config
+from vit.config import Config, DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.hardware import autocast
@@ -52,7 +52,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 def lively(config: Config, device: torch.device) -> VisionTransformer:
     """Make a model whose every weight does something; zero_init leaves whole blocks silent."""
     torch.manual_seed(0)
-    model = build_model(config.model, Preprocess.for_dataset("cifar10"), 10)
+    model = build_model(config.model, Preprocess.from_config(DataConfig(name="cifar10")), 10)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))

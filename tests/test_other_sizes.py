@@ -1,73 +1,124 @@
-"""Images of another size and with one channel pass through training and every kind of map."""
+"""Images of other sizes and channels pass through training, the report and every kind of map."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 import vit
 from small_runs import small
-from vit.config import EvalConfig
-from vit.data import datasets
-from vit.data.specs import DATASETS, DatasetSpec
+from vit.config import DataConfig, EvalConfig
+from vit.data.datasets import load, load_training
+from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
-from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos
-from vit.reporting.report import evaluate_run
 from vit.training.trainer import train
 
-GREY = DatasetSpec((16, 24), (0.5,), (0.3,))
+CLASSES = ("bottom", "middle", "top")
 
 
-def draw_stripes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw grey images of 16 x 24 pixels: the class is the column of a bright stripe."""
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 10
-    images = torch.randint(100, (count, 1, 16, 24), generator=draw, dtype=torch.uint8)
-    masks = torch.zeros(count, 16, 24, dtype=torch.bool)
-    for number, label in enumerate(labels.tolist()):
-        masks[number, :, 2 * label : 2 * label + 4] = True
-    return (images + 150 * masks[:, None]).to(torch.uint8), labels, masks
+def draw_stripe(label: int, channels: int, seed: int) -> np.ndarray:
+    """Draw an image of 24 x 48 pixels whose class is the row of a bright stripe."""
+    noise = np.random.default_rng(seed).integers(100, size=(24, 48, channels), dtype=np.uint8)
+    noise[8 * label : 8 * label + 8] += 150
+    return noise
+
+
+def save(pixels: np.ndarray, path: Path) -> Path:
+    """Save grey and RGB as PNG, other channels as pages of a TIFF; return the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if pixels.shape[2] in (1, 3):
+        path = path.with_suffix(".png")
+        Image.fromarray(pixels.squeeze()).save(path)
+        return path
+    first, *others = (Image.fromarray(page) for page in pixels.transpose(2, 0, 1))
+    path = path.with_suffix(".tif")
+    first.save(path, save_all=True, append_images=others)
+    return path
+
+
+RESIZED = {"crop": "resized", "crop_scale": (0.7, 1.0)}
 
 
 @pytest.mark.slow
-def test_grey_images_that_are_not_square(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("channels", "fit", "augment"),
+    [(1, "squash", {}), (2, "pad", {}), (3, "crop", RESIZED), (5, "crop", {})],
+)
+def test_from_training_to_every_way_to_look(
+    channels: int,
+    fit: str,
+    augment: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(DATASETS, "shapes", GREY)
-    monkeypatch.setattr(datasets, "draw_shapes", draw_stripes)
-    run = tmp_path / "run"
+    for split, count in (("train", 24), ("test", 8)):
+        for label, name in enumerate(CLASSES):
+            for number in range(count):
+                pixels = draw_stripe(label, channels, 100 * label + number + (split == "test"))
+                save(pixels, tmp_path / f"images/{split}/{name}/{number}")
+    folder = tmp_path / "run"
     config = small(
-        run,
+        folder,
+        data={
+            "name": "folder", "root": str(tmp_path / "images"), "image_size": (16, 24),
+            "channels": channels, "fit": fit, "val_size": 12, "train_size": None,
+        },
         model={"drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0, "drop_path_rate": 0},
-        augment={"erasing": 0, "mixup": 0, "cutmix": 0, "flip": False, "rand_ops": 1},
-        train={"epochs": 20, "small_scale": 0.75},
-    )
+        augment={
+            "erasing": 0, "mixup": 0, "cutmix": 0, "flip": True, "rand_ops": 1,
+            "rand_magnitude": 3, **augment,
+        },
+        train={"epochs": 8, "batch_size": 20, "small_scale": 0.75},
+    )  # fmt: skip
     report = train(config)
-    assert report is not None and report["accuracy"] > 0.5  # chance is 0.1
+    assert report is not None and report["accuracy"] > 0.6  # chance is 0.33
     assert "16 x 24 pixels" in capsys.readouterr().out
-    maps = sorted((run / "attention").glob("step_*.npy"))
+    maps = sorted((folder / "attention").glob("step_*.npy"))
     assert {np.load(path).shape for path in maps} == {(3, 4, 6)}
 
-    saved = load_model(run, "cpu", "float32")
-    assert saved.classifier.preprocess.image_size == (16, 24)
-    assert saved.classifier.preprocess.channels == 1
+    preprocess = load_model(folder, "cpu", "float32").classifier.preprocess
+    assert (preprocess.image_size, preprocess.channels) == ((16, 24), channels)
+    assert preprocess.fit == fit
     options = EvalConfig(device="cpu", precision="float32", probes=2)
-    again = evaluate_run(str(run), options)
-    assert again["accuracy"] == report["accuracy"]
-    explain_run(str(run), dataclasses.replace(options, attention=True, faithfulness=20))
-    assert np.load(run / "eval/attention/relevance.npy").shape == (2, 4, 6)
-    compare_runs(str(run), dataclasses.replace(options, compare=str(run)))
-    photo = tmp_path / "photo.png"
-    Image.fromarray(np.random.default_rng(0).integers(256, size=(50, 40, 3), dtype=np.uint8)).save(
-        photo
-    )
-    classify_photos(str(run), dataclasses.replace(options, image=(str(photo),)))
-    explanation = vit.load(run, "cpu").explain(photo)
+    explain_run(str(folder), dataclasses.replace(options, attention=True, faithfulness=20))
+    assert np.load(folder / "eval/attention/relevance.npy").shape == (2, 4, 6)
+    photo = save(draw_stripe(1, channels, seed=999), tmp_path / "photo")
+    classify_photos(str(folder), dataclasses.replace(options, image=(str(photo),)))
+    assert (folder / "eval/photos/photo_sheet.png").exists()
+    classifier = vit.load(folder, "cpu")
+    explanation = classifier.explain(photo)
     assert explanation.map.shape == (4, 6)
     assert explanation.sheet().width > 100
+    several = draw_stripe(1, 4, seed=0)
+    with pytest.raises(ValueError, match=f"has 4 channels, but the model takes {channels} "):
+        classifier.predict(save(several, tmp_path / "four"))
+
+
+def test_training_images_are_stored_larger_for_resized_crops(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for label, name in enumerate(CLASSES):
+            for number in range(4):
+                save(draw_stripe(label, 3, number), tmp_path / f"{split}/{name}/{number}")
+    exact = Preprocess((14, 28), (0.5,) * 3, (0.5,) * 3)
+    arguments = ("folder", str(tmp_path), False, None, 3, 0, "error", exact)
+    training, held_out = load_training(*arguments, exact.stored())
+    assert training.images.shape == (9, 3, 16, 32) and held_out.images.shape == (3, 3, 14, 28)
+    same, same_held_out = load_training(*arguments)
+    assert torch.equal(same.labels, training.labels)
+    assert torch.equal(same_held_out.images, held_out.images)
+
+
+def test_masks_are_resized_with_their_images() -> None:
+    original = load("shapes", "", train=False, count=20)
+    wanted = Preprocess.from_config(DataConfig(name="shapes", image_size=64))
+    larger = load("shapes", "", train=False, count=20, preprocess=wanted)
+    assert larger.images.shape == (20, 3, 64, 64) and larger.masks is not None
+    assert original.masks is not None
+    assert torch.equal(larger.masks, original.masks.repeat_interleave(2, 1).repeat_interleave(2, 2))
+    assert torch.equal(larger.images[3], wanted.resize(original.images[3].movedim(0, -1).numpy()))

@@ -1,29 +1,41 @@
 """Preprocessing of images of any size."""
 
+import dataclasses
 import json
+import pickle
 import typing
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
 
-from vit.config import DataName
-from vit.data.preprocess import Preprocess
+from vit.config import DataConfig, DataName
+from vit.data.preprocess import LONGEST, Preprocess
 from vit.data.specs import DATASETS
 
-CIFAR10 = Preprocess.for_dataset("cifar10")
+CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 WIDE = Preprocess((16, 64), (0.5,), (0.25,))
+BICUBIC = v2.InterpolationMode.BICUBIC
+PHOTOS = [
+    (333, 500), (500, 333), (480, 640), (224, 224), (101, 40), (7, 5), (1, 1), (31, 33), (20, 300),
+    (223, 225), (64, 64), (1, 40),
+]  # fmt: skip
 
 
-def photo(height: int, width: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(256, size=(height, width, 3), dtype=np.uint8)
+def photo(height: int, width: int, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).integers(256, size=(height, width, channels), dtype=np.uint8)
+
+
+def by_torchvision(pixels: np.ndarray, *transforms: v2.Transform) -> torch.Tensor:
+    return v2.Compose([*transforms, v2.PILToTensor()])(Image.fromarray(pixels))
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_every_data_set_has_its_preprocessing(name: str) -> None:
-    spec, preprocess = DATASETS[name], Preprocess.for_dataset(name)
+def test_every_data_set_has_its_preprocessing(name: DataName) -> None:
+    spec, preprocess = DATASETS[name], Preprocess.from_config(DataConfig(name=name))
     assert preprocess.image_size == spec.image_size
     assert preprocess.channels == spec.channels == len(spec.std)
     assert (preprocess.mean, preprocess.std) == (spec.mean, spec.std)
@@ -33,46 +45,205 @@ def test_every_registered_data_set_can_be_chosen() -> None:
     assert typing.get_args(DataName) == tuple(DATASETS)
 
 
-@pytest.mark.parametrize("preprocess", [CIFAR10, WIDE])
-def test_it_survives_json(preprocess: Preprocess) -> None:
-    again = Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict())))
-    assert again == preprocess and hash(again) == hash(preprocess)
+def test_the_config_sets_size_fit_and_channels() -> None:
+    data = DataConfig(name="folder", image_size=(64, 96), fit="pad", channels=5)
+    preprocess = Preprocess.from_config(data)
+    assert (preprocess.image_size, preprocess.fit) == ((64, 96), "pad")
+    assert (preprocess.mean, preprocess.std) == ((0.5,) * 5, (0.25,) * 5)
+    grey = Preprocess.from_config(DataConfig(name="folder", channels=1))
+    assert (grey.mean, grey.std) == ((0.449,), (0.226,))  # ImageNet's, averaged
+
+
+@pytest.mark.parametrize("preprocess", [CIFAR10, WIDE, dataclasses.replace(WIDE, fit="squash")])
+def test_it_survives_json_and_pickle(preprocess: Preprocess) -> None:
+    for again in (
+        Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict()))),
+        pickle.loads(pickle.dumps(preprocess)),
+    ):
+        assert again == preprocess and hash(again) == hash(preprocess)
+
+
+def test_files_without_the_newer_fields_are_read() -> None:
+    old = {key: CIFAR10.to_dict()[key] for key in ("image_size", "mean", "std", "interpolation")}
+    assert Preprocess.from_dict(old) == CIFAR10
+
+
+# torchvision is the oracle, to the bit.
+
+
+@pytest.mark.parametrize("side", [32, 224])
+@pytest.mark.parametrize("size", PHOTOS)
+def test_crop_is_torchvisions_resize_and_center_crop(size: tuple[int, int], side: int) -> None:
+    pixels = photo(*size)
+    expected = by_torchvision(pixels, v2.Resize(side, BICUBIC), v2.CenterCrop(side))
+    square = dataclasses.replace(CIFAR10, image_size=(side, side))
+    assert torch.equal(square.resize(pixels), expected)
+
+
+@pytest.mark.parametrize("crop_pct", [1.0, 0.9, 0.875])
+@pytest.mark.parametrize("target", [(32, 32), (64, 96), (96, 64), (15, 31)])
+@pytest.mark.parametrize("size", PHOTOS)
+def test_crop_resizes_to_the_smallest_size_that_covers(
+    size: tuple[int, int], target: tuple[int, int], crop_pct: float
+) -> None:
+    frame = [int(n / crop_pct) for n in target]
+    pixels = photo(*size)
+    sizes = (tv.resize(torch.empty(1, *size), [n]).shape[1:] for n in range(1, 1000))
+    side = 1 + next(n for n, (h, w) in enumerate(sizes) if h >= frame[0] and w >= frame[1])
+    expected = by_torchvision(pixels, v2.Resize(side, BICUBIC), v2.CenterCrop(target))
+    wanted = dataclasses.replace(CIFAR10, image_size=target, crop_pct=crop_pct)
+    assert torch.equal(wanted.resize(pixels), expected)
+
+
+@pytest.mark.parametrize("target", [(32, 32), (64, 96), (96, 64), (15, 31)])
+@pytest.mark.parametrize("size", PHOTOS[:-1])  # torchvision refuses to shrink a side to 0
+def test_pad_is_torchvisions_resize_and_pad(size: tuple[int, int], target: tuple[int, int]) -> None:
+    wanted = dataclasses.replace(CIFAR10, image_size=target, fit="pad")
+    pixels = photo(*size)
+    sizes = (tv.resize(torch.empty(1, *size), None, max_size=n).shape[1:] for n in range(96, 0, -1))
+    height, width = next((h, w) for h, w in sizes if h <= target[0] and w <= target[1])
+    top, left = (target[0] - height) // 2, (target[1] - width) // 2
+    margins = [left, top, target[1] - width - left, target[0] - height - top]
+    resize = v2.Resize(None, BICUBIC, max_size=max(height, width))
+    expected = by_torchvision(pixels, resize, v2.Pad(margins, wanted.fill))
+    assert torch.equal(wanted.resize(pixels), expected)
+
+
+def test_padding_is_the_mean_colour() -> None:
+    wanted = dataclasses.replace(CIFAR10, fit="pad")
+    corner = wanted.normalize(wanted.resize(photo(20, 40))[None])[0, :, 0, 0]
+    assert corner.abs().max() < 0.01
+
+
+@pytest.mark.parametrize("size", PHOTOS)
+def test_squash_is_torchvisions_resize_to_both_sides(size: tuple[int, int]) -> None:
+    pixels = photo(*size)
+    wanted = dataclasses.replace(CIFAR10, image_size=(15, 40), fit="squash")
+    expected = by_torchvision(pixels, v2.Resize((15, 40), BICUBIC))
+    assert torch.equal(wanted.resize(pixels), expected)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_image_of_the_right_size_passes_unchanged(fit: str) -> None:
+    wanted = dataclasses.replace(CIFAR10, fit=fit)
+    expected = torch.from_numpy(photo(32, 32)).permute(2, 0, 1)
+    assert torch.equal(wanted.resize(photo(32, 32)), expected)
+    images = expected[None]
+    assert wanted.resize_all(images) is images
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+@pytest.mark.parametrize("size", [(1, 100_000), (100_000, 1)])
+def test_a_line_of_pixels_needs_no_memory(size: tuple[int, int], fit: str) -> None:
+    line = np.full((*size, 3), 9, np.uint8)
+    wanted = dataclasses.replace(CIFAR10, image_size=(224, 224), fit=fit)
+    assert (wanted.resize(line)[:, 111, 111] == 9).all()
+    seen = wanted.crop(*size)
+    assert line[seen].size and (fit != "crop" or line[seen].size <= 3 * 2 * LONGEST)
+
+
+# Channels.
+
+
+def test_model_with_one_channel_gets_grey() -> None:
+    grey = Image.fromarray(photo(100, 100)).convert("L")
+    expected = by_torchvision(np.asarray(grey), v2.Resize(64, BICUBIC), v2.CenterCrop((16, 64)))
+    assert torch.equal(WIDE.resize(photo(100, 100)), expected)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_each_of_many_channels_is_treated_like_a_grey_image(fit: str) -> None:
+    pixels = photo(50, 80, 5)
+    five = Preprocess((32, 32), (0.1, 0.2, 0.3, 0.4, 0.5), (0.25,) * 5, fit=fit)
+    found = five.resize(pixels)
+    for channel in range(5):
+        one = Preprocess((32, 32), five.mean[channel : channel + 1], (0.25,), fit=fit)
+        assert torch.equal(found[channel : channel + 1], one.resize(pixels[..., channel, None]))
+
+
+def test_channels_that_cannot_be_converted_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 channels, but the model takes 3"):
+        CIFAR10.resize(photo(32, 32, 5))
+
+
+# The part of a photo that the model sees.
 
 
 @pytest.mark.parametrize(
     ("preprocess", "size", "rows", "columns"),
     [
         (CIFAR10, (40, 100), (0, 40), (30, 70)),
-        (CIFAR10, (101, 40), (30, 70), (0, 40)),
+        (CIFAR10, (101, 40), (30, 71), (0, 40)),
         (CIFAR10, (32, 32), (0, 32), (0, 32)),
-        (WIDE, (100, 100), (37, 62), (0, 100)),
+        (WIDE, (100, 100), (38, 63), (0, 100)),
         (WIDE, (20, 500), (0, 20), (210, 290)),
+        (dataclasses.replace(CIFAR10, crop_pct=0.5), (100, 200), (25, 75), (75, 125)),
+        (dataclasses.replace(CIFAR10, fit="pad"), (40, 100), (0, 40), (0, 100)),
+        (dataclasses.replace(CIFAR10, fit="squash"), (40, 100), (0, 40), (0, 100)),
     ],
 )
-def test_crop_is_central_with_the_aspect_of_the_model(
+def test_crop_is_what_the_model_sees(
     preprocess: Preprocess, size: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
     assert preprocess.crop(*size) == (slice(*rows), slice(*columns))
 
 
-def test_resize_is_pillows_bicubic_filter_on_the_crop() -> None:
-    whole = photo(50, 80)
-    square = Image.fromarray(whole[:, 15:65])
-    expected = pil_to_tensor(square.resize((32, 32), Image.Resampling.BICUBIC))
-    assert torch.equal(CIFAR10.resize(whole), expected)
+def test_padding_makes_the_view_square() -> None:
+    pad = dataclasses.replace(CIFAR10, fit="pad")
+    (above, below), (left, right) = pad.padding(50, 100)
+    assert (above, below, left, right) == (25, 25, 0, 0)
+    (above, below), (left, right) = pad.padding(100, 60)
+    assert (above, below) == (0, 0) and abs(left + right - 40) <= 3 and abs(left - right) <= 4
+    assert CIFAR10.padding(50, 100) == ((0, 0), (0, 0))
 
 
-def test_image_of_the_right_size_passes_unchanged() -> None:
-    assert torch.equal(
-        CIFAR10.resize(photo(32, 32)), torch.from_numpy(photo(32, 32)).permute(2, 0, 1)
-    )
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+@pytest.mark.parametrize("size", [(60, 150), (301, 200)])
+def test_a_spot_is_where_the_view_says(size: tuple[int, int], fit: str) -> None:
+    """A bright spot in the photo is found at the same place of view and model input."""
+    wanted = dataclasses.replace(CIFAR10, fit=fit)
+    height, width = size
+    place = np.array([0.4 * height, 0.55 * width]).round().astype(int)
+    pixels = np.zeros((*size, 3), np.uint8)
+    pixels[tuple(slice(middle - 8, middle + 8) for middle in place)] = 255
+    bright = wanted.resize(pixels)[0] > 180  # brighter than padding
+    found = bright.nonzero().float().mean(dim=0).numpy() + 0.5
+    padding = wanted.padding(*size)
+    for axis, seen in enumerate(wanted.crop(*size)):
+        view = seen.stop - seen.start + sum(padding[axis])
+        expected = (place[axis] - seen.start + padding[axis][0]) / view
+        assert found[axis] / 32 == pytest.approx(expected, abs=0.04)
 
 
-def test_model_with_one_channel_gets_grey() -> None:
-    image = WIDE.resize(photo(100, 100))
-    assert image.shape == (1, 16, 64) and image.dtype == torch.uint8
-    expected = Image.fromarray(photo(100, 100)[37:62]).convert("L").resize((64, 16), 3)
-    assert torch.equal(image, pil_to_tensor(expected))
+# Whole sets.
+
+
+def test_sets_of_images_are_resized_like_photos() -> None:
+    images = torch.stack([torch.from_numpy(photo(32, 40)).permute(2, 0, 1)] * 2)
+    for channels in (1, 3):
+        wanted = Preprocess.from_config(DataConfig(image_size=(48, 48), channels=channels))
+        found = wanted.resize_all(images)
+        assert found.shape == (2, channels, 48, 48)
+        assert torch.equal(found[1], wanted.resize(photo(32, 40)))
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_masks_stay_on_their_objects(fit: str) -> None:
+    masks = torch.zeros(1, 40, 60, dtype=torch.bool)
+    masks[:, 10:20, 20:35] = True
+    wanted = Preprocess((64, 64), (0.0,), (1.0,), fit=fit)
+    found = wanted.resize_masks(masks)
+    image = wanted.resize(255 * masks[0, :, :, None].numpy().astype(np.uint8))
+    assert found.shape == (1, 64, 64) and found.dtype == torch.bool
+    assert (found != (image > 127)).float().mean() < 0.02
+
+
+def test_stored_training_images_are_a_seventh_larger() -> None:
+    stored = dataclasses.replace(CIFAR10, image_size=(224, 448), fit="pad").stored()
+    assert (stored.image_size, stored.fit, stored.mean) == ((256, 512), "pad", CIFAR10.mean)
+
+
+# Normalizing.
 
 
 @pytest.mark.parametrize("preprocess", [CIFAR10, WIDE])

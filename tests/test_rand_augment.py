@@ -34,7 +34,7 @@ def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> 
     name = {"autocontrast": "AutoContrast"}.get(
         operation, "".join(word.capitalize() for word in operation.split("_"))
     )
-    amounts, signed = RandAugment()._augmentation_space(STRONGEST + 1, (32, 32))[name]
+    amounts, signed = RandAugment()._augmentation_space(STRONGEST + 1, image.shape[1:])[name]
     assert signed == (operation in TWO_WAYS)
     amount = float(amounts[magnitude]) if amounts.ndim else 0.0
     amount *= sign if signed else 1
@@ -99,3 +99,38 @@ def test_several_operations_follow_each_other(images: Tensor) -> None:
     step_by_step = rand_augment(rand_augment(images, 1, 9, generator), 1, 9, generator)
     assert torch.equal(rand_augment(images, 2, 9, seeded()), step_by_step)
     assert torch.equal(rand_augment(images, 0, 9, seeded()), images)
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 40), (3, 50, 20), (1, 24, 40)])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_images_that_are_not_square_and_grey_ones_too(
+    operation: str, shape: tuple[int, ...]
+) -> None:
+    images = torch.randint(256, (4, *shape), dtype=torch.uint8, generator=seeded())
+    found = apply_operations(
+        images, torch.full((4,), OPERATIONS.index(operation)), 23, torch.tensor([1, -1, 1, -1])
+    )
+    signs = zip(images, (1, -1, 1, -1), strict=True)
+    expected = [by_torchvision(image, operation, 23, sign) for image, sign in signs]
+    apart = (found.int() - torch.stack(expected).int()).abs()
+    # A pixel on the border between two sources may take the other one.
+    assert (apart > 1).float().mean() < 0.005 and (apart > 0).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_any_number_of_channels(channels: int) -> None:
+    """Operations on one channel treat each of several alike; the others use their mean."""
+    images = torch.randint(256, (28, channels, 16, 16), dtype=torch.uint8, generator=seeded())
+    operations = torch.arange(28) % len(OPERATIONS)
+    signs = torch.tensor([1, -1]).repeat_interleave(14)
+    found = apply_operations(images, operations, 15, signs)
+    assert found.shape == images.shape
+    single = {"posterize", "solarize", "autocontrast", "equalize", "sharpness", "brightness"}
+    for number, operation in enumerate(operations.tolist()):
+        if channels > 1 and OPERATIONS[operation] in {"color", "contrast"}:
+            continue
+        part = slice(number, number + 1)
+        for channel in range(channels) if OPERATIONS[operation] in single else (0,):
+            alone = images[part, channel : channel + 1]
+            alone = apply_operations(alone, operations[part], 15, signs[part])
+            assert torch.equal(found[part, channel : channel + 1], alone), OPERATIONS[operation]

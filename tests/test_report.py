@@ -6,6 +6,7 @@ from tensorboard.util import tensor_util
 
 from models import PLAIN
 from vit.classifier import Classifier
+from vit.config import DataConfig
 from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.model.vit import VisionTransformer
@@ -29,7 +30,7 @@ def test_precision_recall_curves_count_their_own_class(tmp_path):
         torch.nn.init.normal_(parameter, std=0.5)
     model.eval()
     images = load("shapes", ".", train=False, count=105)  # five classes have one more
-    preprocess = Preprocess.for_dataset("shapes")
+    preprocess = Preprocess.from_config(DataConfig(name="shapes"))
     classifier = Classifier(model, preprocess, images.classes, CPU, torch.float32)
     write_report(classifier, images, tmp_path, step=1, probes=0)
     shown = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()

@@ -21,8 +21,10 @@ from vit.run_folder import (
     LOCK_FILE,
     OWNER_FILE,
     check_run,
+    extend_config,
     lock_run,
     prepare_run,
+    write_config,
 )
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
@@ -122,9 +124,137 @@ def test_allowed_changes_become_the_run_s_config(unfinished: Config) -> None:
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 -> 0\.0001"):
         check_run(changed, overwrite=False, environment=HOW)
     assert check_run(changed, overwrite=False, environment=HOW, allow_changes=True) is not None
-    run = prepare_run(changed, resume=True)
+    run = prepare_run(changed, resume=True, step=7)
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 1e-4
     assert list((run / "checkpoints").iterdir())
+
+
+def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) -> None:
+    changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
+    prepare_run(changed, resume=True, step=7)
+    run = prepare_run(changed, resume=True, step=8)  # nothing has changed
+    prepare_run(replace(changed, optim=replace(changed.optim, clip_grad=1.0)), resume=True, step=9)
+    assert (run / "config.yaml").read_text().splitlines()[:3] == [
+        "# changed after step 7: optim.lr: 0.002 -> 0.0001",
+        "# changed after step 9: optim.clip_grad: None -> 1.0",
+        f"out: {run}",
+    ]
+    prepare_run(unfinished, resume=False)
+    assert not (run / "config.yaml").read_text().startswith("#")
+
+
+def test_run_of_a_version_without_a_key_is_resumed(unfinished: Config) -> None:
+    file = Path(unfinished.out) / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    del values["train"]["freeze"], values["optim"]["layer_decay"]
+    file.write_text(yaml.safe_dump(values))
+    assert check_run(unfinished, overwrite=False, environment=HOW) is not None
+
+
+@pytest.fixture
+def finished(unfinished: Config) -> Config:
+    """A finished run of ten epochs."""
+    (Path(unfinished.out) / "model.safetensors").touch()
+    return unfinished
+
+
+def longer(config: Config, epochs: int = 20, **changes: Any) -> Config:
+    return replace(config, train=replace(config.train, epochs=epochs, **changes))
+
+
+def test_finished_run_is_extended_only_if_asked(finished: Config) -> None:
+    with pytest.raises(ValueError, match=r"finished run; .* extend it with --resume\.extend"):
+        check_run(longer(finished), overwrite=False, environment=HOW)
+    config = extend_config(longer(finished))
+    assert (config.train.epochs, config.train.restarts) == (20, (10,))
+    found = check_run(config, overwrite=False, environment=HOW, extend=True)
+    assert found is not None and found.step == 7
+
+
+def test_extension_leaves_the_config_of_the_finished_run_until_it_is_finished(
+    finished: Config,
+) -> None:
+    file = Path(finished.out) / "config.yaml"
+    before, config = file.read_text(), extend_config(longer(finished))
+    prepare_run(config, resume=True, step=7)
+    assert file.read_text() == before
+    assert extend_config(longer(finished)) == config  # the same command again
+    write_config(config, step=7)
+    assert file.read_text().startswith(
+        "# changed after step 7: train.epochs: 10 -> 20; train.restarts: () -> (10,)\n"
+    )
+    assert extend_config(longer(finished, 30)).train.restarts == (10, 20)
+
+
+def test_extension_that_has_begun_keeps_its_length(finished: Config) -> None:
+    begun = extend_config(longer(finished))
+    checkpoint = Checkpoint(
+        step=8, config=to_dict(begun), classes=["a"], model={"w": torch.zeros(1)}, environment=HOW
+    )
+    save_checkpoint(Path(finished.out), checkpoint)
+    again = extend_config(longer(finished))
+    found = check_run(again, overwrite=False, environment=HOW, extend=True)
+    assert found is not None and found.step == 8
+    with pytest.raises(ValueError, match=r"another config \(train\.epochs: 20 -> 30\)"):
+        check_run(extend_config(longer(finished, 30)), False, HOW, extend=True)
+
+
+@pytest.mark.parametrize("epochs", [9, 10])
+def test_extension_needs_more_epochs(finished: Config, epochs: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^train\.epochs: {epochs} .* more than the 10 epochs of"
+    ):
+        extend_config(longer(finished, epochs))
+
+
+def test_extension_of_an_unfinished_or_missing_run_is_refused(
+    unfinished: Config, tmp_path: Path
+) -> None:
+    for out in (unfinished.out, str(tmp_path / "nowhere")):
+        with pytest.raises(ValueError, match=r"^resume\.extend: .* contains no finished run"):
+            extend_config(replace(longer(unfinished), out=out))
+
+
+def test_extension_of_a_run_with_a_time_budget_is_refused(finished: Config) -> None:
+    (Path(finished.out) / "config.yaml").write_text(
+        yaml.safe_dump(to_dict(longer(finished, 10, budget_minutes=5.0)))
+    )
+    with pytest.raises(ValueError, match=r"^resume\.extend: .* a length in minutes"):
+        extend_config(longer(finished))
+
+
+def test_extension_without_a_checkpoint_is_refused(finished: Config) -> None:
+    for path in (Path(finished.out) / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match=r"^resume\.extend: .* no checkpoint"):
+        check_run(extend_config(longer(finished)), False, HOW, extend=True)
+
+
+@pytest.mark.parametrize(
+    ("group", "changes"),
+    [
+        ("model", {"depth": 3}), ("data", {"val_size": 5}), ("train", {"batch_size": 64}),
+        ("train", {"seed": 1}), ("train", {"freeze": "backbone"}), ("optim", {"name": "adamw"}),
+        ("optim", {"layer_decay": 0.5}),
+    ],
+)  # fmt: skip
+def test_extension_with_other_data_or_another_model_is_refused(
+    finished: Config, group: str, changes: dict[str, Any]
+) -> None:
+    other = replace(
+        longer(finished), **{group: replace(getattr(longer(finished), group), **changes)}
+    )
+    (key,) = changes
+    with pytest.raises(ValueError, match=rf"a run with other data .*\({group}\.{key}: "):
+        check_run(extend_config(other), False, HOW, allow_changes=True, extend=True)
+
+
+def test_extension_with_other_rates_is_made_if_allowed(finished: Config) -> None:
+    config = extend_config(longer(finished))
+    config = replace(config, optim=replace(config.optim, lr=1e-4))
+    with pytest.raises(ValueError, match=r"another config \(optim\.lr: 0\.002 -> 0\.0001\)"):
+        check_run(config, False, HOW, extend=True)
+    assert check_run(config, False, HOW, allow_changes=True, extend=True) is not None
 
 
 def test_other_precision_or_device_is_refused_too(unfinished: Config) -> None:

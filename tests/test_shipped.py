@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.config import from_dict, to_dict
+from vit.config import DataConfig, from_dict, to_dict
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.model_file import BUNDLED, load_model
@@ -28,7 +28,7 @@ def test_quick_model_is_small_and_carries_its_config():
     assert saved.config == from_dict(to_dict(saved.config)) and saved.config.data.name == "cifar10"
     classes = saved.classifier.classes
     assert classes[8] == "ship" and len(classes) == 10
-    assert saved.classifier.preprocess == Preprocess.for_dataset("cifar10")
+    assert saved.classifier.preprocess == Preprocess.from_config(DataConfig(name="cifar10"))
 
 
 @pytest.mark.slow

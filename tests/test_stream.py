@@ -103,8 +103,8 @@ def break_file(path: Path) -> bytes:
 
 def test_images_are_the_same_in_memory_and_in_files(pictures: Path, pool: Decoder) -> None:
     for decoder in (None, pool):
-        streamed = load_training(folder(pictures), 0, decoder)
-        kept = load_training(folder(pictures, memory_gb=1), 0, decoder)
+        streamed = load_training(folder(pictures), 0, decoder=decoder)
+        kept = load_training(folder(pictures, memory_gb=1), 0, decoder=decoder)
         for one, other in zip(streamed, kept, strict=True):
             assert one.classes == other.classes == CLASSES
             assert torch.equal(one.labels, other.labels)
@@ -121,7 +121,7 @@ def test_batches_are_the_same_in_memory_and_in_files(pictures: Path, pool: Decod
     expected = list(kept.batches(rows))
     assert len(expected) == 3
     for decoder in (None, pool):
-        streamed, _ = load_training(folder(pictures), 0, decoder)
+        streamed, _ = load_training(folder(pictures), 0, decoder=decoder)
         for found, right in zip(streamed.batches(rows), expected, strict=True):
             assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
         # In mid-epoch, and the part of the second of three processes.
@@ -226,8 +226,8 @@ def test_evaluation_is_the_same_in_memory_and_in_files(
     kept: tuple[Loop, Path], pictures: Path, pool: Decoder
 ) -> None:
     classifier = kept[0].classifier()
-    streamed = load_test_images(folder(pictures), pool)
-    whole = load_test_images(folder(pictures, memory_gb=1), pool)
+    streamed = load_test_images(folder(pictures), decoder=pool)
+    whole = load_test_images(folder(pictures, memory_gb=1), decoder=pool)
     in_files(streamed)
     reports = [evaluate(classifier, images, batch_size=5) for images in (streamed, whole)]
     assert torch.equal(reports[0][1], reports[1][1])
@@ -376,7 +376,8 @@ def test_unreadable_files_are_left_out_alike(
     for left, right in zip(kept, streamed, strict=True):
         assert len(left) == len(right) and torch.equal(left.labels, right.labels)
         assert torch.equal(in_memory(left), right.pixels())
-    images, problems = decode((Preprocess.for_dataset("folder"), [str(path), "none.png"]))
+    preprocess = Preprocess.from_config(DataConfig(name="folder"))
+    images, problems = decode((preprocess, [str(path), "none.png"]))
     assert images.shape == (0, 3, 32, 32) and list(problems) == [0, 1]
 
 

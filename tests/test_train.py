@@ -49,7 +49,7 @@ from vit.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
-SHAPES = Preprocess.for_dataset("shapes")
+SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The complete Vision Transformer compared with timm's, and its own properties."""
 
 import copy
-import dataclasses
 import inspect
 import itertools
 
@@ -481,7 +480,7 @@ def test_impossible_model_is_refused(arguments, message):
 
 
 def test_model_config_builds_a_model():
-    config = dataclasses.asdict(ModelConfig())
+    config = ModelConfig().vit_arguments()
     model = VisionTransformer(img_size=32, in_chans=3, num_classes=10, **config)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
@@ -489,7 +488,7 @@ def test_model_config_builds_a_model():
 def test_defaults_are_those_of_the_config():
     parameters = inspect.signature(VisionTransformer).parameters
     given = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-    assert given == dataclasses.asdict(ModelConfig())
+    assert given == ModelConfig().vit_arguments()
     assert parameters.keys() - given.keys() == {"img_size", "in_chans", "num_classes"}
 
 

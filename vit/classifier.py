@@ -3,14 +3,13 @@
 Shapes: N images, C classes, D feature width.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
@@ -18,18 +17,29 @@ from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.hardware import autocast
+from vit.model.attention_model import attention_model
+from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 
 Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
 
 
-def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> VisionTransformer:
-    """Build the untrained model of a config for images of a given size and number of channels."""
+def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> nn.Module:
+    """Build the untrained model of a config for images of a given size and number of channels.
+
+    Raises:
+        ValueError: timm does not have the model, or cannot build it with these arguments.
+    """
+    if config.name != "vit":
+        arguments = config.timm_args or {}
+        return build_timm_model(
+            config.name, arguments, preprocess.image_size, preprocess.channels, num_classes
+        )
     return VisionTransformer(
         img_size=preprocess.image_size,
         in_chans=preprocess.channels,
         num_classes=num_classes,
-        **dataclasses.asdict(config),
+        **config.vit_arguments(),
     )
 
 
@@ -40,18 +50,23 @@ class Classifier:
     Evaluation, attention maps and reports take a Classifier, so no caller can forget to normalize.
 
     Attributes:
-        model: In evaluation mode, on the device.
+        model: Our VisionTransformer or any model of timm, in evaluation mode, on the device.
         preprocess: Turns an image into the model's input.
         classes: The C class names.
         device: Where to compute.
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
     """
 
-    model: VisionTransformer
+    model: nn.Module
     preprocess: Preprocess
     classes: tuple[str, ...]
     device: torch.device
     precision: torch.dtype
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether the model's attention can be read, so that there are maps."""
+        return attention_model(self.model) is not None
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
@@ -80,8 +95,9 @@ class Classifier:
     def features(self, images: Tensor) -> Tensor:
         """Return what the head gets for images (N, channels, H, W) uint8: (N, D) float32."""
         with autocast(self.device, self.precision):
-            tokens = self.model.forward_features(self.normalize(images))
-            return self.model.forward_head(tokens, pre_logits=True).float()
+            model: Any = self.model  # ours and timm's have both methods
+            tokens = model.forward_features(self.normalize(images))
+            return model.forward_head(tokens, pre_logits=True).flatten(1).float()
 
     def maps(
         self,
@@ -106,6 +122,9 @@ class Classifier:
         Returns:
             Logits (N, C) float32, and for each kind maps (N, rows, columns) in units of uniform
             attention; all on the device.
+
+        Raises:
+            ValueError: The model has no maps, see `has_maps`, or a kind is unknown.
         """
         parts = []
         for start in range(0, len(images), batch_size):
@@ -126,8 +145,8 @@ class Classifier:
         """Return the most probable classes of one photo or of several.
 
         Args:
-            photos: A path, a Pillow image or an array (height, width, 3) uint8, of any size; or a
-                list of them.
+            photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
+                size; or a list of them.
             top: Number of classes.
 
         Returns:
@@ -142,7 +161,10 @@ class Classifier:
             raise ValueError(f"top: {top} is not allowed; it must be at least 1")
         if not photos:
             return []
-        inputs = torch.stack([self.preprocess.resize(to_photo(photo)) for photo in photos])
+        channels = self.preprocess.channels
+        inputs = torch.stack(
+            [self.preprocess.resize(to_photo(photo, channels)) for photo in photos]
+        )
         return [self._ranked(row, top) for row in self.logits(inputs)]
 
     @overload
@@ -162,8 +184,8 @@ class Classifier:
         """Map what the model attends to in one photo or in several.
 
         Args:
-            photos: A path, a Pillow image or an array (height, width, 3) uint8, of any size; or a
-                list of them.
+            photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
+                size; or a list of them.
             kind: One kind of map or several: "rollout", "gradient_rollout", "relevance", "raw".
             target: The class that class-specific maps explain; None explains the predicted one.
 
@@ -171,7 +193,8 @@ class Classifier:
             The explanation; a list of photos gives a list. In a notebook it shows as a picture.
 
         Raises:
-            ValueError: A photo cannot be read, or a kind or class does not exist.
+            ValueError: A photo cannot be read, a kind or class does not exist, or the model has no
+                maps, see `has_maps`.
         """
         kinds = [kind] if isinstance(kind, str) else list(kind)
         if not kinds:
@@ -182,7 +205,7 @@ class Classifier:
         return self._explain(photos, kinds, aim)
 
     def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
-        pixels = to_photo(photo)
+        pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
         probabilities = self._ranked(logits[0], len(self.classes))
@@ -192,6 +215,8 @@ class Classifier:
         return Explanation(
             photo=pixels,
             seen=self.preprocess.crop(*pixels.shape[:2]),
+            padding=self.preprocess.padding(*pixels.shape[:2]),
+            fill=self.preprocess.fill,
             maps={kind: found[0].cpu() for kind, found in maps.items()},
             probabilities=probabilities,
             target=best if target is None else self.classes[int(target)],

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import typing
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,8 +22,8 @@ import yaml
 
 from vit.config import Config, EvalConfig, to_dict
 from vit.console import is_out_of_memory, rank
-from vit.recipes import RECIPES, read_config
-from vit.settings import describe, shorten, unknown
+from vit.recipes import RECIPES, read_arguments, read_config
+from vit.settings import describe, is_list, shorten, unknown
 from vit.training.rules import check_sizes
 
 
@@ -109,7 +108,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         arguments: The words after `train.py`. Without `--config`, the recipe "quick" is read.
 
     Returns:
-        The config, and the arguments `overwrite` and `allow_changes` of `train`.
+        The config, and the arguments `overwrite`, `allow_changes` and `extend` of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -137,12 +136,23 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         help="resume an interrupted run even if settings of the optimizer, the schedule, the "
         "augmentation or the hardware have changed; data and model must be the same",
     )
+    parser.add_argument(
+        "--resume.extend",
+        action="store_true",
+        help="extend a finished run to a larger number of --train.epochs: a new schedule for the "
+        "added epochs starts from its last weights and optimizer state",
+    )
     given = parser.parse_keys(arguments, Config)
+    if "model.timm_args" in given:
+        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
     files = given.pop("config", ["quick"])
     options = {
         "overwrite": given.pop("overwrite", False),
         "allow_changes": given.pop("resume.allow_changes", False),
+        "extend": given.pop("resume.extend", False),
     }
+    if options["extend"] and options["overwrite"]:
+        raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     only_print = given.pop("print_config", False)
     config = Config(**_merge([*map(read_config, files), _nested(given)]))
     check_sizes(config)
@@ -233,7 +243,7 @@ class _Parser(argparse.ArgumentParser):
                 how = {"action": "store_true"}
             else:
                 text += f" ({describe(field.type)}; default: {default})"
-            if typing.get_origin(field.type) is tuple:
+            if is_list(field.type):
                 how |= {"nargs": "+"}
             section.add_argument(f"--{prefix}{field.name}", help=text.replace("%", "%%"), **how)
         for field in groups:

@@ -13,10 +13,13 @@ from pydantic import Field
 
 from vit.settings import (
     LARGE,
+    Arguments,
     Count,
     CountOrZero,
     Fraction,
+    FractionAbove0,
     FractionBelow1,
+    ImageSize,
     NonNegative,
     PathName,
     Positive,
@@ -26,6 +29,7 @@ from vit.settings import (
     divisors,
     require,
     settings,
+    shorten,
 )
 
 STRONGEST = 30  # magnitude of RandAugment
@@ -33,6 +37,8 @@ STRONGEST = 30  # magnitude of RandAugment
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
+TIMM = "timm:"  # how the name of a model of timm begins
+NOT_OF_VIT = ("name", "timm_args")  # fields of ModelConfig that VisionTransformer does not take
 
 
 @settings("data")
@@ -45,6 +51,14 @@ class DataConfig:
         root: folder where data sets are stored or downloaded to; with name=folder, the folder that
             contains train/<class>/ and test/<class>/
         download: download the data set if it is not in root
+        image_size: height and width of the model's input in pixels, one number or two (rows and
+            columns), multiples of model.patch_size; null means the data set's own, 32 x 32 for
+            image files
+        fit: how an image of another shape becomes image_size: crop cuts off what is left of its
+            longer side, pad shrinks all of it and fills the rest with the mean colour, squash
+            stretches it
+        channels: colour channels of the model's input: 1 is grey, 3 is RGB; null means the data
+            set's own, 3 for image files
         on_bad_image: with name=folder, how to treat an image file that cannot be read: error stops,
             skip lists it and leaves it out
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
@@ -62,6 +76,9 @@ class DataConfig:
     name: DataName = "cifar10"
     root: PathName = "data"
     download: Switch = True
+    image_size: ImageSize = None
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    channels: Annotated[int, Field(ge=1, le=1000)] | None = None
     on_bad_image: Literal["error", "skip"] = "error"
     memory_gb: NonNegative | None = None
     workers: Annotated[int, Field(ge=0, le=1000)] | None = None
@@ -72,9 +89,13 @@ class DataConfig:
 
 @settings("model")
 class ModelConfig:
-    """The Vision Transformer, with timm's parameter names.
+    """The model: our Vision Transformer, with timm's parameter names, or any model of timm.
 
     Attributes:
+        name: which model: vit is ours, which the other keys describe; timm:resnet18 is timm's
+            resnet18, and so on (docs/timm.md)
+        timm_args: with name=timm:..., arguments of the model by name, such as
+            {depth: 4, embed_dim: 96}; null keeps timm's defaults
         patch_size: height and width of a patch in pixels; must divide the image size
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
             (arXiv 2106.14881)
@@ -103,6 +124,8 @@ class ModelConfig:
             scaled_dot_product_attention (same result), auto chooses the faster one for the device
     """
 
+    name: Text = "vit"
+    timm_args: Arguments | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] = 4
     stem: Literal["linear", "conv"] = "conv"
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 96
@@ -126,6 +149,15 @@ class ModelConfig:
     attn_kernel: Literal["auto", "math", "fused"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.name != "vit":
+            self._check_timm()
+            return
+        require(
+            self.timm_args is None,
+            "model.timm_args",
+            self.timm_args,
+            "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18",
+        )
         require(
             1 <= self.mlp_ratio * self.embed_dim <= LARGE,
             "model.mlp_ratio",
@@ -160,13 +192,38 @@ class ModelConfig:
             "a multiple of 4 with model.pos_embed=sincos",
         )
 
+    def _check_timm(self) -> None:
+        require(
+            self.name.startswith(TIMM) and self.name != TIMM,
+            "model.name",
+            self.name,
+            f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
+        )
+        for own in dataclasses.fields(self):
+            value = getattr(self, own.name)
+            if own.name not in NOT_OF_VIT and value != own.default:
+                raise ValueError(
+                    f"model.{own.name}: {shorten(value)} is only for model.name=vit; arguments of "
+                    f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'"
+                )
+
+    def vit_arguments(self) -> dict[str, Any]:
+        """Return the arguments of our VisionTransformer, by name."""
+        values = dataclasses.asdict(self)
+        return {key: value for key, value in values.items() if key not in NOT_OF_VIT}
+
 
 @settings("augment")
 class AugmentConfig:
     """Augmentation of the training images, drawn for each image separately.
 
     Attributes:
-        crop_padding: pixels of reflected padding on each side before the random crop
+        crop: random crop: padded shifts the image by up to crop_padding pixels, for small images;
+            resized cuts out a rectangle of random area and shape and resizes it, for photographs
+            (arXiv 1409.4842)
+        crop_padding: with crop=padded, pixels of reflected padding on each side
+        crop_scale: with crop=resized, smallest and largest fraction of the image's area; aspect
+            ratios are 3/4 to 4/3
         flip: flip images horizontally with probability 0.5
         rand_ops: number of RandAugment operations per image (arXiv 1909.13719); 0 disables it
         rand_magnitude: magnitude of the RandAugment operations
@@ -177,7 +234,9 @@ class AugmentConfig:
         mix_share: fraction of the training steps, counted from the start, that use mixup and CutMix
     """
 
+    crop: Literal["padded", "resized"] = "padded"
     crop_padding: Annotated[int, Field(ge=0, le=10_000)] = 2
+    crop_scale: tuple[FractionAbove0, FractionAbove0] = (0.08, 1.0)
     flip: Switch = True
     rand_ops: Annotated[int, Field(ge=0, le=100)] = 0
     rand_magnitude: Annotated[float, Field(ge=0, le=STRONGEST)] = 9.0
@@ -185,6 +244,22 @@ class AugmentConfig:
     mixup: NonNegative = 0.0
     cutmix: NonNegative = 0.0
     mix_share: Fraction = 1.0
+
+    def __post_init__(self) -> None:
+        low, high = self.crop_scale
+        require(
+            low <= high,
+            "augment.crop_scale",
+            f"{low:g} {high:g}",
+            "the smallest fraction first, then the largest",
+        )
+
+    @property
+    def changes_images(self) -> bool:
+        """Whether an image or its target ever differs from one epoch to the next."""
+        crops = self.crop == "resized" or self.crop_padding
+        mixes = self.mix_share and (self.mixup or self.cutmix)
+        return bool(crops or self.flip or self.rand_ops or self.erasing or mixes)
 
 
 @settings("optim")
@@ -200,6 +275,9 @@ class OptimConfig:
         muon_lr: peak learning rate of Muon
         muon_weight_decay: weight decay of Muon
         muon_momentum: momentum of Muon
+        layer_decay: factor of the learning rate from one layer to the layer before it, which keeps
+            the first layers of a pretrained model close to what they were (arXiv 2106.08254); null
+            gives all layers the same learning rate
         schedule: shape of the learning rate decay to zero after the warmup
         warmup: fraction of the training steps over which the learning rate rises from zero
         label_smoothing: probability mass of the target that is spread over all classes
@@ -214,6 +292,7 @@ class OptimConfig:
     muon_lr: Positive = 0.02
     muon_weight_decay: NonNegative = 0.05
     muon_momentum: FractionBelow1 = 0.85
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     schedule: Literal["linear", "cosine"] = "linear"
     warmup: FractionBelow1 = 0.05
     label_smoothing: FractionBelow1 = 0.1
@@ -227,8 +306,13 @@ class TrainConfig:
 
     Attributes:
         epochs: number of passes over the training images
+        restarts: epochs after which the schedule starts over, with a new warmup; --resume.extend
+            adds the length of the finished run
         budget_minutes: training time in minutes, instead of epochs: a short benchmark sets the
             number of steps; null trains for the given number of epochs
+        freeze: what is not trained: none trains all parameters; backbone trains only the head
+            (linear probe), with the model in evaluation mode: no dropout or stochastic depth, fixed
+            batch-norm statistics
         whiten: initialize the first kernels of the stem with the principal components of training
             patches (arXiv 2404.00498)
         small_scale: at first, train on images whose sides are reduced to this fraction, rounded to
@@ -237,6 +321,8 @@ class TrainConfig:
         batch_size: images per optimizer step
         accumulate: number of micro-batches that a batch is split into to save memory; with
             model.stem=conv, batch norm sees one micro-batch at a time
+        checkpoint_blocks: save memory by recomputing the activations of the encoder blocks in the
+            backward pass instead of storing them (arXiv 1604.06174); same gradients, slower steps
         seed: random seed; a run with the same seed gives the same result
         device: device to run on; auto chooses a GPU if there is one
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
@@ -247,12 +333,15 @@ class TrainConfig:
     """
 
     epochs: Count = 10
+    restarts: tuple[Count, ...] = ()
     budget_minutes: Positive | None = None
+    freeze: Literal["none", "backbone"] = "none"
     whiten: Switch = True
     small_scale: Annotated[float, Field(gt=0, le=1)] = 0.75
     small_share: Fraction = 0.75
     batch_size: Count = 128
     accumulate: Count = 1
+    checkpoint_blocks: Switch = False
     seed: Seed = 0
     device: DeviceName = "auto"
     precision: Precision = "auto"
@@ -265,6 +354,19 @@ class TrainConfig:
             "train.accumulate",
             self.accumulate,
             f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}",
+        )
+        require(
+            list(self.restarts) == sorted({*self.restarts})
+            and max(self.restarts, default=0) < self.epochs,
+            "train.restarts",
+            list(self.restarts),
+            f"ascending numbers of epochs below train.epochs={self.epochs}",
+        )
+        require(
+            not self.restarts or self.budget_minutes is None,
+            "train.restarts",
+            list(self.restarts),
+            "empty with train.budget_minutes",
         )
 
 

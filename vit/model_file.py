@@ -106,7 +106,7 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
     if preprocess := state.get("preprocess"):
         preprocess = Preprocess.from_dict(preprocess)
     else:  # written before files carried it
-        preprocess = Preprocess.for_dataset(config.data.name)
+        preprocess = Preprocess.from_config(config.data)
     model = build_model(config.model, preprocess, len(classes))
     try:
         model.load_state_dict(state.get("ema") or state["model"])

@@ -89,6 +89,27 @@ def read_config(name: str) -> dict[str, Any]:
     return values
 
 
+def read_arguments(key: str, text: str) -> Any:
+    """Read a flag such as `{depth: 4}` as a dictionary of text; other text is returned as it is.
+
+    Args:
+        key: The key of the flag, for messages.
+        text: Its value.
+
+    Raises:
+        ValueError: It is not YAML of the expected form.
+    """
+    try:
+        value = yaml.load(text, Loader=_TextLoader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(
+            f"{key}: {shorten(text) or repr(text)} is not YAML such as '{{depth: 4}}': "
+            f"{shorten(problem, 200)}"
+        ) from None
+    return value if isinstance(value, dict) else text
+
+
 def _find_config(name: str) -> Path:
     """Return the path of a config: a file that exists, or else the recipe of that name."""
     path = Path(name)

@@ -1,6 +1,7 @@
 """The run folder: its layout, its lock, and the decision to start, resume or refuse a run."""
 
 import contextlib
+import dataclasses
 import os
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from vit.checkpoint import CHECKPOINT_FOLDER, Checkpoint, latest_checkpoint
-from vit.config import Config, changed_keys, to_dict
+from vit.config import Config, changed_keys, from_dict, to_dict
 from vit.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -19,7 +20,10 @@ MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
 OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
 # Settings that must not change when a run is resumed.
-FIXED = ("data.", "model.", "optim.name:", "train.budget_minutes:", "train.seed:")
+FIXED = (
+    *("data.", "model.", "optim.name:", "optim.layer_decay:"),
+    *("train.budget_minutes:", "train.freeze:", "train.restarts:", "train.seed:"),
+)
 METRICS_FILE = "metrics.jsonl"
 MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
@@ -112,15 +116,17 @@ def check_run(
     overwrite: bool,
     environment: dict[str, Any],
     allow_changes: bool = False,
+    extend: bool = False,
 ) -> Checkpoint | None:
     """Decide whether to start or to resume a run, without changing the folder.
 
     Args:
-        config: The config of the new run.
+        config: The config of the new run; that of `extend_config` to extend a run.
         overwrite: Whether an existing run may be deleted.
         environment: What else the results depend on: processes, device and precision.
         allow_changes: Whether an unfinished run may be resumed with another config (except for the
             settings in `FIXED`) or in another environment.
+        extend: Whether to extend the finished run in the folder, or to resume its extension.
 
     Returns:
         The checkpoint to resume from, or None to start a new run.
@@ -133,7 +139,7 @@ def check_run(
     ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
-    stored = _stored_config(run)
+    stored = stored_config(run)
     if stored is None:
         raise ValueError(
             f"out: {run} contains files other than a run, or a run without its {CONFIG_FILE}; "
@@ -141,32 +147,88 @@ def check_run(
         )
     if overwrite:
         return None
-    if (run / MODEL_FILE).exists():
+    if (run / MODEL_FILE).exists() and not extend:
         raise ValueError(
             f"out: {run} contains a finished run; evaluate it with `python eval.py {run}`, "
+            f"extend it with --resume.extend and more --train.epochs, "
             f"train in another folder with --out, or delete it and start over with --overwrite"
         )
     newest = latest_checkpoint(run)
     if newest is None:  # stopped before the first checkpoint
+        if extend:
+            raise ValueError(f"resume.extend: {run} has no checkpoint to go on from")
         return None
+    if extend:
+        stored = _before_extension(stored, newest, config)
     before = {**_lasting(stored), **newest.environment}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
-    if any(change.startswith(FIXED) for change in changes):
+    fixed = (*FIXED, "train.batch_size:") if extend else FIXED
+    kind = "a" if extend else "an unfinished"
+    if any(change.startswith(fixed) for change in changes):
         raise ValueError(
-            f"out: {run} contains an unfinished run with other data or another model, seed, "
-            f"optimizer or time budget ({'; '.join(changes)}); resume it with its own values, "
-            f"train in another folder with --out, or start over with --overwrite"
+            f"out: {run} contains {kind} run with other data or another model, seed, "
+            f"optimizer{', batch size' if extend else ''} or time budget ({'; '.join(changes)}); "
+            f"resume it with its own values, train in another folder with --out, or start over "
+            f"with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
-            f"out: {run} contains an unfinished run with another config ({'; '.join(changes)}); "
+            f"out: {run} contains {kind} run with another config ({'; '.join(changes)}); "
             f"resume it with its own values, or with the new ones by --resume.allow_changes, "
             f"train in another folder with --out, or start over with --overwrite"
         )
     return newest
 
 
-def _stored_config(run: Path) -> dict[str, Any] | None:
+def extend_config(config: Config) -> Config:
+    """Return the config with which a finished run is extended to `train.epochs`.
+
+    Until an extension is finished, the run's config.yaml describes the finished model, so that the
+    same command starts the extension and resumes it.
+
+    Args:
+        config: The config of the command; the length of the finished run becomes the last of its
+            `train.restarts`.
+
+    Raises:
+        ValueError: The folder contains no finished run, or one that has as many epochs or a time
+            budget.
+    """
+    run = Path(config.out)
+    stored = stored_config(run)
+    if stored is None or not (run / MODEL_FILE).exists():
+        raise ValueError(
+            f"resume.extend: {run} contains no finished run; to start or resume a run, leave out "
+            "--resume.extend"
+        )
+    finished = from_dict(stored).train
+    if finished.budget_minutes is not None:
+        raise ValueError(
+            f"resume.extend: the run in {run} has a length in minutes (train.budget_minutes), not "
+            "in epochs, and cannot be extended; train in another folder with --out"
+        )
+    if config.train.epochs <= finished.epochs:
+        raise ValueError(
+            f"train.epochs: {config.train.epochs} is not allowed; with --resume.extend it must be "
+            f"more than the {finished.epochs} epochs of the finished run in {run}"
+        )
+    restarts = (*finished.restarts, finished.epochs)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, restarts=restarts))
+
+
+def _before_extension(stored: dict[str, Any], newest: Checkpoint, config: Config) -> dict[str, Any]:
+    """Return what the config of an extension must agree with: that of its newest checkpoint.
+
+    The first checkpoint is that of the finished run, from which it differs in its length.
+    """
+    latest = _with_defaults(newest.config)
+    if latest["train"]["epochs"] == stored["train"]["epochs"]:
+        length = {"epochs": config.train.epochs, "restarts": config.train.restarts}
+        latest["train"] = {**latest["train"], **length}
+    return latest
+
+
+def stored_config(run: Path) -> dict[str, Any] | None:
     """Read the config of a run; return None if the folder has no config of this project."""
     try:
         stored = yaml.safe_load((run / CONFIG_FILE).read_text())
@@ -175,7 +237,15 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
     groups = {"data", "model", "optim", "train"}
     if not isinstance(stored, dict) or not all(isinstance(stored.get(g), dict) for g in groups):
         return None
-    return stored
+    return _with_defaults(stored)
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of keys that a config of an earlier version lacks."""
+    try:
+        return to_dict(from_dict(values))
+    except ValueError:  # it has keys or values that are no longer allowed
+        return values
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:
@@ -185,10 +255,16 @@ def _lasting(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "data": data, "out": None}
 
 
-def prepare_run(config: Config, resume: bool) -> Path:
+def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     """Create the run folder and write the config; unless resuming, delete an earlier run first.
 
-    Only files that this project writes are deleted.
+    Only files that this project writes are deleted. The config of a finished run that is being
+    extended stays, see `extend_config`.
+
+    Args:
+        config: The run.
+        resume: Whether the folder contains an earlier part of the run.
+        step: With resume, the steps of that part.
     """
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)
@@ -196,6 +272,25 @@ def prepare_run(config: Config, resume: bool) -> Path:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
                 path.unlink()
-    text = yaml.safe_dump(to_dict(config), sort_keys=False)
-    write_atomically(run / CONFIG_FILE, text.encode())
+    if not (run / MODEL_FILE).exists():
+        write_config(config, step)
     return run
+
+
+def write_config(config: Config, step: int) -> None:
+    """Write config.yaml, with a comment about what the steps so far were trained with.
+
+    Args:
+        config: The run.
+        step: Optimizer steps done with the config that is there now.
+    """
+    path, values = Path(config.out) / CONFIG_FILE, to_dict(config)
+    stored = stored_config(path.parent)
+    comments = []
+    if stored is not None:
+        comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        changes = changed_keys(_lasting(stored), _lasting(values))
+        if changes:
+            comments.append(f"# changed after step {step}: {'; '.join(changes)}")
+    text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])
+    write_atomically(path, text.encode())

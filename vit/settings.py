@@ -5,9 +5,11 @@ A field's annotation states its type and range; pydantic enforces both. Its erro
 allowed.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,18 +29,57 @@ def _switch(value: Any) -> Any:
     return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _plain(value: Any) -> Any:
+    """Turn the text in nested lists and dictionaries into the numbers and switches it stands for.
+
+    Raises:
+        ValueError: A key is not text, or a value is neither plain nor a list or dictionary.
+    """
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"{odd[0]!r} is not the name of an argument; names are text")
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return int(value)
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(value)):
+                return number
+        return _SWITCHES.get(value.lower(), value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(f"{shorten(value)} is not a number, text, true, false, null or a list of them")
+
+
 Count = Annotated[int, Field(ge=1, le=LARGE)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGE)]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionAbove0 = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=LARGE)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
 # Strict, because pydantic would accept 0 and 1 as well.
 Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
 Text = Annotated[str, Field(max_length=1000)]
+# Arguments of a function, of which this project knows neither the names nor the types.
+Arguments = Annotated[dict[str, Any], BeforeValidator(_plain)]
 # Not blank, and without the null character, which no file system accepts.
 PathName = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+
+
+def _rows_and_columns(value: Any) -> Any:
+    """Turn one number, as itself or as a list of one, into two; "null" from a flag into None."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = None if value[0] in ("null", "~") else value[0]
+    return (value, value) if isinstance(value, int | str) else value
+
+
+Pixels = Annotated[int, Field(ge=1, le=10_000)]
+Size = tuple[Pixels, Pixels]
+ImageSize = Annotated[Size | None, BeforeValidator(_rows_and_columns)]
 
 
 def shorten(value: object, length: int = 60) -> str:
@@ -68,13 +109,20 @@ def describe(kind: Any) -> str:
     Args:
         kind: The field's annotation.
     """
+    if kind == ImageSize:
+        return f"one or two whole numbers{_range_of(Pixels)} (rows and columns), or null"
     null = type(None) in typing.get_args(kind)
     if null:
         (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-    if typing.get_origin(kind) is tuple:
-        kind = typing.get_args(kind)[0]
+    if is_list(kind):
+        first, *others = typing.get_args(kind)
+        if others != [...]:
+            return f"{1 + len(others)} values, each {describe(first)}"
+        kind = first
     if kind == PathName:
         words = "a non-empty path"
+    elif kind == Arguments:
+        words = "arguments by name, such as {depth: 4, embed_dim: 96}"
     elif typing.get_origin(kind) is Literal:
         words = "one of " + ", ".join(typing.get_args(kind))
     elif dataclasses.is_dataclass(kind):
@@ -84,6 +132,11 @@ def describe(kind: Any) -> str:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         words = names[base] + _range_of(kind)
     return f"{words}, or null" if null else words
+
+
+def is_list(kind: Any) -> bool:
+    """Tell whether a field takes several values; kind is its annotation."""
+    return kind == ImageSize or typing.get_origin(kind) is tuple
 
 
 def _range_of(kind: Any) -> str:
@@ -132,11 +185,12 @@ def unknown(key: str, known: Sequence[str]) -> str:
 def _one_line(error: ValidationError, config: Any, group: str) -> str:
     """Turn the first of pydantic's errors into one line: key, value, what is allowed."""
     first = error.errors(include_url=False)[0]
-    if first["type"] == "value_error":  # a rule between settings, in our own words
-        return str(first["ctx"]["error"])
     names = [name for name in first["loc"] if isinstance(name, str)]
     prefix = f"{group}." if group else ""
     key = prefix + ".".join(names)
+    if first["type"] == "value_error":  # in our own words; a rule between settings names its key
+        words = str(first["ctx"]["error"])
+        return words if words.startswith(key) else f"{key}: {words}"
     if first["type"] == "unexpected_keyword_argument":
         return unknown(key, [prefix + known for known in keys(config)])
     kind = config

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import DataConfig
+from vit.config import DataConfig, DataName
 from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
@@ -63,6 +63,18 @@ class ImageSet:
         return dataclasses.replace(
             self, images=self.images.to(device), labels=self.labels.to(device)
         )
+
+    def resized(self, preprocess: Preprocess) -> "ImageSet":
+        """Return the set with images and masks of a model's size; itself if nothing changes."""
+        if isinstance(self.images, ImageFiles):
+            files = dataclasses.replace(self.images, preprocess=preprocess)
+            return dataclasses.replace(self, images=files)
+        images = self.images.cpu()
+        resized = preprocess.resize_all(images)
+        if resized is images:
+            return self
+        masks = None if self.masks is None else preprocess.resize_masks(self.masks)
+        return dataclasses.replace(self, images=resized.to(self.images.device), masks=masks)
 
     def pixels(self) -> Tensor:
         """Return all images as (N, channels, H, W) uint8; meant for sets that fit into memory.
@@ -122,12 +134,13 @@ class ImageSet:
 
 
 def load(
-    name: Any,
+    name: DataName,
     root: str | Path,
     train: bool,
     download: bool = True,
     count: int | None = None,
     on_bad_image: Any = "error",
+    preprocess: Preprocess | None = None,
 ) -> ImageSet:
     """Load the training or test images of a data set.
 
@@ -140,6 +153,7 @@ def load(
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
             data sets are always loaded completely.
         on_bad_image: "error", or "skip" to leave out unreadable files of an image folder.
+        preprocess: Resizes the images; None is the data set's own.
 
     Returns:
         The images, in the data set's own order; training images from files are shuffled with a
@@ -152,11 +166,15 @@ def load(
     data = DataConfig(
         name=name, root=str(root) or ".", download=download, on_bad_image=on_bad_image
     )
-    return open_images(data, train, count=count).in_memory()
+    return open_images(data, train, preprocess, count=count).in_memory()
 
 
 def open_images(
-    data: DataConfig, train: bool, decoder: Decoder | None = None, count: int | None = None
+    data: DataConfig,
+    train: bool,
+    preprocess: Preprocess | None = None,
+    decoder: Decoder | None = None,
+    count: int | None = None,
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
@@ -165,6 +183,7 @@ def open_images(
     Args:
         data: The data set.
         train: Whether to find the training images rather than the test images.
+        preprocess: Resizes the images; None is the data set's own.
         decoder: Decodes files; None decodes them in this process.
         count: Number of shapes to draw, as for `load`.
 
@@ -175,10 +194,12 @@ def open_images(
         ValueError: The data is missing and could not be downloaded, or no image of a class can be
             read.
     """
+    preprocess = preprocess or Preprocess.from_config(data)
     source = read_source(data.name, data.root, train, data.download, count)
     if isinstance(source.pictures, Tensor):
-        return ImageSet(source.pictures, source.labels, source.classes, source.masks)
-    paths, preprocess = tuple(map(str, source.pictures)), Preprocess.for_dataset(data.name)
+        images = ImageSet(source.pictures, source.labels, source.classes, source.masks)
+        return images.resized(preprocess)
+    paths = tuple(map(str, source.pictures))
     files = ImageFiles(paths, preprocess, decoder or Decoder())
     images = ImageSet(files, source.labels, source.classes, source.masks)
     if data.on_bad_image == "skip":
@@ -190,14 +211,21 @@ def open_images(
     return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
 
 
-def load_test_images(data: DataConfig, decoder: Decoder | None = None) -> ImageSet:
+def load_test_images(
+    data: DataConfig, preprocess: Preprocess | None = None, decoder: Decoder | None = None
+) -> ImageSet:
     """Load the test images of a data set into memory, or leave them in their files if too large.
+
+    Args:
+        data: The data set.
+        preprocess: Resizes the images; None is the data set's own.
+        decoder: Decodes files; None decodes them in this process.
 
     Raises:
         ValueError: The data is missing and could not be downloaded, or an image that was to be
             read into memory cannot be read.
     """
-    test = open_images(data, train=False, decoder=decoder)
+    test = open_images(data, False, preprocess, decoder)
     return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
 
 
@@ -306,7 +334,12 @@ def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSe
 
 
 def load_training(
-    data: DataConfig, seed: int, decoder: Decoder | None = None, check: bool = True
+    data: DataConfig,
+    seed: int,
+    preprocess: Preprocess | None = None,
+    stored: Preprocess | None = None,
+    decoder: Decoder | None = None,
+    check: bool = True,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set and hold some of them out.
 
@@ -316,6 +349,8 @@ def load_training(
     Args:
         data: The data set, and how many images to train on and to hold out.
         seed: Seed of the split.
+        preprocess: Resizes the images; None is the data set's own.
+        stored: Resizes the training images instead, see `Preprocess.stored`.
         decoder: Decodes files; None decodes them in this process.
         check: Whether to decode images that are not kept in memory.
 
@@ -327,13 +362,16 @@ def load_training(
             or a class would be left without training images.
     """
     count = None if data.train_size is None else data.train_size + data.val_size
-    everything = open_images(data, True, decoder, count)
+    everything = open_images(data, True, preprocess, decoder, count)
     training, held_out = hold_out(everything, data.val_size, seed)
+    if stored not in (None, preprocess):
+        larger = open_images(data, True, stored, decoder, count)
+        training, _ = hold_out(larger, data.val_size, seed)
     if data.train_size is not None:
         training = _first(training, data.train_size)
     if isinstance(training.images, Tensor):
         return training, held_out
-    unchecked = [open_images(data, train=False, decoder=decoder)]
+    unchecked = [open_images(data, False, preprocess, decoder)]
     if fit_into_memory((training, held_out), data.memory_gb):
         training, held_out = training.in_memory(), held_out.in_memory()
     else:

@@ -23,7 +23,7 @@ def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Gene
     """Apply random operations to each image, one after the other.
 
     Args:
-        images: (B, channels, H, W) uint8, H = W.
+        images: (B, channels, H, W) uint8.
         num_ops: Number of operations per image.
         magnitude: Magnitude of the operations, 0 to `STRONGEST`.
         generator: On the images' device.
@@ -43,7 +43,7 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
     """Apply to each image its operation.
 
     Args:
-        images: (B, channels, H, W) uint8, H = W.
+        images: (B, channels, H, W) uint8.
         operations: (B,) int64, indices into `OPERATIONS`.
         magnitude: 0 to `STRONGEST`.
         signs: (B,) int64, 1 or -1: direction of the operations that have two.
@@ -57,18 +57,20 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
     which = operations[:, None, None, None]
     # Every operation runs on every image and `where` keeps the right result, so that a GPU does not
     # have to tell the host which image needs which operation.
+    planes = images.flatten(0, 1)[:, None]  # torchvision takes one or three channels
     changed = {
         "posterize": tv.posterize(images, 8 - round(4 * share)),
         "solarize": tv.solarize(images, 255 * (1 - share)),
-        "autocontrast": tv.autocontrast(images),
+        "autocontrast": tv.autocontrast(planes).view_as(images),
         "equalize": tv.equalize(images),
     }
-    grey = tv.rgb_to_grayscale(images).float()
+    rgb = images.shape[1] == 3  # the mean stands for the grey of other channels
+    grey = tv.rgb_to_grayscale(images).float() if rgb else images.mean(1, True, dtype=torch.float)
     others = {
         "brightness": torch.zeros_like(grey),
         "color": grey,
         "contrast": grey.mean(dim=(1, 2, 3), keepdim=True),
-        "sharpness": tv.adjust_sharpness(images, 0.0).float(),
+        "sharpness": tv.adjust_sharpness(planes, 0.0).view_as(images).float(),
     }
     factors = 1 + 0.9 * share * signs[:, None, None, None]
     for name, other in others.items():
@@ -84,7 +86,7 @@ def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Ten
     """Shear, translate or rotate the images with such an operation, filling with black.
 
     Args:
-        images: (B, channels, H, W) uint8, H = W.
+        images: (B, channels, H, W) uint8.
         operations: (B,) int64, indices into `OPERATIONS`.
         share: Fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
             rotation by 30 degrees.
@@ -93,8 +95,10 @@ def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Ten
     Returns:
         (B, channels, H, W) uint8; images with other operations are unchanged.
     """
-    side = images.shape[-1]
-    shear, shift = 0.3 * share, 2 * int(share * 150 / 331 * side) / side
+    height, width = images.shape[2:]
+    aspect = height / width
+    shear = 0.3 * share
+    shift_x, shift_y = (2 * int(share * 150 / 331 * side) / side for side in (width, height))
     turn = math.radians(30 * share)
     zero = torch.zeros(len(images), device=images.device)
     amounts = {
@@ -102,15 +106,17 @@ def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Ten
         for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
     }
     angle = turn * amounts["rotate"]
-    # The source of each pixel, x and y from -1 to 1; shearing keeps the upper left corner.
+    # The source of each pixel, x and y from -1 to 1 whatever the sides; shearing keeps the upper
+    # left corner.
+    shear_x, shear_y = aspect * shear * amounts["shear_x"], shear / aspect * amounts["shear_y"]
     across = torch.stack(
-        [angle.cos(), -angle.sin() + shear * amounts["shear_x"],
-         shear * amounts["shear_x"] - shift * amounts["translate_x"]], dim=1,
-    )  # fmt: skip
+        [angle.cos(), -aspect * angle.sin() + shear_x, shear_x - shift_x * amounts["translate_x"]],
+        dim=1,
+    )
     down = torch.stack(
-        [angle.sin() + shear * amounts["shear_y"], angle.cos(),
-         shear * amounts["shear_y"] - shift * amounts["translate_y"]], dim=1,
-    )  # fmt: skip
+        [angle.sin() / aspect + shear_y, angle.cos(), shear_y - shift_y * amounts["translate_y"]],
+        dim=1,
+    )
     sources = torch.stack([across, down], dim=1)
     grid = F.affine_grid(sources, list(images.shape), align_corners=False)
     moved = F.grid_sample(images.float(), grid, mode="nearest", align_corners=False)

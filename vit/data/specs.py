@@ -6,6 +6,8 @@ anything slow is imported.
 
 from dataclasses import dataclass
 
+from vit.config import DataConfig
+
 
 @dataclass(frozen=True)
 class DatasetSpec:
@@ -21,9 +23,6 @@ class DatasetSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        assert self.channels in (1, 3), "images are grey or RGB"
-
     @property
     def channels(self) -> int:
         """Number of colour channels."""
@@ -38,3 +37,24 @@ DATASETS = {
     "shapes": DatasetSpec((32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
     "folder": DatasetSpec((32, 32), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
+
+# Files of a user, which may have any number of channels; all other data sets are grey or RGB.
+OWN_FILES: tuple[str, ...] = ("folder", "table")
+
+
+def spec_of(data: DataConfig) -> DatasetSpec:
+    """Return the properties of a data set with the image size and the channels of a config.
+
+    Other channels than the data set's own have other statistics: RGB as grey, or grey as RGB, the
+    average over the registered channels; any other number 0.5 and 0.25 in each.
+    """
+    own = DATASETS[data.name]
+    image_size = data.image_size or own.image_size
+    channels = data.channels or own.channels
+    if channels == own.channels:
+        return DatasetSpec(image_size, own.mean, own.std)
+    if {channels, own.channels} == {1, 3}:
+        mean, std = (round(sum(values) / len(values), 4) for values in (own.mean, own.std))
+    else:
+        mean, std = 0.5, 0.25
+    return DatasetSpec(image_size, (mean,) * channels, (std,) * channels)

@@ -50,7 +50,9 @@ def decode(task: Task) -> Decoded:
     images, problems = [], {}
     for position, path in enumerate(paths):
         try:
-            images.append(preprocess.resize(read_photo(Path(path), "data.root")))
+            images.append(
+                preprocess.resize(read_photo(Path(path), "data.root", preprocess.channels))
+            )
         except ValueError as error:
             problems[position] = str(error)
     if images:

@@ -59,7 +59,22 @@ def colour_map(heat: Tensor) -> np.ndarray:
 
 def as_pixels(image: Tensor) -> np.ndarray:
     """Turn an image (channels, H, W) uint8 into pixels (H, W, 3)."""
-    return image.permute(1, 2, 0).expand(-1, -1, 3).cpu().numpy()
+    return as_rgb(image.permute(1, 2, 0).cpu().numpy())
+
+
+def as_rgb(pixels: np.ndarray) -> np.ndarray:
+    """Show any number of channels in colour: up to two as their mean, else the first three.
+
+    Args:
+        pixels: (..., channels) uint8.
+
+    Returns:
+        (..., 3) uint8.
+    """
+    if pixels.shape[-1] < 3:
+        mean = pixels.mean(axis=-1, keepdims=True).round().astype(np.uint8)
+        return np.repeat(mean, 3, axis=-1)
+    return pixels[..., :3]
 
 
 def paper(height: int, width: int) -> np.ndarray:

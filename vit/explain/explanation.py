@@ -16,13 +16,15 @@ class Explanation:
     """The prediction for a photo with one or several maps; a notebook shows its sheet.
 
     Attributes:
-        photo: (height, width, 3) uint8, of any size.
+        photo: (height, width, channels) uint8, of any size.
         seen: Rows and columns of the photo that the model sees.
         maps: By kind, (rows, columns) float32 on the CPU in units of uniform attention: 1 is what
             each token gets if all get the same.
         probabilities: Probability of each class by name, 0 to 1, best first.
         target: The class that class-specific maps explain.
         name: The name of the photo, for the sheet.
+        padding: What the model sees around the photo, in pixels of it: above, below; left, right.
+        fill: Colour of the padding, a value for each channel, 0 to 255.
     """
 
     photo: np.ndarray = field(repr=False)
@@ -31,6 +33,8 @@ class Explanation:
     probabilities: dict[str, float]
     target: str
     name: str = "photo"
+    padding: tuple[tuple[int, int], tuple[int, int]] = field(default=((0, 0), (0, 0)), repr=False)
+    fill: tuple[int, ...] = field(default=(0,), repr=False)
 
     @property
     def kind(self) -> str:
@@ -49,13 +53,16 @@ class Explanation:
 
     def sheet(self) -> Image.Image:
         """Draw the photo, its maps and their overlays, with captions and a colour bar."""
-        from vit.explain.sheet import photo_sheet  # late: only drawing needs matplotlib
+        from vit.explain.drawing import as_rgb  # late: only drawing needs matplotlib
+        from vit.explain.sheet import photo_sheet
 
         height, width = self.photo.shape[:2]
-        cropped = self.photo[self.seen].shape != self.photo.shape
+        if self.photo[self.seen].shape != self.photo.shape:
+            view = "; the model sees the framed part"
+        else:
+            view = "; the model sees it padded" if np.any(self.padding) else ""
         header = (
-            f"{self.name}, {width:,} × {height:,} pixels"
-            f"{'; the model sees the framed part' if cropped else ''}\n"
+            f"{self.name}, {width:,} × {height:,} pixels{view}\n"
             f"predicted {self.predicted} {self.probabilities[self.predicted]:.1%}"
         )
         if self.target != self.predicted:
@@ -63,8 +70,11 @@ class Explanation:
         titles = [map_title(kind, self.target) for kind in self.maps]
         maps = list(self.maps.values())
         return Image.fromarray(
-            photo_sheet(self.photo, self.seen, maps, titles, header, self.probabilities)
-        )
+            photo_sheet(
+                as_rgb(self.photo), self.seen, maps, titles, header, self.probabilities,
+                self.padding, as_rgb(np.array(self.fill, np.uint8)),
+            )
+        )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write the sheet to a file; its suffix chooses the format, e.g. .png or .pdf."""

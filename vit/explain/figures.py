@@ -127,30 +127,33 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
 
 
 def gallery_picture(
-    title: str, images: Tensor, maps: Tensor, captions: Sequence[str], columns: int = 4
+    title: str, images: Tensor, maps: Tensor | None, captions: Sequence[str], columns: int = 4
 ) -> np.ndarray:
-    """Draw images next to their overlays, several per row.
+    """Draw images, next to their overlays if there are maps, several per row.
 
     Args:
         title: What the overlays show.
         images: (B, channels, H, W) uint8.
-        maps: (B, rows, columns).
+        maps: (B, rows, columns), or None.
         captions: B captions, of up to two lines of 30 characters.
         columns: Images per row.
     """
     panel, space, first = 96, 46, 20
+    width = panel + (panel if maps is not None else 80)  # without maps, room for the captions
     rows = -(-len(images) // columns)
-    canvas = paper(first + rows * (panel + space), columns * (2 * panel + 2 * GAP) + GAP)
+    canvas = paper(first + rows * (panel + space), columns * (width + 2 * GAP) + GAP)
     texts: list[Text] = [(GAP, first, "left", title)]
-    for number, (image, heat, caption) in enumerate(zip(images, maps, captions, strict=True)):
+    for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         top = first + number // columns * (panel + space) + space - GAP
-        left = GAP + number % columns * (2 * panel + 2 * GAP)
+        left = GAP + number % columns * (width + 2 * GAP)
         pixels = as_pixels(image)
         paste(canvas, pixels, top, left, panel)
-        paste(canvas, overlay(pixels, heat), top, left + panel, panel)
-        texts.append((left, top - 4, "left", shorten(caption, 2 * panel)))
+        if maps is not None:
+            paste(canvas, overlay(pixels, maps[number]), top, left + panel, panel)
+        texts.append((left, top - 4, "left", shorten(caption, width)))
     length = min(160, rows * (panel + space) - 60)
-    return framed(canvas, texts, [UNIFORM], length=length, top=first + space)
+    bars = [] if maps is None else [UNIFORM]
+    return framed(canvas, texts, bars, length=length, top=first + space)
 
 
 def comparison_picture(

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.hardware import autocast
-from vit.model.vit import VisionTransformer
+from vit.model.attention_model import AttentionModel, require_attention
 
 Readout = Literal["class_token", "mean"]
 HeadFusion = Literal["mean", "max", "min"]
@@ -262,13 +262,13 @@ def _check_rollout_options(
         raise ValueError(f"start_layer: {start_layer} is not 0 to {depth - 1}")
 
 
-def readout_of(model: VisionTransformer) -> Readout:
+def readout_of(model: AttentionModel) -> Readout:
     """Return what a model's head reads, as `attention_rollout` and its relatives expect it."""
     return "class_token" if model.global_pool == "token" else "mean"
 
 
 def attention_maps(
-    model: VisionTransformer,
+    model: nn.Module,
     images: Tensor,
     kinds: Sequence[str] = ("rollout",),
     target: Tensor | None = None,
@@ -281,7 +281,8 @@ def attention_maps(
     """Classify images and compute attention maps of any kinds in one forward pass.
 
     Args:
-        model: In evaluation mode.
+        model: In evaluation mode; ours, or one of timm's with attention that can be read, see
+            `vit.model.attention_model`.
         images: (B, channels, height, width), normalized, on the model's device. Height and width
             are multiples of the patch size.
         kinds: Kinds of map, keys of `MAP_KINDS`.
@@ -300,23 +301,24 @@ def attention_maps(
 
     Raises:
         ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
-            multiple of the patch size.
+            multiple of the patch size, or the model's attention cannot be read.
     """
+    reader = require_attention(model)
     if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(MAP_KINDS)}")
-    _check_rollout_options(head_fusion, discard_ratio, start_layer, len(model.blocks))
-    grid = model.patch_embed.grid(*images.shape[-2:])
+    _check_rollout_options(head_fusion, discard_ratio, start_layer, len(reader.blocks))
+    grid = reader.patch_embed.grid(*images.shape[-2:])
     differentiate = any(kind in CLASS_SPECIFIC for kind in kinds)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
     images = images.detach().requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
-            logits, weights, _ = model.forward_intermediates(images)
+            logits, weights, _ = reader.forward_intermediates(images)
         logits = logits.float()
         if differentiate:
             target = logits.argmax(dim=1) if target is None else target
             gradients = attention_gradients(logits, weights, target)
-    layout: Any = {"readout": readout_of(model), "num_prefix_tokens": model.num_prefix_tokens}
+    layout: Any = {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
     maps = {}
     with torch.no_grad():
         for kind in kinds:

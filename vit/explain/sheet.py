@@ -34,6 +34,8 @@ def photo_sheet(
     titles: Sequence[str],
     header: str,
     probabilities: dict[str, float],
+    padding: tuple[tuple[int, int], tuple[int, int]],
+    fill: np.ndarray,
 ) -> np.ndarray:
     """Draw a photo, and a row with map and overlay for each map.
 
@@ -45,12 +47,16 @@ def photo_sheet(
         header: Two lines above everything.
         probabilities: Probability of each class, best first; the first five are listed below the
             photo if there is room, that is with two maps or more.
+        padding: What the model sees around the photo, in pixels of it: above, below; left, right.
+        fill: Colour of the padding, (3,) uint8.
 
     Returns:
         (height, width, 3) uint8.
     """
     size = _fit(photo.shape, PANEL, 2 * PANEL)
-    panel = _fit(photo[seen].shape, PANEL, PANEL)
+    part = photo[seen]
+    view = tuple(n + sum(added) for n, added in zip(part.shape[:2], padding, strict=True))
+    panel = _fit(view, PANEL, PANEL)
     left = 3 * GAP + max(size[1], NARROWEST)
     pitch = TITLE + panel[0]
     height = HEADER + max(pitch * len(maps), TITLE + size[0]) + 2 * GAP
@@ -63,8 +69,9 @@ def photo_sheet(
         (GAP, HEADER - 8, "left", shorten(header, canvas.shape[1] / ZOOM - GAP)),
         (GAP, top - 5, "left", "photo"),
     ]
-    _place(canvas, _framed_part(_resize(photo, size), seen, photo.shape), top, GAP)
-    crop = _resize(photo[seen], panel)
+    shown = ZOOM * size[0], ZOOM * size[1]
+    _place(canvas, _framed_part(_resize(photo, shown), seen, photo.shape), top, GAP)
+    crop = _padded(part, padding, view, panel, fill)
     for row, (heat, title) in enumerate(zip(maps, titles, strict=True)):
         top = HEADER + TITLE + row * pitch
         parts = (enlarge(colour_map(heat), crop.shape), overlay(crop, heat))
@@ -103,11 +110,37 @@ def _place(canvas: np.ndarray, part: np.ndarray, top: int, left: int) -> None:
 
 
 def _resize(photo: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Bring a photo to a size in pixels of the layout; the pixels of a small one stay visible."""
-    height, width = ZOOM * size[0], ZOOM * size[1]
+    """Bring a photo to a size in pixels of the sheet; the pixels of a small one stay visible."""
+    height, width = size
     small = 2 * photo.shape[0] <= height
     how = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
     return np.asarray(Image.fromarray(photo).resize((width, height), how))
+
+
+def _padded(
+    part: np.ndarray,
+    padding: tuple[tuple[int, int], tuple[int, int]],
+    view: tuple[int, ...],
+    panel: tuple[int, int],
+    fill: np.ndarray,
+) -> np.ndarray:
+    """Draw what the model sees in a panel: the part of the photo, and padding around it.
+
+    Args:
+        part: (h, w, 3) uint8.
+        padding: Above, below; left, right of the part, in its pixels.
+        view: Height and width of the part with padding.
+        panel: Height and width of the panel in pixels of the layout.
+        fill: Colour of the padding, (3,) uint8.
+    """
+    drawn = np.tile(fill, (ZOOM * panel[0], ZOOM * panel[1], 1))
+    (top, bottom), (left, right) = (
+        (round(before * shown / whole), round((whole - after) * shown / whole))
+        for (before, after), shown, whole in zip(padding, drawn.shape, view, strict=False)
+    )
+    size = max(1, bottom - top), max(1, right - left)
+    drawn[top : top + size[0], left : left + size[1]] = _resize(part, size)
+    return drawn
 
 
 def _framed_part(

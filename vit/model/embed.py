@@ -90,28 +90,44 @@ class PatchEmbed(nn.Module):
         images = images.contiguous(memory_format=torch.channels_last)
         return rearrange(self.proj(images), "b d h w -> b (h w) d"), grid
 
-    @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Initialise the first convolution to whiten the patches it sees.
-
-        Its kernels become the principal components of the patches, strongest first, scaled to unit
-        variance; each component appears with both signs (arXiv 2404.00498, section 3.2). Kernels
-        left over keep their initial values.
+        """Initialise the first convolution to whiten the patches it sees, see `whiten`.
 
         Args:
             images: (B, C, height, width), normalized like the training images.
         """
-        first = next(module for module in self.proj.modules() if isinstance(module, nn.Conv2d))
-        rows, columns = first.kernel_size
-        patches = F.unfold(images, (rows, columns), stride=first.stride)
-        patches = rearrange(patches, "b d n -> (b n) d")
-        covariance = patches.T @ patches / len(patches)
-        solved = torch.linalg.eigh(covariance.to(device_for("eigh", covariance.device)))
-        variances, components = (part.to(covariance.device) for part in solved)
-        whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
-        whitening = whitening[: len(first.weight) // 2]
-        both = torch.cat([whitening, -whitening])
-        first.weight[: len(both)] = rearrange(both, "n (c h w) -> n c h w", h=rows, w=columns)
+        whiten(next(m for m in self.proj.modules() if isinstance(m, nn.Conv2d)), images)
+
+
+def image_conv(model: nn.Module, in_chans: int) -> nn.Conv2d | None:
+    """Return the first convolution of a model if it reads the image; else None."""
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    reads_image = first is not None and first.in_channels == in_chans and first.groups == 1
+    return first if reads_image else None
+
+
+@torch.no_grad()
+def whiten(conv: nn.Conv2d, images: Tensor) -> None:
+    """Initialise a convolution to whiten the patches it sees.
+
+    Its kernels become the principal components of the patches, strongest first, scaled to unit
+    variance; each component appears with both signs (arXiv 2404.00498, section 3.2). Kernels left
+    over keep their initial values.
+
+    Args:
+        conv: The first convolution of a model.
+        images: (B, C, height, width), normalized like the training images.
+    """
+    rows, columns = conv.kernel_size
+    patches = F.unfold(images, (rows, columns), stride=conv.stride)
+    patches = rearrange(patches, "b d n -> (b n) d")
+    covariance = patches.T @ patches / len(patches)
+    solved = torch.linalg.eigh(covariance.to(device_for("eigh", covariance.device)))
+    variances, components = (part.to(covariance.device) for part in solved)
+    whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
+    whitening = whitening[: len(conv.weight) // 2]
+    both = torch.cat([whitening, -whitening])
+    conv.weight[: len(both)] = rearrange(both, "n (c h w) -> n c h w", h=rows, w=columns)
 
 
 class ResidualConv(nn.Module):

@@ -3,10 +3,11 @@
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vit.config import ModelConfig
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
@@ -135,6 +136,7 @@ class VisionTransformer(nn.Module):
         self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if pooled else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes)
+        self.grad_checkpointing = False
         self._init_weights(zero_init)
 
     def _init_weights(self, zero_init: bool) -> None:
@@ -153,6 +155,33 @@ class VisionTransformer(nn.Module):
             for name, parameter in self.blocks.named_parameters():
                 if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                     nn.init.zeros_(parameter)
+
+    def get_classifier(self) -> nn.Linear:
+        """Return the head, the only part that depends on the classes; as in timm."""
+        return self.head
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
+        return {"cls_token", "reg_token", "pos_embed"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns by which timm assigns parameters to layers.
+
+        Args:
+            coarse: Not used; timm passes it.
+        """
+        return {
+            "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
+        }
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Choose whether training recomputes the blocks' activations instead of storing them.
+
+        Only the input of each block is kept for the backward pass, in which each block is computed
+        once more (arXiv 1604.06174). Gradients are bit for bit the same.
+        """
+        self.grad_checkpointing = enable
 
     def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Turn images into the input of the first block.
@@ -186,7 +215,10 @@ class VisionTransformer(nn.Module):
         """Return the normalized tokens after the last block, (B, N, D); arguments as `forward`."""
         x, grid = self.embed(images)
         for block in self.blocks:
-            x = block(x, grid, mask)
+            if self.grad_checkpointing:  # without gradients, this is the same as calling the block
+                x = checkpoint(block, x, grid, mask, use_reentrant=False)
+            else:
+                x = block(x, grid, mask)
         return self.norm(x)
 
     def forward_intermediates(

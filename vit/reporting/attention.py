@@ -24,6 +24,7 @@ from vit.explain.faithfulness import (
 )
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
+from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.run_folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
@@ -50,11 +51,13 @@ def explain_run(run: str, options: EvalConfig) -> None:
         options: The evaluation.
 
     Raises:
-        ValueError: The model or the data cannot be read, or an image, class or layer does not
-            exist.
+        ValueError: The model or the data cannot be read, an image, class or layer does not exist,
+            or the model has no attention maps.
     """
     saved = load_run(run, options)
     classifier = saved.classifier
+    if not classifier.has_maps:
+        raise ValueError(f"{no_maps_text(classifier.model)}; leave out --attention")
     target = None if options.target is None else classifier.class_index(options.target)
     rollout = rollout_options(classifier, options)
     test = load_test(saved, options)
@@ -83,7 +86,7 @@ def rollout_options(classifier: Classifier, options: EvalConfig) -> dict[str, An
     Raises:
         ValueError: The model does not have the layer that rollout is to start at.
     """
-    depth = len(classifier.model.blocks)
+    depth = len(require_attention(classifier.model).blocks)
     if options.start_layer >= depth:
         raise ValueError(
             f"start_layer: {options.start_layer} is not a layer of this model; "
@@ -156,7 +159,7 @@ def _write_maps(
     content: dict[str, Any] = {
         "data": saved.config.data.name,
         "split": "test",
-        "readout": readout_of(saved.classifier.model),
+        "readout": readout_of(require_attention(saved.classifier.model)),
         "rollout": rollout,
         "unit": "1 is the value of every token (relevance: patch) under uniform attention",
         "maps": {

@@ -22,6 +22,7 @@ from vit.explain.statistics import (
     sink_mass,
 )
 from vit.files import write_atomically
+from vit.model.attention_model import require_attention
 from vit.tracking import ROLLOUT_TAG
 
 JUDGED = 32  # number of images for measuring faithfulness during training
@@ -31,6 +32,8 @@ JUDGED_KINDS = ("rollout", "relevance")
 
 class AttentionLogging:
     """Evaluator that draws the attention of a few images and measures statistics of all heads.
+
+    The model is one whose attention can be read, see `Classifier.has_maps`.
 
     The rollout maps are saved as step_*.npy, (probes, rows, columns) in units of uniform attention.
     The filmstrip is drawn from these files, so it is complete even after an interruption.
@@ -48,7 +51,7 @@ class AttentionLogging:
         """Yield attention/STATISTIC/layer_NN, and pictures of statistics, heads and rollout."""
         if len(self.probes) == 0:
             return
-        model = classifier.model
+        model = require_attention(classifier.model)
         with torch.no_grad():
             logits, weights, tokens = model.forward_intermediates(
                 classifier.normalize(self.probes.pixels())

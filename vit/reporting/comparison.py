@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from vit.config import EvalConfig
 from vit.data.datasets import ImageSet
 from vit.evaluation import mcnemar, wilson_interval
 from vit.explain.figures import comparison_picture
+from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
 
@@ -24,6 +24,8 @@ SUMMED_AT_ONCE = 500  # images; limits peak memory
 
 def compare_runs(run: str, options: EvalConfig) -> None:
     """Compare two models on the test images; print the result, and write numbers and a figure.
+
+    Without attention maps of both, there is no figure.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
@@ -40,27 +42,38 @@ def compare_runs(run: str, options: EvalConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for saved in (first, second):
         print(saved.describe(), flush=True)
+    classifiers = first.classifier, second.classifier
+    without = [classifier.model for classifier in classifiers if not classifier.has_maps]
     guesses, maps = zip(
-        *(_predict(saved.classifier, test, options.batch_size) for saved in (first, second)),
+        *(_predict(each, test, options.batch_size, not without) for each in classifiers),
         strict=True,
     )
-    finest = max((found.shape[1:] for found in maps), key=lambda size: size[0])
-    one, other = (F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps)
-    moved = (one - other).abs().mean(dim=(1, 2)) / 2
-    drawn = moved.topk(min(options.probes, len(test))).indices
     content = {
         "data": first.config.data.name,
         "images": len(test),
         "models": [str(first.path), str(second.path)],
         "steps": [first.step, second.step],
         **compare_guesses(guesses[0], guesses[1], test.labels),
-        "moved_attention": moved.mean().item(),
-        "most_moved": [{"index": index, "moved": moved[index].item()} for index in drawn.tolist()],
     }
+    picture = folder / "comparison.png"
+    picture.unlink(missing_ok=True)  # of an earlier comparison
+    if not without:
+        finest = max((found.shape[1:] for found in maps), key=lambda size: size[0])
+        one, other = (F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps)
+        moved = (one - other).abs().mean(dim=(1, 2)) / 2
+        drawn = moved.topk(min(options.probes, len(test))).indices
+        content["moved_attention"] = moved.mean().item()
+        content["most_moved"] = [
+            {"index": index, "moved": moved[index].item()} for index in drawn.tolist()
+        ]
+        drawing = _draw(test, drawn, guesses, (one, other), names)
+        Image.fromarray(drawing).save(picture)
     (folder / "comparison.json").write_text(json.dumps(content, indent=1))
-    picture = _draw(test, drawn, guesses, (one, other), names)
-    Image.fromarray(picture).save(folder / "comparison.png")
-    _print(content, names, folder)
+    _print(content, names)
+    if without:
+        print(f"  {no_maps_text(without[0])}\n\nwrote {folder / 'comparison.json'}")
+    else:
+        print(f"\nwrote {picture}, {folder / 'comparison.json'}")
 
 
 def _require_same_classes(first: SavedModel, second: SavedModel) -> None:
@@ -127,17 +140,22 @@ def _short_names(first: str, second: str) -> tuple[str, str]:
     return (one, other) if one != other else (f"{one}_1", f"{other}_2")
 
 
-def _predict(classifier: Classifier, test: ImageSet, batch_size: int) -> tuple[Tensor, Tensor]:
+def _predict(
+    classifier: Classifier, test: ImageSet, batch_size: int, needs_maps: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return predictions (N,) and rollout (N, rows, columns) of all test images, on the CPU."""
     guesses, maps = [], []
     for part in test.parts(batch_size):
-        logits, found = classifier.maps(part, ["rollout"], precision=classifier.precision)
+        if needs_maps:
+            logits, found = classifier.maps(part, ["rollout"], precision=classifier.precision)
+            maps.append(found["rollout"].cpu())
+        else:
+            logits = classifier.logits(part, batch_size)
         guesses.append(logits.argmax(dim=1).cpu())
-        maps.append(found["rollout"].cpu())
-    return torch.cat(guesses), torch.cat(maps)
+    return torch.cat(guesses), torch.cat(maps) if needs_maps else None
 
 
-def _print(content: dict[str, Any], names: tuple[str, str], folder: Path) -> None:
+def _print(content: dict[str, Any], names: tuple[str, str]) -> None:
     width = max(map(len, names))
     print(f"\n{content['data']}: {content['images']:,} test images")
     for name, accuracy, interval, only in zip(
@@ -151,10 +169,10 @@ def _print(content: dict[str, Any], names: tuple[str, str], folder: Path) -> Non
     p_value = content["mcnemar_p"]
     value = f"p = {p_value:.2g}" if p_value > 0 else "p < 1e-300"
     verdict = "significant" if p_value < 0.05 else "not significant"
-    print(
-        f"  McNemar's exact test: {value}; the difference is {verdict} at the 5% level\n"
-        f"  attention rollout (class-agnostic): {content['moved_attention']:.1%} of the attention "
-        f"is on other patches, most on images "
-        f"{', '.join(str(moved['index']) for moved in content['most_moved'])}\n"
-        f"\nwrote {folder / 'comparison.png'}, {folder / 'comparison.json'}"
-    )
+    print(f"  McNemar's exact test: {value}; the difference is {verdict} at the 5% level")
+    if "moved_attention" in content:
+        most = ", ".join(str(moved["index"]) for moved in content["most_moved"])
+        print(
+            f"  attention rollout (class-agnostic): {content['moved_attention']:.1%} of the "
+            f"attention is on other patches, most on images {most}"
+        )

@@ -33,7 +33,9 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
     data, classes = saved.config.data, saved.classifier.classes
     root = options.data.root or data.root
     test = load_test_images(
-        dataclasses.replace(data, root=root, download=options.data.download), Decoder(data.workers)
+        dataclasses.replace(data, root=root, download=options.data.download),
+        saved.classifier.preprocess,
+        Decoder(data.workers),
     )
     if test.classes != classes:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))

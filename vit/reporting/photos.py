@@ -6,6 +6,7 @@ from pathlib import Path
 from vit.config import EvalConfig
 from vit.data.photos import read_photo
 from vit.explain.drawing import SCALE
+from vit.model.attention_model import no_maps_text
 from vit.reporting.loading import load_run, results_folder
 from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
@@ -14,7 +15,9 @@ KINDS = ("rollout", "relevance")
 
 
 def classify_photos(run: str, options: EvalConfig) -> None:
-    """Print the most probable classes of photos and write a sheet with maps for each.
+    """Print the most probable classes of photos, and write a sheet with maps for each.
+
+    A model without maps gets no sheets.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
@@ -23,23 +26,31 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     Raises:
         ValueError: A photo or the model cannot be read, or the class does not exist.
     """
-    photos = {Path(name): read_photo(Path(name), "image") for name in options.image}
     saved = load_run(run, options)
+    classifier, has_maps = saved.classifier, saved.classifier.has_maps
+    channels = classifier.preprocess.channels
+    photos = {Path(name): read_photo(Path(name), "image", channels) for name in options.image}
     if options.target is not None:
-        saved.classifier.class_index(options.target)  # raises before a folder is created
+        classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options) / PHOTOS_FOLDER
     sheets = _sheet_paths(folder, list(photos))
-    folder.mkdir(parents=True, exist_ok=True)
+    if has_maps:
+        folder.mkdir(parents=True, exist_ok=True)
     print(saved.describe())
-    width = max(20, *(len(name) + 1 for name in saved.classifier.classes))
+    width = max(20, *(len(name) + 1 for name in classifier.classes))
     for (path, photo), sheet in zip(photos.items(), sheets, strict=True):
-        explanation = saved.classifier.explain(photo, KINDS, options.target)
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
-        for name, probability in list(explanation.probabilities.items())[:BEST]:
+        explanation = classifier.explain(photo, KINDS, options.target) if has_maps else None
+        best = explanation.probabilities if explanation else classifier.predict(photo, BEST)
+        for name, probability in list(best.items())[:BEST]:
             print(f"  {name:<{width}}{probability:7.2%}")
-        dataclasses.replace(explanation, name=path.name).save(sheet)
-        print(f"  wrote {sheet}")
-    print(f"\ncolour scale: {SCALE[0]:g} to {SCALE[1]:g} × uniform attention")
+        if explanation is not None:
+            dataclasses.replace(explanation, name=path.name).save(sheet)
+            print(f"  wrote {sheet}")
+    if has_maps:
+        print(f"\ncolour scale: {SCALE[0]:g} to {SCALE[1]:g} × uniform attention")
+    else:
+        print(f"\nno sheets: {no_maps_text(classifier.model)}")
 
 
 def _sheet_paths(folder: Path, photos: list[Path]) -> list[Path]:

@@ -17,8 +17,10 @@ from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
+from vit.explain.drawing import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
 from vit.files import write_atomically
+from vit.model.attention_model import no_maps_text
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.run_folder import REPORT_FILE, REPORT_FILES
 from vit.tracking import picture_tag
@@ -49,7 +51,7 @@ def write_report(
             of the features. Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
-        probes: Number of test images whose attention maps are drawn.
+        probes: Number of test images whose attention maps are drawn, if the model has maps.
         seed: Seed of the choice of these images and of those in the projector.
 
     Returns:
@@ -108,9 +110,10 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
     """Draw each image with its attention rollout.
 
     Returns:
-        Pictures (height, width, 3) uint8, with the true and the predicted class.
+        Pictures (height, width, 3) uint8, with the true and the predicted class; none if the model
+        has no maps.
     """
-    if len(probes) == 0:
+    if len(probes) == 0 or not classifier.has_maps:
         return []
     logits, maps = classifier.maps(probes.pixels())
     captions = captions_of(logits, probes.labels, probes.classes)
@@ -118,12 +121,19 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet) -> np.ndarray:
-    """Draw misclassified images next to class relevance for the predicted class."""
-    logits, maps = classifier.maps(mistakes.pixels(), ["relevance"])
+    """Draw misclassified images, next to their relevance for the predicted class if it has maps."""
+    title, relevance = "most confident mistakes", None
+    if classifier.has_maps:
+        logits, maps = classifier.maps(mistakes.pixels(), ["relevance"])
+        title, relevance = (
+            f"{title}, with class relevance for the predicted class",
+            maps["relevance"],
+        )
+    else:
+        logits = classifier.logits(mistakes.pixels())
     captions = captions_of(logits, mistakes.labels, mistakes.classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
-    title = "most confident mistakes, with class relevance for the predicted class"
-    return gallery_picture(title, mistakes.pixels(), maps["relevance"], captions)
+    return gallery_picture(title, mistakes.pixels(), relevance, captions)
 
 
 def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
@@ -151,7 +161,8 @@ def class_frames(images: ImageSet) -> Tensor:
     framed = colours[images.labels.cpu()][:, :, None, None].repeat(
         1, 1, height + 2 * FRAME, width + 2 * FRAME
     )
-    framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = images.pixels().cpu()
+    pixels = torch.from_numpy(as_rgb(images.pixels().cpu().movedim(1, -1).numpy()))
+    framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = pixels.movedim(-1, 1)
     return framed
 
 
@@ -198,6 +209,9 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
         options.seed,
     )  # fmt: skip
     print(as_table(result))
-    probes = f", {folder / 'probes'}/*.png" if options.probes else ""
+    has_maps = saved.classifier.has_maps
+    if not has_maps:
+        print(f"\n{no_maps_text(saved.classifier.model)}")
+    probes = f", {folder / 'probes'}/*.png" if options.probes and has_maps else ""
     print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png{probes}")
     return result

@@ -59,7 +59,7 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -
         shape = (WARMUP_STEPS + TIMED_STEPS, batch_size)
         batches = torch.randint(len(training), shape, generator=draw)
         for number, (images, labels) in enumerate(
-            training.batches(step.world.part(batches.T).T), start=1
+            step.inputs(training).batches(step.world.part(batches.T).T), start=1
         ):
             result = trial(images, labels)
             if number == WARMUP_STEPS:

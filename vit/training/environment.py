@@ -15,7 +15,7 @@ from vit.config import Config
 from vit.console import is_out_of_memory, rank, say
 from vit.data.stream import Decoder
 from vit.hardware import choose_device, choose_precision
-from vit.run_folder import check_run, lock_run
+from vit.run_folder import check_run, extend_config, lock_run
 from vit.training.distributed import World, join_world
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text
@@ -92,12 +92,13 @@ def start_environment(config: Config) -> Iterator[Environment]:
 
 @contextlib.contextmanager
 def claim_run(
-    config: Config, env: Environment, overwrite: bool, allow_changes: bool
-) -> Iterator[Checkpoint | None]:
+    config: Config, env: Environment, overwrite: bool, allow_changes: bool, extend: bool
+) -> Iterator[tuple[Config, Checkpoint | None]]:
     """Lock the run folder and decide whether to start or to resume; nothing is deleted yet.
 
     Yields:
-        The checkpoint to resume from, or None for a new run.
+        The config, which for an extension names the length of the finished run; and the checkpoint
+        to resume from, or None for a new run.
 
     Raises:
         ValueError: The folder is in use, or contains something that must not be overwritten.
@@ -106,5 +107,6 @@ def claim_run(
         with env.world.main_first():
             if env.world.main:
                 stack.enter_context(lock_run(Path(config.out)))
-            checkpoint = check_run(config, overwrite, env.describe(), allow_changes)
-        yield checkpoint
+            config = extend_config(config) if extend else config
+            checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
+        yield config, checkpoint

@@ -71,7 +71,11 @@ def plan_logging(config: Config, step: TrainingStep, available: int) -> LoggingP
     if limit is None or config.track.probes == 0:
         return LoggingPlan(everywhere, everywhere, complete, 1.0)
     seconds = PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step)
-    passes = TRAINING_PASSES * config.train.batch_size * schedule.work(schedule.total_steps)
+    passes = config.train.batch_size * schedule.work(schedule.total_steps)
+    if step.features is not None:  # each image passes through the frozen model once
+        passes = available
+    elif not step.state.frozen:
+        passes *= TRAINING_PASSES
     drawing = DRAWING_SECONDS + PROBE_SECONDS * min(config.track.probes, available)
     judging = JUDGING_PASSES * min(JUDGED, available) * seconds
     affordable = limit * passes * seconds

@@ -108,7 +108,7 @@ class Loop:
         logged = done
         begin = since = time.perf_counter()
         measured: dict[str, float] = {}
-        parts = training.batches(self.step.world.part(batches[done:].T).T)
+        parts = self.step.inputs(training).batches(self.step.world.part(batches[done:].T).T)
         for number, (images, labels) in enumerate(parts, start=done + 1):
             point = self.step(images, labels)
             state.points.append(point)

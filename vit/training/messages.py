@@ -8,10 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config
+from vit.config import Config, ModelConfig
 from vit.data.datasets import ImageSet, describe_counts
+from vit.data.specs import OWN_FILES
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
+from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.schedule import Schedule
@@ -40,29 +42,49 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     state, schedule, device = step.state, step.schedule, images.device
     rows, columns = schedule.full_size
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    trained = ""
+    if state.frozen:
+        number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+        when = "at every step" if step.features is None else "once"
+        trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
     fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
     budget, processes = config.train.budget_minutes, step.world.size
-    left_out = plan_logging(config, step, len(held_out) or len(images)).describe()
+    resized = config.data.name in OWN_FILES and config.data.image_size is None
+    hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
+    attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
+    has_maps = attention_model(state.model) is not None
+    maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
+    left_out = (
+        plan_logging(config, step, len(held_out) or len(images)).describe() if has_maps else None
+    )
     return (
         f"data     {config.data.name}: {len(images):,} training images "
         f"({describe_counts(images.classes, images.class_counts())}), "
         f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
+        f"{hint if resized else ''}"
         f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
-        f"model    ViT, depth {config.model.depth}, width {config.model.embed_dim}, "
-        f"{config.model.num_heads} heads, {rows} x {columns} pixels: {parameters:,} parameters, "
-        f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
+        f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
+        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
+        f"{trained}\n"
+        f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
-        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}, "
-        f"{'fused' if fused else 'math'} attention"
+        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f"{', compiled' if config.train.compile else ''}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
+        f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
-        f"{_short_text(config, step.schedule, len(images))}\n"
+        f"{_short_text(config, step, len(images))}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def restarts_text(schedule: Schedule) -> str:
+    """Name the steps after which the schedule starts over, if there are any."""
+    steps = ", ".join(f"{step:,}" for step in schedule.restarts)
+    return f"; the schedule starts over after step {steps}" if steps else ""
 
 
 def _held_out_text(count: int) -> str:
@@ -73,9 +95,9 @@ def _held_out_text(count: int) -> str:
     return f"{count:,} held out"
 
 
-def _short_text(config: Config, schedule: Schedule, images: int) -> str:
+def _short_text(config: Config, step: TrainingStep, images: int) -> str:
     """Say what limits a run on few images."""
-    batch = config.train.batch_size
+    schedule, batch = step.schedule, config.train.batch_size
     left = images - batch * schedule.steps_per_epoch
     text = ""
     if left > MUCH_LEFT * images and config.data.balance != "sampler":
@@ -83,7 +105,8 @@ def _short_text(config: Config, schedule: Schedule, images: int) -> str:
             f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
             "--train.batch_size"
         )
-    if schedule.total_steps < FEW_STEPS and config.train.budget_minutes is None:
+    from_scratch = config.train.budget_minutes is None and not step.state.frozen
+    if from_scratch and schedule.total_steps < FEW_STEPS:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
         text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
     return text
@@ -97,9 +120,10 @@ def _streaming_text(images: ImageSet) -> str:
     return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
 
 
-def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
+def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
     low, high = result["accuracy_95"]
+    attention = f"         python eval.py {run} --attention\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
@@ -110,7 +134,7 @@ def end_text(run: Path, result: dict[str, Any], seconds: float) -> str:
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
         f"{run / EVAL_FOLDER}/*.png\n"
         f"next     python eval.py {run}\n"
-        f"         python eval.py {run} --attention\n"
+        f"{attention}"
         f"         {tensorboard_command(run)}"
     )
 
@@ -150,3 +174,11 @@ def tensorboard_command(run: Path) -> str:
 def clock(seconds: float) -> str:
     """Format a duration as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def describe_model(model: ModelConfig) -> str:
+    """Name a model with the settings that matter most."""
+    if model.name != "vit":
+        given = ", ".join(f"{key} {value}" for key, value in (model.timm_args or {}).items())
+        return f"{model.name}, {given}" if given else model.name
+    return f"ViT, depth {model.depth}, width {model.embed_dim}, {model.num_heads} heads"

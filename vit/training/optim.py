@@ -1,6 +1,7 @@
 """Optimizers and their parameter groups."""
 
 from collections import defaultdict
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ class Muon(Optimizer):
     matrices that are orthogonalized separately.
 
     Args:
-        parameters: Matrices (D, E) and channels-last kernels (D, C, h, w), each with the number of
-            stacked matrices it consists of; each of them has D / number rows.
+        groups: Parameter groups, which may differ in learning rate and weight decay. The parameters
+            are matrices (D, E) and channels-last kernels (D, C, h, w).
+        numbers: Number of stacked matrices that a parameter consists of; each of them has
+            D / number rows.
         lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         momentum: Decay of the moving average of gradients, 0 to 1.
@@ -37,44 +40,45 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        parameters: list[tuple[nn.Parameter, int]],
+        groups: list[dict[str, Any]],
+        numbers: dict[nn.Parameter, int],
         lr: float,
         weight_decay: float,
         momentum: float,
     ) -> None:
-        self.numbers = dict(parameters)
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__([parameter for parameter, _ in parameters], defaults)
+        self.numbers = numbers
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            for (rows, columns), parts in self._by_shape(group["params"]).items():
-                matrices, gradients, averages = zip(*parts, strict=True)
-                torch._foreach_lerp_(averages, gradients, 1 - momentum)
-                ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov momentum
-                updates = orthogonalize(torch.stack(ahead))
-                torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-                rate = lr * max(1, rows / columns) ** 0.5
-                torch._foreach_add_(matrices, updates.unbind(), alpha=-rate)
+        for (rows, columns), parts in self._by_shape().items():
+            matrices, gradients, averages, groups = zip(*parts, strict=True)
+            momentum = groups[0]["momentum"]
+            torch._foreach_lerp_(averages, gradients, 1 - momentum)
+            ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov momentum
+            updates = orthogonalize(torch.stack(ahead)).unbind()
+            start = 0
+            for _, (group, *others) in groupby(groups, key=id):
+                part = slice(start, start := start + 1 + len(others))
+                torch._foreach_mul_(matrices[part], 1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] * max(1, rows / columns) ** 0.5
+                torch._foreach_add_(matrices[part], updates[part], alpha=-rate)
 
-    def _by_shape(
-        self, parameters: list[nn.Parameter]
-    ) -> dict[torch.Size, list[tuple[Tensor, Tensor, Tensor]]]:
-        """Group matrices, their gradients and averages of gradients by shape."""
+    def _by_shape(self) -> dict[torch.Size, list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]]:
+        """Sort matrices, with gradient, average of gradients and group, by shape."""
         by_shape = defaultdict(list)
-        for parameter in parameters:
-            assert parameter.grad is not None
-            whole, gradient = _as_matrix(parameter), _as_matrix(parameter.grad)
-            assert whole.data_ptr() == parameter.data_ptr(), "a kernel is not channels last"
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(whole)
-            wholes = (whole, gradient, state["momentum_buffer"])
-            for parts in zip(*(w.chunk(self.numbers[parameter]) for w in wholes), strict=True):
-                by_shape[parts[0].shape].append(parts)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert parameter.grad is not None
+                whole, gradient = _as_matrix(parameter), _as_matrix(parameter.grad)
+                assert whole.data_ptr() == parameter.data_ptr(), "a kernel is not channels last"
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(whole)
+                wholes = (whole, gradient, state["momentum_buffer"])
+                for parts in zip(*(w.chunk(self.numbers[parameter]) for w in wholes), strict=True):
+                    by_shape[parts[0].shape].append((*parts, group))
         return by_shape
 
 
@@ -114,35 +118,69 @@ def build_optimizers(
     muon_lr: float,
     muon_weight_decay: float,
     muon_momentum: float,
+    layer_decay: float | None = None,
 ) -> list[Optimizer]:
-    """Build the optimizers of a VisionTransformer.
+    """Build the optimizers of a VisionTransformer or of a model of timm.
 
-    Norms, biases, tokens and position embeddings have no weight decay. With "muon", `Muon` updates
+    Norms, biases, tokens, position embeddings and what a model of timm exempts itself have no
+    weight decay. With "muon", `Muon` updates
     the weight matrices of the encoder blocks (queries, keys and values as separate matrices) and
     the kernels of the stem. AdamW (arXiv 1711.05101) updates everything else, including depthwise
-    kernels and the head; with "adamw" it updates all parameters.
+    kernels and the head; with "adamw" it updates all parameters. Parameters that need no gradient
+    are left out. With layer_decay, both optimizers have groups for each layer, see `lr_scales`.
 
     Returns:
-        One or two optimizers; each group keeps its peak learning rate as "initial_lr".
+        One or two optimizers; each group keeps its peak learning rate as "initial_lr". The first
+        group of each optimizer has the highest.
     """
-    matrices: list[tuple[nn.Parameter, int]] = []
-    decayed, plain = [], []
+    scales = {} if layer_decay is None else lr_scales(model, layer_decay)
+    exempt = {"cls_token", "reg_token", "pos_embed"} | getattr(model, "no_weight_decay", set)()
+    matrices: dict[float, list[nn.Parameter]] = defaultdict(list)  # of Muon, by scale
+    numbers: dict[nn.Parameter, int] = {}
+    others: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)  # by scale and decay
     for key, parameter in model.named_parameters():
-        if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):
-            plain.append(parameter)
+        scale = scales.get(parameter, 1.0)
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim < 2 or key in exempt:
+            others[scale, False].append(parameter)
         elif name == "muon" and (
             key.startswith("patch_embed.") or (key.startswith("blocks.") and parameter.ndim == 2)
         ):
-            matrices.append((parameter, 3 if key.endswith("attn.qkv.weight") else 1))
+            matrices[scale].append(parameter)
+            numbers[parameter] = 3 if key.endswith("attn.qkv.weight") else 1
         else:
-            decayed.append(parameter)
+            others[scale, True].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": weight_decay, "initial_lr": lr},
-        {"params": plain, "weight_decay": 0.0, "initial_lr": lr},
+        {
+            "params": others[scale, decays],
+            "weight_decay": weight_decay if decays else 0.0,
+            "initial_lr": scale * lr,
+        }
+        for scale, decays in sorted(others, reverse=True)
     ]
     optimizers: list[Optimizer] = [torch.optim.AdamW(groups, lr=lr, fused=True)]
     if matrices:
-        muon = Muon(matrices, muon_lr, muon_weight_decay, muon_momentum)
-        muon.param_groups[0]["initial_lr"] = muon_lr
-        optimizers.append(muon)
+        groups = [
+            {"params": matrices[scale], "initial_lr": scale * muon_lr}
+            for scale in sorted(matrices, reverse=True)
+        ]
+        optimizers.append(Muon(groups, numbers, muon_lr, muon_weight_decay, muon_momentum))
     return optimizers
+
+
+def lr_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
+    """Return the learning rate of each parameter relative to the head's (BEiT, arXiv 2106.08254).
+
+    The head has 1, the last block layer_decay, the block before it layer_decay², and so on; the
+    patch embedding, tokens and positions come before the first block.
+
+    Args:
+        model: A VisionTransformer, or any model of timm.
+        layer_decay: Factor from one layer to the layer before it, more than 0 and up to 1.
+    """
+    # Imported here, because importing timm takes seconds.
+    from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]
+
+    groups = param_groups_layer_decay(model, layer_decay=layer_decay)
+    return {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}

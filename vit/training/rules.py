@@ -2,8 +2,8 @@
 
 import math
 
-from vit.config import Config
-from vit.data.specs import DATASETS
+from vit.config import Config, ModelConfig
+from vit.data.specs import OWN_FILES, spec_of
 from vit.settings import divisors, require
 
 
@@ -14,15 +14,32 @@ def check_sizes(config: Config) -> None:
     data set.
 
     Raises:
-        ValueError: The patch size does not divide the image size or is not supported by the stem,
-            or the crop padding is not smaller than the image.
+        ValueError: The patch size does not divide the image size or is not supported by the stem, a
+            model of timm does not fit the run, the crop padding is not smaller than the image, or
+            the data set has other channels.
     """
-    height, width = DATASETS[config.data.name].image_size
+    require(
+        config.data.channels in (None, 1, 3) or config.data.name in OWN_FILES,
+        "data.channels",
+        config.data.channels,
+        f"1 or 3 with data.name={config.data.name}",
+    )
+    height, width = spec_of(config.data).image_size
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
     size = f"{height}" if height == width else f"{height}x{width}"
     common = math.gcd(height, width)
+    is_timm = config.model.name != "vit"
+    if config.data.image_size is not None and not is_timm:
+        nearest = [patch_size * max(1, round(n / patch_size)) for n in (height, width)]
+        require(
+            common % patch_size == 0,
+            "data.image_size",
+            size,
+            f"a multiple of model.patch_size={patch_size}, e.g. "
+            + " ".join(map(str, nearest[:1] if height == width else nearest)),
+        )
     require(
-        common % patch_size == 0,
+        is_timm or common % patch_size == 0,
         "model.patch_size",
         patch_size,
         f"a divisor of the image size, {size}: {divisors(common)}",
@@ -35,11 +52,15 @@ def check_sizes(config: Config) -> None:
     )
     limit = min(height, width) - 1
     require(
-        padding <= limit,
+        config.augment.crop == "resized" or padding <= limit,
         "augment.crop_padding",
         padding,
         f"0 to {limit} pixels with images of {size} pixels",
     )
+    if is_timm:
+        from vit.training.timm_rules import check_timm  # late: it imports torch and timm
+
+        check_timm(config, (height, width), spec_of(config.data).channels)
 
 
 def check_batch(config: Config, processes: int) -> None:
@@ -55,8 +76,17 @@ def check_batch(config: Config, processes: int) -> None:
             f"train.batch_size: {train.batch_size} cannot be divided among {processes} processes "
             f"with train.accumulate={train.accumulate}; it must be a multiple of {parts}"
         )
-    if config.model.stem == "conv" and train.batch_size == parts:
+    if train.batch_size == parts and (owner := _batch_norm_of(config.model)):
         raise ValueError(
             f"train.batch_size: {train.batch_size} in {parts} parts (train.accumulate, "
-            "processes) is one image at a time; the batch norm of model.stem=conv needs two"
+            f"processes) is one image at a time; the batch norm of {owner} needs two"
         )
+
+
+def _batch_norm_of(model: ModelConfig) -> str:
+    """Return the setting because of which a model has batch norm; "" if it has none."""
+    if model.name != "vit":
+        from vit.training.timm_rules import has_batch_norm  # late: it imports torch and timm
+
+        return f"model.name={model.name}" if has_batch_norm(model) else ""
+    return "model.stem=conv" if model.stem == "conv" else ""

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
 from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
-from vit.model.vit import VisionTransformer
+from vit.model.embed import image_conv, whiten
 from vit.seeding import fold_in
 from vit.training.optim import build_optimizers
 
@@ -31,9 +31,10 @@ class TrainState:
         skipped: Steps skipped because loss or gradient was not finite.
         skipped_in_a_row: How many of the latest steps were skipped.
         points: Loss and accuracy, (2,), of each step of the epoch so far.
+        frozen: Whether only the head is trained, and the model is always in evaluation mode.
     """
 
-    model: VisionTransformer
+    model: nn.Module
     optimizers: list[Optimizer]
     ema: Any = None
     step: int = 0
@@ -42,10 +43,12 @@ class TrainState:
     skipped: int = 0
     skipped_in_a_row: int = 0
     points: list[Tensor] = field(default_factory=list)
+    frozen: bool = False
 
-    def evaluated(self) -> VisionTransformer:
+    def evaluated(self) -> nn.Module:
         """Return the model to evaluate, in evaluation mode: the moving average if there is one."""
-        return (self.model if self.ema is None else self.ema.module).eval()
+        model: nn.Module = self.model if self.ema is None else self.ema.module
+        return model.eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values, named as in `vit.checkpoint.Checkpoint`."""
@@ -70,7 +73,7 @@ class TrainState:
                 group.update(own)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
-        self.points = list(state["points"].to(self.model.head.weight.device))
+        self.points = list(state["points"].to(next(self.model.parameters()).device))
         for name in COUNTS:
             setattr(self, name, state[name])
 
@@ -89,6 +92,7 @@ def build_state(
     seed: int,
     device: torch.device,
     sample: Tensor | None = None,
+    frozen: bool = False,
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
@@ -99,14 +103,20 @@ def build_state(
         num_classes: Number of classes.
         seed: Seed of the run.
         device: Device of the model.
-        sample: Training images (B, channels, H, W) uint8 from which the stem is whitened; None
-            leaves its random weights.
+        sample: Training images (B, channels, H, W) uint8 from which the first kernels are
+            whitened; None leaves their random weights.
+        frozen: Whether to train only the head.
     """
     torch.manual_seed(fold_in(seed, "init"))
-    network = build_model(model, preprocess, num_classes)
+    network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
     if sample is not None:
-        network.patch_embed.whiten(preprocess.normalize(sample))
+        first = image_conv(network, preprocess.channels)
+        assert first is not None, "vit.training.rules refuses it"
+        whiten(first, preprocess.normalize(sample))
     network.to(device)
+    if frozen:
+        network.requires_grad_(False)
+        network.get_classifier().requires_grad_(True)
     optimizers = build_optimizers(
         network,
         optim.name,
@@ -115,9 +125,11 @@ def build_state(
         optim.muon_lr,
         optim.muon_weight_decay,
         optim.muon_momentum,
+        optim.layer_decay,
     )
     if optim.ema_decay is None:
-        return TrainState(network, optimizers)
+        return TrainState(network, optimizers, frozen=frozen)
     from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
-    return TrainState(network, optimizers, ModelEmaV3(network, optim.ema_decay, use_warmup=True))
+    ema = ModelEmaV3(network, optim.ema_decay, use_warmup=True)
+    return TrainState(network, optimizers, ema, frozen=frozen)

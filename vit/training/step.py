@@ -3,6 +3,7 @@
 Shapes: B batch, C classes, H height, W width.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from vit.config import AugmentConfig
 from vit.data.augment import augment, shrink
+from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.seeding import fold_in, generator
@@ -29,7 +31,7 @@ class TrainingStep:
 
     Attributes:
         state: The state that is trained; changed in place.
-        forward: The model, possibly compiled.
+        forward: The model, possibly compiled; with features, its head.
         preprocess: Normalizes the images.
         classes: The C class names.
         schedule: Image size, mixing and learning rate of each step.
@@ -42,6 +44,8 @@ class TrainingStep:
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
         class_weights: (C,) weights of the classes in the loss, see `vit.data.balance`, or None.
+        features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
+            is the same in every epoch; None computes it from the images at each step.
     """
 
     state: TrainState
@@ -57,6 +61,7 @@ class TrainingStep:
     seed: int
     world: World = World()  # noqa: RUF009
     class_weights: Tensor | None = None
+    features: Tensor | None = None
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on this process's part of a batch.
@@ -75,6 +80,12 @@ class TrainingStep:
         torch.manual_seed(fold_in(self._process_seed(), "dropout", step))
         return self.update(inputs, targets)
 
+    def inputs(self, training: ImageSet) -> ImageSet:
+        """Return what batches are taken from: the training images, or their features."""
+        if self.features is None:
+            return training
+        return dataclasses.replace(training, images=self.features)
+
     def prepare(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Augment a batch and shrink it to the step's size.
 
@@ -83,18 +94,23 @@ class TrainingStep:
             labels: (B,) int64.
 
         Returns:
-            Images (B, channels, H, W) float32, normalized, and targets (B, C), probabilities.
+            Images (B, channels, H, W) float32, normalized, or features (B, D) as they are; and
+            targets (B, C), probabilities.
         """
         step, device = self.state.step, images.device
         mixes = self.schedule.mixes(step)
         settings = self.augmentation
         classes = torch.arange(len(self.classes), device=device)
+        targets = (labels[:, None] == classes).float()
+        if self.features is not None:
+            return images, targets
         images, targets = augment(
             images,
-            (labels[:, None] == classes).float(),
+            targets,
             self.preprocess,
             generator(self._process_seed(), "augment", step, device=device),
             crop_padding=settings.crop_padding,
+            crop_scale=settings.crop_scale if settings.crop == "resized" else None,
             flip=settings.flip,
             rand_ops=settings.rand_ops,
             rand_magnitude=settings.rand_magnitude,
@@ -110,14 +126,15 @@ class TrainingStep:
         A skipped step changes nothing but the step counts.
 
         Args:
-            images: (B, channels, H, W) float32, normalized; this process's part of the batch.
+            images: (B, channels, H, W) float32, normalized, or features (B, D); this process's part
+                of the batch.
             targets: (B, C) float32, probabilities of the classes.
 
         Returns:
             (2,): mean loss and accuracy over all processes, as for `__call__`.
         """
         state = self.state
-        state.model.train()
+        state.model.train(not state.frozen)
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
         result = self.world.mean(self._backward(images, targets))
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]

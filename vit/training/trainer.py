@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor, nn
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import Classifier
@@ -25,10 +26,11 @@ from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_tr
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
 from vit.evaluation import Evaluator, Validation
+from vit.model.attention_model import attention_model, size_unit
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run
+from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run, write_config
 from vit.tracking import Tracker
 from vit.training.budget import fit_budget
 from vit.training.environment import Environment, claim_run, start_environment
@@ -40,11 +42,12 @@ from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 
+FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 
 
 def train(
-    config: Config, overwrite: bool = False, allow_changes: bool = False
+    config: Config, overwrite: bool = False, allow_changes: bool = False, extend: bool = False
 ) -> dict[str, Any] | None:
     """Train and evaluate a model, and write everything to the run folder `config.out`.
 
@@ -56,6 +59,9 @@ def train(
         overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
             size, augmentation, device or number of processes; data and model must be the same.
+        extend: Whether to extend the finished run in the folder to `train.epochs`: a new schedule
+            for the added epochs starts from its last weights and optimizer state. Until the
+            extension is finished, the finished run's model, report and config stay.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -70,7 +76,7 @@ def train(
     check_sizes(config)
     with (
         start_environment(config) as env,
-        claim_run(config, env, overwrite, allow_changes) as checkpoint,
+        claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
     ):
         training, held_out = load_data(config, checkpoint, env)
         step = build_step(config, checkpoint, training, env)
@@ -95,8 +101,13 @@ def load_data(
         ValueError: Images are missing, or differ from those the run was started with.
     """
     data = config.data
+    preprocess = Preprocess.from_config(data)
     with env.world.main_first():
-        training, held_out = load_training(data, config.train.seed, env.decoder, env.world.main)
+        training, held_out = load_training(
+            data, config.train.seed, preprocess,
+            preprocess.stored() if config.augment.crop == "resized" else None,
+            env.decoder, env.world.main,
+        )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
         if started != (*training.classes, len(training)):
@@ -118,22 +129,30 @@ def build_step(
         ValueError: A batch is larger than the training set, or the checkpoint is beyond the
             last step.
     """
-    train, preprocess = config.train, Preprocess.for_dataset(config.data.name)
+    train, preprocess = config.train, Preprocess.from_config(config.data)
     whitens = train.whiten and checkpoint is None  # a checkpoint brings its own kernels
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
         training.select(torch.arange(WHITENING_IMAGES)[: len(training)]).pixels().cpu()
         if whitens else None,
+        frozen=train.freeze == "backbone",
     )  # fmt: skip
+    model: Any = state.model  # ours or timm's, which have these methods
+    if train.checkpoint_blocks:
+        model.set_grad_checkpointing()
     if checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
+    unit = size_unit(state.model)
+    schedule = build_schedule(config, len(training), preprocess.image_size, unit)
+    fixed = state.frozen and not (config.augment.changes_images or schedule.resizes)
+    forward: nn.Module = model.get_classifier() if fixed else model
     step = TrainingStep(
         state=state,
         # Each image size is compiled separately, so that the grid is a plain number.
-        forward=torch.compile(state.model, dynamic=False) if train.compile else state.model,
+        forward=torch.compile(forward, dynamic=False) if train.compile else forward,
         preprocess=preprocess,
         classes=training.classes,
-        schedule=build_schedule(config, len(training), preprocess.image_size),
+        schedule=schedule,
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
@@ -146,6 +165,7 @@ def build_step(
             if config.data.balance == "loss"
             else None
         ),
+        features=compute_features(state, training, preprocess, env) if fixed else None,
     )
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
@@ -160,8 +180,26 @@ def build_step(
     return dataclasses.replace(step, schedule=schedule)
 
 
-def build_schedule(config: Config, num_images: int, image_size: tuple[int, int]) -> Schedule:
+def compute_features(
+    state: TrainState, images: ImageSet, preprocess: Preprocess, env: Environment
+) -> Tensor:
+    """Return what the head gets for each image, (N, D) float32."""
+    model, classes = state.model.eval(), images.classes
+    classifier = Classifier(model, preprocess, classes, env.device, env.precision)
+    parts = images.parts(FEATURE_BATCH)
+    return torch.cat([classifier.features(part) for part in parts])
+
+
+def build_schedule(
+    config: Config, num_images: int, image_size: tuple[int, int], unit: int
+) -> Schedule:
     """Build the schedule of a run of `train.epochs` epochs.
+
+    Args:
+        config: The run.
+        num_images: Number of training images.
+        image_size: Height and width of the images, in pixels.
+        unit: Pixels that the sides of smaller images are multiples of.
 
     Raises:
         ValueError: A batch is larger than the training set.
@@ -172,11 +210,12 @@ def build_schedule(config: Config, num_images: int, image_size: tuple[int, int])
         total_steps=train.epochs * per_epoch,
         steps_per_epoch=per_epoch,
         full_size=image_size,
-        small_size=scaled_size(image_size, train.small_scale, config.model.patch_size),
+        small_size=scaled_size(image_size, train.small_scale, unit),
         small_fraction=train.small_share,
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
         decay=config.optim.schedule,
+        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
     )
 
 
@@ -188,7 +227,7 @@ def open_tracker(
     if not env.world.main:
         yield None
         return
-    run = prepare_run(config, resume)
+    run = prepare_run(config, resume, state.step)
     with contextlib.closing(Tracker(run, state.step)) as tracker:
         if state.step == 0:
             tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(config))}```")
@@ -210,9 +249,12 @@ def build_loop(
     plan = plan_logging(config, step, len(looked_at))
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
-    if config.track.probes:
-        probes = choose_probes(looked_at, config.track.probes, seed)
-        judged = choose_probes(looked_at, JUDGED, seed)
+    if config.track.probes and attention_model(step.state.model) is not None:
+        # Training images may be stored larger than the model takes them.
+        probes, judged = (
+            choose_probes(looked_at, count, seed).resized(step.preprocess)
+            for count in (config.track.probes, JUDGED)
+        )
         evaluators += [
             AttentionLogging(run / MAPS_FOLDER, probes, plan.drawn),
             MapFaithfulness(judged, seed, plan.judged),
@@ -248,14 +290,19 @@ def finish_run(
         SystemExit: With 1 if the last checkpoint could not be written.
     """
     run, data = Path(config.out), config.data
-    test = load_test_images(dataclasses.replace(data, download=False), decoder)
+    test = load_test_images(
+        dataclasses.replace(data, download=False), classifier.preprocess, decoder
+    )
     result = write_report(
         classifier, test, run / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step)
-    say(end_text(run, result, state.seconds))
+    if config.train.restarts:  # an extension, which is finished when its config is there
+        before = state.total_steps * config.train.restarts[-1] // config.train.epochs
+        write_config(config, before)
+    say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)

@@ -1,0 +1,115 @@
+"""Channels of image files: grey, RGB, 16 bits, pages and bands."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.data.photos import convert_channels, read_photo, to_photo
+
+
+def draw(channels: int, height: int = 12, width: int = 9) -> np.ndarray:
+    shape = (height, width, channels)
+    return np.random.default_rng(channels).integers(256, size=shape, dtype=np.uint8)
+
+
+def save_pages(path: Path, pages: list[np.ndarray]) -> None:
+    first, *others = (Image.fromarray(page) for page in pages)
+    first.save(path, save_all=True, append_images=others)
+
+
+def test_grey_and_rgb_become_each_other_as_in_pillow(tmp_path: Path) -> None:
+    grey, colour = draw(1)[..., 0], draw(3)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(colour).save(tmp_path / "colour.png")
+    expected = {
+        ("grey.png", 1): grey[..., None],
+        ("grey.png", 3): np.stack([grey] * 3, axis=2),
+        ("colour.png", 3): colour,
+        ("colour.png", 1): np.asarray(Image.fromarray(colour).convert("L"))[..., None],
+    }
+    for (name, channels), pixels in expected.items():
+        np.testing.assert_array_equal(read_photo(tmp_path / name, "image", channels), pixels)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_16_bits_are_scaled_the_same_for_every_image(tmp_path: Path, suffix: str) -> None:
+    """A dark image stays dark: the scale does not depend on an image's own values."""
+    for values in ([0, 255, 256, 514], [0, 257, 32_767, 65_535]):
+        path = tmp_path / f"deep.{suffix}"
+        Image.fromarray(np.array([values], np.uint16)).save(path)
+        found = read_photo(path, "image", 1)[0, :, 0]
+        assert found.tolist() == [value // 257 for value in values]
+
+
+def test_32_bits_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deeper.tif"
+    Image.fromarray(np.array([[70_000]], np.int32)).save(path)
+    with pytest.raises(ValueError, match=r"deeper\.tif .* 32-bit pixels are not supported"):
+        read_photo(path, "image")
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 5])
+@pytest.mark.parametrize("depth", [np.uint8, np.uint16])
+def test_pages_of_a_tiff_are_channels(tmp_path: Path, pages: int, depth: type) -> None:
+    pixels = draw(pages)
+    scale = 1 if depth is np.uint8 else 257
+    path = tmp_path / "stack.tif"
+    save_pages(path, [pixels[..., c].astype(depth) * depth(scale) for c in range(pages)])
+    np.testing.assert_array_equal(read_photo(path, "image", pages), pixels)
+
+
+def test_files_with_other_channels_than_the_model_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "stack.tif"
+    save_pages(path, list(draw(4).transpose(2, 0, 1)))
+    for channels in (1, 3, 5):
+        with pytest.raises(
+            ValueError,
+            match=rf"data\.root: .*stack\.tif has 4 channels, but the model takes {channels} \(",
+        ):
+            read_photo(path, "data.root", channels)
+    Image.fromarray(draw(3)).save(tmp_path / "colour.png")
+    with pytest.raises(ValueError, match=r"colour\.png has 3 channels, but the model takes 2 \("):
+        read_photo(tmp_path / "colour.png", "data.root", 2)
+    Image.fromarray(draw(1)[..., 0]).save(tmp_path / "grey.png")
+    with pytest.raises(ValueError, match=r"grey\.png has 1 channel, but the model takes 5 \("):
+        read_photo(tmp_path / "grey.png", "data.root", 5)
+
+
+def test_pages_of_other_sizes_are_no_channels(tmp_path: Path) -> None:
+    path = tmp_path / "stack.tif"
+    save_pages(path, [draw(1)[..., 0], draw(1, 5, 5)[..., 0]])
+    with pytest.raises(ValueError, match="pages differ in size or colour"):
+        read_photo(path, "image", 2)
+
+
+def test_further_frames_of_colour_images_are_ignored(tmp_path: Path) -> None:
+    for suffix in ("tif", "gif"):
+        path = tmp_path / f"several.{suffix}"
+        save_pages(path, [np.full((4, 4, 3), n, np.uint8) for n in (10, 200)])
+        assert (read_photo(path, "image") == 10).all()
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "CMYK"])
+def test_bands_are_channels_where_the_model_takes_as_many(tmp_path: Path, mode: str) -> None:
+    pixels = draw(len(mode))
+    path = tmp_path / "bands.tif"
+    Image.frombytes(mode, (9, 12), pixels.tobytes()).save(path)
+    np.testing.assert_array_equal(read_photo(path, "image", len(mode)), pixels)
+
+
+def test_arrays_and_images_are_converted_too() -> None:
+    assert to_photo(draw(3), 1).shape == (12, 9, 1)
+    assert to_photo(draw(1)[..., 0], 1).shape == (12, 9, 1)
+    assert to_photo(draw(5), 5).shape == (12, 9, 5)
+    assert to_photo(Image.fromarray(draw(3)), 1).shape == (12, 9, 1)
+    for wrong in (draw(3), draw(1)):
+        with pytest.raises(ValueError, match=r"the array has . channels?, but the model takes 5"):
+            to_photo(wrong, 5)
+    with pytest.raises(ValueError, match=r"shape \(height, width\) or \(height, width, 5\)"):
+        to_photo(draw(4), 5)
+    with pytest.raises(ValueError, match="the image has 3 channels, but the model takes 5"):
+        to_photo(Image.fromarray(draw(3)), 5)
+    same = draw(3)
+    assert convert_channels(same, 3) is same

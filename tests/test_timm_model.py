@@ -1,0 +1,398 @@
+"""Models of timm: built, trained, resumed, evaluated; attention weights against timm's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from timm.models import vision_transformer as vits
+from torch import Tensor, nn
+
+from models import PLAIN
+from small_runs import make_loop
+from vit.classifier import Classifier, build_model
+from vit.cli import parse_train
+from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, to_dict
+from vit.data.preprocess import Preprocess
+from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.model.attention_model import attention_model
+from vit.model.embed import whiten
+from vit.model.timm_model import TimmAttentionModel, build_timm_model
+from vit.model.vit import VisionTransformer
+from vit.model_file import load_model
+from vit.reporting.attention import explain_run
+from vit.reporting.comparison import compare_runs
+from vit.reporting.photos import classify_photos
+from vit.reporting.report import evaluate_run
+from vit.training.optim import build_optimizers
+from vit.training.rules import check_batch, check_sizes
+from vit.training.state import build_state
+from vit.training.stopping import Stopped, StopRequest
+from vit.training.trainer import train
+
+TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+SIZES = {"img_size": 32, "num_classes": 5}
+SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
+RESNET = {"model": {"name": "timm:test_resnet"}, "optim": {"name": "adamw"}}
+VIT = {"model": {"name": "timm:vit_tiny_patch16_224", "timm_args": TINY}}
+NO_MAPS = "attention maps are not available for test_resnet: they need one sequence of tokens"
+
+
+def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
+    """A run of four steps on drawn shapes, with everything that keeps state."""
+    run: dict[str, Any] = {
+        "data": {"name": "shapes", "val_size": 40, "train_size": 128},
+        "train": {"epochs": 2, "batch_size": 64, "accumulate": 2, "device": "cpu",
+                  "precision": "float32", **settings},
+        "track": {"every": 1, "probes": 2, "max_cost": None},
+        "optim": {"ema_decay": 0.9, **parts.get("optim", {})},
+        "model": parts["model"],
+    }  # fmt: skip
+    return from_dict({"out": str(out), **run})
+
+
+def draw(model: nn.Module) -> nn.Module:
+    """Change all weights at random, so that every part of the model matters."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.4)
+    return model.eval()
+
+
+def timm_vit(name: str = "vit_tiny_patch16_224", **arguments: Any) -> nn.Module:
+    return draw(timm.create_model(name, **(TINY | SIZES | arguments)))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "mean, no prefix": {"global_pool": "avg", "class_token": False},
+    "registers": {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.5},
+    "norm_pre, qk_norm": {"pre_norm": True, "qk_norm": True},
+    "norms inside": {"scale_attn_norm": True, "scale_mlp_norm": True},
+    "attention pooling": {"global_pool": "map", "class_token": False},
+    "norms after": {"block_fn": vits.ResPostBlock, "init_values": 0.5},
+    "two side by side": {"block_fn": vits.ParallelThingsBlock, "init_values": 0.5},
+    "distilled": {"name": "deit_tiny_distilled_patch16_224"},
+    "any size": {"dynamic_img_size": True, "img_size": 24},
+}
+
+
+def seen_by_hooks(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """Record what timm drops out attention from, with its own step-by-step attention."""
+    seen: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, timm.layers.Attention):
+            module.fused_attn = False
+            module.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(images)
+    return seen
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_are_those_that_timm_computes(variant: str) -> None:
+    model, images = timm_vit(**VARIANTS[variant]), torch.randn(3, 3, 32, 32)
+    reader = attention_model(model)
+    assert isinstance(reader, TimmAttentionModel)
+    with torch.no_grad():
+        expected, features = model(images), model.forward_features(images)
+        logits, weights, tokens = reader.forward_intermediates(images)
+        seen = seen_by_hooks(model, images)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.norm(tokens[-1]), features, rtol=1e-4, atol=1e-4)
+    per_layer = len(seen) // len(weights)
+    assert len(weights) == len(model.blocks) == 2
+    assert per_layer == (2 if variant == "two side by side" else 1)
+    for number, found in enumerate(weights):
+        layer = torch.cat(seen[number * per_layer : (number + 1) * per_layer], dim=1)
+        torch.testing.assert_close(found, layer, rtol=1e-4, atol=1e-5)
+        assert found.std() > 0.01  # not uniform, so the comparison means something
+    assert reader.patch_embed.grid(32, 32) == (4, 4)
+    assert reader.patch_embed.patch_size == 8
+    assert reader.num_prefix_tokens + 16 == weights[0].shape[-1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_is_a_map_of_every_kind(variant: str) -> None:
+    model, images = timm_vit(**VARIANTS[variant]), torch.randn(2, 3, 32, 32)
+    logits, maps = attention_maps(model, images, list(MAP_KINDS))
+    torch.testing.assert_close(logits, model(images).detach(), rtol=1e-4, atol=1e-4)
+    for found in maps.values():
+        assert found.shape == (2, 4, 4)
+        assert found.isfinite().all()
+        assert found.min() >= 0
+        assert found.std() > 1e-3
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
+    theirs = timm_vit(global_pool=pool, reg_tokens=1)
+    sizes: dict[str, Any] = PLAIN | TINY | SIZES | {"global_pool": pool, "reg_tokens": 1}
+    ours = VisionTransformer(**sizes).eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    images = torch.randn(4, 3, 32, 32)
+    logits, maps = attention_maps(theirs, images, list(MAP_KINDS))
+    expected, ours_maps = attention_maps(ours, images, list(MAP_KINDS))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for kind in MAP_KINDS:
+        torch.testing.assert_close(maps[kind], ours_maps[kind], rtol=1e-3, atol=1e-3, msg=kind)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos", "test_convnext", "test_maxvit"])
+def test_models_without_timms_attention_have_no_maps(name: str) -> None:
+    model = build_timm_model(f"timm:{name}", {}, (32, 32), 3, 5).eval()
+    classifier = Classifier(model, SHAPES, tuple("abcde"), torch.device("cpu"), torch.float32)
+    assert not classifier.has_maps
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    assert classifier.logits(images).shape == (2, 5)
+    assert classifier.features(images).ndim == 2
+    with pytest.raises(ValueError, match=f"attention maps are not available for {name}: they need"):
+        classifier.maps(images)
+    with pytest.raises(ValueError, match="attention maps are not available"):
+        classifier.explain(torch.zeros(32, 32, 3, dtype=torch.uint8).numpy())
+
+
+def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
+    grey = Preprocess((32, 48), (0.5,), (0.5,))
+    model = build_model(ModelConfig(**VIT["model"]), grey, 7)
+    assert model(torch.zeros(2, 1, 32, 48)).shape == (2, 7)
+    assert model(torch.zeros(2, 1, 16, 24)).shape == (2, 7)  # at the beginning of a run
+    made = timm.create_model(
+        "vit_tiny_patch16_224", **TINY, img_size=(32, 48), in_chans=1, num_classes=7
+    )
+    made.load_state_dict(model.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"name": "resnet18"}, "model.name: resnet18 is not allowed; it must be vit, or timm: and"),
+        (
+            {"name": "timm:resnet81"},
+            r"model.name: timm:resnet81 is not a model of timm .*timm:resn",
+        ),
+        ({"name": "timm:test_vit.r160_in1k"}, "did you mean timm:test_vit"),
+        ({"name": "timm:hf-hub:a/b"}, "model.name: timm:hf-hub:a/b is not a model of timm"),
+        ({"name": "timm:test_resnet", "depth": 3}, "model.depth: 3 is only for model.name=vit"),
+        ({"timm_args": {"depth": 3}}, "model.timm_args: .* must be null with model.name=vit"),
+        ({"timm_args": "text"}, "model.timm_args: 'text' is not allowed; it must be arguments by"),
+        ({"timm_args": {3: 3}}, "model.timm_args: 3 is not the name of an argument"),
+        ({"timm_args": {"a": {1, 2}}}, "model.timm_args: {1, 2} is not a number"),
+        (
+            {"name": "timm:test_resnet", "timm_args": {"depht": 3, "b": 1, "stem_width": 4}},
+            r"model.timm_args: depht, b are not among the arguments of timm:test_resnet: .*drop_",
+        ),
+        (
+            {"name": "timm:test_resnet", "timm_args": {"num_classes": 3}},
+            "model.timm_args: num_classes is not allowed; the data set determines it",
+        ),
+        (
+            {"name": "timm:test_resnet", "timm_args": {"checkpoint_path": "/etc/passwd"}},
+            "model.timm_args: checkpoint_path is not allowed",
+        ),
+        (
+            {"name": "timm:vit_tiny_patch16_224", "timm_args": {"embed_dim": 100}},
+            "model.timm_args: timm cannot build timm:vit_tiny_patch16_224 with .*divisible",
+        ),
+        (
+            {"name": "timm:vit_small_patch14_reg4_dinov2"},
+            r"timm:vit_small_patch14_reg4_dinov2 does not take the images .* 32 x 32 pixels "
+            r"\(.*patch size \(14\).*made for 518 x 518 pixels",
+        ),
+    ],
+)
+def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        check_sizes(Config(model=model, optim={"name": "adamw"}))  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        (
+            "test_resnet",
+            {},
+            "optim.name: muon is not allowed; it must be adamw with model.name=tim",
+        ),
+        ("test_vit_relpos", {}, "train.small_share: 0.75 .* must be 0 .* 32 x 32 .* of 24 x 24"),
+        ("naflexvit_base_patch16_gap", {"small_share": 0}, "train.whiten: True .* must be false"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_sizes(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_batch_norm_needs_two_images(name: str) -> None:
+    run = Config(model={"name": f"timm:{name}"}, train={"batch_size": 4, "accumulate": 2})  # type: ignore[arg-type]
+    check_batch(run, processes=1)
+    if name == "test_vit":
+        check_batch(run, processes=2)
+        return
+    with pytest.raises(ValueError, match=r"batch norm of model.name=timm:test_resnet needs"):
+        check_batch(run, processes=2)
+
+
+def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
+    expected = {"depth": 2, "drop_rate": 1e-3, "qkv_bias": False, "act_layer": "silu", "x": [1, 2]}
+    text = "{depth: 2, drop_rate: 1e-3, qkv_bias: false, act_layer: silu, x: [1, 2]}"
+    (tmp_path / "run.yaml").write_text(f"model:\n  timm_args: {text}\n  name: timm:test_vit\n")
+    for arguments in (["--model.timm_args", text], ["--config", str(tmp_path / "run.yaml")]):
+        with pytest.raises(ValueError, match=r"timm_args: x is not among the arguments of timm"):
+            parse_train(["--model.name", "timm:test_vit", *arguments])
+    model = ModelConfig(name="timm:test_vit", timm_args=expected)
+    assert model == ModelConfig(name="timm:test_vit", timm_args={**expected, "depth": "2"})
+    assert from_dict(json.loads(json.dumps(to_dict(Config(model=model))))).model == model
+    with pytest.raises(ValueError, match=r"model.timm_args: \{depth: is not YAML"):
+        parse_train(["--model.name", "timm:test_vit", "--model.timm_args", "{depth:"])
+
+
+def test_first_convolution_is_whitened() -> None:
+    model, optim = ModelConfig(name="timm:test_resnet"), Config().optim
+    images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
+    cpu = torch.device("cpu")
+    plain, whitened = (
+        build_state(model, optim, SHAPES, 10, 0, cpu, sample).model for sample in (None, images)
+    )
+    conv = next(module for module in plain.modules() if isinstance(module, nn.Conv2d))
+    assert not torch.equal(conv.weight, next(whitened.parameters()))
+    whiten(conv, SHAPES.normalize(images))
+    for one, other in zip(plain.parameters(), whitened.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weight_decay_spares_what_timm_spares() -> None:
+    arguments = {"embed_dim": 12, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+    model = build_timm_model("timm:swin_tiny_patch4_window7_224", arguments, (32, 32), 3, 5)
+    (adamw,) = build_optimizers(model, "adamw", 0.1, 0.05, 0.1, 0.05, 0.9)
+    spared = {
+        name
+        for name, parameter in model.named_parameters()
+        for group in adamw.param_groups
+        if group["weight_decay"] == 0 and any(parameter is each for each in group["params"])
+    }
+    assert "layers.0.blocks.0.attn.relative_position_bias_table" in spared
+    assert "layers.0.blocks.0.attn.qkv.weight" not in spared
+    assert {name for name, parameter in model.named_parameters() if parameter.ndim < 2} < spared
+
+
+class StopAfter(StopRequest):
+    """A request that comes after a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def agreed(self, world: object) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("parts", [RESNET, VIT], ids=["resnet, adamw", "vit, muon"])
+def test_resumed_run_is_the_same_bit_for_bit(parts: dict[str, Any], tmp_path: Path) -> None:
+    def run(name: str, stop: StopRequest | None = None) -> dict[str, Any]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        loop = make_loop(config(tmp_path / name, parts), stop=stop)
+        loop.run()
+        return loop.step.state.state_dict()
+
+    alone = run("alone")
+    with pytest.raises(Stopped):
+        run("stopped", StopAfter(2))
+    resumed = run("stopped")
+    assert alone["step"] == resumed["step"] == 4
+    for part in ("model", "optimizers", "ema", "points"):
+        torch.testing.assert_close(resumed[part], alone[part], rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two short runs, of a convolutional network and of a ViT."""
+    folder = tmp_path_factory.mktemp("timm")
+    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
+        train(config(folder / name, parts))
+    return folder
+
+
+@pytest.mark.slow
+def test_model_file_holds_timms_weights(runs: Path) -> None:
+    weights = load_file(runs / "resnet/model.safetensors")
+    timm.create_model("test_resnet", num_classes=10).load_state_dict(weights, strict=True)
+    saved = load_model(runs / "vit", device="cpu", precision="float32")
+    assert saved.config.model.timm_args == TINY
+    assert saved.classifier.has_maps
+
+
+@pytest.mark.slow
+def test_evaluation_gives_the_numbers_of_the_run(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = json.loads((runs / "resnet/eval/report.json").read_text())
+    options = EvalConfig(out=str(tmp_path), device="cpu", precision="float32", probes=2)
+    result = evaluate_run(str(runs / "resnet"), options)
+    assert result["loss"] == pytest.approx(expected["loss"])
+    assert NO_MAPS in capsys.readouterr().out
+    for folder, probes in ((tmp_path, 0), (runs / "vit/eval", 2)):
+        assert (folder / "mistakes.png").exists()
+        assert len(list(folder.glob("probes/*.png"))) == probes
+
+
+@pytest.mark.slow
+def test_logging_follows_attention_only_where_there_is_any(runs: Path) -> None:
+    tags = {
+        name: {key for line in (runs / name / "metrics.jsonl").read_text().splitlines()
+               for key in json.loads(line)}
+        for name in ("resnet", "vit")
+    }  # fmt: skip
+    assert {"faithfulness/rollout", "attention/entropy/layer_01"} <= tags["vit"]
+    assert not any(tag.startswith(("attention/", "faithfulness/")) for tag in tags["resnet"])
+    assert "val/accuracy" in tags["resnet"]
+
+
+@pytest.mark.slow
+def test_photos_are_classified_with_and_without_sheets(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photo = tmp_path / "photo.png"
+    Image.new("RGB", (40, 50), (200, 30, 30)).save(photo)
+    for name in ("resnet", "vit"):
+        out = tmp_path / name
+        classify_photos(
+            str(runs / name), EvalConfig(image=(str(photo),), out=str(out), device="cpu")
+        )
+        shown = capsys.readouterr().out
+        assert shown.count("%") == 5
+        assert (f"no sheets: {NO_MAPS}" in shown) == (name == "resnet")
+        assert (out / "photos/photo_sheet.png").exists() == (name == "vit")
+
+
+@pytest.mark.slow
+def test_attention_is_drawn_or_refused(runs: Path, tmp_path: Path) -> None:
+    options = EvalConfig(attention=True, probes=1, faithfulness=2, out=str(tmp_path), device="cpu")
+    with pytest.raises(ValueError, match=NO_MAPS):
+        explain_run(str(runs / "resnet"), options)
+    assert not list(tmp_path.iterdir())
+    explain_run(str(runs / "vit"), options)
+    assert len(list((tmp_path / "attention").glob("*.npy"))) == len(MAP_KINDS)
+
+
+@pytest.mark.slow
+def test_runs_are_compared_with_and_without_maps(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for other in ("vit", "resnet"):
+        options = EvalConfig(compare=str(runs / other), out=str(tmp_path), device="cpu", probes=2)
+        compare_runs(str(runs / "vit"), options)
+        shown, with_maps = capsys.readouterr().out, other == "vit"
+        folder = tmp_path / ("compare_vit_2" if with_maps else "compare_resnet")
+        content = json.loads((folder / "comparison.json").read_text())
+        assert 0 <= content["mcnemar_p"] <= 1
+        assert ("moved_attention" in content) == with_maps
+        assert (folder / "comparison.png").exists() == with_maps
+        assert (NO_MAPS in shown) != with_maps
