@@ -93,9 +93,9 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         training, held_out = draw_images(6400), draw_images(config.data.val_size)
         env = Environment(CPU, precision, World(), StopRequest())
         step = build_step(config, None, training, env)
-        seconds_per_step = mean_step_seconds(step, config.train.batch_size)
+        seconds_per_step = mean_step_seconds(step, training, config.train.batch_size)
         with contextlib.closing(Tracker(Path(folder))) as tracker:
-            loop = build_loop(config, step, held_out, tracker, env)
+            loop = build_loop(config, step, training, held_out, tracker, env)
             step.state.step = 0  # a milestone
             values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
             works: dict[str, Callable[[], object]] = {
@@ -105,7 +105,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
             seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
         classifier, test = loop.classifier(), draw_images(10_000)
         report = timed(lambda: write_report(classifier, test, Path(folder) / "eval", step=0))
-        plain = timed(lambda: classifier.logits(test.images))
+        plain = timed(lambda: classifier.logits(test.pixels()))
     parts = {
         f"{len(milestones(steps))} milestones of attention": len(milestones(steps))
         * seconds["milestone"],

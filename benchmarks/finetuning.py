@@ -79,7 +79,8 @@ def write_folder(root: Path, train_set: ImageSet, test_set: ImageSet) -> Path:
     done = root / "complete"
     if not done.exists():
         for split, images in (("train", train_set), ("test", test_set)):
-            for number, (image, label) in enumerate(zip(images.images, images.labels, strict=True)):
+            pairs = zip(images.pixels(), images.labels, strict=True)
+            for number, (image, label) in enumerate(pairs):
                 path = root / split / images.classes[int(label)] / f"{number:05d}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)

@@ -58,15 +58,15 @@ def waits_in_step(step: Callable[[], object], device: torch.device) -> int:
 
 def measure_config(config: Config, device: torch.device, each: int, peak: float) -> float:
     """Print the speed of a config's steps; return images/s of the last phase, at full size."""
-    step = make_step(config, device)
+    step, images = make_step(config, device)
     batch = torch.arange(config.train.batch_size, device=device)
     speed = 0.0
     for phase in step.schedule.phases():
         rows, columns = phase.image_size
-        work = repeat_step(step, phase.start, batch[None])
+        work = repeat_step(step, images, phase.start, batch[None])
         first = timed(work)
         seconds = seconds_each(work, device, each)
-        prepare = repeat_step(step, phase.start, batch[None], prepare_only=True)
+        prepare = repeat_step(step, images, phase.start, batch[None], prepare_only=True)
         augmenting = seconds_each(prepare, device, each)
         rate = flops_of_step(step.state.model, len(batch), rows) / seconds
         speed = len(batch) / seconds

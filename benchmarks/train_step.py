@@ -209,31 +209,37 @@ def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 
         print(f"  {row.key[:44]:<46}{getattr(row, cost) / total:6.1%}{row.count:8,} calls")
 
 
-def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:
-    """Build the training step of a config on random pixels."""
+def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep, ImageSet]:
+    """Build the training step of a config, and images of random pixels for it."""
     pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
-    images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
+    labels = torch.arange(10_000) % 10
+    images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
     precision = choose_precision(config.train.precision, device)
     env = Environment(device, precision, World(), StopRequest())
-    return build_step(config, None, images.to(device), env)
+    return build_step(config, None, images, env), images
 
 
 def repeat_step(
-    step: TrainingStep, start: int, batches: Tensor, prepare_only: bool = False
+    step: TrainingStep,
+    images: ImageSet,
+    start: int,
+    batches: Tensor,
+    prepare_only: bool = False,
 ) -> Callable[[], None]:
     """Return a function that repeats one step of a run, once for each batch.
 
     Args:
         step: The training step.
+        images: The training images.
         start: Number of the step, which determines its image size.
-        batches: (times, B) indices of images.
+        batches: (times, B) indices of images, on their device.
         prepare_only: Whether to stop after selecting and augmenting the images.
     """
 
     def work() -> None:
-        for indices in batches:
+        for pixels, labels in images.batches(batches):
             step.state.step = start
-            _ = step.prepare(indices) if prepare_only else step(indices)
+            _ = step.prepare(pixels, labels) if prepare_only else step(pixels, labels)
 
     return work
 
@@ -241,15 +247,13 @@ def repeat_step(
 def measure_quick(rounds: int, steps: int = 10) -> None:
     """Print the speed of configs/quick.yaml, and where the time of a step goes."""
     config = Config()
-    step, size = make_step(config), config.train.batch_size
+    (step, images), size = make_step(config), config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
-    print(
-        f"\nconfigs/quick.yaml, batch {size}: {size / mean_step_seconds(step, size):.0f} images/s, "
-        "mean over a run"
-    )
+    speed = size / mean_step_seconds(step, images, size)
+    print(f"\nconfigs/quick.yaml, batch {size}: {speed:.0f} images/s, mean over a run")
     for phase in step.schedule.phases():
-        whole = repeat_step(step, phase.start, batches)
-        works = {"step": whole, "prepare": repeat_step(step, phase.start, batches, True)}
+        whole = repeat_step(step, images, phase.start, batches)
+        works = {"step": whole, "prepare": repeat_step(step, images, phase.start, batches, True)}
         timings = take_turns(works, rounds)
         seconds, part = timings["step"].seconds, timings["prepare"].seconds
         rows, columns = phase.image_size

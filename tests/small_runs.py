@@ -80,7 +80,7 @@ def make_loop(
     env, checkpoint = environment(device, stop), latest_checkpoint(Path(config.out))
     training, held_out = load_data(config, checkpoint, env)
     step = build_step(config, checkpoint, training, env)
-    return build_loop(config, step, held_out, tracker, env)
+    return build_loop(config, step, training, held_out, tracker, env)
 
 
 def command(config: Config, folder: Path) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
+from vit.config import DataConfig
 from vit.data.datasets import (
     ImageSet,
     balanced_subset,
@@ -638,7 +639,7 @@ def test_class_without_training_images_is_refused_with_the_counts():
     with pytest.raises(
         ValueError, match=r"^data\.train_size: 4 leaves a class .*\(circle .* use more"
     ):
-        load_training("shapes", "", False, 4, 0, seed=0)
+        load_training(DataConfig(name="shapes", train_size=4, val_size=0), seed=0)
 
 
 def test_counts_are_listed_or_summarized():

@@ -17,6 +17,7 @@ from vit.checkpoint import checkpoint_steps
 from vit.config import AugmentConfig, Config, from_dict
 from vit.data import sources
 from vit.data.batches import epoch_batches
+from vit.data.datasets import load_training
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.tracking import Tracker
@@ -155,8 +156,9 @@ def frozen(out: Path, **changes):
 
 
 def train_steps(step, number: int) -> list[Tensor]:
-    batches = epoch_batches(len(step.images), 64, 0, 0)
-    return [step(indices) for indices in batches[:number]]
+    training, _ = load_training(small(Path("unused")).data, 0)
+    batches = epoch_batches(len(training), 64, 0, 0)[:number]
+    return [step(*batch) for batch in step.inputs(training).batches(batches)]
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
@@ -215,9 +217,9 @@ def test_a_linear_probe_resumes_bit_for_bit(tmp_path, augment):
         loop = make_loop(config, tracker)
         if epochs == 1:  # as if it had been stopped after an epoch
             (state, schedule) = loop.step.state, loop.step.schedule
-            batches = epoch_batches(len(loop.step.images), 64, 0, 0)
-            for indices in batches:
-                state.points.append(loop.step(indices))
+            batches = epoch_batches(len(loop.training), 64, 0, 0)
+            for batch in loop.step.inputs(loop.training).batches(batches):
+                state.points.append(loop.step(*batch))
             loop.save()
             assert state.step == schedule.steps_per_epoch
         else:

@@ -47,6 +47,8 @@ EDGES = {
     "data.image_size": ("0", "-4", "62", "10001"),
     "data.channels": ("0", "2", "1001"),
     "data.val_size": ("-1", "1000001"),
+    "data.memory_gb": ("-0.1", "1000001"),
+    "data.workers": ("-1", "1001"),
     "data.train_size": ("0", "1000001"),
     "model.patch_size": ("0", "-4", "3", "64"),
     "model.embed_dim": ("0", "10001"),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from small_runs import ROOT, assert_same, command, make_step, small
+from small_runs import ROOT, assert_same, command, make_loop, small
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.config import Config, DataConfig
@@ -156,14 +156,14 @@ def test_step_of_every_config_learns(name: str, tmp_path: Path) -> None:
     config = read(name)
     shapes = small(tmp_path / "run", data={"train_size": 2000, "val_size": 0}).data
     config = dataclasses.replace(config, out=str(tmp_path / "run"), data=shapes)
-    step = make_step(config, device=GPU)
+    loop = make_loop(config, device=GPU)
     step = dataclasses.replace(
-        step,
+        loop.step,
         precision=torch.bfloat16,
-        schedule=dataclasses.replace(step.schedule, total_steps=1000, warmup=0.01),
+        schedule=dataclasses.replace(loop.step.schedule, total_steps=1000, warmup=0.01),
     )
-    batch = torch.arange(config.train.batch_size, device=GPU)
-    losses = torch.stack([step(batch) for _ in range(30)])[:, 0].cpu()
+    batches = torch.arange(config.train.batch_size).repeat(30, 1)
+    losses = torch.stack([step(*batch) for batch in loop.training.batches(batches)])[:, 0].cpu()
     assert step.state.step == 30 and step.state.skipped == 0
     assert losses.isfinite().all()
     assert losses[-5:].mean() < losses[:5].mean()

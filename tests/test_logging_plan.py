@@ -39,7 +39,7 @@ def plan(step: TrainingStep, num_images: int, epochs: int, **track: Any) -> Logg
     )
     per_epoch = num_images // size
     schedule = replace(step.schedule, total_steps=epochs * per_epoch, steps_per_epoch=per_epoch)
-    return plan_logging(config, replace(step, schedule=schedule), HELD_OUT)
+    return plan_logging(config, replace(step, schedule=schedule), len(HELD_OUT))
 
 
 def test_quick_logs_at_all_ten_milestones(quick: TrainingStep) -> None:
@@ -123,7 +123,7 @@ def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, An
         quick.schedule, steps_per_epoch=per_epoch, total_steps=config.train.epochs * per_epoch
     )
     held_out: ImageSet = HELD_OUT.select(torch.arange(held))
-    return start_text(config, replace(quick, images=images, schedule=schedule), held_out)
+    return start_text(config, replace(quick, schedule=schedule), images, held_out)
 
 
 def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -> None:

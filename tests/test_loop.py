@@ -255,11 +255,13 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
 
 def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> None:
     augment = {"erasing": 0, "mixup": 1.0, "cutmix": 0, "mix_share": 0.6}
-    step = make_step(small(tmp_path, **{**BARE, "augment": augment}))
+    loop = make_loop(small(tmp_path, **{**BARE, "augment": augment}))
+    ((images, labels),) = loop.training.batches(torch.arange(64)[None])
+    step = loop.step
     mixed = []
     for number in range(15):
         step.state.step = number
-        targets = step.prepare(torch.arange(64))[1]
+        targets = step.prepare(images, labels)[1]
         assert torch.allclose(targets.sum(dim=1), torch.ones(64))
         mixed.append(bool((targets.max(dim=1).values < 1).any()))
     assert mixed == [True] * 9 + [False] * 6

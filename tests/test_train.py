@@ -34,7 +34,7 @@ from small_runs import (
 from vit.checkpoint import read_checkpoint, save_checkpoint
 from vit.config import Config, DataConfig, EvalConfig, from_dict, to_dict
 from vit.data import datasets
-from vit.data.datasets import ImageSet, choose_probes, load
+from vit.data.datasets import ImageSet, choose_probes, load, open_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import load_model
@@ -294,9 +294,9 @@ def test_test_images_are_read_once_and_last(
 ) -> None:
     order = []
 
-    def watched_load(*args: Any, train: bool, **kwargs: Any) -> ImageSet:
+    def watched_open(data: DataConfig, train: bool, *args: Any, **kwargs: Any) -> ImageSet:
         order.append("training images" if train else "test images")
-        return load(*args, train=train, **kwargs)
+        return open_images(data, train, *args, **kwargs)
 
     update = TrainingStep.update
 
@@ -304,8 +304,7 @@ def test_test_images_are_read_once_and_last(
         order.append("step")
         return update(step, images, targets)
 
-    monkeypatch.setattr(trainer, "load", watched_load)
-    monkeypatch.setattr(datasets, "load", watched_load)
+    monkeypatch.setattr(datasets, "open_images", watched_open)
     monkeypatch.setattr(TrainingStep, "update", watched_update)
     train(small(tmp_path / "run", train={"epochs": 1}))
     assert order == ["training images", *["step"] * 5, "test images"]
@@ -386,7 +385,7 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
     still = {"lr": 1e-12, "muon_lr": 1e-12, "weight_decay": 0.0, "muon_weight_decay": 0.0}
     config = small(tmp_path / "run", optim=still, train={"whiten": whiten, "epochs": 1})
     train(config)
-    images = make_step(config).images.images
+    images = make_loop(config).training.pixels()
     expected = make_state(config).model.patch_embed
     if whiten:
         expected.whiten(SHAPES.normalize(images))

@@ -47,6 +47,12 @@ def user_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             fail(f"out of memory; use a smaller model or batch: {shorten(error, 200)}")
+        if "DataLoader worker" in str(error):
+            fail(
+                "data.workers: a process that decodes images has ended "
+                f"({shorten(error, 200)}); rerun the command, and if memory runs out, lower "
+                "--data.workers or the batch size"
+            )
         if "does not have a deterministic implementation" in str(error):
             operation = str(error).partition(" ")[0]
             fail(

@@ -64,6 +64,10 @@ class DataConfig:
             set's own, 3 for image files
         on_bad_image: with name=folder, how to treat an image file that cannot be read: error stops,
             skip lists it and leaves it out
+        memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
+            are decoded from their files in every epoch; null means a quarter of the free memory
+        workers: number of processes that decode image files; 0 decodes them in the main process;
+            null means one per usable core, less one, but none for fewer than 200 files
         val_size: number of training images held out for the validation curves; 0 holds out none
         train_size: number of training images to use, after the validation images are held out; null
             uses all of them
@@ -79,6 +83,8 @@ class DataConfig:
     fit: Literal["crop", "pad", "squash"] = "crop"
     channels: Annotated[int, Field(ge=1, le=1000)] | None = None
     on_bad_image: Literal["error", "skip"] = "error"
+    memory_gb: NonNegative | None = None
+    workers: Annotated[int, Field(ge=0, le=1000)] | None = None
     val_size: CountOrZero = 1000
     train_size: Count | None = None
     balance: Literal["none", "sampler", "loss"] = "none"

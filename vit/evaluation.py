@@ -67,7 +67,8 @@ def evaluate(
         The report, see `report`, with images_per_second; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
-    logits = classifier.logits(images.images, batch_size).cpu()
+    parts = [classifier.logits(part, batch_size) for part in images.parts(batch_size)]
+    logits = torch.cat(parts).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
     return {**result, "images_per_second": len(images) / seconds}, logits

@@ -1,5 +1,7 @@
-"""The device a run computes on, its precision, and what a device cannot do."""
+"""The device a run computes on, its precision, and what a device cannot do; cores and memory."""
 
+import os
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -83,3 +85,64 @@ def describe(device: torch.device) -> str:
     if device.type == "mps":
         return "Apple GPU (MPS)"
     return str(torch.get_device_module(device).get_device_name(device))
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the memory that is free for this process, in bytes; limits of containers count.
+
+    Where the system does not tell how much is free, this is the memory it has, and 8 GB where it
+    does not tell that either (Windows).
+
+    Args:
+        root: Folder that contains proc/ and sys/ on Linux.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        names: dict[str, int] = getattr(os, "sysconf_names", {})
+        pages = next((p for p in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if p in names), None)
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else 8 * 10**9
+    available = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return min([1024 * int(available), *_free_in_groups(root)])
+
+
+def _free_in_groups(root: Path) -> list[int]:
+    """Return what is left of the memory limit of each control group (Linux) of this process."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = base / path.strip("/")
+        # In a container the path may be that of the host, of which only the root is visible.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base):
+                left += _free_in_group(folder, *names)
+    return left
+
+
+def _free_in_group(folder: Path, limit: str, used: str, cache: str) -> list[int]:
+    """Return a group's limit minus what it uses, apart from files in the cache; [] without one."""
+    try:
+        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        reclaimable = int(dict(pairs).get(cache, 0))
+    except OSError:  # there is no such group, or it has no limit
+        return []
+    return [] if most == "max" else [max(0, int(most) - now + reclaimable)]

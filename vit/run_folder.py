@@ -257,8 +257,9 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop what may always differ when a run is resumed: the folders of the run and the data."""
-    data = {key: value for key, value in values["data"].items() if key not in ("root", "download")}
+    """Drop what may always differ when a run is resumed: folders, and how files are read."""
+    free = ("root", "download", "memory_gb", "workers")
+    data = {key: value for key, value in values["data"].items() if key not in free}
     return {**values, "data": data, "out": None}
 
 

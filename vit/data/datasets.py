@@ -1,20 +1,28 @@
-"""Data sets as tensors: uint8 images, labels and class names; subsets and splits of them."""
+"""Data sets: images, in memory or in their files, with labels and class names; subsets and splits.
+
+Shapes: N images, B batch, C classes, H height, W width.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vit.config import DataConfig, DataName
-from vit.data.folder import read_files
+from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
+from vit.data.stream import Decoder, ImageFiles
+from vit.hardware import free_memory
 from vit.seeding import generator
 
 MAX_LISTED = 20  # classes whose image counts are listed one by one
+FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
 @dataclass(frozen=True)
@@ -22,13 +30,13 @@ class ImageSet:
     """Images with labels.
 
     Attributes:
-        images: (N, channels, H, W) uint8.
+        images: (N, channels, H, W) uint8, or files that are decoded when they are needed.
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
     """
 
-    images: Tensor
+    images: Tensor | ImageFiles
     labels: Tensor
     classes: tuple[str, ...]
     masks: Tensor | None = None
@@ -36,8 +44,13 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the images are, or are moved to when they are decoded."""
+        return self.images.device
+
     def select(self, indices: Tensor) -> "ImageSet":
-        """Return the images at `indices` (n,), in that order."""
+        """Return the images at `indices` (n,), in that order; files stay files."""
         return dataclasses.replace(
             self,
             images=self.images[indices],
@@ -53,12 +66,67 @@ class ImageSet:
 
     def resized(self, preprocess: Preprocess) -> "ImageSet":
         """Return the set with images and masks of a model's size; itself if nothing changes."""
+        if isinstance(self.images, ImageFiles):
+            files = dataclasses.replace(self.images, preprocess=preprocess)
+            return dataclasses.replace(self, images=files)
         images = self.images.cpu()
         resized = preprocess.resize_all(images)
         if resized is images:
             return self
         masks = None if self.masks is None else preprocess.resize_masks(self.masks)
         return dataclasses.replace(self, images=resized.to(self.images.device), masks=masks)
+
+    def pixels(self) -> Tensor:
+        """Return all images as (N, channels, H, W) uint8; meant for sets that fit into memory.
+
+        Raises:
+            ValueError: A file cannot be read.
+        """
+        return self.images if isinstance(self.images, Tensor) else self.images.read()
+
+    def in_memory(self) -> "ImageSet":
+        """Return the set with all images decoded."""
+        return dataclasses.replace(self, images=self.pixels())
+
+    def check(self) -> None:
+        """Decode all images that are in files, without keeping them.
+
+        Raises:
+            ValueError: A file cannot be read.
+        """
+        if isinstance(self.images, ImageFiles):
+            self.images.check()
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """Yield the images in their order, at most `size` at a time: (n, channels, H, W) uint8.
+
+        Raises:
+            ValueError: A file cannot be read any more.
+        """
+        if isinstance(self.images, Tensor):
+            yield from self.images.split(size)
+        else:
+            yield from self.images.batches(torch.arange(len(self)).split(size))
+
+    def batches(self, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the images and labels of batch after batch, on the set's device.
+
+        Args:
+            indices: (steps, B) int64.
+
+        Yields:
+            Images (B, channels, H, W) uint8 and labels (B,) int64.
+
+        Raises:
+            ValueError: A file cannot be read any more.
+        """
+        rows = indices.to(self.device)
+        if isinstance(self.images, Tensor):
+            for row in rows:
+                yield self.images[row], self.labels[row]
+        else:
+            for row, images in zip(rows, self.images.batches(indices), strict=True):
+                yield images, self.labels[row]
 
     def class_counts(self) -> list[int]:
         """Count the images of each class."""
@@ -71,13 +139,13 @@ def load(
     train: bool,
     download: bool = True,
     count: int | None = None,
-    on_bad_image: str = "error",
+    on_bad_image: Any = "error",
     preprocess: Preprocess | None = None,
 ) -> ImageSet:
     """Load the training or test images of a data set.
 
     Args:
-        name: A key of `vit.data.specs.DATASETS`.
+        name: Name of the data set, see `vit.config.DataConfig`.
         root: Folder for downloaded data, or the image folder with train/ and test/; not used by
             "shapes".
         train: Whether to load the training images rather than the test images.
@@ -95,19 +163,83 @@ def load(
         ValueError: The name is unknown, the data is missing and could not be downloaded, or an
             image cannot be read.
     """
-    source = read_source(name, root, train, download, count)
-    preprocess = preprocess or Preprocess.from_config(DataConfig(name=name))
-    if isinstance(source.pictures, Tensor):
-        given = ImageSet(source.pictures, source.labels, source.classes, source.masks)
-        return given.resized(preprocess)
-    images, labels, classes = read_files(
-        (source.pictures, source.labels, source.classes), on_bad_image, preprocess
+    data = DataConfig(
+        name=name, root=str(root) or ".", download=download, on_bad_image=on_bad_image
     )
+    return open_images(data, train, preprocess, count=count).in_memory()
+
+
+def open_images(
+    data: DataConfig,
+    train: bool,
+    preprocess: Preprocess | None = None,
+    decoder: Decoder | None = None,
+    count: int | None = None,
+) -> ImageSet:
+    """Find the training or test images of a data set; those in files are not decoded yet.
+
+    With `data.on_bad_image` "skip", all files are decoded once to find those that cannot be read.
+
+    Args:
+        data: The data set.
+        train: Whether to find the training images rather than the test images.
+        preprocess: Resizes the images; None is the data set's own.
+        decoder: Decodes files; None decodes them in this process.
+        count: Number of shapes to draw, as for `load`.
+
+    Returns:
+        The images, in the order in which `load` returns them.
+
+    Raises:
+        ValueError: The data is missing and could not be downloaded, or no image of a class can be
+            read.
+    """
+    preprocess = preprocess or Preprocess.from_config(data)
+    source = read_source(data.name, data.root, train, data.download, count)
+    if isinstance(source.pictures, Tensor):
+        images = ImageSet(source.pictures, source.labels, source.classes, source.masks)
+        return images.resized(preprocess)
+    paths = tuple(map(str, source.pictures))
+    files = ImageFiles(paths, preprocess, decoder or Decoder())
+    images = ImageSet(files, source.labels, source.classes, source.masks)
+    if data.on_bad_image == "skip":
+        kept = drop_unreadable(paths, images.labels, images.classes, files.unreadable())
+        images = images.select(kept)
     if not train:
-        return ImageSet(images, labels, classes)
+        return images
     # Shuffled, so that the first few already cover all classes.
-    order = torch.randperm(len(labels), generator=generator(0, "folder"))
-    return ImageSet(images[order], labels[order], classes)
+    return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
+
+
+def load_test_images(
+    data: DataConfig, preprocess: Preprocess | None = None, decoder: Decoder | None = None
+) -> ImageSet:
+    """Load the test images of a data set into memory, or leave them in their files if too large.
+
+    Args:
+        data: The data set.
+        preprocess: Resizes the images; None is the data set's own.
+        decoder: Decodes files; None decodes them in this process.
+
+    Raises:
+        ValueError: The data is missing and could not be downloaded, or an image that was to be
+            read into memory cannot be read.
+    """
+    test = open_images(data, False, preprocess, decoder)
+    return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
+
+
+def fit_into_memory(sets: Sequence[ImageSet], memory_gb: float | None) -> bool:
+    """Tell whether the decoded images of some sets fit into the memory that is for them.
+
+    Args:
+        sets: The sets; those that are in memory already count as nothing.
+        memory_gb: Memory for images, in GB; None is a quarter of the free memory, divided by the
+            number of torchrun's processes on this machine.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = FRACTION_OF_FREE * free_memory() / processes if memory_gb is None else 1e9 * memory_gb
+    return sum(s.images.nbytes for s in sets if isinstance(s.images, ImageFiles)) <= limit
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
@@ -172,10 +304,13 @@ def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tens
 
 
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
-    """Choose images to draw, balanced over the classes; all of them if there are fewer."""
-    return images.select(
-        balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
-    )
+    """Choose images to draw, balanced over the classes; all of them if there are fewer.
+
+    Returns:
+        The images, in memory.
+    """
+    chosen = balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
+    return images.select(chosen).in_memory()
 
 
 def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
@@ -199,28 +334,25 @@ def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSe
 
 
 def load_training(
-    name: DataName,
-    root: str,
-    download: bool,
-    train_size: int | None,
-    val_size: int,
+    data: DataConfig,
     seed: int,
-    on_bad_image: str = "error",
     preprocess: Preprocess | None = None,
     stored: Preprocess | None = None,
+    decoder: Decoder | None = None,
+    check: bool = True,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set and hold some of them out.
 
+    Images in files are decoded into memory if they fit into `data.memory_gb`. Otherwise they stay
+    in their files, and like the test images they are decoded once to check that they can be read.
+
     Args:
-        name: Data set, as for `load`.
-        root: Folder, as for `load`.
-        download: Whether to download missing data, as for `load`.
-        train_size: Number of training images after holding out; None uses all.
-        val_size: Number of images to hold out.
+        data: The data set, and how many images to train on and to hold out.
         seed: Seed of the split.
-        on_bad_image: "error" or "skip", as for `load`.
-        preprocess: Resizes the images, as for `load`.
+        preprocess: Resizes the images; None is the data set's own.
         stored: Resizes the training images instead, see `Preprocess.stored`.
+        decoder: Decodes files; None decodes them in this process.
+        check: Whether to decode images that are not kept in memory.
 
     Returns:
         The training images and the held-out images.
@@ -229,29 +361,46 @@ def load_training(
         ValueError: The data is missing or cannot be read, there are fewer images than requested,
             or a class would be left without training images.
     """
-    count = None if train_size is None else train_size + val_size
-    everything = load(name, root, True, download, count, on_bad_image, preprocess)
-    if name == "folder":  # an unreadable test image stops a run before training, not after it
-        load(name, root, train=False, on_bad_image=on_bad_image, preprocess=preprocess)
-    training, held_out = hold_out(everything, val_size, seed)
+    count = None if data.train_size is None else data.train_size + data.val_size
+    everything = open_images(data, True, preprocess, decoder, count)
+    training, held_out = hold_out(everything, data.val_size, seed)
     if stored not in (None, preprocess):
-        larger = load(name, root, True, download, count, on_bad_image, stored)
-        training, _ = hold_out(larger, val_size, seed)
-    if train_size is None:
+        larger = open_images(data, True, stored, decoder, count)
+        training, _ = hold_out(larger, data.val_size, seed)
+    if data.train_size is not None:
+        training = _first(training, data.train_size)
+    if isinstance(training.images, Tensor):
         return training, held_out
-    if train_size > len(training):
+    unchecked = [open_images(data, False, preprocess, decoder)]
+    if fit_into_memory((training, held_out), data.memory_gb):
+        training, held_out = training.in_memory(), held_out.in_memory()
+    else:
+        unchecked += [training, held_out]
+    if check and data.on_bad_image == "error":  # skip has checked them already
+        for images in unchecked:
+            images.check()
+    return training, held_out
+
+
+def _first(training: ImageSet, count: int) -> ImageSet:
+    """Return the first training images.
+
+    Raises:
+        ValueError: There are fewer, or a class is missing among them.
+    """
+    if count > len(training):
         raise ValueError(
-            f"data.train_size: {train_size} is not allowed; it must be at most {len(training)}, "
+            f"data.train_size: {count} is not allowed; it must be at most {len(training)}, "
             "the number of training images"
         )
-    training = training.select(torch.arange(train_size))
+    training = training.select(torch.arange(count))
     counts = training.class_counts()
     if min(counts) == 0:
         raise ValueError(
-            f"data.train_size: {train_size} leaves a class without training images "
+            f"data.train_size: {count} leaves a class without training images "
             f"({describe_counts(training.classes, counts)}); use more"
         )
-    return training, held_out
+    return training
 
 
 def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:

@@ -10,9 +10,6 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from vit.data.photos import read_photo
-from vit.data.preprocess import Preprocess
-
 LISTED = 10  # at most so many names in a message
 
 
@@ -40,43 +37,34 @@ def list_folder(root: Path, train: bool) -> tuple[tuple[Path, ...], Tensor, tupl
     return paths, torch.tensor(files.targets), tuple(files.classes)
 
 
-def read_files(
-    source: tuple[tuple[Path, ...], Tensor, tuple[str, ...]],
-    on_bad_image: str,
-    preprocess: Preprocess,
-) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Read image files, cropped and resized.
+def drop_unreadable(
+    paths: Sequence[str], labels: Tensor, classes: Sequence[str], unreadable: Sequence[int]
+) -> Tensor:
+    """Report files that cannot be read and leave them out.
 
     Args:
-        source: The N files with labels and class names, as from `list_folder`.
-        on_bad_image: What to do about an unreadable image: "error", or "skip" it with a warning.
-        preprocess: Crops and resizes the images.
+        paths: The N files.
+        labels: (N,) int64, 0 to C - 1.
+        classes: The C class names.
+        unreadable: Indices of the files that cannot be read.
 
     Returns:
-        Images (n, channels, H, W) uint8, labels (n,) int64 and the class names, n <= N.
+        Indices of the others, ascending.
 
     Raises:
-        ValueError: An image cannot be read, or none of a class.
+        ValueError: No image of a class can be read.
     """
-    paths, labels, classes = source
-    images, kept, bad = [], [], []
-    for number, path in enumerate(paths):
-        try:
-            images.append(preprocess.resize(read_photo(path, "data.root", preprocess.channels)))
-            kept.append(number)
-        except ValueError as error:
-            if on_bad_image != "skip":
-                what = "replace or delete it, or use --data.on_bad_image skip"
-                raise ValueError(f"{error}; {what}") from None
-            bad.append(str(path))
-    if bad:
-        count = f"{len(bad):,} of {len(paths):,} images in {_common_folder(paths)}"
-        print(f"skipped {count} that cannot be read: {_some(bad)}", file=sys.stderr, flush=True)
+    readable = torch.ones(len(paths), dtype=torch.bool)
+    readable[list(unreadable)] = False
+    if len(unreadable):
+        count = f"{len(unreadable):,} of {len(paths):,} images in {_common_folder(paths)}"
+        names = _some([paths[index] for index in unreadable])
+        print(f"skipped {count} that cannot be read: {names}", file=sys.stderr, flush=True)
     for label in range(len(classes)):
-        if label not in labels[kept]:
+        if label not in labels[readable]:
             of_class = (labels == label).nonzero().squeeze(1).tolist()
-            raise _no_image(_common_folder([paths[number] for number in of_class]))
-    return torch.stack(images), labels[kept], classes
+            raise _no_image(_common_folder([paths[index] for index in of_class]))
+    return readable.nonzero().squeeze(1)
 
 
 def _find(root: Path, train: bool) -> ImageFolder:
@@ -136,8 +124,8 @@ def _no_image(folder: Path) -> ValueError:
     )
 
 
-def _common_folder(paths: Sequence[Path]) -> Path:
-    return Path(os.path.commonpath([path.parent for path in paths]))
+def _common_folder(paths: Sequence[str]) -> Path:
+    return Path(os.path.commonpath([Path(path).parent for path in paths]))
 
 
 def _content(folder: Path) -> str:

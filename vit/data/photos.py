@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, ImageSequence
+from PIL import ExifTags, Image, ImageOps, ImageSequence
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 DEEPEST = 65_535  # largest 16-bit value
@@ -138,7 +138,8 @@ def _page_pixels(image: Image.Image) -> np.ndarray:
     """Return (height, width, 1 or 3) uint8: grey where the file has one channel."""
     if image.mode == "F":
         raise ValueError("photo: floating-point pixels are not supported; convert to 8 or 16 bits")
-    photo = ImageOps.exif_transpose(image)
+    upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    photo = image if upright else ImageOps.exif_transpose(image)  # which always makes a copy
     if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
         grey = np.asarray(photo).astype(np.int64)
         if grey.min() < 0 or grey.max() > DEEPEST:
@@ -147,7 +148,7 @@ def _page_pixels(image: Image.Image) -> np.ndarray:
     if _is_grey(photo) and not photo.has_transparency_data:
         return np.asarray(photo.convert("L"))[..., None]
     if not photo.has_transparency_data:
-        return np.asarray(photo.convert("RGB"))
+        return np.asarray(photo if photo.mode == "RGB" else photo.convert("RGB"))
     photo = photo.convert("RGBA")
     white = Image.new("RGBA", photo.size, "white")
     return np.asarray(Image.alpha_composite(white, photo).convert("RGB"))

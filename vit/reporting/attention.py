@@ -139,9 +139,9 @@ def _write_maps(
     folder: Path,
 ) -> None:
     """Write a sheet and an index entry for each image, and a file for each kind of map."""
-    chosen, classes = test.select(indices), saved.classifier.classes
+    chosen, classes = test.select(indices).in_memory(), saved.classifier.classes
     aims = None if target is None else torch.full_like(indices, target)
-    logits, maps = saved.classifier.maps(chosen.images, list(MAP_KINDS), aims, **rollout)
+    logits, maps = saved.classifier.maps(chosen.pixels(), list(MAP_KINDS), aims, **rollout)
     probabilities, predicted = logits.softmax(dim=1).cpu().max(dim=1)
     explained = predicted if target is None else torch.full_like(predicted, target)
     entries = [
@@ -173,7 +173,7 @@ def _write_maps(
     with SummaryWriter(str(folder)) as writer:
         for row, index in enumerate(indices.tolist()):
             sheet = attention_picture(
-                chosen.images[row].expand(len(maps), -1, -1, -1),
+                chosen.pixels()[row].expand(len(maps), -1, -1, -1),
                 torch.stack([found[row] for found in maps.values()]),
                 [captions[row]] * len(maps),
                 [map_title(kind, classes[explained[row]]) for kind in maps],
@@ -204,12 +204,13 @@ def measure_maps(
         For each map and metric, the mean over images and half the width of its 95% interval.
         "over_centred" is the paired difference to the centred map in (LeRF - MoRF) / 2.
     """
+    pixels = images.pixels()
     logits, maps = classifier.maps(
-        images.images, list(MAP_KINDS), precision=classifier.precision, batch_size=batch_size,
+        pixels, list(MAP_KINDS), precision=classifier.precision, batch_size=batch_size,
         **rollout,
     )  # fmt: skip
     maps = with_baselines({kind: found.cpu() for kind, found in maps.items()}, seed)
-    inputs = classifier.normalize(images.images)
+    inputs = classifier.normalize(pixels)
     passes = 2 * len(LEVELS) * len(maps) * len(images)
     # disable=None shows the bar on terminals only.
     with tqdm(total=passes, desc="faithfulness", unit="image", leave=False, disable=None) as bar:

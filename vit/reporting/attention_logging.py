@@ -54,7 +54,7 @@ class AttentionLogging:
         model = require_attention(classifier.model)
         with torch.no_grad():
             logits, weights, tokens = model.forward_intermediates(
-                classifier.normalize(self.probes.images)
+                classifier.normalize(self.probes.pixels())
             )
         grid = model.patch_embed.grid(*self.probes.images.shape[-2:])
         prefix = model.num_prefix_tokens
@@ -75,15 +75,15 @@ class AttentionLogging:
         heads = head_maps([w[:1] for w in weights], readout=readout, num_prefix_tokens=prefix)
         heads = (heads[:, 0] * num_tokens).unflatten(2, grid)
         name = self.probes.classes[self.probes.labels[0]]
-        yield "attention/heads/probe_00", heads_picture(self.probes.images[0], heads, name)
+        yield "attention/heads/probe_00", heads_picture(self.probes.pixels()[0], heads, name)
         rollout = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
         maps = (rollout * num_tokens).unflatten(1, grid).cpu()
         captions = captions_of(logits, self.probes.labels, self.probes.classes)
-        for number, picture in enumerate(rollout_pictures(self.probes.images, maps, captions)):
+        for number, picture in enumerate(rollout_pictures(self.probes.pixels(), maps, captions)):
             yield ROLLOUT_TAG.format(number), picture
         kept = self._save(maps, step)
         strip = torch.from_numpy(np.stack(list(kept.values())))
-        yield "attention/filmstrip", filmstrip_picture(self.probes.images, strip, list(kept))
+        yield "attention/filmstrip", filmstrip_picture(self.probes.pixels(), strip, list(kept))
 
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:
         """Save the maps of a step; return the maps of all steps so far.
@@ -121,10 +121,10 @@ class MapFaithfulness:
         if len(self.images) == 0:
             return
         logits, maps = classifier.maps(
-            self.images.images, JUDGED_KINDS, precision=classifier.precision
+            self.images.pixels(), JUDGED_KINDS, precision=classifier.precision
         )
         scores = score_maps(
-            classifier.forward, classifier.normalize(self.images.images),
+            classifier.forward, classifier.normalize(self.images.pixels()),
             with_baselines(maps, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
         )  # fmt: skip
         for kind, values in scores.items():

@@ -19,6 +19,8 @@ from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test, results_folder
 
+SUMMED_AT_ONCE = 500  # images; limits peak memory
+
 
 def compare_runs(run: str, options: EvalConfig) -> None:
     """Compare two models on the test images; print the result, and write numbers and a figure.
@@ -121,10 +123,11 @@ def _draw(
         f"{test.classes[guesses[0][index]]} / {test.classes[guesses[1][index]]}"
         for index, label in zip(drawn.tolist(), chosen.labels.tolist(), strict=True)
     ]
-    average = test.images.float().mean(dim=0).round().to(torch.uint8)
+    sums = torch.stack([part.sum(dim=0) for part in test.parts(SUMMED_AT_ONCE)])
+    average = (sums.sum(dim=0) / len(test)).round().to(torch.uint8)
     one, other = (torch.cat([found.mean(dim=0)[None], found[drawn]]) for found in maps)
     return comparison_picture(
-        torch.cat([average[None], chosen.images]),
+        torch.cat([average[None], chosen.pixels()]),
         (one, other),
         names,
         [f"mean of all\n{len(test):,} test images", *captions],
@@ -141,12 +144,15 @@ def _predict(
     classifier: Classifier, test: ImageSet, batch_size: int, needs_maps: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return predictions (N,) and rollout (N, rows, columns) of all test images, on the CPU."""
-    if not needs_maps:
-        return classifier.logits(test.images, batch_size).argmax(dim=1).cpu(), None
-    logits, maps = classifier.maps(
-        test.images, ["rollout"], precision=classifier.precision, batch_size=batch_size
-    )
-    return logits.argmax(dim=1).cpu(), maps["rollout"].cpu()
+    guesses, maps = [], []
+    for part in test.parts(batch_size):
+        if needs_maps:
+            logits, found = classifier.maps(part, ["rollout"], precision=classifier.precision)
+            maps.append(found["rollout"].cpu())
+        else:
+            logits = classifier.logits(part, batch_size)
+        guesses.append(logits.argmax(dim=1).cpu())
+    return torch.cat(guesses), torch.cat(maps) if needs_maps else None
 
 
 def _print(content: dict[str, Any], names: tuple[str, str]) -> None:

@@ -91,7 +91,7 @@ def _images_to_check(saved: SavedModel, options: EvalConfig) -> tuple[Tensor, st
         size = (CHECKED, preprocess.channels, *preprocess.image_size)
         noise = torch.randint(256, size, dtype=torch.uint8, generator=generator(0, "export"))
         return noise, f"images of noise (no test images of {saved.config.data.name} here)"
-    return choose_probes(test, CHECKED, seed=0).images, f"test images of {saved.config.data.name}"
+    return choose_probes(test, CHECKED, seed=0).pixels(), f"test images of {saved.config.data.name}"
 
 
 def _require_packages(name: str, kind: Format) -> None:

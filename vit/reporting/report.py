@@ -64,7 +64,7 @@ def write_report(
     }
     wrong = worst_mistakes(logits, images.labels, MISTAKES)
     if len(wrong):
-        pictures["mistakes"] = draw_gallery(classifier, images.select(wrong))
+        pictures["mistakes"] = draw_gallery(classifier, images.select(wrong).in_memory())
     drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
@@ -115,30 +115,30 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
     """
     if len(probes) == 0 or not classifier.has_maps:
         return []
-    logits, maps = classifier.maps(probes.images)
+    logits, maps = classifier.maps(probes.pixels())
     captions = captions_of(logits, probes.labels, probes.classes)
-    return rollout_pictures(probes.images, maps["rollout"], captions)
+    return rollout_pictures(probes.pixels(), maps["rollout"], captions)
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet) -> np.ndarray:
     """Draw misclassified images, next to their relevance for the predicted class if it has maps."""
     title, relevance = "most confident mistakes", None
     if classifier.has_maps:
-        logits, maps = classifier.maps(mistakes.images, ["relevance"])
+        logits, maps = classifier.maps(mistakes.pixels(), ["relevance"])
         title, relevance = (
             f"{title}, with class relevance for the predicted class",
             maps["relevance"],
         )
     else:
-        logits = classifier.logits(mistakes.images)
+        logits = classifier.logits(mistakes.pixels())
     captions = captions_of(logits, mistakes.labels, mistakes.classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
-    return gallery_picture(title, mistakes.images, relevance, captions)
+    return gallery_picture(title, mistakes.pixels(), relevance, captions)
 
 
 def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
     """Write the features and thumbnails of images for TensorBoard's projector."""
-    features = [classifier.features(part).cpu() for part in images.images.split(PROJECTED_AT_ONCE)]
+    features = [classifier.features(part).cpu() for part in images.parts(PROJECTED_AT_ONCE)]
     writer.add_embedding(
         torch.cat(features), [images.classes[label] for label in images.labels],
         class_frames(images) / 255, step, "features",
@@ -161,7 +161,7 @@ def class_frames(images: ImageSet) -> Tensor:
     framed = colours[images.labels.cpu()][:, :, None, None].repeat(
         1, 1, height + 2 * FRAME, width + 2 * FRAME
     )
-    pixels = torch.from_numpy(as_rgb(images.images.cpu().movedim(1, -1).numpy()))
+    pixels = torch.from_numpy(as_rgb(images.pixels().cpu().movedim(1, -1).numpy()))
     framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = pixels.movedim(-1, 1)
     return framed
 

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from vit.data.datasets import ImageSet
 from vit.seeding import generator
 from vit.training.step import TrainingStep
 
@@ -14,13 +15,14 @@ WARMUP_STEPS, TIMED_STEPS = 10, 20  # in each phase of the schedule
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
-def fit_budget(step: TrainingStep, seconds: float, batch_size: int) -> int:
+def fit_budget(step: TrainingStep, training: ImageSet, seconds: float, batch_size: int) -> int:
     """Benchmark each phase of a run and return the number of steps that fit into a budget.
 
     The benchmark counts as training time (`state.seconds`); its effect on the weights is undone.
 
     Args:
         step: The training step. The phases of its schedule are timed; its state is restored.
+        training: The training images.
         seconds: Time for training, evaluation and logging.
         batch_size: Images per step, over all processes.
 
@@ -29,20 +31,23 @@ def fit_budget(step: TrainingStep, seconds: float, batch_size: int) -> int:
     """
     start = time.perf_counter()
     fresh = copy.deepcopy(step.state.state_dict())
-    seconds_per_step = step.world.agree(mean_step_seconds(step, batch_size))
+    seconds_per_step = step.world.agree(mean_step_seconds(step, training, batch_size))
     step.state.load_state_dict(fresh)
     step.state.seconds = step.world.agree(time.perf_counter() - start)
     left = TRAINING_FRACTION * seconds - step.state.seconds
     return max(1, int(left / seconds_per_step))
 
 
-def mean_step_seconds(step: TrainingStep, batch_size: int) -> float:
+def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -> float:
     """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
+
+    Where images are decoded during training and this is slower than the step, it sets the time.
 
     This changes the state: weights, optimizers and counts.
 
     Args:
         step: The training step.
+        training: The training images.
         batch_size: Images per step, over all processes.
     """
     schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
@@ -51,11 +56,15 @@ def mean_step_seconds(step: TrainingStep, batch_size: int) -> float:
     seconds = 0.0
     for phase in schedule.phases():
         trial.state.step = phase.start
-        for steps in (WARMUP_STEPS, TIMED_STEPS):
-            begin = time.perf_counter()
-            for _ in range(steps):
-                indices = torch.randint(len(step.images), (batch_size,), generator=draw)
-                result = trial(indices.to(step.images.images.device))
-            result.sum().item()  # waits for the device
+        shape = (WARMUP_STEPS + TIMED_STEPS, batch_size)
+        batches = torch.randint(len(training), shape, generator=draw)
+        for number, (images, labels) in enumerate(
+            step.inputs(training).batches(step.world.part(batches.T).T), start=1
+        ):
+            result = trial(images, labels)
+            if number == WARMUP_STEPS:
+                result.sum().item()  # waits for the device
+                begin = time.perf_counter()
+        result.sum().item()
         seconds += phase.fraction * (time.perf_counter() - begin) / TIMED_STEPS
     return seconds

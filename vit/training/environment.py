@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from vit.checkpoint import Checkpoint
 from vit.config import Config
 from vit.console import is_out_of_memory, rank, say
+from vit.data.stream import Decoder
 from vit.hardware import choose_device, choose_precision
 from vit.run_folder import check_run, extend_config, lock_run
 from vit.training.distributed import World, join_world
@@ -31,12 +32,14 @@ class Environment:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         world: The processes that train together.
         stop: Whether a signal has asked the run to stop.
+        decoder: Decodes image files.
     """
 
     device: torch.device
     precision: torch.dtype
     world: World
     stop: StopRequest
+    decoder: Decoder = field(default_factory=Decoder)
 
     def describe(self) -> dict[str, Any]:
         """Return what the results of a run depend on besides its config, for the checkpoint."""
@@ -66,7 +69,9 @@ def start_environment(config: Config) -> Iterator[Environment]:
             with join_world(device) as world:
                 with world.main_first():
                     check_batch(config, world.size)
-                yield Environment(device, precision, world, stop)
+                decoder = Decoder(config.data.workers, pin_memory=device.type == "cuda")
+                with contextlib.closing(decoder):
+                    yield Environment(device, precision, world, stop, decoder)
         except Stopped:
             if rank() == 0:
                 say(stopped_text(Path(config.out), stop.signal), sys.stderr)

@@ -11,7 +11,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import Config
-from vit.data.datasets import ImageSet
 from vit.reporting.attention_logging import JUDGED, JUDGED_KINDS, JUDGED_LEVELS
 from vit.tracking import milestones
 from vit.training.step import TrainingStep
@@ -54,7 +53,7 @@ class LoggingPlan:
         )
 
 
-def plan_logging(config: Config, step: TrainingStep, held_out: ImageSet) -> LoggingPlan:
+def plan_logging(config: Config, step: TrainingStep, available: int) -> LoggingPlan:
     """Choose the steps at which attention is logged.
 
     Attention is drawn at the last step, however short the run, and if possible at the first. Beyond
@@ -64,10 +63,9 @@ def plan_logging(config: Config, step: TrainingStep, held_out: ImageSet) -> Logg
     Args:
         config: The run.
         step: The training step, with model and schedule.
-        held_out: The held-out images; if there are none, training images are logged.
+        available: Number of images to choose from.
     """
     schedule, limit = step.schedule, config.track.max_cost
-    images = len(held_out) or len(step.images)
     everywhere = milestones(schedule.total_steps)
     complete = len(everywhere)
     if limit is None or config.track.probes == 0:
@@ -75,11 +73,11 @@ def plan_logging(config: Config, step: TrainingStep, held_out: ImageSet) -> Logg
     seconds = PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step)
     passes = config.train.batch_size * schedule.work(schedule.total_steps)
     if step.features is not None:  # each image passes through the frozen model once
-        passes = len(step.images)
+        passes = available
     elif not step.state.frozen:
         passes *= TRAINING_PASSES
-    drawing = DRAWING_SECONDS + PROBE_SECONDS * min(config.track.probes, images)
-    judging = JUDGING_PASSES * min(JUDGED, images) * seconds
+    drawing = DRAWING_SECONDS + PROBE_SECONDS * min(config.track.probes, available)
+    judging = JUDGING_PASSES * min(JUDGED, available) * seconds
     affordable = limit * passes * seconds
     for_drawing = (affordable / 2, affordable - complete * judging, min(affordable, 2 * drawing))
     draws = int(max(for_drawing) / drawing)
@@ -100,8 +98,9 @@ def thin_out(steps: list[int], count: int) -> list[int]:
 
 def forward_flops(step: TrainingStep) -> int:
     """Count the FLOPs of the forward pass of one image of full size."""
-    size, device = step.schedule.full_size, step.images.images.device
-    image = torch.zeros(1, step.preprocess.channels, *size, device=device)
+    device = next(step.state.model.parameters()).device
+    shape = (1, step.preprocess.channels, *step.schedule.full_size)
+    image = torch.zeros(shape, device=device)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         step.state.evaluated()(image)
     return counter.get_total_flops()

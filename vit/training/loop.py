@@ -17,6 +17,7 @@ from vit.classifier import Classifier
 from vit.console import say, warn
 from vit.data.balance import balanced_batches
 from vit.data.batches import epoch_batches
+from vit.data.datasets import ImageSet
 from vit.evaluation import Evaluator
 from vit.tracking import Tracker
 from vit.training.messages import clock, diverged_text
@@ -36,6 +37,7 @@ class Loop:
 
     Attributes:
         step: The training step, with the state and the schedule.
+        training: The training images; in memory, they are on the device.
         batch_size: Images per step, over all processes.
         evaluators: What to measure and draw; each knows the steps after which it runs.
         tracker: Logs numbers and pictures; None in all processes but the main one.
@@ -48,6 +50,7 @@ class Loop:
     """
 
     step: TrainingStep
+    training: ImageSet
     batch_size: int
     evaluators: Sequence[Evaluator]
     tracker: Tracker | None
@@ -82,10 +85,9 @@ class Loop:
 
     def classifier(self) -> Classifier:
         """Return the current model (its moving average, if enabled) as a Classifier."""
-        step = self.step
-        device = step.images.images.device
+        step, device = self.step, self.training.device
         model = step.state.evaluated()
-        return Classifier(model, step.preprocess, step.images.classes, device, step.precision)
+        return Classifier(model, step.preprocess, step.classes, device, step.precision)
 
     def _train_epoch(self, bar: "tqdm[NoReturn]") -> tuple[dict[str, float], float]:
         """Train to the end of the epoch or of the run.
@@ -95,20 +97,20 @@ class Loop:
         """
         state, schedule = self.step.state, self.step.schedule
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
-        images, seed = self.step.images, self.step.seed
+        training, seed = self.training, self.step.seed
         if self.balanced:
-            batches = balanced_batches(images.labels, self.batch_size, seed, epoch)
+            batches = balanced_batches(training.labels, self.batch_size, seed, epoch)
         else:
-            batches = epoch_batches(len(images), self.batch_size, seed, epoch)
+            batches = epoch_batches(len(training), self.batch_size, seed, epoch)
         batches = batches[: schedule.total_steps - epoch * schedule.steps_per_epoch]
-        batches = batches.to(self.step.images.images.device)
         if done == 0 or len(state.points) != done:  # a new epoch, or the batch size has changed
             state.points.clear()
         logged = done
         begin = since = time.perf_counter()
         measured: dict[str, float] = {}
-        for number, indices in enumerate(batches[done:], start=done + 1):
-            point = self.step(indices)
+        parts = self.step.inputs(training).batches(self.step.world.part(batches[done:].T).T)
+        for number, (images, labels) in enumerate(parts, start=done + 1):
+            point = self.step(images, labels)
             state.points.append(point)
             self._losses.append(point[0])
             if state.skipped_in_a_row >= self.max_skipped:

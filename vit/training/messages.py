@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config, ModelConfig
 from vit.data.datasets import ImageSet, describe_counts
@@ -28,16 +30,16 @@ MUCH_LEFT = 0.2  # fraction of the images left out of each epoch above which it 
 FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
-def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
+def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: ImageSet) -> str:
     """Describe the run that is about to start: data, model, device, length, folder.
 
     Args:
         config: The run.
-        step: The training step, with state, schedule and training images.
+        step: The training step, with state and schedule.
+        images: The training images.
         held_out: The held-out images.
     """
-    state, schedule, images = step.state, step.schedule, step.images
-    device = images.images.device
+    state, schedule, device = step.state, step.schedule, images.device
     rows, columns = schedule.full_size
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     trained = ""
@@ -52,13 +54,15 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
     has_maps = attention_model(state.model) is not None
     maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
-    left_out = plan_logging(config, step, held_out).describe() if has_maps else None
+    left_out = (
+        plan_logging(config, step, len(held_out) or len(images)).describe() if has_maps else None
+    )
     return (
         f"data     {config.data.name}: {len(images):,} training images "
         f"({describe_counts(images.classes, images.class_counts())}), "
         f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
         f"{hint if resized else ''}"
-        f"{BALANCE_TEXTS[config.data.balance]}\n"
+        f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
         f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
         f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
         f"{trained}\n"
@@ -71,7 +75,7 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
-        f"{_short_text(config, step)}\n"
+        f"{_short_text(config, step, len(images))}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
@@ -91,9 +95,9 @@ def _held_out_text(count: int) -> str:
     return f"{count:,} held out"
 
 
-def _short_text(config: Config, step: TrainingStep) -> str:
+def _short_text(config: Config, step: TrainingStep, images: int) -> str:
     """Say what limits a run on few images."""
-    schedule, batch, images = step.schedule, config.train.batch_size, len(step.images)
+    schedule, batch = step.schedule, config.train.batch_size
     left = images - batch * schedule.steps_per_epoch
     text = ""
     if left > MUCH_LEFT * images and config.data.balance != "sampler":
@@ -106,6 +110,14 @@ def _short_text(config: Config, step: TrainingStep) -> str:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
         text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
     return text
+
+
+def _streaming_text(images: ImageSet) -> str:
+    if isinstance(images.images, Tensor):
+        return ""
+    gigabytes, workers = images.images.nbytes / 1e9, images.images.decoder.workers
+    how = f"by {workers} worker{'s' if workers > 1 else ''}" if workers else "in this process"
+    return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
 
 
 def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) -> str:

@@ -1,8 +1,9 @@
-"""The training step: select images, augment them, and update the weights.
+"""The training step: augment a batch and update the weights.
 
 Shapes: B batch, C classes, H height, W width.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,8 +32,8 @@ class TrainingStep:
     Attributes:
         state: The state that is trained; changed in place.
         forward: The model, possibly compiled; with features, its head.
-        images: The training images, on the device.
         preprocess: Normalizes the images.
+        classes: The C class names.
         schedule: Image size, mixing and learning rate of each step.
         augmentation: Settings of the augmentation.
         label_smoothing: Probability mass spread over all classes, 0 to 1.
@@ -49,8 +50,8 @@ class TrainingStep:
 
     state: TrainState
     forward: Callable[[Tensor], Tensor]
-    images: ImageSet
     preprocess: Preprocess
+    classes: tuple[str, ...]
     schedule: Schedule
     augmentation: AugmentConfig
     label_smoothing: float
@@ -62,39 +63,49 @@ class TrainingStep:
     class_weights: Tensor | None = None
     features: Tensor | None = None
 
-    def __call__(self, indices: Tensor) -> Tensor:
-        """Train on the images at `indices` (B,), the whole batch of all processes.
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Train on this process's part of a batch.
+
+        Args:
+            images: (B, channels, H, W) uint8, on the device.
+            labels: (B,) int64, on the device.
 
         Returns:
             (2,): mean loss and accuracy over all processes, on the device; NaN if the step was
             skipped because loss or gradient was not finite.
         """
         step = self.state.step
-        images, targets = self.prepare(indices)
+        inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
         torch.manual_seed(fold_in(self._process_seed(), "dropout", step))
-        return self.update(images, targets)
+        return self.update(inputs, targets)
 
-    def prepare(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Select this process's part of a batch, augment it and shrink it to the step's size.
+    def inputs(self, training: ImageSet) -> ImageSet:
+        """Return what batches are taken from: the training images, or their features."""
+        if self.features is None:
+            return training
+        return dataclasses.replace(training, images=self.features)
+
+    def prepare(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Augment a batch and shrink it to the step's size.
 
         Args:
-            indices: (B,), the whole batch.
+            images: (B, channels, H, W) uint8.
+            labels: (B,) int64.
 
         Returns:
-            Images (B / processes, channels, H, W) float32, normalized, or their features
-            (B / processes, D); and targets (B / processes, C), probabilities.
+            Images (B, channels, H, W) float32, normalized, or features (B, D) as they are; and
+            targets (B, C), probabilities.
         """
-        step, device = self.state.step, self.images.images.device
-        indices = self.world.part(indices)
+        step, device = self.state.step, images.device
         mixes = self.schedule.mixes(step)
         settings = self.augmentation
-        classes = torch.arange(len(self.images.classes), device=device)
-        targets = (self.images.labels[indices, None] == classes).float()
+        classes = torch.arange(len(self.classes), device=device)
+        targets = (labels[:, None] == classes).float()
         if self.features is not None:
-            return self.features[indices], targets
+            return images, targets
         images, targets = augment(
-            self.images.images[indices],
+            images,
             targets,
             self.preprocess,
             generator(self._process_seed(), "augment", step, device=device),

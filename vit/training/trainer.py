@@ -22,8 +22,9 @@ from vit.config import PATCH_SIZE, Config, flatten, to_dict
 from vit.console import say
 from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
-from vit.data.datasets import ImageSet, choose_probes, load, load_training
+from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
 from vit.data.preprocess import Preprocess
+from vit.data.stream import Decoder
 from vit.evaluation import Evaluator, Validation
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.pretrained import Source, adapt
@@ -84,15 +85,15 @@ def train(
         step = build_step(config, checkpoint, training, env, source)
         del source  # its weights are in the model
         if env.world.main:
-            say(start_text(config, step, held_out))
+            say(start_text(config, step, training, held_out))
         with open_tracker(config, step.state, checkpoint is not None, env) as tracker:
-            loop = build_loop(config, step, held_out, tracker, env)
+            loop = build_loop(config, step, training, held_out, tracker, env)
             loop.run()
             classifier, state, save_error = loop.classifier(), step.state, loop.save_error
             del loop, step, training, held_out  # make room for the test images
             if tracker is None:
                 return None
-            return finish_run(config, classifier, state, tracker, save_error)
+            return finish_run(config, classifier, state, tracker, save_error, env.decoder)
 
 
 def load_data(
@@ -107,9 +108,9 @@ def load_data(
     preprocess = Preprocess.from_config(data)
     with env.world.main_first():
         training, held_out = load_training(
-            data.name, data.root, data.download, data.train_size, data.val_size,
-            config.train.seed, data.on_bad_image, preprocess,
+            data, config.train.seed, preprocess,
             preprocess.stored() if config.augment.crop == "resized" else None,
+            env.decoder, env.world.main,
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
@@ -157,7 +158,9 @@ def build_step(
     whitens = train.whiten and checkpoint is None and weights is None
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
-        training.images[:WHITENING_IMAGES].cpu() if whitens else None, weights,
+        training.select(torch.arange(WHITENING_IMAGES)[: len(training)]).pixels().cpu()
+        if whitens else None,
+        weights,
         frozen=train.freeze == "backbone",
     )  # fmt: skip
     model: Any = state.model  # ours or timm's, which have these methods
@@ -173,8 +176,8 @@ def build_step(
         state=state,
         # Each image size is compiled separately, so that the grid is a plain number.
         forward=torch.compile(forward, dynamic=False) if train.compile else forward,
-        images=training,
         preprocess=preprocess,
+        classes=training.classes,
         schedule=schedule,
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
@@ -193,7 +196,7 @@ def build_step(
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
     elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
-        state.total_steps = fit_budget(step, 60 * train.budget_minutes, train.batch_size)
+        state.total_steps = fit_budget(step, training, 60 * train.budget_minutes, train.batch_size)
     if state.step > state.total_steps:
         raise ValueError(
             f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
@@ -209,7 +212,7 @@ def compute_features(
     """Return what the head gets for each image, (N, D) float32."""
     model, classes = state.model.eval(), images.classes
     classifier = Classifier(model, preprocess, classes, env.device, env.precision)
-    parts = images.images.split(FEATURE_BATCH)
+    parts = images.parts(FEATURE_BATCH)
     return torch.cat([classifier.features(part) for part in parts])
 
 
@@ -261,14 +264,15 @@ def open_tracker(
 def build_loop(
     config: Config,
     step: TrainingStep,
+    training: ImageSet,
     held_out: ImageSet,
     tracker: Tracker | None,
     env: Environment,
 ) -> Loop:
     """Build the loop: the step with evaluators, logging and checkpoints."""
     run, seed, schedule = Path(config.out), config.train.seed, step.schedule
-    looked_at = held_out if len(held_out) else step.images
-    plan = plan_logging(config, step, held_out)
+    looked_at = held_out if len(held_out) else training
+    plan = plan_logging(config, step, len(looked_at))
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
     if config.track.probes and attention_model(step.state.model) is not None:
@@ -284,8 +288,8 @@ def build_loop(
     about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
-        "classes": list(step.images.classes),
-        "num_images": len(step.images),
+        "classes": list(step.classes),
+        "num_images": len(training),
         "environment": env.describe(),
     }
 
@@ -293,7 +297,7 @@ def build_loop(
         save_checkpoint(run, Checkpoint(**step.state.state_dict(), **about))
 
     return Loop(
-        step, config.train.batch_size, evaluators, tracker, save, env.stop,
+        step, training, config.train.batch_size, evaluators, tracker, save, env.stop,
         config.track.every, config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
 
@@ -304,6 +308,7 @@ def finish_run(
     state: TrainState,
     tracker: Tracker,
     save_error: OSError | None,
+    decoder: Decoder,
 ) -> dict[str, Any]:
     """Evaluate the finished model on the test images, and write the report and the model file.
 
@@ -311,10 +316,9 @@ def finish_run(
         SystemExit: With 1 if the last checkpoint could not be written.
     """
     run, data = Path(config.out), config.data
-    test = load(
-        data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image,
-        preprocess=classifier.preprocess,
-    )  # fmt: skip
+    test = load_test_images(
+        dataclasses.replace(data, download=False), classifier.preprocess, decoder
+    )
     result = write_report(
         classifier, test, run / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
@@ -339,5 +343,5 @@ def write_hyperparameters(
     # After the last step, so that a run killed here writes them again.
     tracker.scalars(step + 1, values, tensorboard_only=True)
     settings = flatten(to_dict(config))
-    places = ("out", "data.root", "data.download")
+    places = ("out", "data.root", "data.download", "data.memory_gb", "data.workers")
     tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})

@@ -1,0 +1,190 @@
+"""Streaming images from files: memory and speed, next to torchvision's ImageFolder and DataLoader.
+
+    python benchmarks/data_loading.py [--images 2000 20000] [--workers 2] [--rounds 5] [--quick]
+
+1. Makes folders of JPEGs of 256 x 256 pixels in a temporary folder: enlarged shapes with noise.
+2. For each folder, in a process of its own: the time to list the files and to check each of them,
+   and the peak memory of the process and its workers while equally many batches are streamed from
+   each folder.
+3. Images/s of epochs over the smallest folder, in turns with torchvision: ImageFolder, Resize and
+   CenterCrop to 224 x 224 pixels, PILToTensor, in a DataLoader with as many workers. Both give the
+   same pixels, which is checked.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing import active_children, get_context, set_start_method
+from pathlib import Path
+from typing import cast
+
+import PIL
+import torch
+from PIL import Image
+from timing import take_turns
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from vit.config import DataConfig
+from vit.data.batches import epoch_batches
+from vit.data.datasets import ImageSet, open_images
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS, draw_shapes
+from vit.data.stream import Decoder, ImageFiles, decode
+from vit.hardware import usable_cores
+
+STORED, SIZE, BATCH = 256, 224, 64
+DISTINCT = 2000  # files; larger folders repeat them
+NOISE, QUALITY = 8.0, 90  # which give files of about 25 kB, like photos of this size
+PREPROCESS = Preprocess.from_config(DataConfig(name="folder", image_size=(SIZE, SIZE)))
+
+
+def make_folder(root: Path, count: int) -> float:
+    """Write JPEGs of shapes to root/train/<class>/ and one per class to root/test/<class>/.
+
+    Returns:
+        Their mean size in bytes.
+    """
+    images, labels, _ = draw_shapes(min(count, DISTINCT), seed=0)
+    noise = torch.Generator().manual_seed(0)
+    total = 0
+    for half, name in itertools.product(("train", "test"), KINDS):
+        (root / half / name).mkdir(parents=True)
+    for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        large = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((STORED, STORED))
+        pixels = v2.functional.pil_to_tensor(large).float()
+        pixels += NOISE * torch.randn(pixels.shape, generator=noise)
+        picture = Image.fromarray(pixels.clamp(0, 255).byte().permute(1, 2, 0).numpy())
+        first = root / "train" / KINDS[label] / f"{number:06d}.jpg"
+        picture.save(first, quality=QUALITY)
+        content = first.read_bytes()
+        total += len(content)
+        for copy in range(number + DISTINCT, count, DISTINCT):
+            (first.parent / f"{copy:06d}.jpg").write_bytes(content)
+        (root / "test" / KINDS[label] / "one.jpg").write_bytes(content)
+    return total / len(images)
+
+
+def open_folder(root: Path, decoder: Decoder) -> tuple[ImageSet, ImageFiles]:
+    """Return the training images of a folder, in their files."""
+    data = DataConfig(name="folder", root=str(root))
+    images = open_images(data, train=True, decoder=decoder)
+    assert isinstance(images.images, ImageFiles)
+    files = dataclasses.replace(images.images, preprocess=PREPROCESS)
+    return dataclasses.replace(images, images=files), files
+
+
+def peak_memory(pid: int | str) -> float:
+    """Return the largest memory that a process has occupied so far, in MB; shared parts count."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
+
+
+def measure_memory(root: Path, workers: int, batches: int) -> None:
+    """Print what it costs to list, check and stream a folder; runs in a process of its own."""
+    set_start_method(None, force=True)  # of the workers: the system's default, not spawn
+    with closing(Decoder(workers)) as decoder:
+        start = time.perf_counter()
+        images, files = open_folder(root, decoder)
+        listed = time.perf_counter() - start
+        start = time.perf_counter()
+        files.check()
+        checked = time.perf_counter() - start
+        for epoch in range(max(1, batches * BATCH // len(images))):
+            for _ in stream_epoch(images, epoch):
+                pass
+        own = peak_memory("self")
+        workers_peak = max(peak_memory(child.pid or 0) for child in active_children())
+    print(
+        f"{len(images):>8,}{listed:>9.2f} s{checked:>9.1f} s{1000 * checked / len(images):>9.2f} ms"
+        f"{own:>10,.0f} MB{workers_peak:>10,.0f} MB",
+        flush=True,
+    )
+
+
+def stream_epoch(images: ImageSet, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the images and labels of an epoch's batches."""
+    yield from images.batches(epoch_batches(len(images), BATCH, 0, epoch))
+
+
+def torchvision_loader(root: Path, workers: int) -> "DataLoader[tuple[Tensor, Tensor]]":
+    """Build a loader of the same pixels from torchvision's parts."""
+    bicubic = v2.InterpolationMode.BICUBIC
+    transform = v2.Compose(
+        [v2.Resize(SIZE, interpolation=bicubic), v2.CenterCrop(SIZE), v2.PILToTensor()]
+    )
+    return DataLoader(
+        ImageFolder(root / "train", transform), BATCH, shuffle=True, num_workers=workers,
+        drop_last=True, persistent_workers=True,
+    )  # fmt: skip
+
+
+def check_pixels(folder: ImageFolder, count: int = 20) -> None:
+    """Check that both ways give the same pixels for the first images."""
+    for number, (path, _) in enumerate(folder.samples[:count]):
+        images, _ = decode((PREPROCESS, [path]))
+        assert torch.equal(images[0], folder[number][0]), path
+
+
+def measure_speed(root: Path, workers: int, rounds: int) -> None:
+    """Print images/s of epochs over a folder, in turns with torchvision."""
+    epochs = itertools.count()
+    with closing(Decoder(workers)) as decoder:
+        images, _ = open_folder(root, decoder)
+        loader = torchvision_loader(root, workers)
+        check_pixels(cast(ImageFolder, loader.dataset))
+        works = {
+            "torchvision": lambda: [None for _ in loader],
+            "ours": lambda: [None for _ in stream_epoch(images, next(epochs))],
+        }
+        timings = take_turns(works, rounds)
+    count = len(images) // BATCH * BATCH
+    print(f"\nan epoch of {count:,} images, {workers} workers: images/s, and ratio to the first")
+    for name, timing in timings.items():
+        print(
+            f"  {name:<14}{count / timing.seconds:8,.0f}   "
+            f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})"
+        )
+
+
+def main() -> None:
+    """Make the folders and run both measurements."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--images", type=int, nargs="+", default=[2000, 20_000])
+    parser.add_argument("--workers", type=int, default=usable_cores())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="100 and 200 images, one round")
+    arguments = parser.parse_args()
+    counts = [100, 200] if arguments.quick else sorted(arguments.images)
+    rounds = 1 if arguments.quick else arguments.rounds
+    cores, workers = usable_cores(), arguments.workers
+    print(f"{cores} cores, torch {torch.__version__}, Pillow {PIL.__version__}")
+    with tempfile.TemporaryDirectory() as folder:
+        roots = {count: Path(folder) / str(count) for count in counts}
+        sizes = [make_folder(root, count) for count, root in roots.items()]
+        batches = counts[-1] // BATCH
+        print(
+            f"JPEGs of {STORED} x {STORED} pixels, {sizes[-1] / 1000:.1f} kB on average, decoded "
+            f"to {SIZE} x {SIZE}\n\nstreaming {batches:,} batches of {BATCH} with {workers} "
+            "workers: peak memory\n"
+            "  images    listing   checking  per image          main    a worker"
+        )
+        for root in roots.values():  # started anew, so that none inherits another's peak
+            process = get_context("spawn").Process(
+                target=measure_memory, args=(root, workers, batches)
+            )
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(process.exitcode)
+        measure_speed(roots[counts[0]], workers, rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+"""Images in files: the same bits as in memory, whatever happens to the files or the workers."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from small_runs import CPU, command, environment, metrics, small
+from vit.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.cli import user_errors
+from vit.config import Config, DataConfig
+from vit.data import stream
+from vit.data.batches import epoch_batches
+from vit.data.datasets import (
+    ImageSet,
+    fit_into_memory,
+    load_test_images,
+    load_training,
+    open_images,
+)
+from vit.data.preprocess import Preprocess
+from vit.data.stream import Decoder, ImageFiles, decode, default_workers
+from vit.evaluation import evaluate
+from vit.hardware import free_memory
+from vit.run_folder import check_run, prepare_run
+from vit.tracking import Tracker
+from vit.training import budget
+from vit.training.budget import mean_step_seconds
+from vit.training.distributed import World
+from vit.training.loop import Loop
+from vit.training.state import TrainState
+from vit.training.stopping import Stopped, StopRequest
+from vit.training.trainer import build_loop, build_step, load_data
+
+ROOT = Path(__file__).resolve().parent.parent
+CLASSES = ("cat", "dog", "owl")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 training and 4 test photos of each class, of different sizes."""
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        folder = root / ("train" if number < 48 else "test") / CLASSES[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(256, size=(36 + number % 5, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02d}.{'jpg' if number % 2 else 'png'}")
+    return root
+
+
+@pytest.fixture
+def root(pictures: Path, tmp_path: Path) -> Path:
+    """A copy of the photos that may be damaged."""
+    subprocess.run(["cp", "-r", str(pictures), str(tmp_path / "pictures")], check=True)
+    return tmp_path / "pictures"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Decoder]:
+    """Two workers."""
+    decoder = Decoder(2)
+    yield decoder
+    decoder.close()
+    assert not multiprocessing.active_children()
+
+
+def folder(root: Path, **values: Any) -> DataConfig:
+    return DataConfig(name="folder", root=str(root), **{"val_size": 9, "memory_gb": 0, **values})
+
+
+def in_memory(images: ImageSet) -> Tensor:
+    assert isinstance(images.images, Tensor)
+    return images.images
+
+
+def in_files(images: ImageSet) -> ImageFiles:
+    assert isinstance(images.images, ImageFiles)
+    return images.images
+
+
+def break_file(path: Path) -> bytes:
+    """Cut a file in the middle of its pixels; return its content."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    return content
+
+
+# The same images, labels and batches.
+
+
+def test_images_are_the_same_in_memory_and_in_files(pictures: Path, pool: Decoder) -> None:
+    for decoder in (None, pool):
+        streamed = load_training(folder(pictures), 0, decoder=decoder)
+        kept = load_training(folder(pictures, memory_gb=1), 0, decoder=decoder)
+        for one, other in zip(streamed, kept, strict=True):
+            assert one.classes == other.classes == CLASSES
+            assert torch.equal(one.labels, other.labels)
+            assert in_files(one).shape == in_memory(other).shape
+            assert torch.equal(one.pixels(), in_memory(other))
+            some = torch.tensor([4, 0, 4])
+            assert torch.equal(one.select(some).pixels(), in_memory(other.select(some)))
+            assert torch.equal(torch.cat(list(one.parts(7))), in_memory(other))
+
+
+def test_batches_are_the_same_in_memory_and_in_files(pictures: Path, pool: Decoder) -> None:
+    kept, _ = load_training(folder(pictures, memory_gb=1), 0)
+    rows = epoch_batches(len(kept), 12, seed=0, epoch=1)
+    expected = list(kept.batches(rows))
+    assert len(expected) == 3
+    for decoder in (None, pool):
+        streamed, _ = load_training(folder(pictures), 0, decoder=decoder)
+        for found, right in zip(streamed.batches(rows), expected, strict=True):
+            assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
+        # In mid-epoch, and the part of the second of three processes.
+        rest = list(streamed.batches(World(1, 3).part(rows[1:].T).T))
+        assert [len(images) for images, _ in rest] == [4, 4]
+        for found, right in zip(rest, expected[1:], strict=True):
+            assert torch.equal(found[0], right[0][4:8]) and torch.equal(found[1], right[1][4:8])
+
+
+def test_abandoned_batches_do_not_mix_with_the_next(pictures: Path, pool: Decoder) -> None:
+    images = open_images(folder(pictures), train=True, decoder=pool)
+    expected, rows = images.pixels(), torch.arange(48).view(12, 4)
+    started = images.batches(rows)
+    next(started)
+    for row, (found, _) in zip(rows.flip(0), images.batches(rows.flip(0)), strict=True):
+        assert torch.equal(found, expected[row])
+    with pytest.raises(AssertionError, match="another call"):
+        next(started)
+
+
+def test_workers_leave_the_global_random_numbers_alone(pictures: Path) -> None:
+    before = torch.get_rng_state()
+    decoder = Decoder(1)
+    open_images(folder(pictures), train=False, decoder=decoder).pixels()
+    decoder.close()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# Runs.
+
+BARE = {"track": {"probes": 0, "every": 1}, "train": {"epochs": 2, "batch_size": 12}}
+
+
+class StopAt(StopRequest):
+    """A request that comes after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.state: TrainState | None = None
+
+    def agreed(self, world: World) -> bool:
+        assert self.state is not None
+        return self.state.step == self.step
+
+
+def streaming(out: Path, root: Path, **data: Any) -> Config:
+    own = {"name": "folder", "root": str(root), "val_size": 9, "train_size": None, "memory_gb": 0}
+    return small(out, **BARE, data={**own, **data})
+
+
+def run(config: Config, decoder: Decoder | None = None, stop_at: int = 0) -> Loop:
+    """Run a config, resumed if it has a checkpoint; return the loop at its end."""
+    out, stop = Path(config.out), StopAt(stop_at)
+    out.mkdir(exist_ok=True)
+    env = dataclasses.replace(environment(CPU, stop), decoder=decoder or Decoder())
+    checkpoint = latest_checkpoint(out)
+    training, held_out = load_data(config, checkpoint, env)
+    step = build_step(config, checkpoint, training, env)
+    stop.state = step.state
+    tracker = Tracker(out, step.state.step)
+    loop = build_loop(config, step, training, held_out, tracker, env)
+    try:
+        loop.run()
+    finally:
+        tracker.close()
+    return loop
+
+
+def assert_same_run(one: Loop, other: Loop, folders: tuple[Path, Path]) -> None:
+    left, right = one.step.state.state_dict(), other.step.state.state_dict()
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(left[part], right[part], rtol=0, atol=0)
+    first, second = (metrics(folder) for folder in folders)
+    assert first == second and len(first) > 6
+
+
+@pytest.fixture(scope="module")
+def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Loop, Path]:
+    """A run with its images in memory."""
+    out = tmp_path_factory.mktemp("kept") / "run"
+    loop = run(streaming(out, pictures, memory_gb=1))
+    in_memory(loop.training)
+    return loop, out
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
+    kept: tuple[Loop, Path], pictures: Path, tmp_path: Path, pool: Decoder, workers: int
+) -> None:
+    decoder = pool if workers else Decoder()
+    config = streaming(tmp_path / "run", pictures)
+    with pytest.raises(Stopped):
+        run(config, decoder, stop_at=2)
+    assert checkpoint_steps(tmp_path / "run")[-1] == 2
+    resumed = run(config, decoder)
+    in_files(resumed.training)
+    assert_same_run(resumed, kept[0], (tmp_path / "run", kept[1]))
+
+
+def test_evaluation_is_the_same_in_memory_and_in_files(
+    kept: tuple[Loop, Path], pictures: Path, pool: Decoder
+) -> None:
+    classifier = kept[0].classifier()
+    streamed = load_test_images(folder(pictures), decoder=pool)
+    whole = load_test_images(folder(pictures, memory_gb=1), decoder=pool)
+    in_files(streamed)
+    reports = [evaluate(classifier, images, batch_size=5) for images in (streamed, whole)]
+    assert torch.equal(reports[0][1], reports[1][1])
+    assert reports[0][0]["confusion_matrix"] == reports[1][0]["confusion_matrix"]
+
+
+def test_time_of_a_step_can_be_measured_on_files(
+    pictures: Path, tmp_path: Path, pool: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "WARMUP_STEPS", 1)
+    monkeypatch.setattr(budget, "TIMED_STEPS", 2)
+    config = streaming(tmp_path / "run", pictures)
+    env = dataclasses.replace(environment(), decoder=pool)
+    training, _ = load_data(config, None, env)
+    step = build_step(config, None, training, env)
+    assert mean_step_seconds(step, training, batch_size=12) > 0
+
+
+# Memory.
+
+
+def test_images_are_kept_if_they_fit(pictures: Path) -> None:
+    images = open_images(folder(pictures), train=True)
+    assert in_files(images).nbytes == 48 * 3 * 32 * 32 == in_memory(images.in_memory()).nbytes
+    gigabytes = 48 * 3 * 32 * 32 / 1e9
+    assert fit_into_memory([images], gigabytes)
+    assert not fit_into_memory([images], 0.99 * gigabytes)
+    assert not fit_into_memory([images, images], gigabytes)
+    assert fit_into_memory([images.in_memory(), images], gigabytes)
+
+
+def test_a_quarter_of_the_free_memory_is_for_images(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = open_images(folder(pictures), train=True)
+    need = in_files(images).nbytes
+    for free, processes, fits in ((4 * need, 1, True), (4 * need - 4, 1, False),
+                                  (8 * need, 2, True), (8 * need - 8, 2, False)):  # fmt: skip
+        monkeypatch.setattr("vit.data.datasets.free_memory", lambda free=free: free)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        assert fit_into_memory([images], None) == fits
+
+
+def fake_linux(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    content = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:  8000 kB\n"}
+    content |= {"proc/self/cgroup": cgroup}
+    for name, text in (content | files).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_free_memory_heeds_the_limits_of_containers(tmp_path: Path) -> None:
+    assert free_memory(fake_linux(tmp_path / "none", "0::/\n", {})) == 8000 * 1024
+    v2 = {
+        "sys/fs/cgroup/job/memory.max": "5000000\n",
+        "sys/fs/cgroup/job/memory.current": "3000000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 400000\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "3000000\n",
+        "sys/fs/cgroup/job/step/memory.stat": "inactive_file 0\n",
+    }
+    assert free_memory(fake_linux(tmp_path / "v2", "0::/job/step\n", v2)) == 2_400_000
+    v1 = {  # in a container, where the path is the host's
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "6000000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "5500000\n",
+        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+    }
+    lines = "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1\n"
+    assert free_memory(fake_linux(tmp_path / "v1", lines, v1)) == 500_000
+    assert free_memory(tmp_path / "not_linux") > 1e8
+    assert 1e8 < free_memory() < 1e15
+
+
+# Workers.
+
+
+def test_workers_are_started_once_and_not_for_a_few_files(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = open_images(folder(pictures), train=True, decoder=Decoder(None))
+    decoder = in_files(images).decoder
+    assert decoder.workers == default_workers() >= 1
+    before = set(multiprocessing.active_children())
+    images.pixels()
+    assert set(multiprocessing.active_children()) == before
+    monkeypatch.setattr(decoder, "few", 10)
+    images.pixels()
+    started = set(multiprocessing.active_children()) - before
+    assert len(started) == decoder.workers
+    images.select(torch.arange(3)).pixels()
+    assert set(multiprocessing.active_children()) - before == started
+    decoder.close()
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_default_number_of_workers_leaves_a_core_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, processes, expected in ((1, 1, 1), (2, 1, 1), (8, 1, 7), (8, 2, 3), (64, 1, 16)):
+        monkeypatch.setattr(stream, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        assert default_workers() == expected
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = set(multiprocessing.active_children())
+    decoder = Decoder(1)
+    images = open_images(folder(pictures), train=True, decoder=decoder)
+    with pytest.raises(SystemExit) as info, user_errors():
+        for _ in images.batches(torch.arange(48).view(24, 2)):
+            (worker,) = set(multiprocessing.active_children()) - others
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+    decoder.close()
+    assert info.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: data.workers: a process that decodes images has ended")
+    assert errors.count("\n") == 1
+
+
+# Files that cannot be read.
+
+
+def test_an_unreadable_file_stops_a_streamed_run_before_it_starts(root: Path) -> None:
+    for half in ("test", "train"):
+        path = sorted((root / half).glob("dog/*.png"))[0]
+        content = break_file(path)
+        with pytest.raises(ValueError, match=r"^data\.root: .*on_bad_image skip$") as info:
+            load_training(folder(root), 0)
+        assert str(path) in str(info.value)
+        path.write_bytes(content)
+    load_training(folder(root), 0)
+
+
+def test_unreadable_files_are_left_out_alike(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (*(root / "train").glob("dog/*4.png"), *(root / "train").glob("owl/*5.jpg")):
+        break_file(path)
+    kept, streamed = (
+        load_training(folder(root, on_bad_image="skip", memory_gb=memory), 0) for memory in (1, 0)
+    )
+    one, other = capsys.readouterr().err.splitlines()
+    assert one == other and one.startswith("skipped ")
+    for left, right in zip(kept, streamed, strict=True):
+        assert len(left) == len(right) and torch.equal(left.labels, right.labels)
+        assert torch.equal(in_memory(left), right.pixels())
+    preprocess = Preprocess.from_config(DataConfig(name="folder"))
+    images, problems = decode((preprocess, [str(path), "none.png"]))
+    assert images.shape == (0, 3, 32, 32) and list(problems) == [0, 1]
+
+
+def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
+    kept: tuple[Loop, Path], root: Path, tmp_path: Path, pool: Decoder
+) -> None:
+    config = streaming(tmp_path / "run", root)
+    training, _ = load_training(config.data, config.train.seed)
+    path = Path(in_files(training).paths[0])
+    with pytest.raises(Stopped):
+        run(config, pool, stop_at=4)  # after the first epoch
+    env = dataclasses.replace(environment(), decoder=pool)
+    checkpoint = latest_checkpoint(tmp_path / "run")
+    training, held_out = load_data(config, checkpoint, env)
+    step = build_step(config, checkpoint, training, env)
+    content = break_file(path)
+    with pytest.raises(ValueError, match=r"cannot be read .*; restore the file and rerun") as info:
+        build_loop(config, step, training, held_out, None, env).run()
+    assert str(path) in str(info.value) and "\n" not in str(info.value)
+    path.write_bytes(content)
+    assert_same_run(run(config, pool), kept[0], (tmp_path / "run", kept[1]))
+
+
+# Whole commands.
+
+
+def test_config_of_streaming_may_change_between_resumed_runs(
+    pictures: Path, tmp_path: Path
+) -> None:
+    config = streaming(tmp_path / "run", pictures)
+    prepare_run(config, resume=False)
+    with pytest.raises(Stopped):
+        run(config, stop_at=2)
+    about = environment().describe()
+    changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=3)
+    assert check_run(changed, False, about) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_signals_to_the_whole_group_stop_run_and_workers(
+    pictures: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = streaming(tmp_path / "run", pictures, workers=2)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=5000))
+    process = subprocess.Popen(
+        command(config, tmp_path / "config"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,  # which makes it the leader of its own group
+    )  # fmt: skip
+    while not (tmp_path / "run/metrics.jsonl").exists() or len(metrics(tmp_path / "run")) < 10:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert f"stopped by {number.name}: rerun the command to resume" in errors
+    assert errors.count("finishing this step") == 1 and "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.slow
+def test_benchmark_of_data_loading_starts() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/data_loading.py", "--quick"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "images/s" in done.stdout and not done.stderr
