@@ -117,9 +117,7 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, shapes, folder$"
-    ):
+    with pytest.raises(ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, "):
         load("mnist", tmp_path, train=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vit.config import DataConfig, DataName
 from vit.data.folder import read_files
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
@@ -56,7 +57,7 @@ class ImageSet:
 
 
 def load(
-    name: str,
+    name: DataName,
     root: str | Path,
     train: bool,
     download: bool = True,
@@ -66,7 +67,7 @@ def load(
     """Load the training or test images of a data set.
 
     Args:
-        name: A key of `vit.data.specs.DATASETS`.
+        name: Name of the data set, see `vit.config.DataConfig`.
         root: Folder for downloaded data, or the image folder with train/ and test/; not used by
             "shapes".
         train: Whether to load the training images rather than the test images.
@@ -83,7 +84,8 @@ def load(
         ValueError: The name is unknown, the data is missing and could not be downloaded, or an
             image cannot be read.
     """
-    source = read_source(name, root, train, download, count)
+    data = DataConfig(name=name, root=str(root) or ".", download=download)
+    source = read_source(data, train, count)
     if isinstance(source.pictures, Tensor):
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
     images, labels, classes = read_files(
@@ -185,7 +187,7 @@ def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSe
 
 
 def load_training(
-    name: str,
+    name: DataName,
     root: str,
     download: bool,
     train_size: int | None,
