@@ -23,17 +23,11 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
-from vit.data.datasets import (
-    ImageSet,
-    balanced_subset,
-    describe_counts,
-    hold_out,
-    load,
-    load_training,
-    stratified_subset,
-)
+from vit.config import DataConfig
+from vit.data.datasets import ImageSet, hold_out, load, load_training
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.specs import DATASETS
+from vit.data.splits import balanced_subset, describe_counts, stratified_subset
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -636,7 +630,7 @@ def test_class_without_training_images_is_refused_with_the_counts():
     with pytest.raises(
         ValueError, match=r"^data\.train_size: 4 leaves a class .*\(circle .* use more"
     ):
-        load_training("shapes", "", False, 4, 0, seed=0)
+        load_training(DataConfig(name="shapes", train_size=4, val_size=0), seed=0)
 
 
 def test_counts_are_listed_or_summarized():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.config import Config, EvalConfig, EvalDataConfig, from_dict
+from vit.config import Config, DataConfig, EvalConfig, EvalDataConfig, from_dict
 from vit.data.datasets import load, load_training
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
@@ -68,7 +68,9 @@ def test_training_images_are_the_pictures_mixed_always_alike(root):
     found = [numbers[image.numpy().tobytes()] for image in data.images]
     assert sorted(found) == list(range(24))
     assert data.labels.tolist() == [number % 3 for number in found]
-    part, _ = load_training("folder", str(root), False, train_size=10, val_size=3, seed=0)
+    part, _ = load_training(
+        DataConfig(name="folder", root=str(root), train_size=10, val_size=3), seed=0
+    )
     assert set(part.labels.tolist()) == {0, 1, 2}
 
 
@@ -134,7 +136,7 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
     path = root / half / "dog" / name
     BROKEN[name](path)
     with pytest.raises(ValueError) as info:
-        load_training("folder", str(root), False, None, 3, seed=0)
+        load_training(DataConfig(name="folder", root=str(root), val_size=3), seed=0)
     assert re.match(
         rf"data\.root: {re.escape(str(path))}( cannot be read|: file not)", str(info.value)
     )
@@ -188,19 +190,19 @@ def files_only(root: Path) -> None:
 WRONG = {
     "no root": (
         lambda root: root.rename(root.with_name("moved")),
-        ["no train/ (it does not exist)", "needs images in train/<class>/ and test/<class>/"],
+        ["no class folders (it does not exist)", "images in train/<class>/ and test/<class>/, or"],
     ),
     "root is a file": (
         lambda root: (shutil.rmtree(root), root.touch()),
-        ["ROOT has no train/ (it is a file)"],
+        ["ROOT has no class folders (it is a file)"],
     ),
     "no train": (
         lambda root: (root / "train").rename(root / "training"),
         ["ROOT has no train/ (it contains test, training)", "--data.root"],
     ),
     "no test": (
-        lambda root: (root / "test").rename(root / "val"),
-        ["ROOT has no test/ (it contains train, val)", "--data.root"],
+        lambda root: (root / "test").rename(root / "tests"),
+        ["ROOT has no test/ (it contains tests, train)", "--data.root at ROOT/train to split it"],
     ),
     "empty train": (
         lambda root: clear(root / "train"),
@@ -239,7 +241,9 @@ def test_a_wrong_layout_is_one_line_that_says_what_is_there_and_what_to_do(root,
     spoil, parts = WRONG[case]
     spoil(root)
     with pytest.raises(ValueError) as info:
-        load_training("folder", str(root), False, None, 3, seed=0, on_bad_image="skip")
+        load_training(
+            DataConfig(name="folder", root=str(root), val_size=3, on_bad_image="skip"), seed=0
+        )
     assert str(info.value).startswith("data.root: ") and "\n" not in str(info.value)
     for part in parts:
         assert part.replace("ROOT", str(root)) in str(info.value), info.value
@@ -309,7 +313,9 @@ def test_files_of_other_types_are_reported(root, capsys):
 def test_no_class_loses_all_its_training_images(root, tmp_path, capsys):
     for path in sorted((root / "train" / "owl").iterdir())[3:]:
         path.unlink()
-    training, held_out = load_training("folder", str(root), False, None, 8, seed=0)
+    training, held_out = load_training(
+        DataConfig(name="folder", root=str(root), val_size=8), seed=0
+    )
     assert training.class_counts()[2] == 2 and held_out.class_counts()[2] == 1
     train(small(root, tmp_path / "run", val_size=8))
     assert re.search(

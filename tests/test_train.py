@@ -32,11 +32,12 @@ from small_runs import (
     stamps,
 )
 from vit.checkpoint import read_checkpoint, save_checkpoint
-from vit.config import Config, EvalConfig, from_dict, to_dict
+from vit.config import Config, DataConfig, EvalConfig, from_dict, to_dict
 from vit.data import datasets
-from vit.data.datasets import ImageSet, choose_probes, load
+from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.data.sources import Source, read_source
 from vit.model_file import load_model
 from vit.reporting.report import evaluate_run
 from vit.run_folder import check_run, prepare_run
@@ -294,9 +295,9 @@ def test_test_images_are_read_once_and_last(
 ) -> None:
     order = []
 
-    def watched_load(*args: Any, train: bool, **kwargs: Any) -> ImageSet:
+    def watched_read(data: DataConfig, train: bool, count: int | None = None) -> Source:
         order.append("training images" if train else "test images")
-        return load(*args, train=train, **kwargs)
+        return read_source(data, train, count)
 
     update = TrainingStep.update
 
@@ -304,8 +305,7 @@ def test_test_images_are_read_once_and_last(
         order.append("step")
         return update(step, images, targets)
 
-    monkeypatch.setattr(trainer, "load", watched_load)
-    monkeypatch.setattr(datasets, "load", watched_load)
+    monkeypatch.setattr(datasets, "read_source", watched_read)
     monkeypatch.setattr(TrainingStep, "update", watched_update)
     train(small(tmp_path / "run", train={"epochs": 1}))
     assert order == ["training images", *["step"] * 5, "test images"]

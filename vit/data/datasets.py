@@ -1,9 +1,9 @@
 """Data sets as tensors: uint8 images, labels and class names; subsets and splits of them."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from vit.config import DataConfig, DataName
 from vit.data.folder import read_files
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
+from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
 from vit.seeding import generator
-
-MAX_LISTED = 20  # classes whose image counts are listed one by one
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def load(
     train: bool,
     download: bool = True,
     count: int | None = None,
-    on_bad_image: str = "error",
+    on_bad_image: Literal["error", "skip"] = "error",
 ) -> ImageSet:
     """Load the training or test images of a data set.
 
@@ -84,79 +83,31 @@ def load(
         ValueError: The name is unknown, the data is missing and could not be downloaded, or an
             image cannot be read.
     """
-    data = DataConfig(name=name, root=str(root) or ".", download=download)
+    data = DataConfig(
+        name=name, root=str(root) or ".", download=download, on_bad_image=on_bad_image
+    )
+    return _load(data, train, count)
+
+
+def load_test_images(data: DataConfig) -> ImageSet:
+    """Load the test images of a data set, as `load` does."""
+    return _load(data, train=False)
+
+
+def _load(data: DataConfig, train: bool, count: int | None = None) -> ImageSet:
     source = read_source(data, train, count)
     if isinstance(source.pictures, Tensor):
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
     images, labels, classes = read_files(
-        (source.pictures, source.labels, source.classes), on_bad_image, Preprocess.for_dataset(name)
+        (source.pictures, source.labels, source.classes),
+        data.on_bad_image,
+        Preprocess.for_dataset(data.name),
     )
     if not train:
         return ImageSet(images, labels, classes)
     # Shuffled, so that the first few already cover all classes.
     order = torch.randperm(len(labels), generator=generator(0, "folder"))
     return ImageSet(images[order], labels[order], classes)
-
-
-def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, with equal numbers per class as far as the classes allow.
-
-    Args:
-        labels: (N,) int64.
-        count: Number of images to choose, 0 to N.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (count,) int64, ascending indices into labels.
-
-    Raises:
-        ValueError: count is larger than N.
-    """
-    if count > len(labels):
-        raise ValueError(f"{purpose}: {count} images requested, but there are only {len(labels)}")
-    order, turn, _ = _random_turns(labels, seed, purpose)
-    chosen = order[turn.argsort(stable=True)[:count]]
-    return chosen.sort().values
-
-
-def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, in proportion to the class sizes, leaving at least one per class.
-
-    Each class gets its proportional number, rounded by the Webster method. For classes of equal
-    size this is the same choice as `balanced_subset`.
-
-    Args:
-        labels: (N,) int64.
-        count: Number of images to choose, 0 to N - C for C classes.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (count,) int64, ascending indices into labels.
-    """
-    order, turn, size = _random_turns(labels, seed, purpose)
-    assert count <= (turn < size - 1).sum()
-    priority = (turn + 0.5) / size
-    priority[turn == size - 1] = torch.inf  # the last image of a class stays
-    chosen = order[priority.argsort(stable=True)[:count]]
-    return chosen.sort().values
-
-
-def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Shuffle images; number them within their classes.
-
-    Returns:
-        A permutation (N,), and for each image in that order its number within its class, from 0,
-        and the size of its class.
-    """
-    order = torch.randperm(len(labels), generator=generator(seed, purpose))
-    turn, size = torch.empty_like(labels), torch.empty_like(labels)
-    for label in labels.unique():
-        members = labels[order] == label
-        size[members] = members.sum()
-        turn[members] = torch.arange(int(members.sum()))
-    return order, turn, size
 
 
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
@@ -166,45 +117,30 @@ def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
     )
 
 
-def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Split a set into training images and `count` held-out images, stratified by class.
+def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet, ImageSet]:
+    """Split a set into training images and held-out images, stratified by class.
+
+    Args:
+        images: The set.
+        size: Number or fraction of the held-out images; None suits the set, see
+            `vit.data.splits.held_out`.
+        seed: Seed of the split.
 
     Raises:
         ValueError: A class would be left without training images.
     """
-    counts = images.class_counts()
-    most = sum(max(n - 1, 0) for n in counts)
-    if count > most:
-        raise ValueError(
-            f"data.val_size: {count} is not allowed; it must be at most {most}, because every "
-            f"class keeps at least one training image "
-            f"({describe_counts(images.classes, counts)})"
-        )
-    held = stratified_subset(images.labels, count, seed, "data.val_size")
+    held = held_out(images.labels, images.classes, size, seed)
     kept = torch.ones(len(images), dtype=torch.bool)
     kept[held] = False
     return images.select(kept.nonzero().squeeze(1)), images.select(held)
 
 
-def load_training(
-    name: DataName,
-    root: str,
-    download: bool,
-    train_size: int | None,
-    val_size: int,
-    seed: int,
-    on_bad_image: str = "error",
-) -> tuple[ImageSet, ImageSet]:
+def load_training(data: DataConfig, seed: int) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set and hold some of them out.
 
     Args:
-        name: Data set, as for `load`.
-        root: Folder, as for `load`.
-        download: Whether to download missing data, as for `load`.
-        train_size: Number of training images after holding out; None uses all.
-        val_size: Number of images to hold out.
+        data: The data set, and how many images to train on and to hold out.
         seed: Seed of the split.
-        on_bad_image: "error" or "skip", as for `load`.
 
     Returns:
         The training images and the held-out images.
@@ -213,15 +149,16 @@ def load_training(
         ValueError: The data is missing or cannot be read, there are fewer images than requested,
             or a class would be left without training images.
     """
-    count = None if train_size is None else train_size + val_size
-    everything = load(
-        name, root, train=True, download=download, count=count, on_bad_image=on_bad_image
-    )
-    if name == "folder":  # an unreadable test image stops a run before training, not after it
-        load(name, root, train=False, on_bad_image=on_bad_image)
-    training, held_out = hold_out(everything, val_size, seed)
+    train_size, val_size, count = data.train_size, data.val_size, None
+    if data.name == "shapes" and train_size is not None:  # as many are drawn as needed
+        val_size = held_out_beside(train_size, val_size)
+        count = train_size + val_size
+    everything = _load(data, True, count)
+    if data.name in ("folder", "table"):  # an unreadable test image stops a run before training
+        load_test_images(data)
+    training, held = hold_out(everything, val_size, seed)
     if train_size is None:
-        return training, held_out
+        return training, held
     if train_size > len(training):
         raise ValueError(
             f"data.train_size: {train_size} is not allowed; it must be at most {len(training)}, "
@@ -234,14 +171,4 @@ def load_training(
             f"data.train_size: {train_size} leaves a class without training images "
             f"({describe_counts(training.classes, counts)}); use more"
         )
-    return training, held_out
-
-
-def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
-    """List the number of images of each class, or summarize them if there are many classes."""
-    low, high = min(counts), max(counts)
-    if low == high:
-        return f"{low:,} in each of {len(classes)} classes"
-    if len(classes) > MAX_LISTED:
-        return f"{low:,} to {high:,} in each of {len(classes)} classes"
-    return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))
+    return training, held

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from vit.config import DataConfig
 from vit.data.cifar import read_cifar
+from vit.data.digits import read_digits
 from vit.data.folder import list_folder
 from vit.data.shapes import KINDS, draw_shapes
+from vit.data.table import list_table
+from vit.data.torchvision_sets import SETS, read_torchvision
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
@@ -50,7 +53,13 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
         split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
         images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
         return Source(images, labels, KINDS, masks)
+    if data.name == "digits":
+        return Source(*read_digits(train))
     root = Path(data.root).expanduser()
     if data.name == "folder":
-        return Source(*list_folder(root, train))
+        return Source(*list_folder(root, train, data.test_fraction))
+    if data.name == "table":
+        return Source(*list_table(root, train, data.test_fraction))
+    if data.name in SETS:
+        return Source(*read_torchvision(data.name, root, train, data.download))
     return Source(*read_cifar(data.name, root, train, data.download))

@@ -1,9 +1,10 @@
 """Inputs of eval.py: the model, its test images, and the folder for results."""
 
+import dataclasses
 from pathlib import Path
 
 from vit.config import EvalConfig
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import ImageSet, load_test_images
 from vit.model_file import SavedModel, load_model
 from vit.run_folder import EVAL_FOLDER
 
@@ -30,9 +31,7 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
     """
     data, classes = saved.config.data, saved.classifier.classes
     root = options.data.root or data.root
-    test = load(
-        data.name, root, train=False, download=options.data.download, on_bad_image=data.on_bad_image
-    )
+    test = load_test_images(dataclasses.replace(data, root=root, download=options.data.download))
     if test.classes != classes:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))
         raise ValueError(

@@ -7,7 +7,8 @@ from typing import Any
 
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config, ModelConfig
-from vit.data.datasets import ImageSet, describe_counts
+from vit.data.datasets import ImageSet
+from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
 from vit.model.attention_model import attention_model, no_maps_text

@@ -21,7 +21,7 @@ from vit.config import Config, flatten, to_dict
 from vit.console import say
 from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
-from vit.data.datasets import ImageSet, choose_probes, load, load_training
+from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Evaluator, Validation
 from vit.model.attention_model import attention_model, size_unit
@@ -96,10 +96,7 @@ def load_data(
     """
     data = config.data
     with env.world.main_first():
-        training, held_out = load_training(
-            data.name, data.root, data.download, data.train_size, data.val_size,
-            config.train.seed, data.on_bad_image,
-        )  # fmt: skip
+        training, held_out = load_training(data, config.train.seed)
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
         if started != (*training.classes, len(training)):
@@ -258,7 +255,7 @@ def finish_run(
         SystemExit: With 1 if the last checkpoint could not be written.
     """
     run, data = Path(config.out), config.data
-    test = load(data.name, data.root, train=False, download=False, on_bad_image=data.on_bad_image)
+    test = load_test_images(dataclasses.replace(data, download=False))
     result = write_report(
         classifier, test, run / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
