@@ -347,7 +347,8 @@ class Config:
     """The training run.
 
     Attributes:
-        out: folder that the run is written to
+        out: folder that the run is written to; where neither --out nor a file names one, runs/ and
+            the name of the data set, or of the folder of images; runs/quick is that of cifar10
         deterministic: use deterministic algorithms only, and stop with an error where a GPU has
             none; on a CPU, runs are reproducible in any case
     """

@@ -43,6 +43,20 @@ def recognize(root: Path) -> str | None:
     return "folder" if len(folders) > 1 and all(map(_has_image, folders)) else None
 
 
+def refuse_to_download(name: str, root: Path) -> None:
+    """Check that nothing is downloaded into a user's own folder of images.
+
+    Raises:
+        ValueError: root contains the user's images.
+    """
+    own = recognize(root)
+    if own is not None:
+        raise ValueError(
+            f"data.root: {root} contains images of your own, and {name} would be downloaded into "
+            f"it; use --data.name {own} to train on them, or another --data.root for {name}"
+        )
+
+
 def _folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision.datasets import SVHN, FashionMNIST, Flowers102, Food101, OxfordIIITPet
 
 from vit.data.installed import require_package
+from vit.data.layout import refuse_to_download
 
 Pictures = Tensor | tuple[Path, ...]
 
@@ -131,6 +132,7 @@ def _made(name: str, root: Path, kind: dict[str, Any], download: bool) -> Any:
         return make(root, **kind)
     if not download:
         raise _no_data(name, root, "data.download=false, so it was not downloaded")
+    refuse_to_download(name, root)
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     print(f"{name} is not in {root}, or damaged: downloading it", flush=True)
     try:

@@ -1,13 +1,17 @@
 """What training prints when it starts and ends."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config, ModelConfig
+from vit.config import Config, DataConfig, ModelConfig
 from vit.data.datasets import ImageSet
+from vit.data.sources import read_source
 from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
@@ -46,9 +50,7 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
     left_out = plan_logging(config, step, held_out).describe() if has_maps else None
     return (
-        f"data     {config.data.name}: {len(images):,} training images "
-        f"({describe_counts(images.classes, images.class_counts())}), "
-        f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
+        f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{BALANCE_TEXTS[config.data.balance]}\n"
         f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
         f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass\n"
@@ -66,12 +68,28 @@ def start_text(config: Config, step: TrainingStep, held_out: ImageSet) -> str:
     )
 
 
-def _held_out_text(count: int) -> str:
+def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
+    """Count the images of each part; published data sets need no count of their test images."""
+    parts = f"{len(images):,} training images ({_counts(images.classes, images.labels)})"
+    parts += f", {_held_out_text(held_out)}"
+    if data.name not in ("folder", "table"):
+        return f"{parts}; the test images are used once, at the end"
+    test = read_source(data, train=False)
+    counts = _counts(test.classes, test.labels)
+    return f"{parts}; the {len(test.labels):,} test images ({counts}) are used once, at the end"
+
+
+def _counts(classes: Sequence[str], labels: Tensor) -> str:
+    return describe_counts(classes, torch.bincount(labels, minlength=len(classes)).tolist())
+
+
+def _held_out_text(held_out: ImageSet) -> str:
+    count = len(held_out)
     if count == 0:
         return "none held out, so there are no validation curves"
     if count < FEW_HELD_OUT:
         return f"{count} held out ({100 / count:.2g}% of validation accuracy each)"
-    return f"{count:,} held out"
+    return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)})"
 
 
 def _short_text(config: Config, step: TrainingStep) -> str:
