@@ -43,7 +43,7 @@ DATASETS = {
     "shapes": DatasetSpec((32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
     "folder": DatasetSpec((32, 32), *IMAGENET),
     "table": DatasetSpec((32, 32), *IMAGENET),
-    "digits": DatasetSpec((8, 8), (0.3053,), (0.3760,)),
+    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,)),
     "fashion_mnist": DatasetSpec((28, 28), (0.2860,), (0.3530,)),
     "svhn": DatasetSpec((32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "flowers102": DatasetSpec((64, 64), *IMAGENET),

@@ -16,6 +16,7 @@ from torchvision.datasets import SVHN, FashionMNIST, Flowers102, Food101, Oxford
 
 from vit.data.installed import require_package
 from vit.data.layout import refuse_to_download
+from vit.settings import shorten
 
 Pictures = Tensor | tuple[Path, ...]
 
@@ -141,7 +142,7 @@ def _made(name: str, root: Path, kind: dict[str, Any], download: bool) -> Any:
         with contextlib.suppress(OSError):
             for folder in missing:  # torchvision creates them before the download
                 folder.rmdir()
-        raise _no_data(name, root, str(error)) from None
+        raise _no_data(name, root, shorten(error, 300)) from None
 
 
 def _no_data(name: str, root: Path, problem: str) -> ValueError:
