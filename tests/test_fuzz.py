@@ -43,7 +43,8 @@ NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # 
 
 # The first values beyond each range, and what no divisor is.
 EDGES = {
-    "data.val_size": ("-1", "1000001"),
+    "data.test_fraction": ("0", "-0.1", "1"),
+    "data.val_size": ("-1", "1.5", "1000001"),
     "data.train_size": ("0", "1000001"),
     "model.patch_size": ("0", "-4", "3", "64"),
     "model.embed_dim": ("0", "10001"),
