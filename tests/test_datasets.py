@@ -619,9 +619,7 @@ def test_as_many_shapes_are_drawn_as_are_needed(size, number):
 
 
 def test_a_size_between_counts_and_fractions_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^data\.val_size: 1\.5 .* less than 1, or"
-    ):
+    with pytest.raises(ValueError, match=r"^data\.val_size: 1\.5 .* less than 1, or"):
         DataConfig(val_size=1.5)
     assert [str(DataConfig(val_size=size).val_size) for size in ("1000", 1e3, 0.1, None)] == [
         "1000", "1000", "0.1", "None",
