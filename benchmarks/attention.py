@@ -26,6 +26,7 @@ from vit.classifier import build_model
 from vit.config import Config, DataConfig, TrainConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.data.splits import HELD_OUT
 from vit.explain.rollout import attention_maps, attention_rollout
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
@@ -90,7 +91,7 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
     steps = config.train.epochs * (49_000 // config.train.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(config, out=folder)
-        training, held_out = draw_images(6400), draw_images(config.data.val_size)
+        training, held_out = draw_images(6400), draw_images(HELD_OUT)
         env = Environment(CPU, precision, World(), StopRequest())
         step = build_step(config, None, training, env)
         seconds_per_step = mean_step_seconds(step, training, config.train.batch_size)

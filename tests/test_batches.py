@@ -51,7 +51,7 @@ def test_every_image_has_its_turn_at_every_place():
 def test_a_batch_larger_than_the_data_is_refused(function):
     with pytest.raises(
         ValueError,
-        match=r"^train\.batch_size: 128 .* 127 training images; lower --train\.batch_size$",
+        match=r"^train\.batch_size: 128 .* 127 training images; use --train\.batch_size 16$",
     ):
         function(127, 128)
     assert function(128, 128) is not None

@@ -19,22 +19,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from vit.config import DataConfig
-from vit.data.datasets import (
-    ImageSet,
-    balanced_subset,
-    describe_counts,
-    hold_out,
-    load,
-    load_training,
-    stratified_subset,
-)
+from vit.data.datasets import ImageSet, hold_out, load, load_training
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.specs import DATASETS
+from vit.data.splits import balanced_subset, describe_counts, held_out, stratified_subset
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -77,7 +71,7 @@ def test_sizes_and_types(name, train, cifar, shapes):
     assert per_class.tolist() == [count // len(data.classes)] * len(data.classes)
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, "shapes"])
+@pytest.mark.parametrize("name", [*FOLDERS, "shapes", "digits"])
 def test_normalization_is_that_of_the_training_images(name):
     images = load_real(name, train=True).images
     values = torch.arange(256).double() / 255
@@ -118,10 +112,28 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, shapes, folder$"
-    ):
+    with pytest.raises(ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, "):
         load("mnist", tmp_path, train=True)
+
+
+def test_digits_are_those_of_scikit_learn(tmp_path):
+    training, test = (load("digits", tmp_path, train=part) for part in (True, False))
+    original = load_digits()
+    expected = np.round(original.images * 255 / 16).astype(np.uint8)
+    whole = torch.cat([training.images, test.images])
+    assert (len(training), len(test)) == (1438, 359)
+    assert sorted(map(bytes, whole.flatten(1).numpy())) == sorted(
+        map(bytes, expected.reshape(-1, 64))
+    )
+    assert training.images.shape[1:] == (1, 8, 8) and training.images.max() == 255
+    assert training.classes == test.classes == tuple("0123456789")
+    labels = dict(zip(map(bytes, expected.reshape(-1, 64)), original.target, strict=True))
+    for part in (training, test):
+        assert part.labels.tolist() == [labels[bytes(x)] for x in part.images.flatten(1).numpy()]
+        per_class = part.labels.bincount()
+        assert per_class.max() - per_class.min() <= 8  # as there are 174 to 183 of each
+    assert torch.equal(load("digits", tmp_path, train=False).images, test.images)
+    assert list(tmp_path.iterdir()) == []
 
 
 # How they arrive: tiny archives in CIFAR's layout come from a real server.
@@ -576,6 +588,42 @@ def test_hold_out_leaves_something_to_train_on(count):
     words = rf"^data\.val_size: {count} .* at most 57, .*\(20 in each of 3 classes\)$"
     with pytest.raises(ValueError, match=words):
         hold_out(numbered_set([20, 20, 20]), count, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "expected"),
+    [
+        ([100, 40, 1], None, [10, 4, 0]),  # a tenth
+        ([3, 2, 14], None, [1, 1, 1]),  # at least one, but not the last
+        ([3333, 3333, 3333], None, [333, 333, 333]),
+        ([4000, 4000, 2000], None, [400, 400, 200]),  # 1,000 of 10,000 or more
+        ([20, 30, 40], 0.25, [5, 8, 10]),
+        ([20, 2, 1], 0.99, [19, 1, 0]),
+        ([20, 30, 40], 9, [2, 3, 4]),
+        ([20, 30, 40], 0, [0, 0, 0]),
+    ],
+)
+def test_held_out_images_are_a_count_a_fraction_or_what_suits(sizes, size, expected):
+    labels = labels_of(sizes)
+    held = held_out(labels, ["a", "b", "c"], size, seed=0)
+    assert (held.diff() > 0).all()
+    assert torch.bincount(labels[held], minlength=3).tolist() == expected
+    assert torch.equal(held_out(labels, ["a", "b", "c"], size, seed=0), held)
+
+
+@pytest.mark.parametrize(("size", "number"), [(None, 1000), (0.25, 100), (40, 40), (0, 0)])
+def test_as_many_shapes_are_drawn_as_are_needed(size, number):
+    data = DataConfig(name="shapes", train_size=300, val_size=size)
+    training, held = load_training(data, seed=0)
+    assert (len(training), len(held)) == (300, number)
+
+
+def test_a_size_between_counts_and_fractions_is_refused():
+    with pytest.raises(ValueError, match=r"^data\.val_size: 1\.5 .* less than 1, or"):
+        DataConfig(val_size=1.5)
+    assert [str(DataConfig(val_size=size).val_size) for size in ("1000", 1e3, 0.1, None)] == [
+        "1000", "1000", "0.1", "None",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

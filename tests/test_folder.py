@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from vit.cli import parse_train
 from vit.config import Config, DataConfig, EvalConfig, EvalDataConfig, from_dict
 from vit.data.datasets import load, load_training
+from vit.data.layout import IMAGE_SUFFIXES, recognize
+from vit.data.sources import Source, read_source
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
@@ -192,19 +196,19 @@ def files_only(root: Path) -> None:
 WRONG = {
     "no root": (
         lambda root: root.rename(root.with_name("moved")),
-        ["no train/ (it does not exist)", "needs images in train/<class>/ and test/<class>/"],
+        ["no class folders (it does not exist)", "images in train/<class>/ and test/<class>/, or"],
     ),
     "root is a file": (
         lambda root: (shutil.rmtree(root), root.touch()),
-        ["ROOT has no train/ (it is a file)"],
+        ["ROOT has no class folders (it is a file)"],
     ),
     "no train": (
         lambda root: (root / "train").rename(root / "training"),
         ["ROOT has no train/ (it contains test, training)", "--data.root"],
     ),
     "no test": (
-        lambda root: (root / "test").rename(root / "val"),
-        ["ROOT has no test/ (it contains train, val)", "--data.root"],
+        lambda root: (root / "test").rename(root / "tests"),
+        ["ROOT has no test/ (it contains tests, train)", "--data.root at ROOT/train to split it"],
     ),
     "empty train": (
         lambda root: clear(root / "train"),
@@ -339,3 +343,133 @@ def test_a_broken_picture_ends_a_run_in_one_line_before_a_file_is_written(root, 
     assert done.stderr.startswith(f"error: data.root: {path} cannot be read")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+# One folder of class folders.
+
+
+@pytest.fixture
+def classes_only(tmp_path: Path) -> Path:
+    """Ten pictures each of two classes, and fifteen of a third, beside hidden files."""
+    root = tmp_path / "flowers and more"
+    for number, name in enumerate(["rød"] * 10 + ["猫"] * 10 + ["c d"] * 15):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        picture(number).save(root / name / f"{number:02d}.png")
+    for folder in (".ipynb_checkpoints", "__MACOSX", "猫/.thumbnails"):
+        (root / folder).mkdir()
+        (root / folder / "copy.png").write_bytes(b"not the user's")
+    for name in (".DS_Store", "._10.png"):
+        (root / "猫" / name).write_bytes(b"not the user's")
+    return root
+
+
+def read_folder(root: Path, train: bool, test_fraction: float | None = None) -> Source:
+    return read_source(
+        DataConfig(name="folder", root=str(root), test_fraction=test_fraction), train
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "per_class"), [(None, [3, 2, 2]), (0.5, [8, 5, 5]), (0.01, [1, 1, 1])]
+)
+def test_a_fraction_of_each_class_is_for_testing(classes_only, capsys, fraction, per_class):
+    training, test = (read_folder(classes_only, part, fraction) for part in (True, False))
+    assert training.classes == test.classes == ("c d", "rød", "猫")
+    assert test.labels.bincount().tolist() == per_class
+    names = [path.name for path in (*training.pictures, *test.pictures)]
+    assert sorted(names) == [f"{number:02d}.png" for number in range(35)]
+    for source in (training, test):
+        assert list(source.pictures) == sorted(source.pictures)
+        assert [source.classes[n] for n in source.labels] == [
+            p.parent.name for p in source.pictures
+        ]
+    assert read_folder(classes_only, False, fraction).pictures == test.pictures
+    assert capsys.readouterr() == ("", "")
+
+
+def test_validation_images_are_for_testing_only_where_no_others_are(root, capsys):
+    expected = read_folder(root, train=False)
+    shutil.copytree(root / "test", root / "val")
+    assert read_folder(root, train=False).pictures == expected.pictures
+    assert capsys.readouterr().err == ""
+    assert len(read_folder(root, train=True).pictures) == 24
+    assert capsys.readouterr().err.startswith(f"not used: {root / 'val'}; ")
+    shutil.rmtree(root / "test")
+    assert [p.name for p in read_folder(root, train=False).pictures] == [
+        p.name for p in expected.pictures
+    ]
+
+
+def test_a_fraction_beside_test_images_is_refused(root):
+    with pytest.raises(
+        ValueError, match=r"^data\.test_fraction: 0\.3 .* has test images in test/$"
+    ):
+        read_folder(root, train=True, test_fraction=0.3)
+    with pytest.raises(
+        ValueError, match=r"^data\.test_fraction: 0\.3 .* null with data\.name=shap"
+    ):
+        DataConfig(name="shapes", test_fraction=0.3)
+
+
+def test_classes_of_which_nothing_can_be_split_are_refused(classes_only):
+    for path in sorted((classes_only / "rød").iterdir())[1:]:
+        path.unlink()
+    words = r"rød contains 1 readable image \(it contains 00\.png\); every class needs at least two"
+    with pytest.raises(ValueError, match=words):
+        read_folder(classes_only, train=True)
+    for name in ("rød", "猫"):
+        shutil.rmtree(classes_only / name)
+    with pytest.raises(ValueError, match=r"has a single class, c d; a classifier needs at least"):
+        read_folder(classes_only, train=True)
+
+
+def test_a_small_folder_trains_with_the_defaults(classes_only, tmp_path, capsys):
+    config = small(classes_only, tmp_path / "run", val_size=None)
+    result = train(config)
+    assert result["n"] == 7 and list(result["per_class"]) == ["c d", "rød", "猫"]
+    line = capsys.readouterr().out.partition("\n")[0]
+    assert "25 training images (c d 11, rød 7, 猫 7), 3 held out (1 in each of 3 classes)" in line
+    assert "the 7 test images (c d 3, rød 2, 猫 2) are used once" in line
+
+
+def test_a_batch_that_is_too_large_is_answered_with_one_that_is_not(classes_only, tmp_path):
+    config = small(classes_only, tmp_path / "run", val_size=None)
+    config = replace(config, train=replace(config.train, batch_size=128))
+    with pytest.raises(ValueError, match=r"more than the 25 training images; use --train\.batch"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+# Images of one's own, recognized.
+
+
+def test_images_are_recognized(root, classes_only, tmp_path):
+    table = tmp_path / "labels.csv"
+    table.touch()
+    assert recognize(root) == recognize(classes_only) == recognize(root / "train") == "folder"
+    assert recognize(table) == "table"
+    for other in (tmp_path, tmp_path / "nowhere", ROOT, ROOT / "data", root / "train" / "cat"):
+        assert recognize(other) is None, other
+
+
+def test_suffixes_are_those_of_torchvision():
+    assert set(IMAGE_SUFFIXES) == set(IMG_EXTENSIONS)
+
+
+def test_without_a_name_ones_own_images_are_taken(root, classes_only, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words, name, out in (
+        (["--data.root", str(root)], "folder", "runs/pictures"),
+        (["--data.root", str(classes_only)], "folder", "runs/flowers and more"),
+        (["--data.root", f"{root}/", "--out", "mine"], "folder", "mine"),
+        (["--data.root", str(root), "--data.name", "cifar10"], "cifar10", "runs/quick"),
+        (["--data.root", str(tmp_path)], "cifar10", "runs/quick"),
+        (["--data.name", "folder", "--data.root", str(root)], "folder", "runs/pictures"),
+        (["--data.name", "shapes"], "shapes", "runs/shapes"),
+        (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
+        (["--config", "quick", "--data.root", str(root)], "folder", "runs/quick"),
+        (["--config", "cifar10", "--data.root", str(root)], "cifar10", "runs/cifar10"),
+        (["--data.name", "folder", "--data.root", "/"], "folder", "runs/folder"),
+    ):
+        config, _ = parse_train(words)
+        assert (config.data.name, config.out) == (name, out), words

@@ -46,9 +46,10 @@ NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # 
 EDGES = {
     "data.image_size": ("0", "-4", "62", "10001"),
     "data.channels": ("0", "2", "1001"),
-    "data.val_size": ("-1", "1000001"),
     "data.memory_gb": ("-0.1", "1000001"),
     "data.workers": ("-1", "1001"),
+    "data.test_fraction": ("0", "-0.1", "1"),
+    "data.val_size": ("-1", "1.5", "1000001"),
     "data.train_size": ("0", "1000001"),
     "model.patch_size": ("0", "-4", "3", "64"),
     "model.embed_dim": ("0", "10001"),

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from vit.config import Config, EvalConfig, to_dict
+from vit.config import Config, DataConfig, EvalConfig, to_dict
 from vit.console import is_out_of_memory, printable, rank
+from vit.data.layout import recognize
 from vit.recipes import RECIPES, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
 from vit.training.rules import check_sizes
@@ -151,7 +152,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     given = parser.parse_keys(arguments, Config)
     if "model.timm_args" in given:
         given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
-    files = given.pop("config", ["quick"])
+    files = given.pop("config", [])
     options = {
         "overwrite": given.pop("overwrite", False),
         "allow_changes": given.pop("resume.allow_changes", False),
@@ -160,12 +161,33 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     if options["extend"] and options["overwrite"]:
         raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     only_print = given.pop("print_config", False)
-    config = Config(**_merge([*map(read_config, files), _nested(given)]))
+    chosen = _merge([*map(read_config, files), _nested(given)])
+    recipe = read_config("quick") if not files else {}
+    config = Config(**_merge([recipe, chosen, _recognized(chosen)]))
+    if "out" not in chosen and config.data.name != "cifar10":
+        config = dataclasses.replace(config, out=_default_out(config.data))
     check_sizes(config)
     if only_print:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         raise SystemExit(0)
     return config, options
+
+
+def _recognized(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Choose the data set where only data.root is given, and it contains images of the user's."""
+    data = chosen.get("data", {})
+    root = data.get("root")
+    if "name" in data or not isinstance(root, str):
+        return {}
+    name = recognize(Path(root).expanduser())
+    return {} if name is None else {"data": {**data, "name": name}}
+
+
+def _default_out(data: DataConfig) -> str:
+    """Return the folder of a run that none was given for: named after its data set."""
+    root = Path(data.root).expanduser().resolve()
+    own = {"folder": root.name, "table": root.stem}
+    return f"runs/{own.get(data.name) or data.name}"
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:

@@ -15,6 +15,7 @@ from vit.settings import (
     LARGE,
     Arguments,
     Count,
+    CountOrFraction,
     CountOrZero,
     Fraction,
     FractionAbove0,
@@ -36,7 +37,10 @@ STRONGEST = 30  # magnitude of RandAugment
 
 PATCH_SIZE = 4  # of a model trained from scratch, unless set
 
-DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
+DataName = Literal[
+    "cifar10", "cifar100", "shapes", "folder", "table", "digits", "fashion_mnist", "svhn",
+    "flowers102", "food101", "oxford_iiit_pet",
+]  # fmt: skip
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 TIMM = "timm:"  # how the name of a model of timm begins
@@ -49,10 +53,13 @@ class DataConfig:
     """The data set.
 
     Attributes:
-        name: data set: cifar10, cifar100, shapes (drawn on the fly, no download) or folder (your
-            own images, see root)
+        name: data set: folder or table are your own images, see root; shapes (drawn on the fly) and
+            digits (needs scikit-learn) need no download
         root: folder where data sets are stored or downloaded to; with name=folder, the folder that
-            contains train/<class>/ and test/<class>/
+            contains train/<class>/ and test/<class>/, or the classes' folders themselves; with
+            name=table, a CSV or JSONL file with columns path, label and, optionally, split
+        test_fraction: with name=folder or table, fraction of each class that is set aside as test
+            images, where folder or table name none; null is 0.2 there
         download: download the data set if it is not in root
         image_size: height and width of the model's input in pixels, one number or two (rows and
             columns), multiples of model.patch_size; null means the data set's own, 32 x 32 for
@@ -62,13 +69,15 @@ class DataConfig:
             stretches it
         channels: colour channels of the model's input: 1 is grey, 3 is RGB; null means the data
             set's own, 3 for image files
-        on_bad_image: with name=folder, how to treat an image file that cannot be read: error stops,
+        on_bad_image: with image files, how to treat an image file that cannot be read: error stops,
             skip lists it and leaves it out
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
             are decoded from their files in every epoch; null means a quarter of the free memory
         workers: number of processes that decode image files; 0 decodes them in the main process;
             null means one per usable core, less one, but none for fewer than 200 files
-        val_size: number of training images held out for the validation curves; 0 holds out none
+        val_size: number of training images held out for the validation curves, or a fraction of
+            each class, at least one image; 0 holds out none; null is 1000 of a set of at least
+            10000 images, else 0.1
         train_size: number of training images to use, after the validation images are held out; null
             uses all of them
         balance: how to treat classes of different sizes: none; sampler draws every class equally
@@ -85,9 +94,24 @@ class DataConfig:
     on_bad_image: Literal["error", "skip"] = "error"
     memory_gb: NonNegative | None = None
     workers: Annotated[int, Field(ge=0, le=1000)] | None = None
-    val_size: CountOrZero = 1000
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    val_size: CountOrFraction | None = None
     train_size: Count | None = None
     balance: Literal["none", "sampler", "loss"] = "none"
+
+    def __post_init__(self) -> None:
+        require(
+            self.test_fraction is None or self.name in ("folder", "table"),
+            "data.test_fraction",
+            self.test_fraction,
+            f"null with data.name={self.name}, whose test images are fixed",
+        )
+        require(
+            self.val_size is None or self.val_size < 1 or isinstance(self.val_size, int),
+            "data.val_size",
+            self.val_size,
+            "a fraction less than 1, or a whole number",
+        )
 
 
 @settings("model")
@@ -425,7 +449,8 @@ class Config:
     """The training run.
 
     Attributes:
-        out: folder that the run is written to
+        out: folder that the run is written to; where neither --out nor a file names one, runs/ and
+            the name of the data set, or of the folder of images; runs/quick is that of cifar10
         deterministic: use deterministic algorithms only, and stop with an error where a GPU has
             none; on a CPU, runs are reproducible in any case
     """

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
@@ -55,6 +55,10 @@ def _plain(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1, le=LARGE)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGE)]
+# Whole numbers as int, so that a config keeps 1000 and does not say 1000.0.
+CountOrFraction = Annotated[
+    float, Field(ge=0, le=LARGE), AfterValidator(lambda n: int(n) if n.is_integer() else n)
+]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionAbove0 = Annotated[float, Field(gt=0, le=1)]

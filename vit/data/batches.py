@@ -13,9 +13,10 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
         ValueError: A batch is larger than the training set.
     """
     if batch_size > num_images:
+        several = 2 ** max(num_images // 4, 1).bit_length() // 2  # a power of two, in four steps
         raise ValueError(
-            f"train.batch_size: {batch_size} is more than the {num_images} training images; lower "
-            "--train.batch_size"
+            f"train.batch_size: {batch_size} is more than the {num_images} training images; use "
+            f"--train.batch_size {several}"
         )
     return num_images // batch_size
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_url, extract_archive
 
+from vit.data.layout import refuse_to_download
+
 SOURCES = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 
 
@@ -49,6 +51,8 @@ def _restored(dataset: type[CIFAR10], root: Path, train: bool, download: bool) -
     if not whole and not download:
         what = "data.download=false, so nothing was downloaded"
         raise _no_data(dataset, root, f"{problem} ({what})") from None
+    if not whole:
+        refuse_to_download(dataset.__name__.lower(), root)
     source = archive if whole else dataset.url
     print(f"{problem}: {'unpacking' if whole else 'downloading'} {source}", flush=True)
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]

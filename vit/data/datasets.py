@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from vit.config import DataConfig, DataName
 from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
+from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
 from vit.data.stream import Decoder, ImageFiles
 from vit.hardware import free_memory
 from vit.seeding import generator
 
-MAX_LISTED = 20  # classes whose image counts are listed one by one
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
@@ -139,7 +139,7 @@ def load(
     train: bool,
     download: bool = True,
     count: int | None = None,
-    on_bad_image: Any = "error",
+    on_bad_image: Literal["error", "skip"] = "error",
     preprocess: Preprocess | None = None,
 ) -> ImageSet:
     """Load the training or test images of a data set.
@@ -166,7 +166,8 @@ def load(
     data = DataConfig(
         name=name, root=str(root) or ".", download=download, on_bad_image=on_bad_image
     )
-    return open_images(data, train, preprocess, count=count).in_memory()
+    images = open_images(data, train, preprocess, count=count)
+    return images.resized(preprocess or Preprocess.from_config(data)).in_memory()
 
 
 def open_images(
@@ -178,12 +179,14 @@ def open_images(
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
+    Images that are not in files have the data set's own size, see `ImageSet.resized`.
+
     With `data.on_bad_image` "skip", all files are decoded once to find those that cannot be read.
 
     Args:
         data: The data set.
         train: Whether to find the training images rather than the test images.
-        preprocess: Resizes the images; None is the data set's own.
+        preprocess: Resizes images from files; None is the data set's own.
         decoder: Decodes files; None decodes them in this process.
         count: Number of shapes to draw, as for `load`.
 
@@ -194,13 +197,11 @@ def open_images(
         ValueError: The data is missing and could not be downloaded, or no image of a class can be
             read.
     """
-    preprocess = preprocess or Preprocess.from_config(data)
-    source = read_source(data.name, data.root, train, data.download, count)
+    source = read_source(data, train, count)
     if isinstance(source.pictures, Tensor):
-        images = ImageSet(source.pictures, source.labels, source.classes, source.masks)
-        return images.resized(preprocess)
+        return ImageSet(source.pictures, source.labels, source.classes, source.masks)
     paths = tuple(map(str, source.pictures))
-    files = ImageFiles(paths, preprocess, decoder or Decoder())
+    files = ImageFiles(paths, preprocess or Preprocess.from_config(data), decoder or Decoder())
     images = ImageSet(files, source.labels, source.classes, source.masks)
     if data.on_bad_image == "skip":
         kept = drop_unreadable(paths, images.labels, images.classes, files.unreadable())
@@ -225,7 +226,8 @@ def load_test_images(
         ValueError: The data is missing and could not be downloaded, or an image that was to be
             read into memory cannot be read.
     """
-    test = open_images(data, False, preprocess, decoder)
+    preprocess = preprocess or Preprocess.from_config(data)
+    test = open_images(data, False, preprocess, decoder).resized(preprocess)
     return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
 
 
@@ -242,67 +244,6 @@ def fit_into_memory(sets: Sequence[ImageSet], memory_gb: float | None) -> bool:
     return sum(s.images.nbytes for s in sets if isinstance(s.images, ImageFiles)) <= limit
 
 
-def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, with equal numbers per class as far as the classes allow.
-
-    Args:
-        labels: (N,) int64.
-        count: Number of images to choose, 0 to N.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (count,) int64, ascending indices into labels.
-
-    Raises:
-        ValueError: count is larger than N.
-    """
-    if count > len(labels):
-        raise ValueError(f"{purpose}: {count} images requested, but there are only {len(labels)}")
-    order, turn, _ = _random_turns(labels, seed, purpose)
-    chosen = order[turn.argsort(stable=True)[:count]]
-    return chosen.sort().values
-
-
-def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, in proportion to the class sizes, leaving at least one per class.
-
-    Each class gets its proportional number, rounded by the Webster method. For classes of equal
-    size this is the same choice as `balanced_subset`.
-
-    Args:
-        labels: (N,) int64.
-        count: Number of images to choose, 0 to N - C for C classes.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (count,) int64, ascending indices into labels.
-    """
-    order, turn, size = _random_turns(labels, seed, purpose)
-    assert count <= (turn < size - 1).sum()
-    priority = (turn + 0.5) / size
-    priority[turn == size - 1] = torch.inf  # the last image of a class stays
-    chosen = order[priority.argsort(stable=True)[:count]]
-    return chosen.sort().values
-
-
-def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Shuffle images; number them within their classes.
-
-    Returns:
-        A permutation (N,), and for each image in that order its number within its class, from 0,
-        and the size of its class.
-    """
-    order = torch.randperm(len(labels), generator=generator(seed, purpose))
-    turn, size = torch.empty_like(labels), torch.empty_like(labels)
-    for label in labels.unique():
-        members = labels[order] == label
-        size[members] = members.sum()
-        turn[members] = torch.arange(int(members.sum()))
-    return order, turn, size
-
-
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
     """Choose images to draw, balanced over the classes; all of them if there are fewer.
 
@@ -313,21 +254,19 @@ def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
     return images.select(chosen).in_memory()
 
 
-def hold_out(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Split a set into training images and `count` held-out images, stratified by class.
+def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet, ImageSet]:
+    """Split a set into training images and held-out images, stratified by class.
+
+    Args:
+        images: The set.
+        size: Number or fraction of the held-out images; None suits the set, see
+            `vit.data.splits.held_out`.
+        seed: Seed of the split.
 
     Raises:
         ValueError: A class would be left without training images.
     """
-    counts = images.class_counts()
-    most = sum(max(n - 1, 0) for n in counts)
-    if count > most:
-        raise ValueError(
-            f"data.val_size: {count} is not allowed; it must be at most {most}, because every "
-            f"class keeps at least one training image "
-            f"({describe_counts(images.classes, counts)})"
-        )
-    held = stratified_subset(images.labels, count, seed, "data.val_size")
+    held = held_out(images.labels, images.classes, size, seed)
     kept = torch.ones(len(images), dtype=torch.bool)
     kept[held] = False
     return images.select(kept.nonzero().squeeze(1)), images.select(held)
@@ -361,25 +300,27 @@ def load_training(
         ValueError: The data is missing or cannot be read, there are fewer images than requested,
             or a class would be left without training images.
     """
-    count = None if data.train_size is None else data.train_size + data.val_size
+    preprocess = preprocess or Preprocess.from_config(data)
+    val_size, count = data.val_size, None
+    if data.name == "shapes" and data.train_size is not None:  # as many are drawn as needed
+        val_size = held_out_beside(data.train_size, val_size)
+        count = data.train_size + val_size
     everything = open_images(data, True, preprocess, decoder, count)
-    training, held_out = hold_out(everything, data.val_size, seed)
-    if stored not in (None, preprocess):
-        larger = open_images(data, True, stored, decoder, count)
-        training, _ = hold_out(larger, data.val_size, seed)
+    training, held = hold_out(everything, val_size, seed)
     if data.train_size is not None:
         training = _first(training, data.train_size)
+    training, held = training.resized(stored or preprocess), held.resized(preprocess)
     if isinstance(training.images, Tensor):
-        return training, held_out
+        return training, held
     unchecked = [open_images(data, False, preprocess, decoder)]
-    if fit_into_memory((training, held_out), data.memory_gb):
-        training, held_out = training.in_memory(), held_out.in_memory()
+    if fit_into_memory((training, held), data.memory_gb):
+        training, held = training.in_memory(), held.in_memory()
     else:
-        unchecked += [training, held_out]
+        unchecked += [training, held]
     if check and data.on_bad_image == "error":  # skip has checked them already
         for images in unchecked:
             images.check()
-    return training, held_out
+    return training, held
 
 
 def _first(training: ImageSet, count: int) -> ImageSet:
@@ -401,13 +342,3 @@ def _first(training: ImageSet, count: int) -> ImageSet:
             f"({describe_counts(training.classes, counts)}); use more"
         )
     return training
-
-
-def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
-    """List the number of images of each class, or summarize them if there are many classes."""
-    low, high = min(counts), max(counts)
-    if low == high:
-        return f"{low:,} in each of {len(classes)} classes"
-    if len(classes) > MAX_LISTED:
-        return f"{low:,} to {high:,} in each of {len(classes)} classes"
-    return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))

@@ -1,4 +1,4 @@
-"""Image folders in torchvision's layout: train/<class>/ and test/<class>/."""
+"""Image folders in torchvision's layout: one folder per class, with or without train/ and test/."""
 
 import os
 import sys
@@ -7,34 +7,98 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.datasets.folder import find_classes, make_dataset
 
-LISTED = 10  # at most so many names in a message
+from vit.data.layout import (
+    IMAGE_SUFFIXES,
+    TEST,
+    TRAIN,
+    UNUSED,
+    VALIDATION,
+    content,
+    has_parts,
+    is_image,
+    is_visible,
+    some,
+)
+from vit.data.splits import require_classes, split_off_test
+
+LAYOUTS = (
+    "data.name=folder needs images in train/<class>/ and test/<class>/, or in <class>/, to be "
+    "split by data.test_fraction: point --data.root at the folder that contains train/ and test/, "
+    "or the classes"
+)
 
 
-def list_folder(root: Path, train: bool) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
+def list_folder(
+    root: Path, train: bool, test_fraction: float | None
+) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
     """List the training or test images of an image folder.
 
     Args:
-        root: Folder that contains train/ and test/; test/ is enough to list the test images.
+        root: Folder that contains train/ and test/, or the class folders themselves. test/ is
+            enough to list the test images; val/ or valid/ takes its place where it is missing.
         train: Whether to list the training images rather than the test images.
+        test_fraction: Fraction of each class that is used as test images where root contains the
+            class folders themselves; None is 0.2.
 
     Returns:
         The N files, sorted by path, labels (N,) int64 and the class names.
 
     Raises:
-        ValueError: A folder, a class or its images are missing.
+        ValueError: A folder, a class or its images are missing, or test_fraction is given although
+            there are test images.
     """
-    files = _find(root, train)
+    if has_parts(root):
+        return _list_part(root, train, test_fraction)
+    classes, paths, labels = _find(root)
     if train:
-        _require_same_classes(root, files.classes, _find(root, train=False).classes)
-    _report_ignored(Path(files.root))
-    for label, name in enumerate(files.classes):
-        if label not in files.targets:
-            raise _no_image(Path(files.root) / name)
-    paths = tuple(Path(path) for path, _ in files.samples)
-    return paths, torch.tensor(files.targets), tuple(files.classes)
+        _report_ignored(root)
+    for name, count in zip(classes, _counts(labels, classes), strict=True):
+        if count < 2:
+            raise ValueError(
+                f"data.root: {root / name} contains {count or 'no'} readable image "
+                f"({content(root / name)}); every class needs at least two "
+                f"({', '.join(IMAGE_SUFFIXES)}), one of them to test: add some, or delete the class"
+            )
+    chosen = split_off_test(labels, test_fraction) != train
+    found = chosen.nonzero().squeeze(1).tolist()
+    return tuple(paths[n] for n in found), labels[chosen], tuple(classes)
+
+
+def _list_part(
+    root: Path, train: bool, test_fraction: float | None
+) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
+    """List the images of train/, or of test/ or what takes its place; see `list_folder`."""
+    found = [name for name in (TEST, *VALIDATION) if (root / name).is_dir()]
+    if not found:
+        raise ValueError(
+            f"data.root: {root} has no test/ ({content(root)}); add test/<class>/ (or val/<class>/)"
+            f", or point --data.root at {root / TRAIN} to split it by data.test_fraction"
+        )
+    test = found[0]
+    if test_fraction is not None:
+        raise ValueError(
+            f"data.test_fraction: {test_fraction} is not allowed; it must be null, because {root} "
+            f"has test images in {test}/"
+        )
+    if train and not (root / TRAIN).is_dir():
+        raise ValueError(f"data.root: {root} has no train/ ({content(root)}); {LAYOUTS}")
+    classes, paths, labels = _find(root / (TRAIN if train else test))
+    if train:
+        _require_same_classes(root, test, classes, _find(root / test)[0])
+        for part in (TRAIN, test):
+            _report_ignored(root / part)
+        for name in found[1:]:
+            print(f"not used: {root / name}; {UNUSED}", file=sys.stderr, flush=True)
+    for name, count in zip(classes, _counts(labels, classes), strict=True):
+        if count == 0:
+            raise _no_image(root / (TRAIN if train else test) / name)
+    return tuple(paths), labels, tuple(classes)
+
+
+def _counts(labels: Tensor, classes: Sequence[str]) -> list[int]:
+    return torch.bincount(labels, minlength=len(classes)).tolist()
 
 
 def drop_unreadable(
@@ -58,7 +122,7 @@ def drop_unreadable(
     readable[list(unreadable)] = False
     if len(unreadable):
         count = f"{len(unreadable):,} of {len(paths):,} images in {_common_folder(paths)}"
-        names = _some([paths[index] for index in unreadable])
+        names = some([paths[index] for index in unreadable])
         print(f"skipped {count} that cannot be read: {names}", file=sys.stderr, flush=True)
     for label in range(len(classes)):
         if label not in labels[readable]:
@@ -67,33 +131,45 @@ def drop_unreadable(
     return readable.nonzero().squeeze(1)
 
 
-def _find(root: Path, train: bool) -> ImageFolder:
-    """List the classes and image files of one split.
+def _find(folder: Path) -> tuple[list[str], list[Path], Tensor]:
+    """List the classes and image files of a folder of class folders, without hidden ones.
+
+    Returns:
+        The class names, the N files and their labels (N,) int64.
 
     Raises:
-        ValueError: The folder does not exist or contains no class folders.
+        ValueError: The folder does not exist or does not contain two class folders.
     """
-    folder = root / ("train" if train else "test")
+
+    def is_ours(path: str) -> bool:
+        *folders, name = Path(path).relative_to(folder).parts
+        return is_image(name) and all(map(is_visible, folders))
+
     try:
-        return ImageFolder(folder, allow_empty=True)
+        classes = [name for name in find_classes(folder)[0] if is_visible(name)]
     except (FileNotFoundError, NotADirectoryError):
-        place, what = (folder, "class folders") if folder.is_dir() else (root, f"{folder.name}/")
-        raise ValueError(
-            f"data.root: {place} has no {what} ({_content(place)}); data.name=folder needs "
-            f"images in train/<class>/ and test/<class>/: point --data.root at the folder "
-            f"that contains train/ and test/"
-        ) from None
+        classes = []
+    if not classes:
+        raise ValueError(f"data.root: {folder} has no class folders ({content(folder)}); {LAYOUTS}")
+    require_classes("data.root", folder, classes)
+    numbers = {name: label for label, name in enumerate(classes)}
+    samples = make_dataset(folder, numbers, is_valid_file=is_ours, allow_empty=True)
+    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+    return classes, [Path(path) for path, _ in samples], labels
 
 
-def _require_same_classes(root: Path, train: list[str], test: list[str]) -> None:
-    if train != test:
+def _require_same_classes(root: Path, test: str, train: list[str], others: list[str]) -> None:
+    if train != others:
         only = [
-            f"only {half}/ has {_some(sorted(here))}"
-            for half, here in (("train", set(train) - set(test)), ("test", set(test) - set(train)))
+            f"only {part}/ has {some(sorted(here))}"
+            for part, here in (
+                (TRAIN, set(train) - set(others)),
+                (test, set(others) - set(train)),
+            )
             if here
         ]
         raise ValueError(
-            f"data.root: train/ and test/ in {root} must contain the same classes, but "
+            f"data.root: train/ and {test}/ in {root} must contain the same classes, but "
             f"{' and '.join(only)}; rename, add or delete folders until they agree"
         )
 
@@ -103,39 +179,25 @@ def _report_ignored(folder: Path) -> None:
     ignored = [
         path.suffix.lower() or path.name
         for path in sorted(folder.glob("*/**/*"))
-        if path.is_file()
-        and not path.name.startswith(".")
-        and path.suffix.lower() not in IMG_EXTENSIONS
+        if all(map(is_visible, path.relative_to(folder).parts))
+        and not is_image(path.name)
+        and path.is_file()
     ]
     if ignored:
-        suffixes = _some(sorted(set(ignored)))
         print(
             f"ignored {len(ignored):,} files in {folder} that are not images of a supported type "
-            f"({suffixes}); supported are {', '.join(IMG_EXTENSIONS)}",
+            f"({some(sorted(set(ignored)))}); supported are {', '.join(IMAGE_SUFFIXES)}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
 
 def _no_image(folder: Path) -> ValueError:
     return ValueError(
-        f"data.root: {folder} contains no readable image ({_content(folder)}); every class needs "
-        f"at least one ({', '.join(IMG_EXTENSIONS)}) in both train/ and test/: add some, or delete "
-        "the class from both"
+        f"data.root: {folder} contains no readable image ({content(folder)}); every class needs "
+        f"at least one ({', '.join(IMAGE_SUFFIXES)}) to train and one to test: add some, or delete "
+        "the class from both parts"
     )
 
 
 def _common_folder(paths: Sequence[str]) -> Path:
     return Path(os.path.commonpath([Path(path).parent for path in paths]))
-
-
-def _content(folder: Path) -> str:
-    """Describe what a folder contains."""
-    if not folder.is_dir():
-        return "it is a file" if folder.exists() else "it does not exist"
-    return f"it contains {_some(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Join the first few names and count the rest."""
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more:,} more" if more > 0 else "")

@@ -5,10 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vit.config import DataConfig
 from vit.data.cifar import read_cifar
+from vit.data.digits import read_digits
 from vit.data.folder import list_folder
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.specs import DATASETS
+from vit.data.table import list_table
+from vit.data.torchvision_sets import SETS, read_torchvision
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
@@ -31,17 +34,12 @@ class Source:
     masks: Tensor | None = None
 
 
-def read_source(
-    name: str, root: str | Path, train: bool, download: bool = True, count: int | None = None
-) -> Source:
+def read_source(data: DataConfig, train: bool, count: int | None = None) -> Source:
     """Find the training or test images of a data set; files are listed but not read.
 
     Args:
-        name: A key of `vit.data.specs.DATASETS`.
-        root: Folder for downloaded data, or the image folder with train/ and test/; not used by
-            "shapes".
+        data: Which data set, and the folder it is in.
         train: Whether to find the training images rather than the test images.
-        download: Whether to download what is missing from root.
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
             data sets are always complete.
 
@@ -49,15 +47,19 @@ def read_source(
         The pictures, in the data set's own order.
 
     Raises:
-        ValueError: The name is unknown, or the data is missing and could not be downloaded.
+        ValueError: The data is missing and could not be downloaded.
     """
-    if name not in DATASETS:
-        raise ValueError(f"data.name: {name!r} is not one of {', '.join(DATASETS)}")
-    if name == "shapes":
+    if data.name == "shapes":
         split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
         images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
         return Source(images, labels, KINDS, masks)
-    root = Path(root).expanduser()
-    if name == "folder":
-        return Source(*list_folder(root, train))
-    return Source(*read_cifar(name, root, train, download))
+    if data.name == "digits":
+        return Source(*read_digits(train))
+    root = Path(data.root).expanduser()
+    if data.name == "folder":
+        return Source(*list_folder(root, train, data.test_fraction))
+    if data.name == "table":
+        return Source(*list_table(root, train, data.test_fraction))
+    if data.name in SETS:
+        return Source(*read_torchvision(data.name, root, train, data.download))
+    return Source(*read_cifar(data.name, root, train, data.download))

@@ -3,6 +3,7 @@
 Pictures are (height, width, 3) uint8 arrays.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,5 +105,8 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
 def pixels_of(figure: Figure) -> np.ndarray:
     """Render a matplotlib figure as pixels."""
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with warnings.catch_warnings():
+        # Class names may be in any script; a box takes the place of what the font lacks.
+        warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
+        canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.config import EvalConfig
-from vit.data.datasets import ImageSet, balanced_subset
+from vit.data.datasets import ImageSet
+from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import (
     LEVELS,
     mask_iou,

@@ -1,16 +1,19 @@
 """What training prints when it starts and ends."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config, ModelConfig
-from vit.data.datasets import ImageSet, describe_counts
+from vit.config import Config, DataConfig, ModelConfig
+from vit.data.datasets import ImageSet
+from vit.data.sources import read_source
 from vit.data.specs import OWN_FILES
+from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention import uses_fused_kernel
 from vit.model.attention_model import attention_model, no_maps_text
@@ -58,9 +61,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         plan_logging(config, step, len(held_out) or len(images)).describe() if has_maps else None
     )
     return (
-        f"data     {config.data.name}: {len(images):,} training images "
-        f"({describe_counts(images.classes, images.class_counts())}), "
-        f"{_held_out_text(len(held_out))}; the test images are used once, at the end"
+        f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{hint if resized else ''}"
         f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
         f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
@@ -87,12 +88,28 @@ def restarts_text(schedule: Schedule) -> str:
     return f"; the schedule starts over after step {steps}" if steps else ""
 
 
-def _held_out_text(count: int) -> str:
+def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
+    """Count the images of each part; published data sets need no count of their test images."""
+    parts = f"{len(images):,} training images ({_counts(images.classes, images.labels)})"
+    parts += f", {_held_out_text(held_out)}"
+    if data.name not in OWN_FILES:
+        return f"{parts}; the test images are used once, at the end"
+    test = read_source(data, train=False)
+    counts = _counts(test.classes, test.labels)
+    return f"{parts}; the {len(test.labels):,} test images ({counts}) are used once, at the end"
+
+
+def _counts(classes: Sequence[str], labels: Tensor) -> str:
+    return describe_counts(classes, torch.bincount(labels, minlength=len(classes)).tolist())
+
+
+def _held_out_text(held_out: ImageSet) -> str:
+    count = len(held_out)
     if count == 0:
         return "none held out, so there are no validation curves"
     if count < FEW_HELD_OUT:
         return f"{count} held out ({100 / count:.2g}% of validation accuracy each)"
-    return f"{count:,} held out"
+    return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)})"
 
 
 def _short_text(config: Config, step: TrainingStep, images: int) -> str:

@@ -1,0 +1,181 @@
+"""Tables of image files: CSV and JSONL, their splits, and mistakes in them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit.config import DataConfig, from_dict
+from vit.data.sources import Source, read_source
+from vit.training.trainer import train
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twenty pictures: 0.png to 19.png in images/."""
+    (tmp_path / "images").mkdir()
+    for number in range(20):
+        Image.new("RGB", (9, 8), (number * 12, 0, 0)).save(tmp_path / f"images/{number}.png")
+    return tmp_path
+
+
+def write(folder: Path, *lines: str, name: str = "table.csv") -> Path:
+    file = folder / name
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def read(file: Path, train: bool = True, test_fraction: float | None = None) -> Source:
+    return read_source(DataConfig(name="table", root=str(file), test_fraction=test_fraction), train)
+
+
+def rows(labels: list[str], splits: list[str] | None = None) -> list[str]:
+    ends = [f",{split}" for split in splits] if splits else [""] * len(labels)
+    return [f"images/{n}.png,{label}{ends[n]}" for n, label in enumerate(labels)]
+
+
+def numbers(source: Source) -> list[int]:
+    return [int(path.stem) for path in source.pictures]
+
+
+def test_files_and_labels_are_those_of_the_rows(folder):
+    labels, splits = ["b", "ä", "b", "ä", "b", "ä"], ["train"] * 4 + ["test"] * 2
+    file = write(folder, "path,label,split", *rows(labels, splits))
+    training, test = read(file), read(file, train=False)
+    assert training.classes == test.classes == ("b", "ä")
+    assert (numbers(training), training.labels.tolist()) == ([0, 1, 2, 3], [0, 1, 0, 1])
+    assert (numbers(test), test.labels.tolist()) == ([4, 5], [0, 1])
+    assert all(path.is_file() for path in training.pictures)
+
+
+@pytest.mark.parametrize("header", ["label,file", "Class,Filename", "class, image", "label,path"])
+def test_columns_have_aliases_and_any_order(folder, header):
+    lines = [f"{n % 2},images/{n}.png" for n in range(6)]
+    assert len(read(write(folder, header, *lines)).labels) == 4
+
+
+def test_jsonl_is_read_like_csv_and_numbers_are_names_in_their_order(folder):
+    records = [{"path": f"images/{n}.png", "label": (1, 2, 10)[n % 3]} for n in range(12)]
+    jsonl = write(folder, *map(json.dumps, records), "", name="table.jsonl")
+    csv = write(folder, "path,label", *rows([str((1, 2, 10)[n % 3]) for n in range(12)]))
+    for part in (True, False):
+        one, other = read(jsonl, part), read(csv, part)
+        assert one.classes == other.classes == ("1", "2", "10")
+        assert numbers(one) == numbers(other) and one.labels.tolist() == other.labels.tolist()
+
+
+def test_without_a_split_a_fraction_of_each_class_is_for_testing(folder):
+    file = write(folder, "path,label", *rows([*"aabbb"] * 4))
+    for fraction, per_class in ((None, [2, 2]), (0.5, [4, 6]), (0.01, [1, 1]), (0.99, [7, 11])):
+        training, test = read(file, True, fraction), read(file, False, fraction)
+        assert sorted(numbers(training) + numbers(test)) == list(range(20))
+        assert test.labels.bincount().tolist() == per_class
+        assert numbers(read(file, False, fraction)) == numbers(test)
+
+
+def test_validation_rows_are_for_testing_only_where_no_others_are(folder, capsys):
+    splits = ["train"] * 4 + ["val"] * 2
+    file = write(folder, "path,label,split", *rows([*"ab"] * 3, splits))
+    assert (numbers(read(file)), numbers(read(file, train=False))) == ([0, 1, 2, 3], [4, 5])
+    assert capsys.readouterr() == ("", "")
+    splits = ["train"] * 4 + ["valid"] * 2 + ["test"] * 2
+    file = write(folder, "path,label,split", *rows([*"ab"] * 4, splits))
+    assert (numbers(read(file)), numbers(read(file, train=False))) == ([0, 1, 2, 3], [6, 7])
+    assert capsys.readouterr().err.startswith(f"not used: 2 rows of {file} with split val; ")
+
+
+WRONG = {
+    "no header": (["images/0.png,a", "images/1.png,b"], "line 2: found the columns images/0.png"),
+    "no label": (["path,split", "images/0.png,train"], "line 2: found the columns path, split;"),
+    "two paths": (["path,image,label", "a,b,c"], "line 2: found the columns path, image, label"),
+    "no rows": (["path,label"], "has no rows; it needs columns path"),
+    "too many values": (["path,label", "a,b,c"], "line 2: 3 values, but the header has 2"),
+    "empty label": (["path,label", "images/0.png,a", "b, "], "line 3: the label is empty"),
+    "empty path": (["path,label", ",a"], "line 2: the path is empty"),
+    "missing files": (
+        ["path,label", "images/0.png,a", "images/90.png,b", "images/91.png,b"],
+        "line 3: ROOT/images/90.png: file not found (and 1 more of 3); paths are relative to ROOT",
+    ),
+    "unknown split": (
+        ["path,label,split", "images/0.png,a,training"],
+        "line 2: split is 'training'; it must be train, val or test",
+    ),
+    "empty split": (
+        ["path,label,split", "images/0.png,a,train", "images/1.png,b,"],
+        "line 3: split is empty here, but not in other rows",
+    ),
+    "two labels": (
+        ["path,label", "images/0.png,a", "images/1.png,b", "images/0.png,b"],
+        "line 4: ROOT/images/0.png is b here, but a in line 2; keep one",
+    ),
+    "twice": (
+        ["path,label", "images/0.png,a", "images/1.png,b", "images/0.png,a"],
+        "line 4: ROOT/images/0.png is already in line 2",
+    ),
+    "unknown label": (
+        [
+            "path,label,split", *rows([*"abab"], ["train"] * 4),
+            "images/4.png,a,test", "images/5.png,wolf,test",
+        ],
+        "line 7: no training image has the label wolf; those known are a, b",
+    ),
+    "class without test images": (
+        ["path,label,split", *rows([*"abaa"], ["train", "train", "test", "test"])],
+        "class b has 0 images in split test, and needs at least 1",
+    ),
+    "no test images": (
+        ["path,label,split", *rows([*"ab"], ["train"] * 2)],
+        "has no rows with split test or val; add some, or delete the column split",
+    ),
+    "one image": (["path,label", *rows([*"aab"])], "class b has 1 images in table, and needs"),
+    "one class": (["path,label", *rows([*"aaa"])], "has a single class, a; a classifier needs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_line_with_file_and_line(folder, case):
+    lines, words = WRONG[case]
+    file = write(folder, *lines)
+    with pytest.raises(ValueError) as info:
+        read(file)
+    message = str(info.value)
+    assert message.startswith(f"data.root: {file}") and "\n" not in message
+    assert words.replace("ROOT", str(folder)) in message
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"path": "a"', "line 1: not JSON (Expecting"),
+        ('["a", "b"]', "line 1: not an object with columns path"),
+        ('{"path": "a", "label": null}', "line 1: the label is empty"),
+        ('{"path": "a", "label": ["b"]}', "line 1: label is \"['b']\", not text"),
+        ('{"path": "a", "label": true}', "line 1: label is 'True', not text"),
+    ],
+)
+def test_a_mistake_in_jsonl(folder, line, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read(write(folder, line, name="table.jsonl"))
+
+
+def test_a_table_that_is_no_text_or_is_missing(folder):
+    with pytest.raises(ValueError, match=r"is not UTF-8 text"):
+        read(folder / "images" / "0.png")
+    with pytest.raises(ValueError, match=r"is not a file \(it contains images\); data\.name=table"):
+        read(folder)
+
+
+def test_a_fraction_beside_a_split_is_refused(folder):
+    file = write(folder, "path,label,split", *rows([*"abab"], ["train"] * 2 + ["test"] * 2))
+    with pytest.raises(ValueError, match=r"^data\.test_fraction: 0\.5 .* has a column split$"):
+        read(file, test_fraction=0.5)
+
+
+def test_nothing_is_trained_with_a_wrong_table(folder):
+    file, run = write(folder, *WRONG["missing files"][0]), folder / "run"
+    config = from_dict({"out": str(run), "data": {"name": "table", "root": str(file)}})
+    with pytest.raises(ValueError, match="line 3"):
+        train(config)
+    assert not run.exists()

@@ -1,0 +1,224 @@
+"""torchvision's data sets: tiny files of the same form, downloaded from a real server."""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import struct
+import tarfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+from torchvision import datasets as tv
+
+from vit.config import DataConfig
+from vit.data import installed
+from vit.data.sources import Source, read_source
+from vit.data.torchvision_sets import SETS
+
+TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def picture(number: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(number).integers(256, size=shape).astype(np.uint8)
+
+
+def jpeg(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(picture(number, (10, 12, 3))).save(stream, "jpeg")
+    return stream.getvalue()
+
+
+def pack(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def fashion_mnist(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
+    resources = []
+    for part, labels, first in (("train", TRAINED, 0), ("t10k", TESTED, 4)):
+        images = np.stack([picture(first + n, (28, 28)) for n in range(len(labels))])
+        contents = {
+            f"{part}-images-idx3-ubyte.gz": struct.pack(">4i", 0x803, len(labels), 28, 28)
+            + images.tobytes(),
+            f"{part}-labels-idx1-ubyte.gz": struct.pack(">2i", 0x801, len(labels)) + bytes(labels),
+        }
+        for name, content in contents.items():
+            (site / name).write_bytes(gzip.compress(content))
+            resources.append((name, md5(site / name)))
+    patch.setattr(tv.FashionMNIST, "resources", resources)
+    patch.setattr(tv.FashionMNIST, "mirrors", [url])
+
+
+def svhn(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
+    split_list = {}
+    for part, labels, first in (("train", TRAINED, 0), ("test", TESTED, 4)):
+        images = np.stack([picture(first + n, (32, 32, 3)) for n in range(len(labels))], axis=3)
+        name = f"{part}_32x32.mat"
+        savemat(site / name, {"X": images, "y": np.array([[n or 10] for n in labels])})
+        split_list[part] = [url + name, name, md5(site / name)]
+    patch.setattr(tv.SVHN, "split_list", split_list)
+
+
+def flowers102(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
+    pack(site / "102flowers.tgz", {f"jpg/image_{n:05d}.jpg": jpeg(n) for n in range(1, 8)})
+    savemat(site / "imagelabels.mat", {"labels": [[n + 1 for n in TRAINED + TESTED]]})
+    savemat(site / "setid.mat", {"trnid": [[1, 2]], "valid": [[3, 4]], "tstid": [[5, 6, 7]]})
+    names = {"image": "102flowers.tgz", "label": "imagelabels.mat", "setid": "setid.mat"}
+    files = {key: (name, md5(site / name)) for key, name in names.items()}
+    patch.setattr(tv.Flowers102, "_file_dict", files)
+    patch.setattr(tv.Flowers102, "_download_url_prefix", url)
+
+
+def food101(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
+    names = ["apple_pie", "beignets", "ceviche"]
+    files = {}
+    for part, labels, first in (("train", TRAINED, 1), ("test", TESTED, 5)):
+        found: dict[str, list[str]] = {name: [] for name in names}
+        for number, label in enumerate(labels, first):
+            found[names[label]].append(f"{names[label]}/{number}")
+            files[f"food-101/images/{names[label]}/{number}.jpg"] = jpeg(number)
+        files[f"food-101/meta/{part}.json"] = json.dumps(found).encode()
+    pack(site / "food-101.tar.gz", files)
+    patch.setattr(tv.Food101, "_URL", f"{url}food-101.tar.gz")
+    patch.setattr(tv.Food101, "_MD5", md5(site / "food-101.tar.gz"))
+
+
+def oxford_iiit_pet(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
+    names = ["Abyssinian", "american_bulldog", "Birman"]
+    images, annotations = {}, {}
+    for part, labels, first in (("trainval", TRAINED, 1), ("test", TESTED, 5)):
+        lines = [f"{names[n]}_{number} {n + 1} 1 1" for number, n in enumerate(labels, first)]
+        annotations[f"annotations/{part}.txt"] = "\n".join(lines).encode()
+        images |= {f"images/{line.split()[0]}.jpg": jpeg(n) for n, line in enumerate(lines, first)}
+    pack(site / "images.tar.gz", images)
+    pack(site / "annotations.tar.gz", annotations)
+    resources = tuple(
+        (url + name, md5(site / name)) for name in ("images.tar.gz", "annotations.tar.gz")
+    )
+    patch.setattr(tv.OxfordIIITPet, "_RESOURCES", resources)
+
+
+MAKERS = {f.__name__: f for f in (fashion_mnist, svhn, flowers102, food101, oxford_iiit_pet)}
+IMAGES_IN_FILES = ("flowers102", "food101", "oxford_iiit_pet")
+
+
+def config(name: str, root: Path, download: bool = True) -> DataConfig:
+    return DataConfig(name=name, root=str(root), download=download)
+
+
+def assert_complete(name: str, train: Source, test: Source) -> None:
+    assert sorted(train.labels.tolist()) == sorted(TRAINED)
+    assert sorted(test.labels.tolist()) == sorted(TESTED)
+    for source, first in ((train, 0), (test, 4)):
+        assert source.labels.dtype == torch.int64 and source.masks is None
+        if name in IMAGES_IN_FILES:
+            assert all(path.is_file() for path in source.pictures)
+            assert len(source.pictures) == len(source.labels)
+            continue
+        shape = (28, 28) if name == "fashion_mnist" else (32, 32, 3)
+        expected = np.stack([picture(first + n, shape) for n in range(len(source.labels))])
+        expected = expected[:, None] if name == "fashion_mnist" else expected.transpose(0, 3, 1, 2)
+        assert source.pictures.dtype == torch.uint8
+        assert torch.equal(source.pictures, torch.from_numpy(expected.copy()))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_set_is_downloaded_once_and_read(name, tmp_path, monkeypatch, capsys):
+    site, root = tmp_path / "site", tmp_path / "data"
+    site.mkdir()
+    monkeypatch.setenv("no_proxy", "*")
+    with serving(site) as url:
+        MAKERS[name](site, url, monkeypatch)
+        with pytest.raises(
+            ValueError, match=rf"^data\.root: {name} .*data\.download=false"
+        ) as info:
+            read_source(config(name, root, download=False), train=True)
+        assert "\n" not in str(info.value) and not root.exists()
+        train = read_source(config(name, root), train=True)
+        assert f"{name} is not in {root}" in capsys.readouterr().out
+        test = read_source(config(name, root), train=False)
+    assert_complete(name, train, test)
+    again = read_source(config(name, root, download=False), train=True)  # without the server
+    assert torch.equal(again.labels, train.labels) and again.classes == train.classes
+    if name in IMAGES_IN_FILES:
+        again.pictures[1].unlink()
+        with pytest.raises(ValueError, match="incomplete: 1 of 4 images are missing, such as /"):
+            read_source(config(name, root), train=True)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
+    site, root = tmp_path / "site", tmp_path / "mistyped" / "data"
+    site.mkdir()
+    monkeypatch.setenv("no_proxy", "*")
+    with serving(site) as url:
+        MAKERS[name](site, url, monkeypatch)
+    with pytest.raises(ValueError) as info:
+        read_source(config(name, root), train=True)
+    message = str(info.value)
+    assert message.startswith(f"data.root: {name} is not in {root}") and "\n" not in message
+    assert SETS[name].place in message and "refused" in message and "`make demo`" in message
+
+
+def test_classes_are_named():
+    assert len(tv.Flowers102.classes) == 102
+    assert tv.FashionMNIST.classes[0] == "T-shirt/top"
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("svhn", "scipy"), ("flowers102", "scipy"), ("digits", "scikit-learn")]
+)
+def test_a_missing_package_is_named(name, package, tmp_path, monkeypatch):
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ValueError) as info:
+        read_source(config(name, tmp_path), train=True)
+    assert str(info.value) == (
+        f"data.name: {name} needs {package}, which is not installed; "
+        f"install it with `pip install {package}`"
+    )
+
+
+@pytest.mark.parametrize("name", ["cifar10", "svhn"])
+def test_nothing_is_downloaded_into_a_folder_of_images(name, tmp_path):
+    for part in ("train", "test"):
+        for kind in ("cat", "dog"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            (tmp_path / part / kind / "1.jpg").write_bytes(jpeg(1))
+    with pytest.raises(ValueError, match=r"images of your own.*use --data\.name folder to train"):
+        read_source(config(name, tmp_path), train=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]

@@ -1,0 +1,81 @@
+"""How a user's own images are laid out on disk.
+
+This module does not import torch, so the command line can recognize a folder before anything slow
+is imported.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+# What torchvision's ImageFolder reads.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+TABLE_SUFFIXES = (".csv", ".jsonl")
+# Folders, and words in a table's column "split", for the images of each part. Images for validation
+# are the test images where there are no others.
+TRAIN, TEST, VALIDATION = "train", "test", ("val", "valid", "validation")
+UNUSED = "the test images are others, and data.val_size holds out training images"
+LISTED = 10  # at most so many names in a message
+
+
+def is_visible(name: str) -> bool:
+    """Say whether a file or folder is the user's, not the system's, such as .DS_Store."""
+    return not name.startswith(".") and name != "__MACOSX"
+
+
+def is_image(name: str) -> bool:
+    """Say whether a file's name is that of an image."""
+    return is_visible(name) and name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def has_parts(root: Path) -> bool:
+    """Say whether a folder has train/ or a folder of test images, rather than class folders."""
+    return any((root / name).is_dir() for name in (TRAIN, TEST, *VALIDATION))
+
+
+def recognize(root: Path) -> str | None:
+    """Return the value of data.name for images of the user's own, or None for anything else."""
+    if root.suffix.lower() in TABLE_SUFFIXES and root.is_file():
+        return "table"
+    part = next((root / name for name in (TRAIN, TEST) if (root / name).is_dir()), root)
+    folders = _folders(part)
+    # Downloaded data sets may lie beside a folder of images, but not beside class folders.
+    return "folder" if len(folders) > 1 and all(map(_has_image, folders)) else None
+
+
+def refuse_to_download(name: str, root: Path) -> None:
+    """Check that nothing is downloaded into a user's own folder of images.
+
+    Raises:
+        ValueError: root contains the user's images.
+    """
+    own = recognize(root)
+    if own is not None:
+        raise ValueError(
+            f"data.root: {root} contains images of your own, and {name} would be downloaded into "
+            f"it; use --data.name {own} to train on them, or another --data.root for {name}"
+        )
+
+
+def _folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if is_visible(path.name) and path.is_dir()]
+
+
+def _has_image(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(is_image(entry.name) for entry in entries)
+
+
+def content(folder: Path) -> str:
+    """Describe what a folder contains."""
+    if not folder.is_dir():
+        return "it is a file" if folder.exists() else "it does not exist"
+    return f"it contains {some(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Join the first few names and count the rest."""
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more:,} more" if more > 0 else "")
