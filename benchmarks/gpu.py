@@ -37,7 +37,7 @@ from train_step import (
 )
 
 from vit.cli import parse_train
-from vit.config import Config
+from vit.config import PATCH_SIZE, Config
 from vit.data.specs import DATASETS
 from vit.hardware import choose_device, describe
 
@@ -113,7 +113,7 @@ def timm_images_per_second(
 
     sizes = config.model
     model: torch.nn.Module = TimmViT(
-        SIZE, sizes.patch_size, num_classes=CLASSES, embed_dim=sizes.embed_dim,
+        SIZE, sizes.patch_size or PATCH_SIZE, num_classes=CLASSES, embed_dim=sizes.embed_dim,
         depth=sizes.depth, num_heads=sizes.num_heads, mlp_ratio=sizes.mlp_ratio,
     ).to(device)  # fmt: skip
     if config.train.compile:

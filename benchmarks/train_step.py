@@ -26,7 +26,7 @@ from timing import take_turns
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
-from vit.config import Config, DataConfig
+from vit.config import PATCH_SIZE, Config, DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe
@@ -270,7 +270,7 @@ def measure_evaluation(rounds: int, count: int = 10_000) -> None:
 
     model, preprocess = Config().model, Preprocess.from_config(DataConfig(name="cifar10"))
     theirs = TimmViT(
-        SIZE, model.patch_size, num_classes=CLASSES, embed_dim=model.embed_dim,
+        SIZE, model.patch_size or PATCH_SIZE, num_classes=CLASSES, embed_dim=model.embed_dim,
         depth=model.depth, num_heads=model.num_heads, mlp_ratio=model.mlp_ratio,
     ).eval()  # fmt: skip
     quick = build_model(model, preprocess, CLASSES).eval()

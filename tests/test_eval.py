@@ -705,7 +705,7 @@ BAD_WORDS = [
     ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as an image"),
     ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as an image"),
     ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as an image"),
-    ("DEMO --image BAD/folder.png", "image: BAD/folder.png is a folder; name image files"),
+    ("DEMO --image BAD/folder.png", "image: BAD/folder.png contains no image files (.jpg"),
     ("DEMO --image BAD/huge.png", "image: BAD/huge.png cannot be read as an image: Image size"),
     ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of this model"),
     ("DEMO --attention --target ship", "circle, square, triangle, star"),

@@ -58,6 +58,7 @@ EDGES = {
     "model.mlp_ratio": ("0", "-1", "0.001", "20000"),
     "model.init_values": ("1000001", "-1000001"),
     "model.reg_tokens": ("-1", "1001"),
+    "model.norm_eps": ("0", "1.1"),
     "model.drop_rate": ("-0.1", "1"),
     "model.attn_drop_rate": ("-0.1", "1"),
     "model.proj_drop_rate": ("-0.1", "1"),
@@ -252,7 +253,7 @@ def test_what_is_no_file(name: str, part: str) -> None:
 def test_misspelt_keys(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
     group, _, name = key.rpartition(".")
     at = data.draw(st.integers(0, len(name) - 1))
-    letter = data.draw(st.sampled_from(["", "q", name[at] * 2]))  # left out, mistaken, doubled
+    letter = data.draw(st.sampled_from(["", "Q", name[at] * 2]))  # left out, mistaken, doubled
     wrong = f"{group}.{name[:at]}{letter}{name[at + 1 :]}".lstrip(".")
     near = ["did you mean"] if len(name) >= 4 else []
     refused(setting(wrong, "1", file if in_file else None), f"error: {wrong}: no such key", *near)

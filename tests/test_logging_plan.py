@@ -143,5 +143,6 @@ def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -
 def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
     logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
     for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
-        text = end_text(Path("runs/x"), report(logits, torch.tensor(labels), ("a", "b")), 1.0, True)
+        result = report(logits, torch.tensor(labels), ("a", "b"))
+        text = end_text(Path("runs/x"), result, 1.0, has_maps=True)
         assert ("balanced accuracy 100.00%, loss" in text) == expected

@@ -141,8 +141,8 @@ def describe_foreign(names: Collection[str]) -> str:
     if not {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= set(names):
         return ""
     return (
-        ": it contains the weights of a ViT with timm's names but no config; load them in Python "
-        "with vit.VisionTransformer(...).load_state_dict(...)"
+        ": it contains the weights of a ViT with timm's names but no config; fine-tune them with "
+        "train.py --model.pretrained FILE"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import yaml
 
 from vit.config import Config, EvalConfig, to_dict
-from vit.console import is_out_of_memory, rank
+from vit.console import is_out_of_memory, printable, rank
 from vit.recipes import RECIPES, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
 from vit.training.rules import check_sizes
@@ -29,10 +29,8 @@ from vit.training.rules import check_sizes
 
 def fail(message: str) -> NoReturn:
     """End the program with one line on standard error and exit code 2."""
-    line = " ".join(message.split())
     who = f"error (process {rank()}): " if rank() else "error: "
-    # Text from a file or a flag must not control the terminal.
-    print(who + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
+    print(who + printable(message), file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -91,6 +89,14 @@ def eval_main() -> None:
             from vit.reporting.photos import classify_photos
 
             classify_photos(run, options)
+        elif options.predict:
+            from vit.reporting.predictions import predict_files
+
+            predict_files(run, options)
+        elif options.export is not None:
+            from vit.reporting.export import export_run
+
+            export_run(run, options)
         elif options.compare is not None:
             from vit.reporting.comparison import compare_runs
 
@@ -178,7 +184,8 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
     parser = _Parser(
         "run [--FIELD VALUE ...]",
         "Evaluate a trained Vision Transformer on the test images; or draw attention maps "
-        "(--attention), classify image files (--image) or compare two models (--compare).",
+        "(--attention), classify image files with maps (--image) or into a table (--predict), "
+        "compare two models (--compare) or export one to timm, ONNX or torch (--export).",
     )
     parser.add_argument(
         "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which is included"
@@ -187,11 +194,23 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
     run = given.pop("run")
     options = EvalConfig(**_nested(given))
     if options.out is not None:
-        out = Path(options.out)
-        existing = next(path for path in (out, *out.parents) if path.exists())
-        if not existing.is_dir():
-            raise ValueError(f"out: {existing} is a file; --out takes a folder")
+        _check_out(Path(options.out), options.out_suffix)
     return run, options
+
+
+def _check_out(out: Path, suffix: str) -> None:
+    """Check that a folder, or with a suffix a file, can be written.
+
+    Raises:
+        ValueError: A file is in the place of a folder, or the other way round.
+    """
+    taken = f"a {suffix} file with this flag" if suffix else "a folder"
+    if suffix and out.is_dir():
+        raise ValueError(f"out: {out} is a folder; --out takes {taken}")
+    places = out.parents if suffix else (out, *out.parents)
+    existing = next(path for path in places if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"out: {existing} is a file; --out takes {taken}")
 
 
 class _Parser(argparse.ArgumentParser):

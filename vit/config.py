@@ -34,11 +34,14 @@ from vit.settings import (
 
 STRONGEST = 30  # magnitude of RandAugment
 
+PATCH_SIZE = 4  # of a model trained from scratch, unless set
+
 DataName = Literal["cifar10", "cifar100", "shapes", "folder"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 TIMM = "timm:"  # how the name of a model of timm begins
-NOT_OF_VIT = ("name", "timm_args")  # fields of ModelConfig that VisionTransformer does not take
+# Fields of ModelConfig that VisionTransformer does not take.
+NOT_OF_VIT = ("name", "timm_args", "pretrained")
 
 
 @settings("data")
@@ -96,7 +99,13 @@ class ModelConfig:
             resnet18, and so on (docs/timm.md)
         timm_args: with name=timm:..., arguments of the model by name, such as
             {depth: 4, embed_dim: 96}; null keeps timm's defaults
-        patch_size: height and width of a patch in pixels; must divide the image size
+        pretrained: weights to start from: timm:NAME (downloaded, e.g.
+            timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
+            a folder as timm saves it, a run folder or model file of this project, or cifar10_quick;
+            the keys below that describe the architecture then come from it; null starts from
+            random weights
+        patch_size: height and width of a patch in pixels; must divide the image size; null is 4, or
+            the patch size of the pretrained model, whose patch embedding is otherwise resampled
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
             (arXiv 2106.14881)
         embed_dim: width of a token
@@ -115,6 +124,13 @@ class ModelConfig:
         global_pool: input of the classification head: token is the class token, avg the mean of the
             patch tokens
         pos_embed: position embedding: learned, sincos (fixed sine and cosine) or none
+        no_embed_class: no position embeddings for class token and register tokens
+        pre_norm: apply layer norm before the first encoder block too (arXiv 2103.00020); the linear
+            patch embedding then has no bias
+        fc_norm: apply the last layer norm after pooling instead of before; null means with
+            global_pool=avg
+        norm_eps: epsilon of layer norms
+        act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
         drop_rate: dropout rate before the classification head
         attn_drop_rate: dropout rate of the attention weights
         proj_drop_rate: dropout rate after the projections in attention and MLP
@@ -126,7 +142,8 @@ class ModelConfig:
 
     name: Text = "vit"
     timm_args: Arguments | None = None
-    patch_size: Annotated[int, Field(ge=1, le=10_000)] = 4
+    pretrained: PathName | None = None
+    patch_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
     stem: Literal["linear", "conv"] = "conv"
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 96
     depth: Annotated[int, Field(ge=1, le=1000)] = 4
@@ -142,6 +159,11 @@ class ModelConfig:
     reg_tokens: Annotated[int, Field(ge=0, le=1000)] = 0
     global_pool: Literal["token", "avg"] = "avg"
     pos_embed: Literal["learned", "sincos", "none"] = "learned"
+    no_embed_class: Switch = False
+    pre_norm: Switch = False
+    fc_norm: Switch | None = None
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    act_layer: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     drop_rate: FractionBelow1 = 0.0
     attn_drop_rate: FractionBelow1 = 0.0
     proj_drop_rate: FractionBelow1 = 0.0
@@ -158,6 +180,11 @@ class ModelConfig:
             self.timm_args,
             "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18",
         )
+        if self.pretrained is not None:
+            return  # until the values of the pretrained model are known, see `adopt`
+        if self.patch_size is None:
+            object.__setattr__(self, "patch_size", PATCH_SIZE)
+        patch_size = self.patch_size or PATCH_SIZE
         require(
             1 <= self.mlp_ratio * self.embed_dim <= LARGE,
             "model.mlp_ratio",
@@ -166,11 +193,11 @@ class ModelConfig:
             f"with model.embed_dim={self.embed_dim}",
         )
         require(
-            self.stem == "linear" or self.embed_dim >= self.patch_size.bit_length(),
+            self.stem == "linear" or self.embed_dim >= patch_size.bit_length(),
             "model.embed_dim",
             self.embed_dim,
-            f"{self.patch_size.bit_length()} or more with model.stem=conv and "
-            f"model.patch_size={self.patch_size}",
+            f"{patch_size.bit_length()} or more with model.stem=conv and "
+            f"model.patch_size={patch_size}",
         )
         require(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
@@ -198,6 +225,12 @@ class ModelConfig:
             "model.name",
             self.name,
             f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
+        )
+        require(
+            self.pretrained is None,
+            "model.pretrained",
+            self.pretrained,
+            f"null with model.name={self.name}: weights are loaded into model.name=vit only",
         )
         for own in dataclasses.fields(self):
             value = getattr(self, own.name)
@@ -427,7 +460,8 @@ class EvalConfig:
 
     Attributes:
         data: the test images
-        out: folder for the report and the figures; null is eval/ next to the model
+        out: folder for the report and the figures; null is eval/ next to the model; with --predict,
+            a .csv file, with --export onnx a .onnx file and with --export torch a .pt2 file
         device: device to run on; auto chooses a GPU if there is one
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
@@ -445,7 +479,12 @@ class EvalConfig:
         discard_ratio: with --attention, fraction of the lowest attention weights that rollout sets
             to zero
         start_layer: with --attention, first layer that rollout includes, counted from 0
-        image: image files to classify, instead of the test images
+        image: image files to classify and explain, or folders of them
+        predict: image files to classify, or folders that are searched recursively; writes a table,
+            by default eval/predictions.csv next to the model
+        export: write the model in a format that other programs load, by default into export/ next
+            to the model, and check the result: timm for timm.create_model, onnx for ONNX Runtime,
+            torch for torch.export.load
         compare: another run folder or model file to compare with on the same test images
     """
 
@@ -464,6 +503,8 @@ class EvalConfig:
     discard_ratio: FractionBelow1 = 0.0
     start_layer: CountOrZero = 0
     image: tuple[PathName, ...] = ()
+    predict: tuple[PathName, ...] = ()
+    export: Literal["timm", "onnx", "torch"] | None = None
     compare: PathName | None = None
 
     def __post_init__(self) -> None:
@@ -473,7 +514,13 @@ class EvalConfig:
             self.faithfulness,
             f"0, or 2 to {LARGE} (a confidence interval needs two), or null",
         )
-        modes = {"attention": self.attention, "image": self.image, "compare": self.compare}
+        modes = {
+            "attention": self.attention,
+            "image": self.image,
+            "predict": self.predict,
+            "export": self.export,
+            "compare": self.compare,
+        }
         chosen = [name for name, value in modes.items() if value]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[1]}: not together with --{chosen[0]}; run eval.py twice")
@@ -489,6 +536,21 @@ class EvalConfig:
                 raise ValueError(f"{name}: only with --attention")
         if self.target is not None and not (self.attention or self.image):
             raise ValueError("target: only with --attention or --image")
+        if self.export is not None:  # the model is written and checked in float32 on the CPU
+            allowed = {"device": ("auto", "cpu"), "precision": ("auto", "float32")}
+            for name, values in allowed.items():
+                value = getattr(self, name)
+                require(value in values, name, value, f"{' or '.join(values)} with --export")
+        if self.out is not None:
+            suffix = self.out_suffix
+            require(self.out.endswith(suffix), "out", self.out, f"a {suffix} file here")
+
+    @property
+    def out_suffix(self) -> str:
+        """The suffix of the file that `out` names; "" where it is a folder."""
+        if self.predict:
+            return ".csv"
+        return {"onnx": ".onnx", "torch": ".pt2"}.get(self.export or "", "")
 
     @property
     def faithfulness_images(self) -> int:

@@ -31,6 +31,11 @@ def warn(text: str) -> None:
     say(f"warning: {text}", sys.stderr)
 
 
+def printable(text: str) -> str:
+    """Return text as one line that cannot control the terminal, wherever it comes from."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error raised by torch or Python means that memory ran out."""
     texts = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation")

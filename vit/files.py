@@ -4,9 +4,12 @@ A crash of the process or the machine at any moment leaves either the old file o
 sealed file ends with the SHA-256 of its content, so that a single changed bit is detected.
 """
 
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -15,10 +18,21 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         OSError: The file could not be written; no part of it is left behind.
     """
+    with open_atomically(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` when the context ends without an exception.
+
+    Raises:
+        OSError: The file could not be written; no part of it is left behind.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -22,7 +22,7 @@ from vit.checkpoint import (
 from vit.classifier import Classifier, build_model
 from vit.config import Config, from_dict, to_dict
 from vit.data.preprocess import Preprocess
-from vit.files import write_atomically
+from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.run_folder import MODEL_FILE
 
@@ -126,7 +126,7 @@ def _find_model(path: Path) -> Path:
         ValueError: There is none.
     """
     if not path.exists():
-        bundled = {file.stem: file for file in sorted(BUNDLED.glob(f"*{MODEL_SUFFIX}"))}
+        bundled = bundled_models()
         if str(path) in bundled:
             return bundled[str(path)]
         raise ValueError(
@@ -143,6 +143,24 @@ def _find_model(path: Path) -> Path:
     if not path.is_file():  # a device or a pipe, which might never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
     return path
+
+
+def bundled_models() -> dict[str, Path]:
+    """Return the files of the models that come with the package, by name."""
+    return {file.stem: file for file in sorted(BUNDLED.glob(f"*{MODEL_SUFFIX}"))}
+
+
+def is_own_file(path: Path) -> bool:
+    """Tell whether a file is a model file or a checkpoint of this project, possibly damaged."""
+    if path.suffix != MODEL_SUFFIX:
+        is_checkpoint = path in checkpoint_paths(path.parent.parent)
+        return is_checkpoint or unseal(path.read_bytes()) is not None
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except (safetensors.SafetensorError, OSError):
+        return False
+    return METADATA_KEY in metadata or DIGEST_KEY in metadata
 
 
 def save_model(path: Path, classifier: Classifier, config: Config, step: int) -> None:

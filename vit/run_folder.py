@@ -49,6 +49,9 @@ ATTENTION_FILES = (  # the index comes last: it says that the folder may be empt
 )
 PHOTOS_FOLDER = "photos"
 SHEET_SUFFIX = "_sheet.png"
+PREDICTIONS_FILE = "predictions.csv"
+EXPORT_FOLDER = "export"
+EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2"}
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
@@ -62,8 +65,13 @@ _WRITTEN = (
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
     f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
+    f"{EVAL_FOLDER}/{PREDICTIONS_FILE}",
     f"{EVAL_FOLDER}/compare_*/comparison.json",
     f"{EVAL_FOLDER}/compare_*/comparison.png",
+    f"{EXPORT_FOLDER}/timm/config.json",
+    f"{EXPORT_FOLDER}/timm/model.safetensors",
+    f"{EXPORT_FOLDER}/model.onnx",
+    f"{EXPORT_FOLDER}/model.pt2",
     ".*.tmp",
     CONFIG_FILE,
 )

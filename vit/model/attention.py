@@ -104,6 +104,7 @@ class MultiHeadSelfAttention(nn.Module):
             and "auto" picks the faster one, see `uses_fused_kernel`. All give the same result. The
             fused kernel does not return attention weights, so need_weights=True always takes
             "math".
+        norm_eps: Added to the variance in the norms of queries and keys.
 
     Raises:
         ValueError: num_heads does not divide dim and head_dim is None, or kernel is unknown.
@@ -119,6 +120,7 @@ class MultiHeadSelfAttention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         kernel: Literal["auto", "math", "fused"] = "auto",
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         if head_dim is None:
@@ -131,8 +133,8 @@ class MultiHeadSelfAttention(nn.Module):
         self.kernel = kernel
         self.attn_drop = attn_drop
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
-        self.q_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.proj = nn.Linear(num_heads * head_dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 

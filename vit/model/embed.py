@@ -30,6 +30,7 @@ class PatchEmbed(nn.Module):
         stem: "linear" maps each patch independently (arXiv 2010.11929, eq. 1). "conv" is a stack of
             3 x 3 convolutions, whose receptive fields overlap (arXiv 2106.14881); it needs a
             patch_size that is a power of two.
+        bias: Whether the linear projection has a bias; the convolutions of "conv" have none.
 
     Raises:
         ValueError: patch_size does not divide img_size, or stem is unknown.
@@ -42,6 +43,7 @@ class PatchEmbed(nn.Module):
         in_chans: int,
         embed_dim: int,
         stem: Literal["linear", "conv"],
+        bias: bool = True,
     ) -> None:
         super().__init__()
         if patch_size < 1:
@@ -52,7 +54,7 @@ class PatchEmbed(nn.Module):
         self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.proj: nn.Module
         if stem == "linear":
-            self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size)
+            self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=patch_size, bias=bias)
         elif stem == "conv":
             self.proj = conv_stem(patch_size, in_chans, embed_dim)
         else:

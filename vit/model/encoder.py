@@ -5,6 +5,8 @@ A grid is (rows, columns) of patches, which follow the prefix tokens in row-majo
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -46,6 +48,21 @@ class NeighbourConv(nn.Module):
         return torch.cat([prefix, patches], dim=1) if self.num_prefix_tokens else patches
 
 
+class QuickGELU(nn.Module):
+    """x σ(1.702 x), the approximation of GELU in OpenAI's CLIP (arXiv 1606.08415)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map each value of x."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+}
+
+
 class Mlp(nn.Module):
     """Two linear layers with a GELU in between, applied to each token.
 
@@ -55,15 +72,26 @@ class Mlp(nn.Module):
         drop: Dropout probability after each layer.
         conv: Mixes neighbouring patches after the first layer (arXiv 2210.05844); with None, every
             token is processed independently.
+        act_layer: Kind of GELU: "gelu", "gelu_tanh" or "quick_gelu".
+
+    Raises:
+        ValueError: act_layer is unknown.
     """
 
     def __init__(
-        self, dim: int, hidden_dim: int, drop: float = 0.0, conv: NeighbourConv | None = None
+        self,
+        dim: int,
+        hidden_dim: int,
+        drop: float = 0.0,
+        conv: NeighbourConv | None = None,
+        act_layer: str = "gelu",
     ) -> None:
         super().__init__()
+        if act_layer not in ACTIVATIONS:
+            raise ValueError(f"act_layer: {act_layer!r} is not one of {', '.join(ACTIVATIONS)}")
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.conv = conv
-        self.act = nn.GELU()
+        self.act = ACTIVATIONS[act_layer]()
         self.drop1 = nn.Dropout(drop)
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop2 = nn.Dropout(drop)
@@ -110,9 +138,11 @@ class EncoderBlock(nn.Module):
         proj_drop: Dropout probability after the output projections of attention and MLP.
         drop_path: Probability of skipping a residual branch, per image (arXiv 1603.09382).
         kernel: "auto", "math" or "fused", see `MultiHeadSelfAttention`.
+        act_layer: Kind of GELU in the MLP, see `Mlp`.
+        norm_eps: Added to the variance in layer norms.
 
     Raises:
-        ValueError: num_heads does not divide dim and head_dim is None, or kernel is unknown.
+        ValueError: num_heads does not divide dim and head_dim is None, or an option is unknown.
     """
 
     def __init__(
@@ -130,18 +160,20 @@ class EncoderBlock(nn.Module):
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
         kernel: Literal["auto", "math", "fused"] = "auto",
+        act_layer: str = "gelu",
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = MultiHeadSelfAttention(
-            dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop, proj_drop, kernel
+            dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop, proj_drop, kernel, norm_eps
         )
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path1 = StochasticDepth(drop_path, "row")
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         hidden_dim = int(dim * mlp_ratio)
         conv = NeighbourConv(hidden_dim, num_prefix_tokens) if mlp_conv else None
-        self.mlp = Mlp(dim, hidden_dim, proj_drop, conv)
+        self.mlp = Mlp(dim, hidden_dim, proj_drop, conv, act_layer)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path2 = StochasticDepth(drop_path, "row")
 

@@ -36,9 +36,6 @@ def build_timm_model(
 ) -> nn.Module:
     """Build a model of timm with random weights; nothing is downloaded.
 
-    A model that takes an image size gets `img_size`. If it can resample its positions, it does, so
-    that training may start on smaller images.
-
     Args:
         name: "timm:" and the name of a model, see `timm.list_models`.
         arguments: Arguments of the model, such as {"depth": 4}.
@@ -50,6 +47,21 @@ def build_timm_model(
         ValueError: There is no such model, an argument is unknown or comes from the data set, or
             the model cannot be built with these arguments or for this image size.
     """
+    complete = complete_arguments(name, arguments, img_size, in_chans)
+    # For `Muon`, which needs kernels in this layout; convolutions are faster in it too.
+    return _create(name, {**complete, "num_classes": num_classes}).to(
+        memory_format=torch.channels_last
+    )
+
+
+def complete_arguments(
+    name: str, arguments: Mapping[str, Any], img_size: tuple[int, int], in_chans: int
+) -> dict[str, Any]:
+    """Add what depends on the images to the arguments of a model of timm.
+
+    A model that takes an image size gets `img_size`. If it can resample its positions, it does, so
+    that training may start on smaller images. Arguments and errors as for `build_timm_model`.
+    """
     _require_known(name)
     for key in arguments:
         if key in FROM_DATA:
@@ -58,15 +70,14 @@ def build_timm_model(
             raise ValueError(
                 f"model.timm_args: {key} is not allowed; it is about timm, not about {name}"
             )
-    fixed: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans}
+    complete = {**arguments, "in_chans": in_chans}
     with torch.device("meta"):  # without memory, only to see which arguments it takes
-        accepted = _arguments_of(_create(name, {**arguments, **fixed}))
+        accepted = _arguments_of(_create(name, complete))
     if "img_size" in accepted:
-        fixed["img_size"] = img_size
+        complete["img_size"] = img_size
     if "dynamic_img_size" in accepted:
-        arguments = {"dynamic_img_size": True, **arguments}
-    # For `Muon`, which needs kernels in this layout; convolutions are faster in it too.
-    return _create(name, {**arguments, **fixed}).to(memory_format=torch.channels_last)
+        complete.setdefault("dynamic_img_size", True)
+    return complete
 
 
 def _require_known(name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.config import ModelConfig
+from vit.config import PATCH_SIZE, ModelConfig
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
 
@@ -46,6 +46,14 @@ class VisionTransformer(nn.Module):
         reg_tokens: Number of register tokens (arXiv 2309.16588).
         global_pool: "token" classifies the class token, "avg" the mean of the patch tokens.
         pos_embed: "learned", "sincos" (fixed) or "none".
+        no_embed_class: Whether only patches have position embeddings, not the prefix tokens.
+        pre_norm: Whether the tokens are layer-normalized before the first block, as in CLIP
+            (arXiv 2103.00020); the linear stem then has no bias.
+        fc_norm: Whether the last layer norm follows the pooling instead of preceding it; None means
+            with global_pool="avg".
+        norm_eps: Added to the variance in layer norms.
+        act_layer: Kind of GELU in the MLPs: "gelu", "gelu_tanh" (approximated by tanh) or
+            "quick_gelu" (by a sigmoid).
         drop_rate: Dropout probability before the head.
         attn_drop_rate: Dropout probability on the attention weights.
         proj_drop_rate: Dropout probability after the output projections of attention and MLP.
@@ -64,7 +72,7 @@ class VisionTransformer(nn.Module):
         img_size: int | tuple[int, int],
         in_chans: int,
         num_classes: int,
-        patch_size: int = _DEFAULTS.patch_size,
+        patch_size: int = PATCH_SIZE,
         stem: Literal["linear", "conv"] = _DEFAULTS.stem,
         embed_dim: int = _DEFAULTS.embed_dim,
         depth: int = _DEFAULTS.depth,
@@ -80,6 +88,11 @@ class VisionTransformer(nn.Module):
         reg_tokens: int = _DEFAULTS.reg_tokens,
         global_pool: Literal["token", "avg"] = _DEFAULTS.global_pool,
         pos_embed: Literal["learned", "sincos", "none"] = _DEFAULTS.pos_embed,
+        no_embed_class: bool = _DEFAULTS.no_embed_class,
+        pre_norm: bool = _DEFAULTS.pre_norm,
+        fc_norm: bool | None = _DEFAULTS.fc_norm,
+        norm_eps: float = _DEFAULTS.norm_eps,
+        act_layer: Literal["gelu", "gelu_tanh", "quick_gelu"] = _DEFAULTS.act_layer,
         drop_rate: float = _DEFAULTS.drop_rate,
         attn_drop_rate: float = _DEFAULTS.attn_drop_rate,
         proj_drop_rate: float = _DEFAULTS.proj_drop_rate,
@@ -94,16 +107,19 @@ class VisionTransformer(nn.Module):
         pooled = global_pool == "avg"
         self.global_pool = global_pool
         self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, stem)
+        self.num_pos_prefix = 0 if no_embed_class else self.num_prefix_tokens
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, embed_dim, stem, bias=not pre_norm
+        )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
-        num_tokens = self.num_prefix_tokens + self.patch_embed.num_patches
+        num_positions = self.num_pos_prefix + self.patch_embed.num_patches
         self.pos_embed: Tensor | None
         if pos_embed == "learned":
-            self.pos_embed = nn.Parameter(torch.zeros(1, num_tokens, embed_dim))
+            self.pos_embed = nn.Parameter(torch.zeros(1, num_positions, embed_dim))
         elif pos_embed == "sincos":
-            fixed = torch.zeros(1, num_tokens, embed_dim)
-            fixed[0, self.num_prefix_tokens :] = sincos_pos_embed(
+            fixed = torch.zeros(1, num_positions, embed_dim)
+            fixed[0, self.num_pos_prefix :] = sincos_pos_embed(
                 self.patch_embed.grid_size, embed_dim
             )
             self.register_buffer("pos_embed", fixed)
@@ -111,6 +127,7 @@ class VisionTransformer(nn.Module):
             self.pos_embed = None
         else:
             raise ValueError(f"pos_embed: {pos_embed!r} is not learned, sincos or none")
+        self.norm_pre = nn.LayerNorm(embed_dim, eps=norm_eps) if pre_norm else nn.Identity()
         # The last block only mixes patches if the head reads them: otherwise its convolution would
         # not affect the logits.
         num_mixing = 0 if not mlp_conv else depth if pooled else depth - 1
@@ -129,11 +146,14 @@ class VisionTransformer(nn.Module):
                 proj_drop=proj_drop_rate,
                 drop_path=drop_path_rate * layer / max(depth - 1, 1),
                 kernel=attn_kernel,
+                act_layer=act_layer,
+                norm_eps=norm_eps,
             )
             for layer in range(depth)
         )
-        self.norm = nn.Identity() if pooled else nn.LayerNorm(embed_dim, eps=1e-6)
-        self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if pooled else nn.Identity()
+        norm_last = pooled if fc_norm is None else fc_norm
+        self.norm = nn.Identity() if norm_last else nn.LayerNorm(embed_dim, eps=norm_eps)
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if norm_last else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes)
         self.grad_checkpointing = False
@@ -197,19 +217,24 @@ class VisionTransformer(nn.Module):
             ValueError: height or width is not a multiple of patch_size.
         """
         x, grid = self.patch_embed(images)
+        # Everything is cast to the dtype of the stem's output, so that under autocast the residual
+        # stream stays in bfloat16.
+        dtype = x.dtype
+        positions: Tensor | None = None
+        if self.pos_embed is not None:
+            positions = resample_pos_embed(
+                self.pos_embed, self.patch_embed.grid_size, grid, self.num_pos_prefix
+            ).to(dtype)
+        if positions is not None and self.num_pos_prefix == 0:
+            x = x + positions
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
             x = torch.cat(
-                [*(token.to(x.dtype).expand(len(x), -1, -1) for token in prefix), x], dim=1
+                [*(token.to(dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1
             )
-        if self.pos_embed is not None:
-            positions = resample_pos_embed(
-                self.pos_embed, self.patch_embed.grid_size, grid, self.num_prefix_tokens
-            )
-            # Cast to the dtype of the stem's output, so that under autocast the residual stream
-            # stays in bfloat16.
-            x = x + positions.to(x.dtype)
-        return x, grid
+        if positions is not None and self.num_pos_prefix > 0:
+            x = x + positions
+        return self.norm_pre(x).to(dtype), grid
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the normalized tokens after the last block, (B, N, D); arguments as `forward`."""

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from vit.config import EvalConfig
+from vit.data.photo_files import find_photos
 from vit.data.photos import read_photo
 from vit.explain.drawing import SCALE
 from vit.model.attention_model import no_maps_text
@@ -21,24 +22,27 @@ def classify_photos(run: str, options: EvalConfig) -> None:
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `image` lists the photos.
+        options: The evaluation; `image` lists photos and folders of photos.
 
     Raises:
         ValueError: A photo or the model cannot be read, or the class does not exist.
     """
+    photos = find_photos(options.image, "image")
     saved = load_run(run, options)
     classifier, has_maps = saved.classifier, saved.classifier.has_maps
     channels = classifier.preprocess.channels
-    photos = {Path(name): read_photo(Path(name), "image", channels) for name in options.image}
+    for path in photos:  # before a file is written
+        read_photo(path, "image", channels)
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options) / PHOTOS_FOLDER
-    sheets = _sheet_paths(folder, list(photos))
+    sheets = _sheet_paths(folder, photos)
     if has_maps:
         folder.mkdir(parents=True, exist_ok=True)
     print(saved.describe())
     width = max(20, *(len(name) + 1 for name in classifier.classes))
-    for (path, photo), sheet in zip(photos.items(), sheets, strict=True):
+    for path, sheet in zip(photos, sheets, strict=True):
+        photo = read_photo(path, "image", channels)
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
         explanation = classifier.explain(photo, KINDS, options.target) if has_maps else None
         best = explanation.probabilities if explanation else classifier.predict(photo, BEST)
@@ -59,12 +63,13 @@ def _sheet_paths(folder: Path, photos: list[Path]) -> list[Path]:
     Raises:
         ValueError: A sheet would replace one of the photos.
     """
-    sheets: list[Path] = []
+    sheets: dict[Path, None] = {}
+    taken = {photo.resolve() for photo in photos}
     for photo in photos:
         stem = photo.stem
         while (sheet := folder / f"{stem}{SHEET_SUFFIX}") in sheets:
             stem += "_"
-        if any(sheet.resolve() == path.resolve() for path in photos):
+        if sheet.resolve() in taken:
             raise ValueError(f"out: {sheet} is one of the photos; use another --out")
-        sheets.append(sheet)
-    return sheets
+        sheets[sheet] = None
+    return list(sheets)

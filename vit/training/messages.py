@@ -105,8 +105,8 @@ def _short_text(config: Config, step: TrainingStep, images: int) -> str:
             f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
             "--train.batch_size"
         )
-    from_scratch = config.train.budget_minutes is None and not step.state.frozen
-    if from_scratch and schedule.total_steps < FEW_STEPS:
+    from_scratch = config.model.pretrained is None and not step.state.frozen
+    if from_scratch and config.train.budget_minutes is None and schedule.total_steps < FEW_STEPS:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
         text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
     return text

@@ -29,7 +29,8 @@ def check_sizes(config: Config) -> None:
     size = f"{height}" if height == width else f"{height}x{width}"
     common = math.gcd(height, width)
     is_timm = config.model.name != "vit"
-    if config.data.image_size is not None and not is_timm:
+    # A pretrained model brings its patch size, and a stem that fits it.
+    if config.data.image_size is not None and not is_timm and patch_size is not None:
         nearest = [patch_size * max(1, round(n / patch_size)) for n in (height, width)]
         require(
             common % patch_size == 0,
@@ -39,13 +40,16 @@ def check_sizes(config: Config) -> None:
             + " ".join(map(str, nearest[:1] if height == width else nearest)),
         )
     require(
-        is_timm or common % patch_size == 0,
+        is_timm or patch_size is None or common % patch_size == 0,
         "model.patch_size",
         patch_size,
         f"a divisor of the image size, {size}: {divisors(common)}",
     )
     require(
-        config.model.stem == "linear" or patch_size.bit_count() == 1,
+        config.model.stem == "linear"
+        or config.model.pretrained is not None
+        or patch_size is None
+        or patch_size.bit_count() == 1,
         "model.patch_size",
         patch_size,
         "a power of two with model.stem=conv",

@@ -11,6 +11,7 @@ from vit.classifier import build_model
 from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
 from vit.model.embed import image_conv, whiten
+from vit.model.pretrained import HEAD
 from vit.seeding import fold_in
 from vit.training.optim import build_optimizers
 
@@ -92,6 +93,7 @@ def build_state(
     seed: int,
     device: torch.device,
     sample: Tensor | None = None,
+    weights: dict[str, Tensor] | None = None,
     frozen: bool = False,
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
@@ -105,6 +107,8 @@ def build_state(
         device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
             whitened; None leaves their random weights.
+        weights: Pretrained weights by name, see `vit.model.pretrained.adapt`; without those of the
+            head, it keeps its random ones. None starts from random weights.
         frozen: Whether to train only the head.
     """
     torch.manual_seed(fold_in(seed, "init"))
@@ -113,6 +117,9 @@ def build_state(
         first = image_conv(network, preprocess.channels)
         assert first is not None, "vit.training.rules refuses it"
         whiten(first, preprocess.normalize(sample))
+    if weights is not None:
+        loaded = network.load_state_dict(weights, strict=False)
+        assert set(loaded.missing_keys) <= set(HEAD) and not loaded.unexpected_keys, loaded
     network.to(device)
     if frozen:
         network.requires_grad_(False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import Classifier
-from vit.config import Config, flatten, to_dict
+from vit.config import PATCH_SIZE, Config, flatten, to_dict
 from vit.console import say
 from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
@@ -27,6 +27,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
 from vit.evaluation import Evaluator, Validation
 from vit.model.attention_model import attention_model, size_unit
+from vit.model.pretrained import Source, adapt
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
@@ -37,6 +38,7 @@ from vit.training.environment import Environment, claim_run, start_environment
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
+from vit.training.pretrained import resolve_pretrained, with_statistics
 from vit.training.rules import check_sizes
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
@@ -73,13 +75,15 @@ def train(
         SystemExit: With code 128 + N after signal N, 3 if training diverged, 1 if the last
             checkpoint could not be written.
     """
+    config, source = resolve_pretrained(config, overwrite)
     check_sizes(config)
     with (
         start_environment(config) as env,
         claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
     ):
         training, held_out = load_data(config, checkpoint, env)
-        step = build_step(config, checkpoint, training, env)
+        step = build_step(config, checkpoint, training, env, source)
+        del source  # its weights are in the model
         if env.world.main:
             say(start_text(config, step, training, held_out))
         with open_tracker(config, step.state, checkpoint is not None, env) as tracker:
@@ -121,20 +125,42 @@ def load_data(
 
 
 def build_step(
-    config: Config, checkpoint: Checkpoint | None, training: ImageSet, env: Environment
+    config: Config,
+    checkpoint: Checkpoint | None,
+    training: ImageSet,
+    env: Environment,
+    source: Source | None = None,
 ) -> TrainingStep:
-    """Build the training step with its schedule, and its state, new or from the checkpoint.
+    """Build the training step with its schedule, and its state: new, pretrained or resumed.
+
+    Args:
+        config: The run.
+        checkpoint: The state to resume from, if any.
+        training: The training images.
+        env: The environment of the run.
+        source: The pretrained weights to start from, if any.
 
     Raises:
         ValueError: A batch is larger than the training set, or the checkpoint is beyond the
             last step.
     """
-    train, preprocess = config.train, Preprocess.from_config(config.data)
-    whitens = train.whiten and checkpoint is None  # a checkpoint brings its own kernels
+    train = config.train
+    preprocess = with_statistics(Preprocess.from_config(config.data), source, checkpoint)
+    weights = None
+    if source is not None and checkpoint is None:
+        patch_size = config.model.patch_size or PATCH_SIZE
+        weights, account = adapt(
+            source, patch_size, preprocess.image_size, preprocess.channels, training.classes
+        )
+        if env.world.main:
+            say(account)
+    # A checkpoint and pretrained weights bring their own kernels.
+    whitens = train.whiten and checkpoint is None and weights is None
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
         training.select(torch.arange(WHITENING_IMAGES)[: len(training)]).pixels().cpu()
         if whitens else None,
+        weights,
         frozen=train.freeze == "backbone",
     )  # fmt: skip
     model: Any = state.model  # ours or timm's, which have these methods

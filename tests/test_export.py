@@ -1,0 +1,379 @@
+"""eval.py --export: timm, ONNX and torch.export give the same logits; what they cannot do."""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+from vit.classifier import Classifier, build_model
+from vit.cli import eval_main
+from vit.config import EvalConfig, ModelConfig, from_dict
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
+from vit.model_file import load, save_model
+from vit.reporting import export
+from vit.reporting.export import export_run, largest_difference
+from vit.reporting.export_formats import FORMATS
+
+TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "zero_init": False}
+PLAIN = {**TINY, "stem": "linear", "mlp_conv": False}
+MODELS: dict[str, dict[str, Any]] = {  # that timm has too
+    "mean": {},
+    "token": {"class_token": True, "global_pool": "token", "reg_tokens": 2},
+    "norms": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.7},
+    "sincos": {"pos_embed": "sincos", "class_token": True},
+    "none": {"pos_embed": "none", "head_dim": 8},
+    "clip": {
+        "class_token": True,
+        "global_pool": "token",
+        "pre_norm": True,
+        "norm_eps": 1e-5,
+        "act_layer": "quick_gelu",
+    },
+    "patches": {
+        "class_token": True,
+        "reg_tokens": 1,
+        "no_embed_class": True,
+        "fc_norm": False,
+        "act_layer": "gelu_tanh",
+    },
+}
+RGB = Preprocess((32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+CLASSES = ("circle", "square", "star")
+
+
+def save(
+    folder: Path,
+    model: dict[str, Any],
+    preprocess: Preprocess = RGB,
+    base: dict[str, Any] = PLAIN,
+) -> Path:
+    """Write a model file with random weights; the test images of its data set are not there."""
+    torch.manual_seed(0)
+    data = {"name": "cifar10", "root": str(folder / "none")}
+    config = from_dict({"data": data, "model": {**base, **model}})
+    network = build_model(config.model, preprocess, len(CLASSES)).eval()
+    if base is PLAIN:
+        torch.nn.init.normal_(network.head.weight)
+    classifier = Classifier(network, preprocess, CLASSES, torch.device("cpu"), torch.float32)
+    folder.mkdir(exist_ok=True)
+    save_model(folder / "model.safetensors", classifier, config, step=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("run"), MODELS["token"])
+
+
+def noise(preprocess: Preprocess, count: int) -> torch.Tensor:
+    size = (count, preprocess.channels, *preprocess.image_size)
+    return torch.randint(256, size, dtype=torch.uint8)
+
+
+# timm.
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("preprocess", [RGB, Preprocess((16, 40), (0.5,), (0.3,))])
+def test_timm_loads_the_same_model(tmp_path, name, preprocess):
+    run = save(tmp_path / "run", MODELS[name], preprocess)
+    folder = export_run(str(run), EvalConfig(export="timm"))
+    assert folder == run / "export/timm"
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    classifier = load(run, "cpu", "float32")
+    images = noise(preprocess, 3)
+    with torch.no_grad():
+        found = model(classifier.normalize(images))
+    torch.testing.assert_close(found, classifier.logits(images), atol=1e-5, rtol=1e-5)
+    assert model.num_classes == 3
+    assert tuple(model.pretrained_cfg["label_names"]) == CLASSES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "timm:resnet10t"},
+        {"name": "timm:vit_tiny_patch16_224", "timm_args": {"depth": 1, "patch_size": 8}},
+    ],
+)
+def test_model_of_timm_goes_back_to_timm_and_to_torch(tmp_path, model):
+    run = save(tmp_path / "run", model, Preprocess((32, 32), (0.5,), (0.3,)), base={})
+    folder = export_run(str(run), EvalConfig(export="timm"))
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    content = json.loads((folder / "config.json").read_text())
+    assert content["architecture"] == model["name"].removeprefix("timm:")
+    assert type(loaded) is type(load(run, "cpu", "float32").model)
+    export_run(str(run), EvalConfig(export="torch"))  # compares the logits
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_transform_that_timm_makes_is_ours(tmp_path, interpolation):
+    run = save(tmp_path / "run", {}, replace(RGB, interpolation=interpolation))
+    folder = export_run(str(run), EvalConfig(export="timm"))
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    transform = create_transform(**resolve_data_config(model=model))
+    classifier = load(run, "cpu", "float32")
+    for height, width in [(60, 60), (20, 20), (500, 333), (33, 67)]:
+        photo = np.random.default_rng(0).integers(256, size=(height, width, 3), dtype=np.uint8)
+        ours = classifier.normalize(classifier.preprocess.resize(photo)[None])[0]
+        torch.testing.assert_close(transform(Image.fromarray(photo)), ours, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ({"mlp_conv": True}, "lacks the depthwise convolution of model.mlp_conv=true; use"),
+        ({"stem": "conv"}, "lacks the convolutional patch embedding of model.stem=conv; use"),
+        (
+            {"head_dim": 4},
+            "lacks the heads of model.head_dim=4; use --export onnx or --export torch",
+        ),
+    ],
+)
+def test_model_that_timm_lacks_is_refused_with_the_reason(tmp_path, capsys, model, part):
+    run = save(tmp_path / "run", model)
+    with pytest.raises(ValueError, match=r"export: timm is not possible for this model") as error:
+        export_run(str(run), EvalConfig(export="timm"))
+    assert part in str(error.value)
+    assert [path.name for path in run.iterdir()] == ["model.safetensors"]
+    assert capsys.readouterr().out == ""
+
+
+# ONNX and torch.export.
+
+
+def run_onnx(path: Path, images: torch.Tensor) -> np.ndarray:
+    session = onnxruntime.InferenceSession(path)
+    (given,), (output,) = session.get_inputs(), session.get_outputs()
+    assert (given.name, given.type, output.name) == ("images", "tensor(float)", "logits")
+    assert given.shape == ["batch", *images.shape[1:]]
+    return session.run(["logits"], {"images": images.numpy()})[0]
+
+
+def run_torch(path: Path, images: torch.Tensor) -> np.ndarray:
+    with torch.no_grad():
+        return torch.export.load(path).module()(images).numpy()
+
+
+def metadata_of_onnx(path: Path) -> dict[str, str]:
+    return onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+
+
+def metadata_of_torch(path: Path) -> dict[str, str]:
+    found = dict.fromkeys(("classes", "preprocess", "input"), "")
+    torch.export.load(path, extra_files=found)
+    return found
+
+
+CONV = {"stem": "conv", "mlp_conv": True, "head_dim": 4, "patch_size": 2}
+COMPUTE = {"model.onnx": run_onnx, "model.pt2": run_torch}
+METADATA = {"model.onnx": metadata_of_onnx, "model.pt2": metadata_of_torch}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a model that timm lacks, exported as model.onnx and model.pt2."""
+    run = save(tmp_path_factory.mktemp("exported"), CONV)
+    for name in ("onnx", "torch"):
+        export_run(str(run), EvalConfig(export=name))
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", COMPUTE)
+def test_graph_gives_the_same_logits_for_any_batch_and_says_what_it_takes(exported, file):
+    path = exported / "export" / file
+    classifier = load(exported, "cpu", "float32")
+    for count in (1, 5):
+        images = noise(RGB, count)
+        found = COMPUTE[file](path, classifier.normalize(images))
+        np.testing.assert_allclose(found, classifier.logits(images), atol=1e-5)
+    about = METADATA[file](path)
+    assert json.loads(about["classes"]) == list(CLASSES)
+    assert Preprocess.from_dict(json.loads(about["preprocess"])) == RGB
+    assert "(batch, 3, 32, 32), normalized: (pixels / 255 - mean) / std" in about["input"]
+    assert b"/vit/model/" not in path.read_bytes()  # no paths of the machine that exported it
+    assert FORMATS["onnx" if file == "model.onnx" else "torch"].is_export(path)
+
+
+@pytest.mark.slow
+def test_graph_of_a_model_with_prefix_tokens_and_wide_grey_images(tmp_path, capsys):
+    run = save(tmp_path / "run", MODELS["token"], Preprocess((16, 40), (0.5,), (0.3,)))
+    path = export_run(str(run), EvalConfig(export="torch"))
+    printed = capsys.readouterr().out
+    assert "on 100 images of noise (no test images of cifar10 here), torch " in printed
+    assert f"wrote {path}" in printed
+
+
+def test_model_that_cannot_be_traced_is_refused_in_one_line(run):
+    class Stubborn(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images if images.sum().item() > 0 else -images
+
+    classifier = replace(load(run, "cpu", "float32"), model=Stubborn())
+    with pytest.raises(ValueError, match=r"export: torch.export does not support this model: \w"):
+        FORMATS["torch"].write(classifier, ModelConfig(), run / "never.pt2")
+    assert not (run / "never.pt2").exists()
+
+
+# What is checked.
+
+
+def test_test_images_are_used_where_they_are_there(tmp_path, capsys):
+    run = save(tmp_path / "run", {})
+    classifier = load(run, "cpu", "float32")
+    network = build_model(ModelConfig(**PLAIN), RGB, len(KINDS)).eval()
+    classifier = replace(classifier, model=network, classes=KINDS)
+    config = from_dict({"data": {"name": "shapes"}, "model": PLAIN})
+    save_model(run / "model.safetensors", classifier, config, step=1)
+    export_run(str(run), EvalConfig(export="timm"))
+    assert "on 100 test images of shapes, timm " in capsys.readouterr().out
+
+
+def test_largest_difference_is_that_of_one_logit(run):
+    classifier = load(run, "cpu", "float32")
+    images = noise(RGB, 70)
+
+    def almost(inputs: torch.Tensor) -> torch.Tensor:
+        logits = classifier.forward(inputs)
+        if len(inputs) == 70 % 32:  # the last batch
+            logits[3, 1] += 0.25
+        return logits
+
+    assert largest_difference(classifier, classifier.forward, images) == 0
+    assert largest_difference(classifier, almost, images) == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [2e-4, float("nan")])
+def test_export_that_differs_is_not_kept(tmp_path, monkeypatch, wrong):
+    run = save(tmp_path / "run", {})
+    kind = FORMATS["timm"]
+
+    def load_wrong(path: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda images: kind.load(path)(images) + wrong
+
+    monkeypatch.setitem(export.FORMATS, "timm", replace(kind, load=load_wrong))
+    with pytest.raises(ValueError, match=r"export: timm: largest difference .* at most 0.0001"):
+        export_run(str(run), EvalConfig(export="timm"))
+    assert [path.name for path in run.iterdir()] == ["model.safetensors"]
+
+
+def test_missing_packages_are_named(tmp_path, run, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name)
+    )
+    with pytest.raises(ValueError, match=r"export: onnx needs onnxscript, .*vit-from-scratch\[exp"):
+        export_run(str(run), EvalConfig(export="onnx", out=str(tmp_path / "new/a.onnx")))
+    assert list(tmp_path.iterdir()) == []
+
+
+# The command line.
+
+
+def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
+    options = EvalConfig(export="timm", out=str(tmp_path / "folder"))
+    export_run(str(run), options)
+    (tmp_path / "folder/README.md").write_text("mine")
+    export_run(str(run), options)
+    assert len(list((tmp_path / "folder").iterdir())) == 3
+    for name, file in [("timm", run), ("onnx", tmp_path / "b.onnx"), ("torch", tmp_path / "b.pt2")]:
+        before = (run / "model.safetensors").read_bytes()
+        if name != "timm":
+            file.write_text("mine")
+        with pytest.raises(ValueError, match=r"out: .* exists and is not an export; use another"):
+            export_run(str(run), EvalConfig(export=name, out=str(file)))
+        assert file == run or file.read_text() == "mine"
+        assert (run / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (
+            "--export tensorflow",
+            "export: 'tensorflow' is not allowed; it must be one of timm, onnx",
+        ),
+        ("--export onnx --out model.pt2", "out: model.pt2 is not allowed; it must be a .onnx file"),
+        (
+            "--export torch --out model.onnx",
+            "out: model.onnx is not allowed; it must be a .pt2 file",
+        ),
+        (
+            "--export onnx --precision bfloat16",
+            "precision: bfloat16 is not allowed; it must be auto",
+        ),
+        ("--export onnx --device cuda", "device: cuda is not allowed; it must be auto or cpu with"),
+        ("--export onnx --image a.png", "export: not together with --image"),
+        ("--export timm --out FILE", "is a file; --out takes a folder"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, words, part):
+    words = words.replace("FILE", str(run / "model.safetensors"))
+    monkeypatch.setattr(sys, "argv", ["eval.py", str(run), *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        eval_main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    assert part in printed.err
+
+
+# The programs in docs/export.md.
+
+
+def programs() -> dict[str, str]:
+    """The Python programs of the page, by their heading."""
+    page = (Path(__file__).resolve().parent.parent / "docs/export.md").read_text()
+    return dict(re.findall(r"### ([\w. ]+)\n(?:(?!###).)*?```python\n(.*?)```", page, re.DOTALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(60, 60), (67, 45), (20, 33)])
+def test_program_for_onnx_runtime_gives_the_probabilities_of_predict(
+    tmp_path, monkeypatch, capsys, exported, size
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(exported / "export/model.onnx", "model.onnx")
+    pixels = np.random.default_rng(0).integers(256, size=(5, 4, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera turned
+    Image.fromarray(pixels).resize(size).save("photo.jpg", exif=exif)
+    exec(programs()["ONNX Runtime"], {})
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    expected = load(exported, "cpu", "float32").predict("photo.jpg")
+    assert list(found) == list(expected)
+    assert [float(share) for share in found.values()] == pytest.approx(
+        list(expected.values()), abs=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_program_for_torch_gives_logits_and_class_names(monkeypatch, exported):
+    monkeypatch.chdir(exported / "export")
+    names: dict[str, Any] = {}
+    exec(programs()["torch.export"], names)
+    assert names["logits"].shape == (3, 3) and tuple(names["classes"]) == CLASSES
+
+
+def test_program_for_timm_gives_model_transform_and_class_names(tmp_path, monkeypatch, run):
+    export_run(str(run), EvalConfig(export="timm", out=str(tmp_path / "timm")))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(programs()["timm"], names)
+    images = names["transform"](Image.new("RGB", (70, 50)))[None]
+    assert names["model"](images).shape == (1, 3) and tuple(names["classes"]) == CLASSES

@@ -1,0 +1,225 @@
+"""eval.py --predict: a table of predictions for image files; and how the files are found."""
+
+import csv
+import io
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit
+from vit.cli import eval_main
+from vit.data.photo_files import find_photos
+from vit.reporting import predictions
+from vit.reporting.predictions import _map_ahead
+
+SAME = ("--device", "cpu", "--precision", "float32")
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    error: str
+
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Call:
+    """Run eval.py on the bundled model in an empty folder."""
+
+    def run(*words: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["eval.py", "cifar10_quick", *map(str, words)])
+        code = 0
+        try:
+            eval_main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def save_photo(path: Path, seed: int, size: tuple[int, int] = (50, 40)) -> None:
+    """Save a photo of coarse noise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(256, size=(4, 5, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize(size).save(path)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of seven photos, in the order in which they are found, and other files."""
+    folder = tmp_path_factory.mktemp("photos")
+    names = ["B.JPG", "a.jpeg", "c/0.png", "c/d/1.webp", 'c/ä, "é.bmp', "x.ppm", "y.tiff"]
+    for seed, name in enumerate(names):
+        save_photo(folder / name, seed, (50 + seed, 40))
+    for name in (".hidden.png", ".hidden/2.png", "c/.cache/3.jpg"):
+        save_photo(folder / name, 0)
+    (folder / "notes.txt").write_text("no picture")
+    (folder / "c/table.csv").write_text("no picture")
+    return folder
+
+
+NAMES = ["B.JPG", "a.jpeg", "c/0.png", "c/d/1.webp", 'c/ä, "é.bmp', "x.ppm", "y.tiff"]
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Finding files.
+
+
+def test_folders_are_searched_and_hidden_and_other_files_ignored(photos):
+    assert find_photos([str(photos)], "predict") == [photos / name for name in NAMES]
+
+
+def test_files_keep_the_order_given_and_come_once(photos):
+    names = [str(photos / "y.tiff"), str(photos / "notes.txt"), str(photos / "c"), str(photos)]
+    found = find_photos(names, "predict")
+    assert found[:2] == [photos / "y.tiff", photos / "notes.txt"]  # named, so it is tried
+    assert found[2:5] == [photos / name for name in NAMES[2:5]]
+    assert sorted(found) == sorted([photos / "notes.txt", *(photos / name for name in NAMES)])
+
+
+def test_folder_without_images_and_missing_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"predict: .* contains no image files \(\.jpg, "):
+        find_photos([str(tmp_path)], "predict")
+    with pytest.raises(ValueError, match=r"image: .*none.png: file not found"):
+        find_photos([str(tmp_path / "none.png")], "image")
+
+
+# The table.
+
+
+@pytest.mark.parametrize("batch_size", [3, 500])
+def test_table_holds_what_predict_says(call, photos, tmp_path, batch_size):
+    table = tmp_path / "new" / "table.csv"
+    ended = call("--predict", photos, "--out", table, "--batch_size", batch_size, *SAME)
+    assert (ended.code, ended.error) == (0, "")
+    assert "classified 7 of 7 files" in ended.out and f"wrote {table}" in ended.out
+    rows = read_table(table)
+    assert [row["file"] for row in rows] == [str(photos / name) for name in NAMES]
+    expected = vit.load("cifar10_quick", "cpu", "float32").predict([row["file"] for row in rows])
+    for row, shares in zip(rows, expected, strict=True):
+        assert (row["class"], row["probability"]) == (row["class_1"], row["probability_1"])
+        found = {row[f"class_{n}"]: float(row[f"probability_{n}"]) for n in range(1, 6)}
+        assert list(found) == list(shares)
+        assert list(found.values()) == pytest.approx(list(shares.values()), rel=1e-4)
+        assert len(row) == 13
+    assert list(table.parent.iterdir()) == [table]
+
+
+def test_table_is_next_to_the_model_by_default_and_is_replaced(call, photos, tmp_path):
+    table = tmp_path / "runs/cifar10_quick/eval/predictions.csv"
+    assert call("--predict", photos).code == 0
+    assert len(read_table(table)) == 7
+    assert call("--predict", photos / "c", photos / "a.jpeg").code == 0
+    assert len(read_table(table)) == 4
+
+
+def test_broken_pictures_are_listed_and_the_others_done(call, photos, tmp_path):
+    good, cut, text = (tmp_path / "in" / name for name in ("good.png", "cut.png", "t\x1b[2J.jpg"))
+    save_photo(good, 0)
+    cut.write_bytes(good.read_bytes()[:60])
+    text.write_text("no picture")
+    ended = call("--predict", tmp_path / "in", "--out", "table.csv")
+    assert ended.code == 0 and "classified 1 of 3 files" in ended.out
+    assert [row["file"] for row in read_table(Path("table.csv"))] == [str(good)]
+    lines = ended.error.splitlines()
+    assert len(lines) == 2 and "\x1b" not in ended.error
+    assert lines[0].startswith(f"warning: skipped: {cut} cannot be read as an image")
+
+
+def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
+    (tmp_path / "a.jpg").write_text("no picture")
+    ended = call("--predict", "a.jpg")
+    assert ended.code == 2
+    assert ended.error.splitlines()[-1] == (
+        "error: predict: none of the 1 files can be read as an image"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--predict none.png", "predict: none.png: file not found"),
+        ("--predict folder", "predict: folder contains no image files"),
+        ("--predict photo.png --out table.txt", "out: table.txt is not allowed; it must be a .csv"),
+        ("--predict photo.png --out folder/a.csv", "out: folder/a.csv is a folder"),
+        ("--predict photo.png --out photo.png/a.csv", "out: photo.png is a file"),
+        ("--predict photo.png --out other.csv", "out: other.csv exists and is not a table of pre"),
+        ("--predict photo.png --attention", "predict: not together with --attention"),
+        ("--predict photo.png --target ship", "target: only with --attention or --image"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
+    save_photo(tmp_path / "photo.png", 0)
+    (tmp_path / "other.csv").write_text("file,size\n")
+    (tmp_path / "folder/a.csv").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    ended = call(*words.split())
+    assert ended.code == 2 and ended.out == ""
+    assert ended.error.startswith(f"error: {part}") and ended.error.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "other.csv").read_text() == "file,size\n"
+
+
+def test_interrupted_command_leaves_the_old_table(call, photos, monkeypatch):
+    assert call("--predict", photos / "c", "--out", "table.csv").code == 0
+    before, rank = Path("table.csv").read_bytes(), predictions.rank_classes
+    calls = []
+
+    def stop_at_second_batch(classifier, images):
+        calls.append(len(images))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rank(classifier, images)
+
+    monkeypatch.setattr(predictions, "rank_classes", stop_at_second_batch)
+    assert call("--predict", photos, "--out", "table.csv", "--batch_size", 3).code == 130
+    assert calls == [3, 3]
+    assert Path("table.csv").read_bytes() == before
+    assert [path.name for path in Path().iterdir()] == ["table.csv"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal(call, photos, monkeypatch, terminal):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert call("--predict", photos, "--out", "table.csv").code == 0
+    assert ("predict: " in screen.getvalue()) == terminal
+
+
+def test_files_are_read_in_order_and_only_so_many_in_advance():
+    started: list[int] = []
+    with ThreadPoolExecutor(4) as workers:
+        found = _map_ahead(workers, lambda n: started.append(n) or n * n, range(100), ahead=10)
+        for n, square in enumerate(found):
+            assert square == n * n
+            assert len(started) <= n + 11
+    assert sorted(started) == list(range(100))
+
+
+# Photos with maps.
+
+
+def test_image_takes_a_folder_too(call, photos):
+    ended = call("--image", photos / "c/d", "--out", "out")
+    assert ended.code == 0 and f"\n{photos / 'c/d/1.webp'}, 53 × 40 pixels\n" in ended.out
+    assert [path.name for path in Path("out/photos").iterdir()] == ["1_sheet.png"]

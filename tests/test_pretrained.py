@@ -1,0 +1,623 @@
+"""Pretrained weights compared with timm: the same logits, the same resampling, and what is refused.
+
+timm's models have random weights here, at the geometry that timm publishes them for.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.testing import assert_close
+
+from small_runs import assert_same, environment, small
+from vit import load
+from vit.checkpoint import checkpoint_paths
+from vit.config import Config, DataConfig, ModelConfig, from_dict, to_dict
+from vit.data.preprocess import Preprocess
+from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
+from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
+from vit.model.vit import VisionTransformer
+from vit.model_file import BUNDLED, load_model
+from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
+from vit.training.trainer import build_step, load_data, train
+
+ARCHITECTURES = {  # and the image size they are published for
+    "vit_tiny_patch16_224": 224,
+    "vit_small_patch16_224": 224,
+    "vit_base_patch16_224": 224,
+    "vit_base_patch32_clip_224": 224,
+    "deit3_small_patch16_224": 224,
+    "vit_small_patch14_reg4_dinov2": 518,
+    "vit_medium_patch16_gap_256": 256,
+    "vit_wee_patch16_reg1_gap_256": 256,
+    "vit_base_patch16_siglip_gap_256": 256,
+    "deit_tiny_patch16_224": 224,
+    "vit_base_patch16_clip_quickgelu_224": 224,
+}
+SMALL_TIMM = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
+
+
+def draw_timm(name: str, **arguments: Any) -> nn.Module:
+    """Build one of timm's models in eval mode, all of whose parameters are random."""
+    generator = torch.Generator().manual_seed(0)
+    model = timm.create_model(name, weight_init="skip", **arguments).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(std=0.04, generator=generator)
+            if parameter.ndim == 1 and key.endswith(("weight", "gamma")):
+                parameter.add_(1)
+    return model
+
+
+def source_of(model: nn.Module, **values: Any) -> Source:
+    return Source(
+        "timm's",
+        settings_of_timm(model, "timm's"),
+        model.state_dict(),
+        model.patch_embed.grid_size,
+        **values,
+    )
+
+
+def ours_like(model: nn.Module, size: int | tuple[int, int], **changes: Any) -> VisionTransformer:
+    """Build our model with the architecture and the weights of one of timm's."""
+    ours = VisionTransformer(
+        img_size=size,
+        in_chans=3,
+        num_classes=model.num_classes,
+        **settings_of_timm(model, "timm's") | changes,
+    )
+    ours.load_state_dict(model.state_dict(), strict=True)
+    return ours.eval()
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"class {number}" for number in range(count))
+
+
+def assert_equal_model(name: str, size: int, maps: bool = True, **arguments: Any) -> None:
+    theirs = draw_timm(name, num_classes=7, **arguments)
+    ours = ours_like(theirs, size)
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = theirs(images), ours(images)
+    assert expected.std() > 0.1
+    assert not torch.allclose(expected[0], expected[1], atol=1e-2)  # the image matters
+    assert_close(logits, expected, rtol=0, atol=1e-4)
+
+    theirs.load_state_dict(ours.state_dict(), strict=True)  # and back
+    if maps:
+        logits, found = attention_maps(ours, images[:1], tuple(MAP_KINDS))
+        assert_close(logits, expected[:1], rtol=0, atol=1e-4)
+        for kind, values in found.items():
+            assert values.shape == (1, *theirs.patch_embed.grid_size), kind
+            assert values.isfinite().all() and values.max() > values.min(), kind
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if size > 256 else [])
+        for name, size in ARCHITECTURES.items()
+    ],
+)
+def test_two_blocks_of_timms_architecture_give_its_logits_and_every_map(name):
+    assert_equal_model(name, ARCHITECTURES[name], depth=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "base_patch16" not in name])
+def test_all_blocks_of_timms_architecture_give_its_logits(name):
+    assert_equal_model(name, ARCHITECTURES[name], maps=False)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"act_layer": "gelu_tanh"},
+    {"qk_norm": True, "norm_layer": "layernorm"},
+    {"mlp_ratio": 2.7},
+    {"pos_embed": "none"},
+    {"reg_tokens": 2, "no_embed_class": True, "global_pool": "avg"},
+    {"fc_norm": True},
+    {"qkv_bias": False, "init_values": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_timms_options(options):
+    assert_equal_model("vit_tiny_patch16_224", 32, **SMALL_TIMM, **options)
+
+
+REFUSED = {
+    "eva02_tiny_patch14_224": r"SwiGLU.*rotary positions",
+    "vit_small_patch16_rope_224": "rotary positions",
+    "vit_base_patch16_siglip_224": "attention pooling",
+    "vit_relpos_small_patch16_224": "relative positions",
+    "beit_base_patch16_224": "relative positions",
+    "deit_tiny_distilled_patch16_224": "distillation token",
+    "vit_small_patch16_18x2_224": "attention and MLP in parallel",
+    "vit_base_patch16_rpn_224": "layer norm after attention and MLP",
+    "vit_dwee_patch16_reg1_gap_256": "differential attention",
+    "vit_tiny_r_s16_p8_224": "convolutional backbone",
+    "test_vit4": "RMS norm",
+    "swin_tiny_patch4_window7_224": "relative positions",
+    "resnet18": "layers of a ResNet",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_part_that_ours_lacks_is_refused_by_name(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(ValueError, match=rf"model\.pretrained: {name} has .*{REFUSED[name]}"):
+        settings_of_timm(model, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"act_layer": "relu"}, "activation ReLU"),
+        ({"global_pool": "max"}, "pooling of type 'max'"),
+        ({"pool_include_prefix": True, "global_pool": "avg"}, "includes class token"),
+        ({"final_norm": False}, "head without a layer norm"),
+        ({"proj_bias": False}, "projections without bias"),
+        ({"patch_size": (8, 4)}, "not square"),
+        ({"scale_mlp_norm": True}, "norm inside the MLP"),
+        ({"scale_attn_norm": True}, "norm inside attention"),
+    ],
+)
+def test_an_option_that_ours_lacks_is_refused(options, message):
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", **SMALL_TIMM | options)
+    with pytest.raises(ValueError, match=message):
+        settings_of_timm(model, "x")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_is_inferred_from_a_state_dict(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    expected = settings_of_timm(model, name)
+    config = ModelConfig(pretrained="x", **{key: expected[key] for key in UNKNOWN})
+    settings, grid, assumed = settings_of_weights(model.state_dict(), config, name)
+    assert expected.pop("init_values") is None or settings["init_values"] is not None
+    settings.pop("init_values")
+    assert settings == expected
+    assert grid == model.patch_embed.grid_size
+    assert assumed == UNKNOWN
+
+
+def test_heads_are_inferred_where_their_norms_tell():
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
+    settings, _, assumed = settings_of_weights(model.state_dict(), ModelConfig(), "x")
+    assert settings["num_heads"] == 3
+    assert assumed == ("norm_eps", "act_layer")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pos_embed": None}, "no position embeddings.*--model.pos_embed none"),
+        ({"pos_embed": torch.zeros(1, 15, 24)}, "15 position embeddings .* not square"),
+        ({"blocks.0.attn.q_bias": torch.zeros(24)}, "separate biases of queries and values"),
+        ({"blocks.1.attn.relative_position_index": torch.zeros(4)}, "relative positions"),
+        ({"attn_pool.latent": torch.zeros(1, 1, 24)}, "attention pooling"),
+        ({"rope.freqs": torch.zeros(4)}, "rotary positions"),
+        ({"patch_embed.proj.weight": None}, "not a Vision Transformer .* no patch_embed.proj"),
+        ({"patch_embed.proj.weight": torch.zeros(24, 192)}, "patch_embed.proj.weight with 2 dim"),
+        ({"strange": torch.zeros(3)}, r"strange \[3\] has no place in the model"),
+        ({"blocks.1.norm1.weight": None}, "blocks.1.norm1.weight is missing"),
+        ({"blocks.1.norm1.weight": torch.ones(5)}, r"norm1.weight is \[5\], not \[24\]"),
+        ({"blocks.0.attn.qkv.weight": torch.ones(60, 24)}, "3 is not allowed; .* width 20"),
+    ],
+)
+def test_a_foreign_state_dict_is_refused(change, message, tmp_path):
+    weights = {**draw_timm("vit_tiny_patch16_224", **SMALL_TIMM).state_dict(), **change}
+    file = tmp_path / "weights.safetensors"
+    save_file({key: value for key, value in weights.items() if value is not None}, file)
+    with pytest.raises(ValueError, match=rf"^model\.(pretrained|num_heads): .*{message}") as error:
+        find_source(str(file), ModelConfig(pretrained=str(file)))
+    assert "\n" not in str(error.value)
+
+
+# --- adapting
+
+
+def adapted(source: Source, size: tuple[int, int], patch: int, chans: int, classes: int):
+    return adapt(source, patch, size, chans, names(classes))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit3_small_patch16_224"])
+@pytest.mark.parametrize("size", [(64, 64), (32, 96), (16, 16)])
+@pytest.mark.parametrize(("patch", "chans"), [(8, 3), (4, 3), (16, 1), (8, 4)])
+def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
+    sizes = {**SMALL_TIMM, "img_size": 64}
+    model = draw_timm(name, **sizes, num_classes=5)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    expected = timm.create_model(
+        name,
+        pretrained=True,
+        pretrained_cfg_overlay={
+            "file": tmp_path / "weights.pth", "num_classes": 5, "input_size": (3, 64, 64)
+        },
+        **{**sizes, "img_size": size, "patch_size": patch},
+        in_chans=chans,
+        num_classes=9,
+    ).state_dict()  # fmt: skip
+    weights, account = adapted(source_of(model), size, patch, chans, 9)
+    assert expected.keys() - weights.keys() == {"head.weight", "head.bias"}
+    for key, value in weights.items():
+        assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
+    assert ("positions" in account) == (size != (8 * patch, 8 * patch))
+    assert ("patch embedding 8 ->" in account) == (patch != 8)
+    assert (f"-> {chans} channels" in account) == (chans != 3)
+    assert "9 classes instead of 5" in account
+
+
+def test_grey_images_give_the_logits_of_the_same_images_in_three_channels():
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=5)
+    source = source_of(model)
+    weights, _ = adapted(source, (32, 32), 8, 1, 5)
+    grey = VisionTransformer(img_size=32, in_chans=1, num_classes=5, **source.settings).eval()
+    grey.load_state_dict(weights)
+    images = torch.randn(2, 1, 32, 32)
+    assert_close(grey(images), model(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_heads", "warns"), [(3, False), (6, True)])
+def test_heads_of_an_unusual_width_are_pointed_out(num_heads, warns):
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM | {"embed_dim": 192}, num_classes=5)
+    config = ModelConfig(pretrained="x", num_heads=num_heads)
+    settings, grid, assumed = settings_of_weights(model.state_dict(), config, "x")
+    source = Source("x", settings, model.state_dict(), grid, assumed=assumed)
+    _, account = adapted(source, (32, 32), 8, 3, 5)
+    assert ("warning: heads are 32 wide with num_heads=6" in account) == warns
+    assert ("--model.num_heads 3" in account) == warns
+
+
+def test_half_precision_becomes_float32():
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM).half()
+    weights, _ = adapted(source_of(model), (64, 64), 8, 3, 5)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+def test_bundled_model_at_another_size_gives_the_same_logits():
+    source = find_source("cifar10_quick", ModelConfig(pretrained="cifar10_quick"))
+    assert source.classes is not None
+    model = load("cifar10_quick", "cpu", "float32").model
+    weights, account = adapt(source, 4, (64, 32), 3, source.classes)
+    larger = VisionTransformer(img_size=(64, 32), in_chans=3, num_classes=10, **source.settings)
+    larger.load_state_dict(weights)
+    images = torch.randn(2, 3, 64, 32)
+    assert_close(larger.eval()(images), model(images), rtol=1e-4, atol=1e-4)
+    assert "positions 8 x 8 -> 16 x 8 patches" in account
+    assert "nothing is new" in account
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "why"),
+    [
+        (names(5), names(5), None),
+        (None, names(5), None),  # their names are unknown
+        (names(5), names(5)[::-1], "other names"),
+        (names(5), names(4), "4 classes instead of 5"),
+        (None, names(6), "6 classes instead of 5"),
+    ],
+)
+def test_head_is_kept_only_for_the_same_classes(theirs, ours, why):
+    source = source_of(draw_timm("test_vit", num_classes=5), classes=theirs)
+    weights, account = adapt(source, 16, (160, 160), 3, ours)
+    assert ("head.weight" in weights) == (why is None)
+    assert ("nothing is new" if why is None else why) in account
+
+
+def test_a_source_without_a_head():
+    source = source_of(draw_timm("test_vit", num_classes=0))
+    _, account = adapt(source, 16, (160, 160), 3, names(2))
+    assert "random head, because the source has none" in account
+
+
+# --- the config
+
+
+def test_architecture_replaces_defaults_and_nothing_else():
+    with torch.device("meta"):
+        settings = settings_of_timm(timm.create_model("vit_small_patch14_reg4_dinov2"), "x")
+    config = ModelConfig(pretrained="x", drop_path_rate=0.2, attn_kernel="math", num_heads=6)
+    found = adopt(config, settings, "x")
+    assert {key: getattr(found, key) for key in settings} == settings
+    assert (found.pretrained, found.drop_path_rate, found.attn_kernel) == ("x", 0.2, "math")
+    assert adopt(found, settings, "x") == found  # as from the config of the run
+    assert set(settings) == set(ARCHITECTURE)
+
+
+@pytest.mark.parametrize("patch_size", [4, 8, 14])
+def test_another_patch_size_is_allowed(patch_size):
+    with torch.device("meta"):
+        settings = settings_of_timm(timm.create_model("vit_small_patch14_reg4_dinov2"), "x")
+    assert adopt(ModelConfig(pretrained="x", patch_size=patch_size), settings, "x") == (
+        dataclasses.replace(
+            adopt(ModelConfig(pretrained="x"), settings, "x"), patch_size=patch_size
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"depth": 6}, r"model\.depth: 6 .*; x has 12; leave the key out"),
+        ({"qk_norm": True}, r"model\.qk_norm: true .*; x has false"),
+        ({"init_values": 0.1}, r"model\.init_values: 0\.1 .*; x has null"),
+        ({"act_layer": "gelu_tanh"}, r'model\.act_layer: "gelu_tanh" .*; x has "gelu"'),
+        ({"mlp_ratio": 3.9}, r"model\.mlp_ratio: 3\.9 .*; x has 4\.0"),
+    ],
+)
+def test_a_contradiction_is_refused(values, message):
+    with torch.device("meta"):
+        settings = settings_of_timm(timm.create_model("vit_tiny_patch16_224"), "x")
+    with pytest.raises(ValueError, match=message):
+        adopt(ModelConfig(pretrained="x", **values), settings, "x")
+
+
+def test_a_convolutional_stem_keeps_its_patch_size():
+    source = find_source("cifar10_quick", ModelConfig(pretrained="x"))
+    with pytest.raises(ValueError, match=r"model\.patch_size: 8 .* convolutional stem .* 4"):
+        adopt(ModelConfig(pretrained="x", patch_size=8), source.settings, "x")
+
+
+def test_weights_are_for_our_model_only():
+    with pytest.raises(
+        ValueError, match=r"model\.pretrained: x is not allowed; .* model\.name=vit"
+    ):
+        ModelConfig(name="timm:resnet18", pretrained="x")
+
+
+def test_rules_between_settings_wait_for_the_source():
+    values = {"num_heads": 7, "global_pool": "token"}
+    with pytest.raises(ValueError, match=r"model\.num_heads: 7"):
+        ModelConfig(**values)
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM)
+    settings = settings_of_timm(model, "x")
+    found = adopt(ModelConfig(pretrained="x", global_pool="token", num_heads=3), settings, "x")
+    assert found.class_token
+    with pytest.raises(ValueError, match=r"model\.num_heads: 7 .* divisor of .*24"):
+        adopt(ModelConfig(pretrained="x", **values), {**settings, "num_heads": 7}, "x")
+
+
+def test_images_are_normalized_as_the_source_was_trained():
+    preprocess = Preprocess.from_config(DataConfig(name="shapes"))
+    source = dataclasses.replace(
+        source_of(draw_timm("test_vit")), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+    )
+    found = with_statistics(preprocess, source, None)
+    assert (found.mean, found.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert found.image_size == preprocess.image_size
+    grey = dataclasses.replace(preprocess, mean=(0.5,), std=(0.5,))
+    found = with_statistics(grey, source, None)
+    assert found.mean == pytest.approx((0.2,)) and found.std == pytest.approx((0.5,))
+    more = dataclasses.replace(preprocess, mean=(0.5,) * 4, std=(0.5,) * 4)
+    assert with_statistics(more, source, None).mean == (0.1, 0.2, 0.3, 0.1)
+    unknown = dataclasses.replace(source, mean=None, std=None)
+    assert with_statistics(preprocess, unknown, None) == preprocess
+
+
+# --- files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same small model in every form that timm and others save it in."""
+    folder = tmp_path_factory.mktemp("weights")
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=5)
+    state = model.state_dict()
+    noise = {key: torch.zeros_like(value) for key, value in state.items()}
+    save_file(state, folder / "bare.safetensors")
+    torch.save(state, folder / "bare.pth")
+    torch.save({"module." + key: value for key, value in state.items()}, folder / "parallel.pt")
+    torch.save({"epoch": 3, "state_dict": state}, folder / "state_dict.pth")
+    torch.save({"model": state, "optimizer": {"lr": 0.1}}, folder / "model.pth")
+    torch.save({"model": noise, "model_ema": state}, folder / "ema.pth")
+    timm.models.save_for_hf(
+        model,
+        folder / "saved",
+        model_args={**SMALL_TIMM, "num_classes": 5},
+        safe_serialization=True,
+    )
+    return folder
+
+
+FORMS = [
+    "bare.safetensors", "bare.pth", "parallel.pt", "state_dict.pth", "model.pth", "ema.pth", "saved"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_file_gives_the_same_model(files, form):
+    name = str(files / form)
+    source = find_source(name, ModelConfig(pretrained=name))
+    expected = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=5)
+    assert source.settings == settings_of_timm(expected, "x")
+    assert source.grid == (4, 4)
+    assert source.weights.keys() == expected.state_dict().keys()
+    for key, value in expected.state_dict().items():
+        assert torch.equal(source.weights[key], value), key
+    assert source.assumed == (() if form == "saved" else UNKNOWN)
+    assert source.mean == ((0.5, 0.5, 0.5) if form == "saved" else None)
+    _, account = adapt(source, 8, (32, 32), 3, names(5))
+    assert ("not in the file, from the config: num_heads=3" in account) == (form != "saved")
+
+
+class Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path):
+    trace, file = tmp_path / "trace", tmp_path / "evil.pth"
+    torch.save({"state_dict": {"a": Malicious(trace)}}, file)
+    with pytest.raises(ValueError, match=r"evil\.pth is damaged, or not .* execute code"):
+        find_source(str(file), ModelConfig(pretrained="x"))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist; it must be timm:NAME"),
+        (b"not weights", "is damaged, or not a .safetensors or .pth file"),
+        ({"net": {"a": torch.zeros(1)}}, "no tensors by name"),
+        ({"a": torch.zeros(1)}, "not a Vision Transformer with timm's names"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_bad_file_is_one_line(tmp_path, content, message, suffix):
+    file = tmp_path / f"weights{suffix}"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None and (suffix == ".pth" or "net" in content):
+        torch.save(content, file)
+    elif content is not None:
+        save_file(content, file)
+    message = "is damaged" if suffix == ".safetensors" and "no tensors" in message else message
+    with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
+        find_source(str(file), ModelConfig(pretrained=str(file)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("test_vit", "did you mean timm:test_vit?"),
+        ("timm:vit_tny_patch16_224", "no weights named vit_tny_patch16_224; near it: .*vit_tiny"),
+        ("timm:vit_tiny_patch16_224.x", "it has vit_tiny_patch16_224.augreg_in21k"),
+        ("timm:eva02_tiny_patch14_224.mim_in22k", "SwiGLU"),
+        ("timm:resnet18.a1_in1k", r"ResNet.*--model\.name timm:resnet18"),
+        ("timm:local-dir:nowhere", "timm could not load"),
+    ],
+)
+def test_a_bad_name_is_one_line(name, message):
+    with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
+        find_source(name, ModelConfig(pretrained=name))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    name = "timm:vit_tiny_patch16_224.augreg_in21k"
+    with pytest.raises(ValueError, match=r"without a network, download config\.json") as error:
+        find_source(name, ModelConfig(pretrained=name))
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_model_of_this_project_is_named(tmp_path):
+    data = bytearray((BUNDLED / "cifar10_quick.safetensors").read_bytes())
+    data[-1] ^= 1
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"^model\.pretrained: .* is damaged: its SHA-256"):
+        find_source(str(file), ModelConfig(pretrained="x"))
+
+
+# --- runs
+
+
+def tuned(out: Path, pretrained: str, **changes: dict[str, Any]) -> Config:
+    """Return the config of a small run from pretrained weights, in which everything draws."""
+    values = to_dict(small(out, **changes))
+    regularised = {key: value for key, value in values["model"].items() if key.endswith("_rate")}
+    values["model"] = {"pretrained": pretrained, **regularised, **changes.get("model", {})}
+    values["train"]["epochs"] = 3
+    return from_dict(values)
+
+
+def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files, tmp_path):
+    name = str(files / "saved")
+    config, source = resolve_pretrained(tuned(tmp_path / "run", name), False)
+    assert config.model.zero_init and config.train.whiten and source is not None
+    training, _ = load_data(config, None, environment())
+    state = build_step(config, None, training, environment(), source).state
+    averaged = state.ema.module.state_dict()
+    for key, value in state.model.state_dict().items():
+        if not key.startswith("head."):
+            assert torch.equal(value, source.weights[key]), key
+        assert torch.equal(averaged[key], value), key
+    head = state.model.head  # a new one, as timm's
+    assert head.weight.shape == (10, 24)
+    assert head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
+    assert not head.bias.any()
+
+
+@pytest.mark.slow
+def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
+    source = tmp_path / "copy"
+    shutil.copytree(files / "saved", source)
+    config = tuned(tmp_path / "run", str(source), track={"probes": 0})
+    train(config)
+    run = Path(config.out)
+    assert f"weights  {source}: " in capsys.readouterr().out
+    shutil.copytree(run, tmp_path / "resumed")
+    shutil.rmtree(source)
+
+    saved = load_model(run)
+    assert saved.config.model.embed_dim == 24
+    assert saved.config.model.pretrained == str(source)
+    assert saved.classifier.preprocess.mean == (0.5, 0.5, 0.5)
+    report = json.loads((run / "eval/report.json").read_text())
+    assert report["n"] == 2000
+
+    resumed = dataclasses.replace(config, out=str(tmp_path / "resumed"))
+    (tmp_path / "resumed/model.safetensors").unlink()
+    checkpoint_paths(tmp_path / "resumed")[-1].unlink()
+    metrics = (run / "metrics.jsonl").read_bytes()
+    train(resumed)
+    assert "resuming after step 10" in capsys.readouterr().out
+    assert_same(run, tmp_path / "resumed")
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_another_run(tmp_path, capsys):
+    first = small(tmp_path / "first", train={"epochs": 1}, track={"probes": 0})
+    train(first)
+    weights = load(tmp_path / "first", "cpu").model.state_dict()
+    for name in (first.out, str(checkpoint_paths(Path(first.out))[-1])):
+        config = tuned(tmp_path / "second", name, train={"epochs": 1})
+        config, source = resolve_pretrained(config, False)
+        assert source is not None
+        assert config.model == dataclasses.replace(first.model, pretrained=name)
+        training, _ = load_data(config, None, environment())
+        state = build_step(config, None, training, environment(), source).state
+        assert "nothing is new: its head has the same classes" in capsys.readouterr().out
+        for key, value in state.model.state_dict().items():
+            assert torch.equal(value, weights[key]), key
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_of_before_resumes(tmp_path):
+    """Its config lacks the keys that are newer."""
+    config = small(tmp_path / "run", train={"epochs": 2}, track={"probes": 0})
+    train(config)
+    shutil.copytree(config.out, tmp_path / "old")
+    old = tmp_path / "old"
+    (old / "model.safetensors").unlink()
+    checkpoint_paths(old)[-1].unlink()
+    text = (old / "config.yaml").read_text().splitlines()
+    newer = ("pretrained", "no_embed_class", "pre_norm", "fc_norm", "norm_eps", "act_layer")
+    kept = [line for line in text if line.strip().partition(":")[0] not in newer]
+    assert len(kept) == len(text) - len(newer)
+    (old / "config.yaml").write_text("\n".join(kept))
+    train(dataclasses.replace(config, out=str(old)))
+    assert_same(Path(config.out), old)

@@ -1,0 +1,112 @@
+"""Export of a model for other programs, checked with the runtime that will load it."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vit.classifier import Classifier
+from vit.config import EvalConfig
+from vit.data.datasets import choose_probes
+from vit.files import write_atomically
+from vit.model_file import SavedModel, load_model
+from vit.reporting.export_formats import FORMATS, Format, Runner
+from vit.reporting.loading import load_test
+from vit.run_folder import EXPORT_FOLDER, EXPORTS
+from vit.seeding import generator
+
+CHECKED = 100  # images
+CHECKED_AT_ONCE = 32  # so that the last batch has another size
+TOLERANCE = 1e-4  # largest difference of a logit
+
+
+def export_run(run: str, options: EvalConfig) -> Path:
+    """Write a model in another format and compare the result with the model.
+
+    The export is loaded again by its own runtime and gets 100 test images, or noise where they are
+    not on this machine. It appears only if all logits agree.
+
+    Args:
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation; `export` is a key of `FORMATS`.
+
+    Returns:
+        The folder or file.
+
+    Raises:
+        ValueError: The model cannot be read, the format cannot represent it, its packages are not
+            installed, other files are in the way, or the logits differ by more than 1e-4.
+    """
+    name = str(options.export)
+    kind = FORMATS[name]
+    _require_packages(name, kind)
+    saved = load_model(run, "cpu", "float32")
+    target = Path(options.out) if options.out else saved.run / EXPORT_FOLDER / EXPORTS[name]
+    if target.exists() and not kind.is_export(target):
+        raise ValueError(f"out: {target} exists and is not an export; use another --out")
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / EXPORTS[name]
+        kind.write(saved.classifier, saved.config.model, draft)
+        print(saved.describe(), flush=True)
+        images, source = _images_to_check(saved, options)
+        difference = largest_difference(saved.classifier, kind.load(draft), images)
+        version = importlib.metadata.version(kind.runtime)
+        compared = (
+            f"largest difference of a logit on {len(images)} {source}, "
+            f"{kind.runtime} {version}: {difference:.2g}"
+        )
+        if not difference <= TOLERANCE:  # also if it is NaN
+            raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
+        _move(draft, target)
+    print(f"{compared}\nwrote {target}")
+    return target
+
+
+def largest_difference(classifier: Classifier, run: Runner, images: Tensor) -> float:
+    """Return the largest difference between the logits of a classifier and those of its export.
+
+    Args:
+        classifier: In float32 on the CPU.
+        run: The export.
+        images: (N, channels, H, W) uint8.
+    """
+    parts = images.split(CHECKED_AT_ONCE)
+    expected = torch.cat([classifier.logits(part) for part in parts])
+    found = torch.cat([run(classifier.normalize(part)) for part in parts])
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()
+
+
+def _images_to_check(saved: SavedModel, options: EvalConfig) -> tuple[Tensor, str]:
+    """Return uint8 images and what they are; nothing is downloaded for them."""
+    local = dataclasses.replace(options, data=dataclasses.replace(options.data, download=False))
+    try:
+        test = load_test(saved, local)
+    except (ValueError, OSError):
+        preprocess = saved.classifier.preprocess
+        size = (CHECKED, preprocess.channels, *preprocess.image_size)
+        noise = torch.randint(256, size, dtype=torch.uint8, generator=generator(0, "export"))
+        return noise, f"images of noise (no test images of {saved.config.data.name} here)"
+    return choose_probes(test, CHECKED, seed=0).images, f"test images of {saved.config.data.name}"
+
+
+def _require_packages(name: str, kind: Format) -> None:
+    missing = [package for package in kind.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"export: {name} needs {', '.join(missing)}, not installed here; run "
+            'pip install "vit-from-scratch[export]", or pip install ".[export]" in a checkout'
+        )
+
+
+def _move(draft: Path, target: Path) -> None:
+    """Put a file, or the files of a folder, in its place; each is complete or not there."""
+    files = sorted(draft.iterdir()) if draft.is_dir() else [draft]
+    for file in files:
+        place = target / file.name if draft.is_dir() else target
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, file.read_bytes())

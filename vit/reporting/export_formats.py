@@ -1,0 +1,270 @@
+"""Formats that other programs load: timm's folder, ONNX, and torch.export.
+
+Each has a function that writes a model and one that loads the result with its own runtime. ONNX and
+torch.export take images that are normalized already; their metadata say how, as JSON:
+
+    classes     the class names
+    preprocess  image_size, mean, std, interpolation: the fields of `Preprocess`
+    input       what the model takes, in words
+
+Shapes: B batch, C classes.
+"""
+
+import copy
+import dataclasses
+import inspect
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from vit.classifier import Classifier
+from vit.config import TIMM, ModelConfig
+from vit.data.preprocess import Preprocess
+from vit.model.timm_model import complete_arguments
+from vit.settings import shorten
+
+INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
+METADATA_KEYS = ("classes", "preprocess", "input")
+TIMM_FILES = ("config.json", "model.safetensors")
+# Two of timm's Vision Transformers, by the epsilon of their layer norms, which is no argument. All
+# arguments are replaced by those of the model.
+TIMM_ARCHITECTURES = {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"}
+CROP_MODES = {"crop": "center", "pad": "border", "squash": "squash"}  # timm's words for `fit`
+TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
+
+Runner = Callable[[Tensor], Tensor]  # normalized images (B, channels, H, W) to logits (B, C)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format for models.
+
+    Attributes:
+        packages: Packages it needs beyond those of this project.
+        runtime: Package that loads it.
+        write: Writes a classifier with the config of its model to a path.
+        load: Loads what `write` has written.
+        is_export: Tells whether a path holds a model that `write` has written.
+    """
+
+    packages: tuple[str, ...]
+    runtime: str
+    write: Callable[[Classifier, ModelConfig, Path], None]
+    load: Callable[[Path], Runner]
+    is_export: Callable[[Path], bool]
+
+
+# timm.
+
+
+def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, dict[str, Any]]:
+    """Return the name and arguments with which timm builds the same architecture.
+
+    Raises:
+        ValueError: timm has no such model.
+    """
+    if config.name != "vit":
+        size, channels = preprocess.image_size, preprocess.channels
+        arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
+        return config.name.removeprefix(TIMM), arguments
+    missing = {
+        "the depthwise convolution of model.mlp_conv=true": config.mlp_conv,
+        "the convolutional patch embedding of model.stem=conv": config.stem == "conv",
+        f"the heads of model.head_dim={config.head_dim}": (
+            config.head_dim is not None and config.head_dim * config.num_heads != config.embed_dim
+        ),
+        f"the layer norms of model.norm_eps={config.norm_eps:g}": (
+            config.norm_eps not in TIMM_ARCHITECTURES
+        ),
+    }
+    reasons = [reason for reason, applies in missing.items() if applies]
+    if reasons:
+        raise ValueError(
+            f"export: timm is not possible for this model: timm's VisionTransformer lacks "
+            f"{' and '.join(reasons)}; use --export onnx or --export torch"
+        )
+    from timm.models import VisionTransformer
+
+    # The fields of the config have timm's names. Dropout is a matter of training.
+    accepted = inspect.signature(VisionTransformer).parameters
+    shared = {
+        key: value
+        for key, value in dataclasses.asdict(config).items()
+        if key in accepted and not key.endswith("_rate")
+    }
+    return TIMM_ARCHITECTURES[config.norm_eps], {
+        **shared,
+        "img_size": list(preprocess.image_size),
+        "in_chans": preprocess.channels,
+        "pos_embed": "none" if config.pos_embed == "none" else "learn",
+    }
+
+
+def timm_preprocess(preprocess: Preprocess) -> dict[str, Any]:
+    """Return the preprocessing in the words of timm's pretrained_cfg."""
+    return {
+        "input_size": [preprocess.channels, *preprocess.image_size],
+        "mean": list(preprocess.mean),
+        "std": list(preprocess.std),
+        "interpolation": preprocess.interpolation,
+        "crop_pct": preprocess.crop_pct,
+        "crop_mode": CROP_MODES[preprocess.fit],
+    }
+
+
+def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> None:
+    """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+
+    Raises:
+        ValueError: timm has no such model.
+    """
+    import timm
+
+    architecture, arguments = timm_arguments(config, classifier.preprocess)
+    num_classes = len(classifier.classes)
+    twin: Any = timm.create_model(architecture, num_classes=num_classes, **arguments)
+    names = ("first_conv", "classifier", "fixed_input_size")  # of layers; and what timm may resize
+    content = {
+        "architecture": architecture,
+        "num_classes": num_classes,
+        "num_features": twin.num_features,
+        "label_names": list(classifier.classes),
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "num_classes": num_classes,
+            **timm_preprocess(classifier.preprocess),
+            **{name: twin.pretrained_cfg[name] for name in names},
+        },
+    }
+    config_file, weights_file = (folder / name for name in TIMM_FILES)
+    folder.mkdir()
+    config_file.write_text(json.dumps(content, indent=1))
+    safetensors.torch.save_file(_portable(classifier.model).state_dict(), weights_file)
+
+
+def load_timm(folder: Path) -> Runner:
+    """Load a folder with timm."""
+    import timm  # takes seconds
+
+    model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    return torch.no_grad()(model.eval())
+
+
+def is_timm(folder: Path) -> bool:
+    """Tell whether a folder holds a model for timm and neither of its files is something else."""
+    try:
+        content = json.loads((folder / TIMM_FILES[0]).read_text())
+    except (OSError, ValueError):
+        return not any((folder / name).exists() for name in TIMM_FILES)
+    return isinstance(content, dict) and {"architecture", "pretrained_cfg"} <= content.keys()
+
+
+# ONNX and torch.export.
+
+
+def write_onnx(classifier: Classifier, _: ModelConfig, path: Path) -> None:
+    """Write an ONNX file with a dynamic batch, named input and output, and metadata."""
+    program = torch.onnx.export(
+        _trace(classifier),
+        dynamo=True,
+        verbose=False,
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamic_shapes=({0: "batch"},),  # the name of the axis
+    )
+    assert program is not None
+    program.model.metadata_props.update(metadata(classifier))
+    program.save(path)
+
+
+def load_onnx(path: Path) -> Runner:
+    """Load an ONNX file with ONNX Runtime, on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+
+
+def is_onnx(path: Path) -> bool:
+    """Tell whether a path is an ONNX file of this project."""
+    import onnx
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception:  # what protobuf raises for another file
+        return False
+    return {entry.key for entry in model.metadata_props} >= set(METADATA_KEYS)
+
+
+def write_torch(classifier: Classifier, _: ModelConfig, path: Path) -> None:
+    """Write a program for `torch.export.load` with a dynamic batch, and metadata as extra files."""
+    torch.export.save(_trace(classifier), path, extra_files=metadata(classifier))
+
+
+def load_torch(path: Path) -> Runner:
+    """Load a program of torch.export."""
+    return torch.no_grad()(torch.export.load(path).module())
+
+
+def is_torch(path: Path) -> bool:
+    """Tell whether a path is a program of torch.export of this project."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        inside = {name.partition("/extra/")[2] for name in archive.namelist()}
+    return inside >= set(METADATA_KEYS)
+
+
+def metadata(classifier: Classifier) -> dict[str, str]:
+    """Describe the input and output of a model, see the head of this file."""
+    preprocess = classifier.preprocess
+    rows, columns = preprocess.image_size
+    return {
+        "classes": json.dumps(classifier.classes),
+        "preprocess": json.dumps(preprocess.to_dict()),
+        "input": f"float32 (batch, {preprocess.channels}, {rows}, {columns}), normalized: "
+        "(pixels / 255 - mean) / std",
+    }
+
+
+def _trace(classifier: Classifier) -> torch.export.ExportedProgram:
+    """Trace a model for images of its own size in batches of any size.
+
+    Raises:
+        ValueError: torch.export does not support the model.
+    """
+    preprocess = classifier.preprocess
+    images = torch.zeros(TRACED_BATCH, preprocess.channels, *preprocess.image_size)
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                _portable(classifier.model), (images,), dynamic_shapes=shapes
+            )
+    except Exception as error:  # of many kinds
+        reason = shorten(error, 200)
+        raise ValueError(f"export: torch.export does not support this model: {reason}") from error
+    for node in program.graph.nodes:  # the paths of this machine
+        node.meta.pop("stack_trace", None)
+    return program
+
+
+def _portable(model: nn.Module) -> nn.Module:
+    """Copy a model with all weights contiguous, which the formats expect."""
+    return copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+
+
+FORMATS = {
+    "timm": Format((), "timm", write_timm, load_timm, is_timm),
+    "onnx": Format(
+        ("onnx", "onnxscript", "onnxruntime"), "onnxruntime", write_onnx, load_onnx, is_onnx
+    ),
+    "torch": Format((), "torch", write_torch, load_torch, is_torch),
+}

@@ -1,0 +1,170 @@
+"""Predictions for any number of image files, as a table.
+
+Shapes: N images, C classes.
+"""
+
+import csv
+import io
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from vit.classifier import Classifier
+from vit.config import EvalConfig
+from vit.console import printable, warn
+from vit.data.photo_files import find_photos
+from vit.data.photos import read_photo
+from vit.files import open_atomically
+from vit.reporting.loading import load_run, results_folder
+from vit.run_folder import PREDICTIONS_FILE
+
+TOP = 5  # classes per row
+COLUMNS = ("file", "class", "probability")  # of every table, before those of the top classes
+MAX_THREADS = 8  # that decode image files
+
+Ranking = list[tuple[str, float]]  # class and probability, best first
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def predict_files(run: str, options: EvalConfig) -> Path:
+    """Classify image files and write a table with a row for each.
+
+    The table appears when it is complete. Memory does not grow with the number of files, apart from
+    the list of their names.
+
+    Args:
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation; `predict` lists image files and folders.
+
+    Returns:
+        The table: a CSV file with the columns file, class and probability, and class_1,
+        probability_1 to class_5, probability_5, best first.
+
+    Raises:
+        ValueError: There are no images, none can be read, the model cannot be read, or the output
+            is a file that is not a table of predictions.
+    """
+    paths = find_photos(options.predict, "predict")
+    saved = load_run(run, options)
+    table = Path(options.out) if options.out else results_folder(saved, options) / PREDICTIONS_FILE
+    _require_own_table(table)
+    print(saved.describe(), flush=True)
+    start = time.perf_counter()
+    # disable=None shows the bar on terminals only.
+    with tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar:
+        rows = _rank_files(saved.classifier, paths, options.batch_size, bar)
+        first = next(rows, None)
+        if first is None:
+            raise ValueError(f"predict: none of the {len(paths):,} files can be read as an image")
+        table.parent.mkdir(parents=True, exist_ok=True)
+        count = _write_table(table, itertools.chain([first], rows))
+    speed = count / (time.perf_counter() - start)
+    print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} images/s; wrote {table}")
+    return table
+
+
+def _write_table(table: Path, rows: Iterable[tuple[Path, Ranking]]) -> int:
+    """Write a row for each file, and return how many there are."""
+    count = 0
+    with open_atomically(table) as file:
+        # Names of files that are not UTF-8 are written as they are.
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        for path, ranking in rows:
+            if not count:
+                ranks = range(1, len(ranking) + 1)
+                top = [f"{column}_{rank}" for rank in ranks for column in COLUMNS[1:]]
+                writer.writerow([*COLUMNS, *top])
+            writer.writerow([path, *_cells(ranking[:1]), *_cells(ranking)])
+            count += 1
+        text.detach()  # flushes, and leaves the file open
+    return count
+
+
+def _cells(ranking: Ranking) -> list[str]:
+    return [cell for name, share in ranking for cell in (name, f"{share:.6g}")]
+
+
+def _rank_files(
+    classifier: Classifier, paths: list[Path], batch_size: int, bar: "tqdm[NoReturn]"
+) -> Iterator[tuple[Path, Ranking]]:
+    """Classify files in batches; warn of those that cannot be read and leave them out."""
+    decoded = _decode(classifier, paths, batch_size, bar)
+    while batch := list(itertools.islice(decoded, batch_size)):
+        found, images = zip(*batch, strict=True)
+        yield from zip(found, rank_classes(classifier, torch.stack(images)), strict=True)
+
+
+def rank_classes(classifier: Classifier, images: Tensor) -> list[Ranking]:
+    """Return the five most probable classes, best first, of images (N, channels, H, W) uint8."""
+    shares = classifier.logits(images, len(images)).softmax(dim=1)
+    best = shares.topk(min(TOP, len(classifier.classes)))
+    return [
+        [(classifier.classes[index], share) for share, index in zip(*row, strict=True)]
+        for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def _decode(
+    classifier: Classifier, paths: list[Path], ahead: int, bar: "tqdm[NoReturn]"
+) -> Iterator[tuple[Path, Tensor]]:
+    """Read files in worker threads; yield path and image (channels, H, W) uint8, in order.
+
+    Pillow decodes and resizes without the interpreter's lock, so threads are enough.
+    """
+    preprocess = classifier.preprocess
+
+    def read(path: Path) -> Tensor | ValueError:
+        try:
+            return preprocess.resize(read_photo(path, "predict", preprocess.channels))
+        except ValueError as error:
+            return error
+
+    workers = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    try:
+        for path, image in zip(paths, _map_ahead(workers, read, paths, ahead), strict=True):
+            bar.update()
+            if isinstance(image, ValueError):
+                warn(printable(f"skipped: {str(image).removeprefix('predict: ')}"))
+            else:
+                yield path, image
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def _map_ahead(
+    workers: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], ahead: int
+) -> Iterator[R]:
+    """Apply a function to items in worker threads, in order, at most `ahead` items in advance."""
+    running: deque[Future[R]] = deque()
+    for item in items:
+        running.append(workers.submit(function, item))
+        if len(running) > ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+def _require_own_table(path: Path) -> None:
+    """Check that a file that would be replaced is a table of predictions.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not path.exists():
+        return
+    start = ",".join(COLUMNS).encode()
+    with path.open("rb") as file:
+        ours = file.read(len(start)) == start
+    if not ours:
+        raise ValueError(f"out: {path} exists and is not a table of predictions; use another --out")
