@@ -128,7 +128,7 @@ def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, An
 
 def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -> None:
     text = start_of(quick, 100, 50, data={"balance": "loss"}, track={"max_cost": 0.1})
-    assert "50 held out (2% of validation accuracy each)" in text
+    assert "50 held out (" in text and "; each is 2% of validation accuracy)" in text
     assert "the loss weights classes by their inverse frequency" in text
     assert "each epoch leaves out 36 of 100 images" in text
     assert "6 with 64 images each" in text

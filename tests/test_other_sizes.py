@@ -106,10 +106,10 @@ def test_training_images_are_stored_larger_for_resized_crops(tmp_path: Path) -> 
             for number in range(4):
                 save(draw_stripe(label, 3, number), tmp_path / f"{split}/{name}/{number}")
     exact = Preprocess((14, 28), (0.5,) * 3, (0.5,) * 3)
-    arguments = ("folder", str(tmp_path), False, None, 3, 0, "error", exact)
-    training, held_out = load_training(*arguments, exact.stored())
+    data = DataConfig(name="folder", root=str(tmp_path), val_size=3)
+    training, held_out = load_training(data, 0, exact, exact.stored())
     assert training.images.shape == (9, 3, 16, 32) and held_out.images.shape == (3, 3, 14, 28)
-    same, same_held_out = load_training(*arguments)
+    same, same_held_out = load_training(data, 0, exact)
     assert torch.equal(same.labels, training.labels)
     assert torch.equal(same_held_out.images, held_out.images)
 

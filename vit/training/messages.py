@@ -107,9 +107,8 @@ def _held_out_text(held_out: ImageSet) -> str:
     count = len(held_out)
     if count == 0:
         return "none held out, so there are no validation curves"
-    if count < FEW_HELD_OUT:
-        return f"{count} held out ({100 / count:.2g}% of validation accuracy each)"
-    return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)})"
+    coarse = f"; each is {100 / count:.2g}% of validation accuracy" if count < FEW_HELD_OUT else ""
+    return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)}{coarse})"
 
 
 def _short_text(config: Config, step: TrainingStep, images: int) -> str:
