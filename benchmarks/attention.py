@@ -33,10 +33,11 @@ from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
 from vit.tracking import Tracker, milestones
 from vit.training.budget import mean_step_seconds
+from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.environment import Environment
 from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop, build_step
+from vit.training.trainer import build_loop
 
 CPU = torch.device("cpu")
 

@@ -33,11 +33,11 @@ from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.budget import mean_step_seconds
+from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.environment import Environment
 from vit.training.step import TrainingStep
 from vit.training.stopping import StopRequest
-from vit.training.trainer import build_step
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10

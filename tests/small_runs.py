@@ -17,13 +17,14 @@ from vit.checkpoint import latest_checkpoint
 from vit.config import Config, from_dict, to_dict
 from vit.data.preprocess import Preprocess
 from vit.tracking import Tracker
+from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.environment import Environment
 from vit.training.loop import Loop
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop, build_step, load_data
+from vit.training.trainer import build_loop, load_data
 
 CPU = torch.device("cpu")
 

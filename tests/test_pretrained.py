@@ -26,8 +26,9 @@ from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weight
 from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
 from vit.model.vit import VisionTransformer
 from vit.model_file import BUNDLED, load_model
+from vit.training.build import build_step
 from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
-from vit.training.trainer import build_step, load_data, train
+from vit.training.trainer import load_data, train
 
 ARCHITECTURES = {  # and the image size they are published for
     "vit_tiny_patch16_224": 224,

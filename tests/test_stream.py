@@ -38,11 +38,12 @@ from vit.run_folder import check_run, prepare_run
 from vit.tracking import Tracker
 from vit.training import budget
 from vit.training.budget import mean_step_seconds
+from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.loop import Loop
 from vit.training.state import TrainState
 from vit.training.stopping import Stopped, StopRequest
-from vit.training.trainer import build_loop, build_step, load_data
+from vit.training.trainer import build_loop, load_data
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("cat", "dog", "owl")

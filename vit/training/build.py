@@ -1,0 +1,161 @@
+"""Building a run's training step: model, optimizers, schedule, and where its weights come from."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.checkpoint import Checkpoint
+from vit.classifier import Classifier
+from vit.config import PATCH_SIZE, Config
+from vit.console import say
+from vit.data.balance import class_weights
+from vit.data.batches import steps_per_epoch
+from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.model.attention_model import size_unit
+from vit.model.pretrained import Source, adapt
+from vit.training.budget import fit_budget
+from vit.training.environment import Environment
+from vit.training.pretrained import with_statistics
+from vit.training.schedule import Schedule, scaled_size
+from vit.training.state import TrainState, build_state
+from vit.training.step import TrainingStep
+
+FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
+WHITENING_IMAGES = 500  # training images whose patches whiten the stem
+
+
+def build_step(
+    config: Config,
+    checkpoint: Checkpoint | None,
+    training: ImageSet,
+    env: Environment,
+    source: Source | None = None,
+) -> TrainingStep:
+    """Build the training step with its schedule, and its state: new, pretrained or resumed.
+
+    Args:
+        config: The run.
+        checkpoint: The state to resume from, if any.
+        training: The training images.
+        env: The environment of the run.
+        source: The pretrained weights to start from, if any.
+
+    Raises:
+        ValueError: A batch is larger than the training set, or the checkpoint is beyond the
+            last step.
+    """
+    train = config.train
+    preprocess = with_statistics(Preprocess.from_config(config.data), source, checkpoint)
+    state = first_state(config, checkpoint, training, preprocess, env, source)
+    model: Any = state.model  # ours or timm's
+    unit = size_unit(state.model)
+    schedule = build_schedule(config, len(training), preprocess.image_size, unit)
+    fixed = state.frozen and not (config.augment.changes_images or schedule.resizes)
+    forward: nn.Module = model.get_classifier() if fixed else model
+    step = TrainingStep(
+        state=state,
+        # Each image size is compiled separately, so that the grid is a plain number.
+        forward=torch.compile(forward, dynamic=False) if train.compile else forward,
+        preprocess=preprocess,
+        classes=training.classes,
+        schedule=schedule,
+        augmentation=config.augment,
+        label_smoothing=config.optim.label_smoothing,
+        clip_grad=config.optim.clip_grad,
+        accumulate=train.accumulate,
+        precision=env.precision,
+        seed=train.seed,
+        world=env.world,
+        class_weights=(
+            class_weights(training.class_counts()).to(env.device)
+            if config.data.balance == "loss"
+            else None
+        ),
+        features=compute_features(state, training, preprocess, env) if fixed else None,
+    )
+    if train.budget_minutes is None:
+        state.total_steps = step.schedule.total_steps
+    elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
+        state.total_steps = fit_budget(step, training, 60 * train.budget_minutes, train.batch_size)
+    if state.step > state.total_steps:
+        raise ValueError(
+            f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
+            f"{config.out} has already made {state.step:,}; use more epochs"
+        )
+    schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
+    return dataclasses.replace(step, schedule=schedule)
+
+
+def first_state(
+    config: Config,
+    checkpoint: Checkpoint | None,
+    training: ImageSet,
+    preprocess: Preprocess,
+    env: Environment,
+    source: Source | None,
+) -> TrainState:
+    """Build the state that training starts from; arguments as for `build_step`."""
+    train, weights = config.train, None
+    if source is not None and checkpoint is None:
+        patch_size = config.model.patch_size or PATCH_SIZE
+        weights, account = adapt(
+            source, patch_size, preprocess.image_size, preprocess.channels, training.classes
+        )
+        if env.world.main:
+            say(account)
+    sample = None
+    if train.whiten and checkpoint is None and weights is None:  # these bring their own kernels
+        first = torch.arange(min(WHITENING_IMAGES, len(training)))
+        sample = training.select(first).pixels().cpu()
+    state = build_state(
+        config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
+        sample, weights, frozen=train.freeze == "backbone",
+    )  # fmt: skip
+    model: Any = state.model  # ours or timm's, which have this method
+    if train.checkpoint_blocks:
+        model.set_grad_checkpointing()
+    if checkpoint is not None:
+        state.load_state_dict(vars(checkpoint))
+    return state
+
+
+def compute_features(
+    state: TrainState, images: ImageSet, preprocess: Preprocess, env: Environment
+) -> Tensor:
+    """Return what the head gets for each image, (N, D) float32."""
+    model, classes = state.model.eval(), images.classes
+    classifier = Classifier(model, preprocess, classes, env.device, env.precision)
+    parts = images.parts(FEATURE_BATCH)
+    return torch.cat([classifier.features(part) for part in parts])
+
+
+def build_schedule(
+    config: Config, num_images: int, image_size: tuple[int, int], unit: int
+) -> Schedule:
+    """Build the schedule of a run of `train.epochs` epochs.
+
+    Args:
+        config: The run.
+        num_images: Number of training images.
+        image_size: Height and width of the images, in pixels.
+        unit: Pixels that the sides of smaller images are multiples of.
+
+    Raises:
+        ValueError: A batch is larger than the training set.
+    """
+    train = config.train
+    per_epoch = steps_per_epoch(num_images, train.batch_size)
+    return Schedule(
+        total_steps=train.epochs * per_epoch,
+        steps_per_epoch=per_epoch,
+        full_size=image_size,
+        small_size=scaled_size(image_size, train.small_scale, unit),
+        small_fraction=train.small_share,
+        mix_fraction=config.augment.mix_share,
+        warmup=config.optim.warmup,
+        decay=config.optim.schedule,
+        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
+    )
