@@ -1,4 +1,4 @@
-"""eval.py on a trained model: maps, photos, comparing two models, invalid input."""
+"""eval.py on a trained model: maps, photos, comparing models, invalid input."""
 
 import io
 import json
@@ -611,29 +611,32 @@ def test_comparison_counts_what_each_gets_right(compared, others, opened, shapes
     only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     assert only[0] > 0 and only[1] > 0  # or the test says little
     assert content["data"] == "shapes" and content["images"] == len(shapes)
-    assert content["accuracy"] == pytest.approx([r.float().mean().item() for r in right], abs=1e-6)
+    models, (pair,) = content["models"], content["pairs"]
+    assert [model["name"] for model in models] == ["shapes", "worse"]
+    accuracies = [model["accuracy"] for model in models]
+    assert accuracies == pytest.approx([r.float().mean().item() for r in right], abs=1e-6)
     intervals = [wilson_interval(int(r.sum()), len(shapes)) for r in right]
-    assert [tuple(pair) for pair in content["accuracy_95"]] == intervals
-    assert content["only_right"] == only
-    assert content["mcnemar_p"] == pytest.approx(sign_test(*only), rel=1e-9)
-    for accuracy in content["accuracy"]:
-        assert f"accuracy {accuracy:.2%} (95% interval" in printed
-    verdict = "significant" if content["mcnemar_p"] < 0.05 else "not significant"
-    words = f"p = {content['mcnemar_p']:.2g}; the difference is {verdict} at the 5% level"
+    assert [tuple(model["accuracy_95"]) for model in models] == intervals
+    assert (pair["first"], pair["other"], pair["only_right"]) == ("shapes", "worse", only)
+    assert pair["mcnemar_p"] == pytest.approx(sign_test(*only), rel=1e-9)
+    for accuracy, (low, high) in zip(accuracies, intervals, strict=True):
+        assert f"  {accuracy:.2%} ({low:.2%} to {high:.2%})  " in printed
+    verdict = "significant" if pair["mcnemar_p"] < 0.05 else "not significant"
+    words = f"p = {pair['mcnemar_p']:.2g}; the difference is {verdict} at the 5% level"
     assert words in printed
 
 
 def test_comparison_says_how_much_attention_moved_and_where_most(compared, others, opened, shapes):
-    content = read_comparison(compared[0])
+    (pair,) = read_comparison(compared[0])["pairs"]
     worse = load_model(others / "worse", "cpu", "float32")
     one, other = (
         torch.cat([map_images(run, part)[1]["rollout"] for part in shapes.images.split(500)])
         for run in (opened, worse)
     )
     moved = ((one - other).abs().sum(dim=(1, 2)) / 64 / 2).double()  # there are no other tokens
-    assert content["moved_attention"] == pytest.approx(moved.mean().item(), abs=1e-5)
+    assert pair["moved_attention"] == pytest.approx(moved.mean().item(), abs=1e-5)
     most = moved.sort(descending=True).values[:8]
-    listed = content["most_moved"]
+    listed = pair["most_moved"]
     assert [entry["moved"] for entry in listed] == pytest.approx(most.tolist(), abs=1e-5)
     for entry in listed:
         assert moved[entry["index"]].item() == pytest.approx(entry["moved"], abs=1e-5)
@@ -641,10 +644,11 @@ def test_comparison_says_how_much_attention_moved_and_where_most(compared, other
 
 def test_comparison_draws_the_mean_and_the_most_moved(compared):
     folder, printed = compared
-    assert {path.name for path in folder.iterdir()} == {"comparison.png", "comparison.json"}
+    names = {f"comparison.{suffix}" for suffix in ("png", "md", "json")}
+    assert {path.name for path in folder.iterdir()} == names
     drawn = picture(folder / "comparison.png")
     assert drawn.shape[2] == 3 and len(drawn) % (8 + 1) == 0  # a row for each, and the mean
-    assert str(folder / "comparison.png") in printed
+    assert all(str(folder / name) in printed for name in names)
 
 
 def test_a_model_is_no_better_than_itself(call, demo, tmp_path):
@@ -652,10 +656,11 @@ def test_a_model_is_no_better_than_itself(call, demo, tmp_path):
     assert ended.code == 0 and "the difference is not significant" in ended.out
     (folder,) = tmp_path.iterdir()
     content = read_comparison(folder)
-    assert (content["mcnemar_p"], content["only_right"]) == (1, [0, 0])
-    assert content["moved_attention"] == 0
-    assert content["accuracy"][0] == content["accuracy"][1]
-    assert len(content["most_moved"]) == 2
+    models, (pair,) = content["models"], content["pairs"]
+    assert (pair["mcnemar_p"], pair["only_right"]) == (1, [0, 0])
+    assert pair["moved_attention"] == 0
+    assert models[0]["accuracy"] == models[1]["accuracy"]
+    assert len(pair["most_moved"]) == 2
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -666,9 +671,10 @@ def test_models_with_different_grids_are_compared(call, demo, others, tmp_path, 
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"compare_{runs[1].name}"
     content = read_comparison(folder)
-    better, lower = content["accuracy"][::-1] if turned else content["accuracy"]
-    assert better > 0.9 and lower < 0.3 and content["mcnemar_p"] < 1e-9
-    assert 0 < content["moved_attention"] < 1
+    accuracies, (pair,) = [model["accuracy"] for model in content["models"]], content["pairs"]
+    better, lower = accuracies[::-1] if turned else accuracies
+    assert better > 0.9 and lower < 0.3 and pair["mcnemar_p"] < 1e-9
+    assert 0 < pair["moved_attention"] < 1
 
 
 def test_models_of_different_data_are_not_compared(call, demo, others, tmp_path):
@@ -722,6 +728,7 @@ BAD_WORDS = [
     ("DEMO --compare DEMO --target star", "target: only with --attention or --image"),
     ("DEMO --indices 3", "indices: only with --attention"),
     ("DEMO --compare BAD/none", "BAD/none does not exist"),
+    ("DEMO --compare DEMO BAD/none", "BAD/none does not exist"),
     ("DEMO --compare BAD/no_run", "contains neither model.safetensors nor"),
     ("DEMO --compare BAD/cnn.safetensors", "without the config of a run of this project"),
     ("BAD/cnn.safetensors", "without the config of a run of this project"),
@@ -786,7 +793,10 @@ def test_every_mode_says_that_a_run_is_unfinished(call, demo, unfinished, bad, t
     assert ended.out.startswith(said) and "float32" in ended.out
     if "--compare" in words:
         (folder,) = tmp_path.iterdir()
-        assert read_comparison(folder)["steps"] == [100, 624]
+        models = read_comparison(folder)["models"]
+        assert [model["steps"] for model in models] == [100, 624]
+        assert [model["finished"] for model in models] == [False, True]
+        assert "8 epochs, unfinished: step 100  " in ended.out
     words = ("--attention", "--probes", 1, "--faithfulness", 0, "--out", tmp_path / "demo")
     assert "unfinished" not in call(demo, *words).out
 
@@ -804,7 +814,7 @@ def test_bundled_model_goes_by_its_name_in_a_comparison(call, demo, tmp_path, mo
     out = tmp_path / "out"
     ended = call("tiny_shapes", "--compare", "tiny_shapes", "--out", out, "--probes", 1, *SAME)
     assert [path.name for path in out.iterdir()] == ["compare_tiny_shapes_2"]
-    assert "  tiny_shapes_1  accuracy" in ended.out and "weights" not in ended.out
+    assert "\n  tiny_shapes_1  vit, " in ended.out and "weights" not in ended.out
 
 
 # Options of the maps.

@@ -433,7 +433,7 @@ def test_gallery_says_what_it_shows_and_what_each_image_is():
 
 def compare_flat(one: float, other: float) -> np.ndarray:
     maps = flat_maps(torch.tensor([one])), flat_maps(torch.tensor([other]))
-    return comparison_picture(blue_images(1), maps, ("first", "second"), ["true cat\ncat / dog"])
+    return comparison_picture(blue_images(1), maps, [["one: cat"], ["other: dog"]], ["true cat"])
 
 
 def panel_colours(picture: np.ndarray) -> np.ndarray:
@@ -470,7 +470,8 @@ def test_difference_is_white_where_there_is_none_red_where_the_second_looks_more
 def test_comparison_has_a_row_for_each_image():
     images, colours = tinted_images(3)
     one, other = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([2.0, 2.4, 2.8])
-    picture = comparison_picture(images, (flat_maps(one), flat_maps(other)), ("a", "b"), [""] * 3)
+    maps = flat_maps(one), flat_maps(other)
+    picture = comparison_picture(images, maps, [["a"] * 3, ["b"] * 3], [""] * 3)
     assert len(picture) == 3 * len(compare_flat(1.0, 1.0))
     for number, colour in enumerate(colours):
         row, _ = middle(picture, colour, bars=2)
@@ -479,11 +480,26 @@ def test_comparison_has_a_row_for_each_image():
             assert abs(middle(picture, colour_of(level), bars=2)[0] - row) < 1
 
 
+@pytest.mark.parametrize("levels", [(2.0,), (0.5, 1.5, 2.5), (0.5, 1.0, 1.5, 2.5)])
+def test_comparison_of_one_or_more_than_two_models_has_a_map_of_each_and_no_difference(levels):
+    maps = [flat_maps(torch.tensor([level])) for level in levels]
+    caption = "true cat\none without maps: dog\nanother: cat"
+    picture = comparison_picture(blue_images(1), maps, [["name: cat"]] * len(maps), [caption])
+    assert_is_picture(picture)
+    assert_not_cut_off(picture)
+    row, left = middle(picture, [0, 0, 200], bars=1)
+    step = (picture.shape[1] - BAR - 6) / (1 + len(levels))
+    assert round(step) == 182  # so there is no room for a further panel
+    for column, level in enumerate(levels, start=1):
+        colour = picture[int(row), int(left + step * column)].astype(int)
+        assert np.abs(colour - colour_of(level)).max() <= 2
+
+
 def test_comparison_shows_finer_maps_than_two_by_two_in_their_places():
     maps = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)
     maps[1][0, 1, 2] = 2.0
     images = blue_images(1).repeat(1, 1, 2, 3)  # as wide as the maps for their height
-    picture = comparison_picture(images, maps, ("a", "b"), ["cat"])
+    picture = comparison_picture(images, maps, [["a"], ["b"]], ["cat"])
     image = middle(picture, [0, 0, 200], bars=2)
     high = middle(picture, colour_of(2.0), bars=2) - image
     red = np.array(matplotlib.colormaps["RdBu_r"](1.0, bytes=True)[:3])

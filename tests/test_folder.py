@@ -293,9 +293,9 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     other.mkdir()
     renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
     save_model(other / MODEL_FILE, renamed, saved.config, 1)
-    compare_runs(str(run), replace(options, compare=str(run)))
+    compare_runs(str(run), replace(options, compare=(str(run),)))
     with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
-        compare_runs(str(run), replace(options, compare=str(other)))
+        compare_runs(str(run), replace(options, compare=(str(other),)))
     (root / "test" / "owl").rename(root / "test" / "emu")
     with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))

@@ -1,6 +1,8 @@
 """Models of timm: built, trained, resumed, evaluated; attention weights against timm's own."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from models import PLAIN
 from small_runs import make_loop
 from vit.classifier import Classifier, build_model
-from vit.cli import parse_train
+from vit.cli import parse_eval, parse_train
 from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, to_dict
+from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
+from vit.evaluation import mcnemar
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model
 from vit.model.embed import whiten
@@ -39,6 +43,7 @@ SIZES = {"img_size": 32, "num_classes": 5}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 RESNET = {"model": {"name": "timm:test_resnet"}, "optim": {"name": "adamw"}}
 VIT = {"model": {"name": "timm:vit_tiny_patch16_224", "timm_args": TINY}}
+OTHER = {"model": {"embed_dim": 24, "depth": 1, "patch_size": 8}}
 NO_MAPS = "attention maps are not available for test_resnet: they need one sequence of tokens"
 
 
@@ -313,9 +318,9 @@ def test_resumed_run_is_the_same_bit_for_bit(parts: dict[str, Any], tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two short runs, of a convolutional network and of a ViT."""
+    """A folder with short runs: a convolutional network, a ViT, and a ViT that is not timm's."""
     folder = tmp_path_factory.mktemp("timm")
-    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
+    for name, parts in {"resnet": RESNET, "vit": VIT, "other": OTHER}.items():
         train(config(folder / name, parts))
     return folder
 
@@ -383,16 +388,69 @@ def test_attention_is_drawn_or_refused(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_are_compared_with_and_without_maps(
+def test_two_runs_are_compared_with_and_without_maps(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for other in ("vit", "resnet"):
-        options = EvalConfig(compare=str(runs / other), out=str(tmp_path), device="cpu", probes=2)
-        compare_runs(str(runs / "vit"), options)
-        shown, with_maps = capsys.readouterr().out, other == "vit"
-        folder = tmp_path / ("compare_vit_2" if with_maps else "compare_resnet")
-        content = json.loads((folder / "comparison.json").read_text())
-        assert 0 <= content["mcnemar_p"] <= 1
-        assert ("moved_attention" in content) == with_maps
-        assert (folder / "comparison.png").exists() == with_maps
-        assert (NO_MAPS in shown) != with_maps
+    for names, folder in {
+        ("vit", "vit"): "compare_vit_2",
+        ("vit", "resnet"): "compare_resnet",
+        ("resnet", "resnet"): "compare_resnet_2",
+    }.items():
+        compare_runs(str(runs / names[0]), compare_with(tmp_path, runs / names[1]))
+        shown, with_maps = capsys.readouterr().out, names.count("vit")
+        content = json.loads((tmp_path / folder / "comparison.json").read_text())
+        (pair,) = content["pairs"]
+        assert 0 <= pair["mcnemar_p"] <= 1
+        assert ("moved_attention" in pair) == (with_maps == 2)
+        drawn = tmp_path / folder / "comparison.png"
+        assert drawn.exists() == (str(drawn) in shown) == (with_maps > 0)
+        assert shown.count(NO_MAPS) == (with_maps < 2)  # one line, even for two models
+
+
+def compare_with(out: Path, *others: Path) -> EvalConfig:
+    names = tuple(map(str, others))
+    return EvalConfig(compare=names, out=str(out), device="cpu", precision="float32", probes=2)
+
+
+@pytest.mark.slow
+def test_three_runs_are_compared_with_the_first(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare_runs(str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
+    shown, folder = capsys.readouterr().out, tmp_path / "compare_vit_other"
+    content = json.loads((folder / "comparison.json").read_text())
+    models, pairs = content["models"], content["pairs"]
+    assert [model["name"] for model in models] == ["resnet", "vit", "other"]
+    assert [(pair["first"], pair["other"]) for pair in pairs] == [
+        ("resnet", "vit"), ("resnet", "other"),
+    ]  # fmt: skip
+    assert content["drawn"] == ["vit", "other"]
+    # The numbers are those of separate evaluations.
+    test = load("shapes", "", train=False)
+    loaded = [load_model(runs / model["name"], "cpu", "float32") for model in models]
+    right = [s.classifier.logits(test.images).argmax(dim=1) == test.labels for s in loaded]
+    for model, saved, hits in zip(models, loaded, right, strict=True):
+        assert model["accuracy"] == pytest.approx(hits.double().mean().item())
+        assert model["parameters"] == sum(p.numel() for p in saved.classifier.model.parameters())
+        assert (model["steps"], model["epochs"], model["budget_minutes"]) == (4, 2, None)
+        assert model["images_per_second"] > 0 and "balanced_accuracy" not in model
+    for pair, hits in zip(pairs, right[1:], strict=True):
+        only = [int((right[0] & ~hits).sum()), int((hits & ~right[0]).sum())]
+        assert pair["only_right"] == only and pair["mcnemar_p"] == mcnemar(*only)
+        assert "moved_attention" not in pair  # the first has no maps
+    # The same table in the file and on the terminal.
+    table = (folder / "comparison.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows] == ["model", "---", "resnet", "vit", "other"]
+    assert [row[1] for row in rows[2:]] == [
+        "timm:test_resnet", "timm:vit_tiny_patch16_224 with timm_args",
+        "vit, depth 1, width 24, patch 8",
+    ]  # fmt: skip
+    for row in (rows[0], *rows[2:]):
+        assert re.search(" {2,}".join(map(re.escape, row)), shown)
+    command = next(line for line in table.splitlines() if line.startswith("python eval.py "))
+    again = parse_eval(shlex.split(command)[2:])
+    assert again == (str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
+    assert "](comparison.png)" in table and "CPU with" in table
+    with Image.open(folder / "comparison.png") as picture:
+        assert picture.height == 3 * (176 + 48)  # the mean and two images

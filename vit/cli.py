@@ -98,7 +98,7 @@ def eval_main() -> None:
             from vit.reporting.export import export_run
 
             export_run(run, options)
-        elif options.compare is not None:
+        elif options.compare:
             from vit.reporting.comparison import compare_runs
 
             compare_runs(run, options)
@@ -207,7 +207,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
         "run [--FIELD VALUE ...]",
         "Evaluate a trained Vision Transformer on the test images; or draw attention maps "
         "(--attention), classify image files with maps (--image) or into a table (--predict), "
-        "compare two models (--compare) or export one to timm, ONNX or torch (--export).",
+        "compare models (--compare) or export one to timm, ONNX or torch (--export).",
     )
     parser.add_argument(
         "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which is included"

@@ -510,7 +510,8 @@ class EvalConfig:
         export: write the model in a format that other programs load, by default into export/ next
             to the model, and check the result: timm for timm.create_model, onnx for ONNX Runtime,
             torch for torch.export.load
-        compare: another run folder or model file to compare with on the same test images
+        compare: other run folders, model files or included models to compare with on the same test
+            images; writes a table and a picture
     """
 
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
@@ -530,7 +531,7 @@ class EvalConfig:
     image: tuple[PathName, ...] = ()
     predict: tuple[PathName, ...] = ()
     export: Literal["timm", "onnx", "torch"] | None = None
-    compare: PathName | None = None
+    compare: tuple[PathName, ...] = ()
 
     def __post_init__(self) -> None:
         require(

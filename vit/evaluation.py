@@ -185,7 +185,7 @@ def as_table(result: dict[str, Any]) -> str:
     """Format a report as text: overall metrics first, then one row per class."""
     low, high = result["accuracy_95"]
     names = [_fitting(name) for name in result["per_class"]]
-    wide = max(20, *map(_columns, names))
+    wide = max(20, *map(text_columns, names))
     top5 = [f"top-5 accuracy  {result['top5_accuracy']:7.2%}"]
     lines = [
         f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
@@ -204,7 +204,7 @@ def as_table(result: dict[str, Any]) -> str:
         worst = max(range(len(wrong)), key=wrong.__getitem__)
         mistaken = f"{names[worst]} ({wrong[worst]})" if wrong[worst] else "–"
         lines.append(
-            f"{names[row]}{' ' * (wide - _columns(names[row]))}"
+            f"{names[row]}{' ' * (wide - text_columns(names[row]))}"
             f"{_percent(values['recall']):>9}{_percent(values['precision']):>11}"
             f"{values['n']:>9,}   {mistaken}"
         )
@@ -213,14 +213,14 @@ def as_table(result: dict[str, Any]) -> str:
 
 def _fitting(name: str) -> str:
     """Cut a class name to LONGEST_NAME columns of a terminal, with an ellipsis."""
-    if _columns(name) <= LONGEST_NAME:
+    if text_columns(name) <= LONGEST_NAME:
         return name
-    while _columns(name) >= LONGEST_NAME:
+    while text_columns(name) >= LONGEST_NAME:
         name = name[:-1]
     return f"{name}…"
 
 
-def _columns(name: str) -> int:
+def text_columns(name: str) -> int:
     """Return how many columns of a terminal a name takes; East Asian letters take two."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in name)
     return len(name) + wide - sum(map(bool, map(unicodedata.combining, name)))

@@ -157,33 +157,50 @@ def gallery_picture(
 
 
 def comparison_picture(
-    images: Tensor, maps: tuple[Tensor, Tensor], names: tuple[str, str], captions: Sequence[str]
+    images: Tensor,
+    maps: Sequence[Tensor],
+    titles: Sequence[Sequence[str]],
+    captions: Sequence[str],
 ) -> np.ndarray:
-    """Draw the rollout of two models side by side on the same scale, and their difference.
+    """Draw the rollout of one or more models side by side on the same scale.
+
+    For two models, their difference follows.
 
     Args:
         images: (B, channels, H, W) uint8.
-        maps: Attention rollout, (B, rows, columns) each; the grids must be the same.
-        names: Names of the models.
-        captions: B captions, of up to two lines of 30 characters.
+        maps: Attention rollout of each model, (B, rows, columns); the grids of two must be the
+            same.
+        titles: For each model, B titles above its maps, of one line of 30 characters.
+        captions: B captions above the images, of lines of 30 characters.
     """
-    panel, title, differs = 176, 48, Normalize(*DIFFERENCE_SCALE)
-    canvas = paper((panel + title) * len(images), 4 * panel + 5 * GAP)
+    panel, heads = 176, len(maps) + 1 + (len(maps) == 2)
+    title = 18 + 15 * max(2, 1 + max(caption.count("\n") for caption in captions))
+    canvas = paper((panel + title) * len(images), heads * panel + (heads + 1) * GAP)
     texts: list[Text] = []
-    for row, (image, one, other, caption) in enumerate(zip(images, *maps, captions, strict=True)):
+    for row, image in enumerate(images):
         top = row * (panel + title) + title - GAP
-        pixels = as_pixels(image)
-        difference = matplotlib.colormaps[DIFFERENCE_COLOURS](
-            differs((other - one).cpu().numpy()), bytes=True
-        )[..., :3]
-        for column, part in enumerate((pixels, colour_map(one), colour_map(other), difference)):
+        parts = [as_pixels(image), *(colour_map(found[row]) for found in maps)]
+        words = [
+            f"{shorten(title_of[row], panel)}\nrollout (class-agnostic)" for title_of in titles
+        ]
+        if len(maps) == 2:
+            parts.append(_difference(maps[0][row], maps[1][row]))
+            words.append("difference:\nsecond map − first map")
+        for column, part in enumerate(parts):
             paste(canvas, part, top, GAP + column * (panel + GAP), panel)
-        texts.append((GAP, top - 5, "left", shorten(caption, panel)))
-        rollout = [f"{name}\nrollout (class-agnostic)" for name in names]
-        for column, words in enumerate((*rollout, "second − first"), start=1):
-            texts.append((GAP + (column + 0.5) * (panel + GAP), top - 5, "center", words))
-    bars = [UNIFORM, (DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform")]
+        texts.append((GAP, top - 5, "left", shorten(captions[row], panel)))
+        for column, text in enumerate(words, start=1):
+            texts.append((GAP + column * (panel + GAP) + panel / 2, top - 5, "center", text))
+    bars = [UNIFORM]
+    if len(maps) == 2:
+        bars.append((DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform"))
     return framed(canvas, texts, bars, length=panel - 12, top=title)
+
+
+def _difference(one: Tensor, other: Tensor) -> np.ndarray:
+    """Colour by how much the second of two maps (rows, columns) exceeds the first."""
+    share = Normalize(*DIFFERENCE_SCALE)((other - one).cpu().numpy())
+    return matplotlib.colormaps[DIFFERENCE_COLOURS](share, bytes=True)[..., :3]
 
 
 def _sheet(

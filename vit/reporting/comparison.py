@@ -1,7 +1,14 @@
-"""Comparison of two models on the same test images: accuracy, and where their attention differs."""
+"""Comparison of models on the same test images: accuracy, speed, and where attention differs.
 
+Shapes: N test images, C classes.
+"""
+
+import dataclasses
 import json
+import shlex
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,70 +17,98 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vit.classifier import Classifier
-from vit.config import EvalConfig
+from vit.config import EvalConfig, flatten
+from vit.console import printable
 from vit.data.datasets import ImageSet
-from vit.evaluation import mcnemar, wilson_interval
+from vit.data.splits import balanced_subset
+from vit.evaluation import mcnemar, report
 from vit.explain.figures import comparison_picture
+from vit.hardware import describe
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
+from vit.reporting.comparison_table import as_markdown, as_text
 from vit.reporting.loading import load_run, load_test, results_folder
 
 SUMMED_AT_ONCE = 500  # images; limits peak memory
+LONGEST_NAME = 20  # characters of a model's name
+LONGEST_FOLDER = 200  # bytes of a folder's name; file systems allow 255
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model does with the test images.
+
+    Attributes:
+        name: Its short name.
+        saved: The model.
+        logits: (N, C) float32, on the CPU.
+        maps: Attention rollout (N, rows, columns), on the CPU; None if the model has no maps.
+        images_per_second: Speed of computing the logits.
+    """
+
+    name: str
+    saved: SavedModel
+    logits: Tensor
+    maps: Tensor | None
+    images_per_second: float
+
+    @property
+    def guesses(self) -> Tensor:
+        """The predicted classes, (N,) int64."""
+        return self.logits.argmax(dim=1)
 
 
 def compare_runs(run: str, options: EvalConfig) -> None:
-    """Compare two models on the test images; print the result, and write numbers and a figure.
+    """Compare models on the test images; print a table, and write it with numbers and a picture.
 
-    Without attention maps of both, there is no figure.
+    Every other model is compared with the first. If no model has attention maps, there is no
+    picture.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `compare` is the other model.
+        options: The evaluation; `compare` are the other models.
 
     Raises:
         ValueError: A model or the data cannot be read, or the models have different data or
             classes.
     """
-    first, second = load_run(run, options), load_run(str(options.compare), options)
-    _require_same_classes(first, second)
-    test, names = load_test(first, options), _short_names(first.name, second.name)
-    folder = results_folder(first, options) / f"compare_{names[1]}"
+    models = [load_run(name, options) for name in (run, *options.compare)]
+    for other in models[1:]:
+        _require_same_classes(models[0], other)
+    test, names = load_test(models[0], options), _short_names([saved.name for saved in models])
+    folder = results_folder(models[0], options) / _folder_name(names[1:])
     folder.mkdir(parents=True, exist_ok=True)
-    for saved in (first, second):
+    for saved in models:
         print(saved.describe(), flush=True)
-    classifiers = first.classifier, second.classifier
-    without = [classifier.model for classifier in classifiers if not classifier.has_maps]
-    guesses, maps = zip(
-        *(_predict(each, test, options.batch_size, not without) for each in classifiers),
-        strict=True,
-    )
+    measured = []
+    for name, saved in zip(names, models, strict=True):
+        images = _images_for(saved, models[0], test, options)
+        measured.append(_measure(name, saved, images, options.batch_size))
+    classifier, mapped = models[0].classifier, [each for each in measured if each.maps is not None]
     content = {
-        "data": first.config.data.name,
+        "data": models[0].config.data.name,
         "images": len(test),
-        "models": [str(first.path), str(second.path)],
-        "steps": [first.step, second.step],
-        **compare_guesses(guesses[0], guesses[1], test.labels),
+        "command": _command(run, options),
+        "hardware": f"{describe(classifier.device)}, "
+        f"{str(classifier.precision).removeprefix('torch.')}",
+        "batch_size": options.batch_size,
+        "models": [_describe(each, test) for each in measured],
+        "pairs": [_compare(measured[0], other, test, options.probes) for other in measured[1:]],
+        "drawn": [each.name for each in mapped],
     }
-    picture = folder / "comparison.png"
+    table, picture = folder / "comparison.md", folder / "comparison.png"
     picture.unlink(missing_ok=True)  # of an earlier comparison
-    if not without:
-        finest = max((found.shape[1:] for found in maps), key=lambda size: size[0])
-        one, other = (F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps)
-        moved = (one - other).abs().mean(dim=(1, 2)) / 2
-        drawn = moved.topk(min(options.probes, len(test))).indices
-        content["moved_attention"] = moved.mean().item()
-        content["most_moved"] = [
-            {"index": index, "moved": moved[index].item()} for index in drawn.tolist()
-        ]
-        drawing = _draw(test, drawn, guesses, (one, other), names)
-        Image.fromarray(drawing).save(picture)
+    if mapped:
+        drawn = _choose(measured, test, options.probes, options.seed)
+        Image.fromarray(_draw(test, drawn, measured)).save(picture)
+    table.write_text(as_markdown(content, picture.name if mapped else None), encoding="utf-8")
     (folder / "comparison.json").write_text(json.dumps(content, indent=1))
-    _print(content, names)
-    if without:
-        print(f"  {no_maps_text(without[0])}\n\nwrote {folder / 'comparison.json'}")
-    else:
-        print(f"\nwrote {picture}, {folder / 'comparison.json'}")
+    print(f"\n{as_text(content)}")
+    without = [each.saved.classifier.model for each in measured if each.maps is None]
+    for line in dict.fromkeys(map(no_maps_text, without)):
+        print(line)
+    pictures = f"{picture}, " if mapped else ""
+    print(f"\nwrote {pictures}{table}, {folder / 'comparison.json'}")
 
 
 def _require_same_classes(first: SavedModel, second: SavedModel) -> None:
@@ -91,88 +126,158 @@ def _require_same_classes(first: SavedModel, second: SavedModel) -> None:
         )
 
 
-def compare_guesses(first: Tensor, second: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Compare two models' predictions, (N,) int64 each, on images with labels (N,).
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Cut names to 20 characters; number them if two are the same."""
+    short = [printable(name)[:LONGEST_NAME] for name in names]
+    if len({*short}) == len(short):
+        return short
+    return [f"{name}_{number}" for number, name in enumerate(short, start=1)]
 
-    Returns:
-        For both models: accuracy, its 95% interval accuracy_95, and only_right, the number of
-        images that only this model classifies correctly; and mcnemar_p, see
-        `vit.evaluation.mcnemar`.
-    """
-    right = [guess == labels for guess in (first, second)]
-    only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
+
+def _folder_name(names: Sequence[str]) -> str:
+    """Return the name of the folder for a comparison with some models."""
+    whole = f"compare_{'_'.join(names)}"
+    return whole.encode()[:LONGEST_FOLDER].decode(errors="ignore")
+
+
+def _images_for(
+    saved: SavedModel, first: SavedModel, test: ImageSet, options: EvalConfig
+) -> ImageSet:
+    """Return the test images of the first model as another takes them: perhaps of another size."""
+    if saved.classifier.preprocess == first.classifier.preprocess:
+        return test
+    return load_test(dataclasses.replace(saved, config=first.config), options)
+
+
+def _measure(name: str, saved: SavedModel, test: ImageSet, batch_size: int) -> Measured:
+    """Classify and map all test images; only the logits are timed, and not the reading of files."""
+    classifier, seconds = saved.classifier, 0.0
+    logits: list[Tensor] = []
+    maps: list[Tensor] = []
+    for part in test.parts(batch_size):
+        if not logits:
+            classifier.logits(part, batch_size).cpu()  # warms up
+        start = time.perf_counter()
+        logits.append(classifier.logits(part, batch_size).cpu())
+        seconds += time.perf_counter() - start
+        if classifier.has_maps:
+            _, found = classifier.maps(part, precision=classifier.precision)
+            maps.append(found["rollout"].cpu())
+    rollout = torch.cat(maps) if maps else None
+    return Measured(name, saved, torch.cat(logits), rollout, len(test) / seconds)
+
+
+def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
+    """Return what the table and comparison.json say about a model."""
+    saved = each.saved
+    model, train = saved.config.model, saved.config.train
+    architecture = f"vit, depth {model.depth}, width {model.embed_dim}, patch {model.patch_size}"
+    if model.name != "vit":
+        architecture = f"{model.name}{' with timm_args' if model.timm_args else ''}"
+    result = report(each.logits, test.labels.cpu(), test.classes)
+    shown = ["accuracy", "accuracy_95"]
+    if len({*test.class_counts()}) > 1:
+        shown.append("balanced_accuracy")
     return {
-        "accuracy": [part.double().mean().item() for part in right],
-        "accuracy_95": [wilson_interval(int(part.sum()), len(labels)) for part in right],
-        "only_right": only,
-        "mcnemar_p": mcnemar(*only),
+        "name": each.name,
+        "path": str(saved.path),
+        "architecture": architecture,
+        "parameters": sum(p.numel() for p in saved.classifier.model.parameters()),
+        "steps": saved.step,
+        "finished": saved.finished,
+        "epochs": train.epochs if train.budget_minutes is None else None,
+        "budget_minutes": train.budget_minutes,
+        "pretrained": model.pretrained,
+        **{key: result[key] for key in shown},
+        "images_per_second": each.images_per_second,
     }
 
 
-def _draw(
-    test: ImageSet,
-    drawn: Tensor,
-    guesses: Sequence[Tensor],
-    maps: tuple[Tensor, Tensor],
-    names: tuple[str, str],
-) -> np.ndarray:
+def _compare(first: Measured, other: Measured, test: ImageSet, probes: int) -> dict[str, Any]:
+    """Compare two models.
+
+    Returns:
+        first and other, their names; only_right, the numbers of images that only the first and only
+        the other classifies correctly; mcnemar_p, see `vit.evaluation.mcnemar`; and if both have
+        maps, moved_attention, the mean fraction of the attention that is on other patches, and
+        most_moved, the images where it is largest.
+    """
+    labels = test.labels.cpu()
+    right, right_other = first.guesses == labels, other.guesses == labels
+    only = [int((right & ~right_other).sum()), int((right_other & ~right).sum())]
+    pair = {
+        "first": first.name,
+        "other": other.name,
+        "only_right": only,
+        "mcnemar_p": mcnemar(*only),
+    }
+    if first.maps is None or other.maps is None:
+        return pair
+    moved = _moved(first.maps, other.maps)
+    most = moved.topk(min(probes, len(moved)))
+    listed = zip(most.indices.tolist(), most.values.tolist(), strict=True)
+    return {
+        **pair,
+        "moved_attention": moved.mean().item(),
+        "most_moved": [{"index": index, "moved": value} for index, value in listed],
+    }
+
+
+def _moved(one: Tensor, other: Tensor) -> Tensor:
+    """Return the fraction of each image's attention that is on other patches, (N,), 0 to 1."""
+    one, other = _on_one_grid([one, other])
+    return (one - other).abs().mean(dim=(1, 2)) / 2
+
+
+def _on_one_grid(maps: Sequence[Tensor]) -> list[Tensor]:
+    """Enlarge maps (N, rows, columns) to the finest of their grids."""
+    finest = max((found.shape[1:] for found in maps), key=lambda size: size[0])
+    return [F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps]
+
+
+def _choose(measured: Sequence[Measured], test: ImageSet, probes: int, seed: int) -> Tensor:
+    """Choose the test images to draw.
+
+    Returns:
+        Indices of the images where the maps of the first two models that have maps differ most,
+        most different first; or with maps of a single model, of images on which the models
+        disagree.
+    """
+    maps = [each.maps for each in measured if each.maps is not None]
+    if len(maps) > 1:
+        return _moved(maps[0], maps[1]).topk(min(probes, len(test))).indices
+    guesses = torch.stack([each.guesses for each in measured])
+    differ = (guesses != guesses[0]).any(dim=0).nonzero().squeeze(1)
+    labels = test.labels.cpu()[differ]
+    return differ[balanced_subset(labels, min(probes, len(differ)), seed, "probes")]
+
+
+def _draw(test: ImageSet, drawn: Tensor, measured: Sequence[Measured]) -> np.ndarray:
     """Draw the mean over all test images, followed by the images at `drawn`."""
-    chosen = test.select(drawn)
-    captions = [
-        f"true {test.classes[label]}, no. {index}\n"
-        f"{test.classes[guesses[0][index]]} / {test.classes[guesses[1][index]]}"
-        for index, label in zip(drawn.tolist(), chosen.labels.tolist(), strict=True)
-    ]
+    chosen, classes = test.select(drawn), test.classes
     sums = torch.stack([part.sum(dim=0) for part in test.parts(SUMMED_AT_ONCE)])
     average = (sums.sum(dim=0) / len(test)).round().to(torch.uint8)
-    one, other = (torch.cat([found.mean(dim=0)[None], found[drawn]]) for found in maps)
-    return comparison_picture(
-        torch.cat([average[None], chosen.pixels()]),
-        (one, other),
-        names,
-        [f"mean of all\n{len(test):,} test images", *captions],
-    )
+    captions, maps, titles = [f"mean of all\n{len(test):,} test images"], [], []
+    for index, label in zip(drawn.tolist(), chosen.labels.tolist(), strict=True):
+        lines = [f"true {classes[label]}, no. {index}"]
+        for each in measured:
+            if each.maps is None:
+                lines.append(f"{each.name}: {classes[each.guesses[index]]}")
+        captions.append("\n".join(lines))
+    for each in measured:
+        if each.maps is not None:
+            maps.append(torch.cat([each.maps.mean(dim=0)[None], each.maps[drawn]]))
+            predicted = [classes[guess] for guess in each.guesses[drawn].tolist()]
+            titles.append([each.name, *(f"{each.name}: {name}" for name in predicted)])
+    pixels = torch.cat([average[None], chosen.pixels()])
+    return comparison_picture(pixels, _on_one_grid(maps), titles, captions)
 
 
-def _short_names(first: str, second: str) -> tuple[str, str]:
-    """Cut names to 20 characters; number them if they are the same."""
-    one, other = first[:20], second[:20]
-    return (one, other) if one != other else (f"{one}_1", f"{other}_2")
-
-
-def _predict(
-    classifier: Classifier, test: ImageSet, batch_size: int, needs_maps: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return predictions (N,) and rollout (N, rows, columns) of all test images, on the CPU."""
-    guesses, maps = [], []
-    for part in test.parts(batch_size):
-        if needs_maps:
-            logits, found = classifier.maps(part, ["rollout"], precision=classifier.precision)
-            maps.append(found["rollout"].cpu())
-        else:
-            logits = classifier.logits(part, batch_size)
-        guesses.append(logits.argmax(dim=1).cpu())
-    return torch.cat(guesses), torch.cat(maps) if needs_maps else None
-
-
-def _print(content: dict[str, Any], names: tuple[str, str]) -> None:
-    width = max(map(len, names))
-    print(f"\n{content['data']}: {content['images']:,} test images")
-    for name, accuracy, interval, only in zip(
-        names, content["accuracy"], content["accuracy_95"], content["only_right"], strict=True
-    ):
-        low, high = interval
-        print(
-            f"  {name:<{width}}  accuracy {accuracy:.2%} (95% interval {low:.2%} to {high:.2%}); "
-            f"correct on {only:,} images that the other misclassifies"
-        )
-    p_value = content["mcnemar_p"]
-    value = f"p = {p_value:.2g}" if p_value > 0 else "p < 1e-300"
-    verdict = "significant" if p_value < 0.05 else "not significant"
-    print(f"  McNemar's exact test: {value}; the difference is {verdict} at the 5% level")
-    if "moved_attention" in content:
-        most = ", ".join(str(moved["index"]) for moved in content["most_moved"])
-        print(
-            f"  attention rollout (class-agnostic): {content['moved_attention']:.1%} of the "
-            f"attention is on other patches, most on images {most}"
-        )
+def _command(run: str, options: EvalConfig) -> str:
+    """Return the command that makes the comparison."""
+    defaults, given = (flatten(dataclasses.asdict(each)) for each in (EvalConfig(), options))
+    words = ["python", "eval.py", run, "--compare", *options.compare]
+    for key, value in given.items():
+        if key != "compare" and value != defaults[key]:
+            words += [f"--{key}", str(value)]
+    return shlex.join(words)

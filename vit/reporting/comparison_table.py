@@ -1,0 +1,130 @@
+"""The comparison of models as text: a table and a sentence about each pair, in Markdown or plain.
+
+Both are made from the contents of comparison.json, see `vit.reporting.comparison.compare_runs`.
+"""
+
+from typing import Any
+
+from vit.evaluation import text_columns
+
+LEFT, RIGHT = "left", "right"
+
+
+def as_markdown(content: dict[str, Any], picture: str | None) -> str:
+    """Format a comparison as a Markdown document.
+
+    Args:
+        content: The comparison.
+        picture: File name of the picture; None if there is none.
+    """
+    names = [model["name"] for model in content["models"]]
+    head, *rows = _cells(content)
+    table = [
+        [title for title, _ in head],
+        ["--:" if align == RIGHT else "---" for _, align in head],
+        *rows,
+    ]
+    corrected = "" if len(names) == 2 else ", not corrected for the number of comparisons"
+    lines = [
+        f"# Comparison of {', '.join(names[:-1])} and {names[-1]}",
+        "",
+        f"{content['images']:,} test images of {content['data']}. p is that of McNemar's exact "
+        f"test against {names[0]}{corrected}. Speed is that of one pass over the test images "
+        f"after a warm-up batch, in batches of {content['batch_size']:,}: {content['hardware']}.",
+        "",
+        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in table),
+        "",
+        *(f"- {sentence}." for sentence in _sentences(content)),
+        "",
+        f"```bash\n{content['command']}\n```",
+    ]
+    if picture is not None:
+        lines += ["", f"![Attention rollout of {', '.join(content['drawn'])}]({picture})"]
+    return "\n".join(lines) + "\n"
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """Format a comparison for a terminal: a heading, the aligned table and the sentences."""
+    head, *rows = _cells(content)
+    table = [[title for title, _ in head], *rows]
+    widths = [max(map(text_columns, column)) for column in zip(*table, strict=True)]
+    lines = [f"{content['data']}: {content['images']:,} test images"]
+    for row in table:
+        cells = []
+        for (_, align), cell, width in zip(head, row, widths, strict=True):
+            space = " " * (width - text_columns(cell))
+            cells.append(f"{space}{cell}" if align == RIGHT else f"{cell}{space}")
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join([*lines, "", *_sentences(content)])
+
+
+def _cells(content: dict[str, Any]) -> list[list[Any]]:
+    """Return the columns' titles with their alignments, followed by a row of texts per model."""
+    balanced = "balanced_accuracy" in content["models"][0]
+    head = [
+        ("model", LEFT),
+        ("architecture", LEFT),
+        ("parameters", RIGHT),
+        ("training", LEFT),
+        ("accuracy (95% interval)", LEFT),
+        *([("balanced", RIGHT)] if balanced else []),
+        (f"p against {content['models'][0]['name']}", RIGHT),
+        ("images/s", RIGHT),
+    ]
+    p_values = ["–", *(f"{_p_value(pair['mcnemar_p'])}" for pair in content["pairs"])]
+    rows = []
+    for model, p_value in zip(content["models"], p_values, strict=True):
+        low, high = model["accuracy_95"]
+        rows.append(
+            [
+                model["name"],
+                model["architecture"],
+                f"{model['parameters']:,}",
+                _training(model),
+                f"{model['accuracy']:.2%} ({low:.2%} to {high:.2%})",
+                *([f"{model['balanced_accuracy']:.2%}"] if balanced else []),
+                p_value,
+                f"{model['images_per_second']:,.0f}",
+            ]
+        )
+    return [head, *rows]
+
+
+def _training(model: dict[str, Any]) -> str:
+    """Say how long a model was to be trained, from what, and whether it was."""
+    if model["budget_minutes"] is not None:
+        length = f"{model['budget_minutes']:g} min"
+    else:
+        length = f"{model['epochs']} epoch{'s' if model['epochs'] != 1 else ''}"
+    start = ", pretrained" if model["pretrained"] else ""
+    end = "" if model["finished"] else f", unfinished: step {model['steps']:,}"
+    return f"{length}{start}{end}"
+
+
+def _p_value(p_value: float) -> str:
+    return f"{p_value:.2g}" if p_value > 0 else "< 1e-300"
+
+
+def _sentences(content: dict[str, Any]) -> list[str]:
+    """Return a sentence about each pair of models, without its full stop."""
+    sentences = []
+    for pair in content["pairs"]:
+        first, other, only = pair["first"], pair["other"], pair["only_right"]
+        p_value = _p_value(pair["mcnemar_p"])
+        value = f"p {p_value}" if p_value.startswith("<") else f"p = {p_value}"
+        verdict = "significant" if pair["mcnemar_p"] < 0.05 else "not significant"
+        sentence = (
+            f"{first} and {other}: only {first} is right on {only[0]:,} images, only {other} on "
+            f"{only[1]:,}; McNemar's exact test: {value}; the difference is {verdict} at the 5% "
+            "level"
+        )
+        if "moved_attention" in pair:
+            sentence += (
+                f"; {pair['moved_attention']:.1%} of the attention (rollout, class-agnostic) is on "
+                "other patches"
+            )
+        if pair.get("most_moved"):
+            most = ", ".join(str(moved["index"]) for moved in pair["most_moved"])
+            sentence += f", most on images {most}"
+        sentences.append(sentence)
+    return sentences
