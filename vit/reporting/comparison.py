@@ -151,20 +151,21 @@ def _images_for(
 
 def _measure(name: str, saved: SavedModel, test: ImageSet, batch_size: int) -> Measured:
     """Classify and map all test images; only the logits are timed, and not the reading of files."""
-    classifier, seconds = saved.classifier, 0.0
+    classifier, seconds, maps = saved.classifier, 0.0, None
     logits: list[Tensor] = []
-    maps: list[Tensor] = []
     for part in test.parts(batch_size):
         if not logits:
             classifier.logits(part, batch_size).cpu()  # warms up
         start = time.perf_counter()
         logits.append(classifier.logits(part, batch_size).cpu())
         seconds += time.perf_counter() - start
-        if classifier.has_maps:
-            _, found = classifier.maps(part, precision=classifier.precision)
-            maps.append(found["rollout"].cpu())
-    rollout = torch.cat(maps) if maps else None
-    return Measured(name, saved, torch.cat(logits), rollout, len(test) / seconds)
+    if classifier.has_maps:  # in a pass of their own, so that all models are timed alike
+        found = [
+            classifier.maps(part, precision=classifier.precision)[1]["rollout"].cpu()
+            for part in test.parts(batch_size)
+        ]
+        maps = torch.cat(found)
+    return Measured(name, saved, torch.cat(logits), maps, len(test) / seconds)
 
 
 def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
