@@ -6,6 +6,7 @@ Shapes: N test images, C classes.
 import dataclasses
 import json
 import shlex
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from vit.classifier import Classifier
 from vit.config import EvalConfig, flatten
 from vit.console import printable
 from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.data.splits import balanced_subset
 from vit.evaluation import mcnemar, report
 from vit.explain.figures import comparison_picture
@@ -43,7 +46,7 @@ class Measured:
         saved: The model.
         logits: (N, C) float32, on the CPU.
         maps: Attention rollout (N, rows, columns), on the CPU; None if the model has no maps.
-        images_per_second: Speed of computing the logits.
+        images_per_second: Speed of computing the logits, the median over batches.
     """
 
     name: str
@@ -80,10 +83,7 @@ def compare_runs(run: str, options: EvalConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for saved in models:
         print(saved.describe(), flush=True)
-    measured = []
-    for name, saved in zip(names, models, strict=True):
-        images = _images_for(saved, models[0], test, options)
-        measured.append(_measure(name, saved, images, options.batch_size))
+    measured = _measure(names, models, _resize(test, models, options), options.batch_size)
     classifier, mapped = models[0].classifier, [each for each in measured if each.maps is not None]
     content = {
         "data": models[0].config.data.name,
@@ -140,32 +140,62 @@ def _folder_name(names: Sequence[str]) -> str:
     return whole.encode()[:LONGEST_FOLDER].decode(errors="ignore")
 
 
-def _images_for(
-    saved: SavedModel, first: SavedModel, test: ImageSet, options: EvalConfig
-) -> ImageSet:
-    """Return the test images of the first model as another takes them: perhaps of another size."""
-    if saved.classifier.preprocess == first.classifier.preprocess:
-        return test
-    return load_test(dataclasses.replace(saved, config=first.config), options)
+def _resize(
+    test: ImageSet, models: Sequence[SavedModel], options: EvalConfig
+) -> dict[Preprocess, ImageSet]:
+    """Return the first model's test images as each model takes them, perhaps of another size."""
+    tests = {models[0].classifier.preprocess: test}
+    for saved in models[1:]:
+        if saved.classifier.preprocess not in tests:
+            same_data = dataclasses.replace(saved, config=models[0].config)
+            tests[saved.classifier.preprocess] = load_test(same_data, options)
+    return tests
 
 
-def _measure(name: str, saved: SavedModel, test: ImageSet, batch_size: int) -> Measured:
-    """Classify and map all test images; only the logits are timed, and not the reading of files."""
-    classifier, seconds, maps = saved.classifier, 0.0, None
-    logits: list[Tensor] = []
-    for part in test.parts(batch_size):
-        if not logits:
-            classifier.logits(part, batch_size).cpu()  # warms up
-        start = time.perf_counter()
-        logits.append(classifier.logits(part, batch_size).cpu())
-        seconds += time.perf_counter() - start
-    if classifier.has_maps:  # in a pass of their own, so that all models are timed alike
-        found = [
-            classifier.maps(part, precision=classifier.precision)[1]["rollout"].cpu()
-            for part in test.parts(batch_size)
-        ]
-        maps = torch.cat(found)
-    return Measured(name, saved, torch.cat(logits), maps, len(test) / seconds)
+def _measure(
+    names: Sequence[str],
+    models: Sequence[SavedModel],
+    tests: dict[Preprocess, ImageSet],
+    batch_size: int,
+) -> list[Measured]:
+    """Classify and map all test images.
+
+    The models take turns with every batch, and a speed is the median over the batches, so that
+    other programs on the machine slow them down alike. Reading and maps are not timed.
+    """
+    classifiers = [saved.classifier for saved in models]
+    logits: list[list[Tensor]] = [[] for _ in models]
+    speeds: list[list[float]] = [[] for _ in models]
+    for parts in zip(*(test.parts(batch_size) for test in tests.values()), strict=True):
+        resized = dict(zip(tests, parts, strict=True))
+        for number, classifier in enumerate(classifiers):
+            part = resized[classifier.preprocess]
+            if not logits[number]:
+                classifier.logits(part, batch_size).cpu()  # warms up
+            start = time.perf_counter()
+            logits[number].append(classifier.logits(part, batch_size).cpu())
+            speeds[number].append(len(part) / (time.perf_counter() - start))
+    return [
+        Measured(
+            name,
+            saved,
+            torch.cat(logits[number]),
+            _map_all(saved.classifier, tests[saved.classifier.preprocess], batch_size),
+            statistics.median(speeds[number]),
+        )
+        for number, (name, saved) in enumerate(zip(names, models, strict=True))
+    ]
+
+
+def _map_all(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor | None:
+    """Return the rollout of all test images, (N, rows, columns); None if there are no maps."""
+    if not classifier.has_maps:
+        return None
+    parts = [
+        classifier.maps(part, precision=classifier.precision)[1]["rollout"].cpu()
+        for part in test.parts(batch_size)
+    ]
+    return torch.cat(parts)
 
 
 def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:

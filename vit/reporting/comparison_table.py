@@ -29,8 +29,8 @@ def as_markdown(content: dict[str, Any], picture: str | None) -> str:
         f"# Comparison of {', '.join(names[:-1])} and {names[-1]}",
         "",
         f"{content['images']:,} test images of {content['data']}. p is that of McNemar's exact "
-        f"test against {names[0]}{corrected}. Speed is that of one pass over the test images "
-        f"after a warm-up batch, in batches of {content['batch_size']:,}: {content['hardware']}.",
+        f"test against {names[0]}{corrected}. Speed is the median over batches of "
+        f"{content['batch_size']:,}, in which the models take turns: {content['hardware']}.",
         "",
         *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in table),
         "",
