@@ -37,6 +37,7 @@ def untrained(out: Path, seed: int, **data: Any) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_each_model_gets_images_of_its_own_size(tmp_path):
     first = untrained(tmp_path / "first", 0)
     other = untrained(tmp_path / "other", 1, image_size=[16, 24])
