@@ -476,3 +476,56 @@ def test_without_a_name_ones_own_images_are_taken(root, classes_only, tmp_path, 
     ):
         config, _ = parse_train(words)
         assert (config.data.name, config.out) == (name, out), words
+
+
+def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:
+    with pytest.raises(ValueError, match=r"^out: .* is inside data\.root=.*choose another --out$"):
+        train(small(classes_only, classes_only / "runs" / "first"))
+    assert not (classes_only / "runs").exists()
+
+
+def test_a_changed_folder_is_not_split_into_other_test_images(
+    classes_only: Path, tmp_path: Path
+) -> None:
+    train(small(classes_only, tmp_path / "run"))
+    moved = classes_only.rename(tmp_path / "moved")
+    options = EvalConfig(data=EvalDataConfig(root=str(moved)), probes=0)
+    assert evaluate_run(str(tmp_path / "run"), options)["n"] == 7
+    one = next((moved / "c d").iterdir())
+    shutil.copy(one, one.with_name("zz.png"))
+    with pytest.raises(
+        ValueError, match=r"^data\.root: files in .* were added, deleted or renamed"
+    ):
+        evaluate_run(str(tmp_path / "run"), options)
+    for part in ("train", "test"):  # images that are marked for testing are the user's choice
+        shutil.copytree(moved, tmp_path / "parts" / part)
+    other = EvalConfig(data=EvalDataConfig(root=str(tmp_path / "parts")), probes=0)
+    assert evaluate_run(str(tmp_path / "run"), other)["n"] == 36
+
+
+def test_a_table_without_parts_is_recognized_if_it_changed(root: Path, tmp_path: Path) -> None:
+    rows = [f"{path},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
+    table = tmp_path / "labels.csv"
+    config = small(root, tmp_path / "run")
+    config = replace(config, data=replace(config.data, name="table", root=str(table)))
+    table.write_text("\n".join(["path,label", *rows]))
+    train(config)
+    assert evaluate_run(config.out, EvalConfig(probes=0))["n"]
+    table.write_text("\n".join(["path,label", *rows[:-1]]))
+    with pytest.raises(ValueError, match=r"were added, deleted or renamed since"):
+        evaluate_run(config.out, EvalConfig(probes=0))
+
+
+def test_a_run_is_not_resumed_with_renamed_files(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(root, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("vit.training.trainer.finish_run", lambda *_: None)
+        train(config)
+    first = sorted((root / "train" / "cat").iterdir())[0]
+    first.rename(first.with_name("zz.png"))
+    with pytest.raises(ValueError, match="files were added, deleted or renamed"):
+        train(config)
+    first.with_name("zz.png").rename(first)
+    assert train(config)

@@ -652,3 +652,18 @@ def test_cifar10_run_learns(tmp_path: Path) -> None:
         str(tmp_path / "run"), EvalConfig(batch_size=1000, probes=0, precision="float32")
     )
     assert again["accuracy"] == pytest.approx(report["accuracy"], abs=2e-4)
+
+
+@pytest.mark.parametrize("epochs", [4, 30])
+def test_batch_norm_forgets_its_initial_statistics_also_in_a_short_run(
+    tmp_path: Path, epochs: int
+) -> None:
+    loop = make_loop(small(tmp_path / "run", model={"stem": "conv"}, train={"epochs": epochs}))
+    total = loop.step.schedule.total_steps
+    assert total == 5 * epochs
+    norm = next(m for m in loop.step.state.model.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    assert norm.momentum == (0.1 if epochs == 30 else 0.5)
+    norm.running_mean.fill_(1e6)
+    if epochs == 4:
+        loop.run()
+        assert norm.running_mean.abs().max() < 10

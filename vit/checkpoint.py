@@ -44,6 +44,7 @@ class Checkpoint:
         skipped: Steps skipped because loss or gradient was not finite.
         skipped_in_a_row: How many of the latest steps were skipped.
         num_images: Number of training images.
+        fingerprint: Identifies the user's files that the images came from; "" for published sets.
         environment: What else the results depend on: processes, device and precision.
         preprocess: How images become the model's input, as a dictionary.
     """
@@ -60,6 +61,7 @@ class Checkpoint:
     skipped: int = 0
     skipped_in_a_row: int = 0
     num_images: int = 0
+    fingerprint: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     preprocess: dict[str, Any] | None = None
 

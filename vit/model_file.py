@@ -43,6 +43,8 @@ class SavedModel:
         step: Optimizer steps it was trained for.
         total_steps: Optimizer steps of the whole run; None if the file does not say.
         path: The file.
+        fingerprint: Identifies the user's files it was trained on, see
+            `vit.data.listing.FileList`; "" for published data sets and old files.
     """
 
     classifier: Classifier
@@ -50,6 +52,7 @@ class SavedModel:
     step: int
     total_steps: int | None
     path: Path
+    fingerprint: str = ""
 
     @property
     def finished(self) -> bool:
@@ -116,7 +119,10 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
     classifier = Classifier(
         model.to(where).eval(), preprocess, classes, where, choose_precision(precision, where)
     )
-    return SavedModel(classifier, config, state["step"], state.get("total_steps"), path)
+    return SavedModel(
+        classifier, config, state["step"], state.get("total_steps"), path,
+        state.get("fingerprint", ""),
+    )  # fmt: skip
 
 
 def _find_model(path: Path) -> Path:
@@ -163,7 +169,9 @@ def is_own_file(path: Path) -> bool:
     return METADATA_KEY in metadata or DIGEST_KEY in metadata
 
 
-def save_model(path: Path, classifier: Classifier, config: Config, step: int) -> None:
+def save_model(
+    path: Path, classifier: Classifier, config: Config, step: int, fingerprint: str = ""
+) -> None:
     """Write a classifier as safetensors with config, preprocessing, classes, step and digest."""
     tensors = {
         name: tensor.detach().cpu().contiguous()
@@ -174,6 +182,7 @@ def save_model(path: Path, classifier: Classifier, config: Config, step: int) ->
         "preprocess": classifier.preprocess.to_dict(),
         "classes": classifier.classes,
         "step": step,
+        "fingerprint": fingerprint,
     }
     metadata = {METADATA_KEY: json.dumps(about), DIGEST_KEY: BLANK}
     data = safetensors.torch.save(tensors, metadata)

@@ -34,12 +34,17 @@ class ImageSet:
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
+        fingerprint: Identifies the user's files that the set was made from, see
+            `vit.data.listing.FileList`; "" for published data sets.
+        split: Whether data.test_fraction decides which of these files are for testing.
     """
 
     images: Tensor | ImageFiles
     labels: Tensor
     classes: tuple[str, ...]
     masks: Tensor | None = None
+    fingerprint: str = ""
+    split: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -202,7 +207,9 @@ def open_images(
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
     paths = tuple(map(str, source.pictures))
     files = ImageFiles(paths, preprocess or Preprocess.from_config(data), decoder or Decoder())
-    images = ImageSet(files, source.labels, source.classes, source.masks)
+    images = ImageSet(
+        files, source.labels, source.classes, source.masks, source.fingerprint, source.split
+    )
     if data.on_bad_image == "skip":
         kept = drop_unreadable(paths, images.labels, images.classes, files.unreadable())
         images = images.select(kept)

@@ -16,11 +16,13 @@ from vit.data.layout import (
     UNUSED,
     VALIDATION,
     content,
+    fingerprint,
     has_parts,
     is_image,
     is_visible,
     some,
 )
+from vit.data.listing import FileList
 from vit.data.splits import require_classes, split_off_test
 
 LAYOUTS = (
@@ -30,9 +32,7 @@ LAYOUTS = (
 )
 
 
-def list_folder(
-    root: Path, train: bool, test_fraction: float | None
-) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
+def list_folder(root: Path, train: bool, test_fraction: float | None) -> FileList:
     """List the training or test images of an image folder.
 
     Args:
@@ -43,7 +43,7 @@ def list_folder(
             class folders themselves; None is 0.2.
 
     Returns:
-        The N files, sorted by path, labels (N,) int64 and the class names.
+        The files, sorted by path.
 
     Raises:
         ValueError: A folder, a class or its images are missing, or test_fraction is given although
@@ -63,12 +63,11 @@ def list_folder(
             )
     chosen = split_off_test(labels, test_fraction) != train
     found = chosen.nonzero().squeeze(1).tolist()
-    return tuple(paths[n] for n in found), labels[chosen], tuple(classes)
+    whole = fingerprint(root, paths, labels.tolist())
+    return FileList(tuple(paths[n] for n in found), labels[chosen], tuple(classes), whole, True)
 
 
-def _list_part(
-    root: Path, train: bool, test_fraction: float | None
-) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
+def _list_part(root: Path, train: bool, test_fraction: float | None) -> FileList:
     """List the images of train/, or of test/ or what takes its place; see `list_folder`."""
     found = [name for name in (TEST, *VALIDATION) if (root / name).is_dir()]
     if not found:
@@ -94,7 +93,9 @@ def _list_part(
     for name, count in zip(classes, _counts(labels, classes), strict=True):
         if count == 0:
             raise _no_image(root / (TRAIN if train else test) / name)
-    return tuple(paths), labels, tuple(classes)
+    return FileList(
+        tuple(paths), labels, tuple(classes), fingerprint(root, paths, labels.tolist()), False
+    )
 
 
 def _counts(labels: Tensor, classes: Sequence[str]) -> list[int]:

@@ -4,8 +4,9 @@ This module does not import torch, so the command line can recognize a folder be
 is imported.
 """
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # What torchvision's ImageFolder reads.
@@ -66,6 +67,13 @@ def _folders(folder: Path) -> list[Path]:
 def _has_image(folder: Path) -> bool:
     with os.scandir(folder) as entries:
         return any(is_image(entry.name) for entry in entries)
+
+
+def fingerprint(folder: Path, paths: Iterable[Path], labels: Iterable[int]) -> str:
+    """Return the SHA-256 of a list of files, by their places relative to a folder, and labels."""
+    pairs = zip(paths, labels, strict=True)
+    lines = (f"{os.path.relpath(path, folder)}\0{label}\n" for path, label in pairs)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def content(folder: Path) -> str:

@@ -9,6 +9,7 @@ from vit.config import DataConfig
 from vit.data.cifar import read_cifar
 from vit.data.digits import read_digits
 from vit.data.folder import list_folder
+from vit.data.listing import FileList
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.table import list_table
 from vit.data.torchvision_sets import SETS, read_torchvision
@@ -26,12 +27,16 @@ class Source:
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
+        fingerprint: Identifies a user's own files, see `FileList`; "" for published data sets.
+        split: Whether data.test_fraction decides which of these files are for testing.
     """
 
     pictures: Tensor | tuple[Path, ...]
     labels: Tensor
     classes: tuple[str, ...]
     masks: Tensor | None = None
+    fingerprint: str = ""
+    split: bool = False
 
 
 def read_source(data: DataConfig, train: bool, count: int | None = None) -> Source:
@@ -57,9 +62,15 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
         return Source(*read_digits(train))
     root = Path(data.root).expanduser()
     if data.name == "folder":
-        return Source(*list_folder(root, train, data.test_fraction))
+        return _from_files(list_folder(root, train, data.test_fraction))
     if data.name == "table":
-        return Source(*list_table(root, train, data.test_fraction))
+        return _from_files(list_table(root, train, data.test_fraction))
     if data.name in SETS:
         return Source(*read_torchvision(data.name, root, train, data.download))
     return Source(*read_cifar(data.name, root, train, data.download))
+
+
+def _from_files(files: FileList) -> Source:
+    return Source(
+        files.paths, files.labels, files.classes, fingerprint=files.fingerprint, split=files.split
+    )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from vit.data.layout import TEST, TRAIN, UNUSED, VALIDATION, content, some
+from vit.data.layout import TEST, TRAIN, UNUSED, VALIDATION, content, fingerprint, some
+from vit.data.listing import FileList
 from vit.data.splits import require_classes, split_off_test
 from vit.settings import shorten
 
@@ -31,9 +31,7 @@ class _Row:
     split: str | None
 
 
-def list_table(
-    file: Path, train: bool, test_fraction: float | None
-) -> tuple[tuple[Path, ...], Tensor, tuple[str, ...]]:
+def list_table(file: Path, train: bool, test_fraction: float | None) -> FileList:
     """List the training or test images of a table.
 
     Args:
@@ -45,8 +43,8 @@ def list_table(
             "split"; None is 0.2.
 
     Returns:
-        The N files in the order of the table, labels (N,) int64 and the class names: sorted, as
-        numbers if they all are whole numbers.
+        The files in the order of the table. Class names are sorted, as numbers if they all are
+        whole numbers.
 
     Raises:
         ValueError: The table is missing or not of this form, a file is missing or listed twice, a
@@ -74,11 +72,11 @@ def list_table(
             what = f"{others:,} rows of {file} with {SPLIT} {VALIDATION[0]}"
             print(f"not used: {what}; {UNUSED}", file=sys.stderr, flush=True)
         chosen = torch.tensor([row.split == parts[0 if train else 1] for row in rows])
-    return (
-        tuple(row.path for row, is_chosen in zip(rows, chosen.tolist(), strict=True) if is_chosen),
-        labels[chosen],
-        classes,
-    )
+    paths = tuple(row.path for row, use in zip(rows, chosen.tolist(), strict=True) if use)
+    split = rows[0].split is None
+    listed = ([row.path for row in rows], labels) if split else (paths, labels[chosen])
+    whole = fingerprint(file.parent, listed[0], listed[1].tolist())
+    return FileList(paths, labels[chosen], classes, whole, split)
 
 
 def _read(file: Path) -> list[_Row]:

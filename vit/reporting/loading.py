@@ -43,4 +43,10 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
             f"data.root: the test images in {root} do not have the classes of {saved.path}: only "
             f"one of the two has {different}; point --data.root at a folder with its classes"
         )
+    if test.split and saved.fingerprint not in ("", test.fingerprint):
+        raise ValueError(
+            f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
+            "trained, so data.test_fraction would choose images for testing that it was trained "
+            "on; restore them, or point --data.root at a folder with other images in test/<class>/"
+        )
     return test

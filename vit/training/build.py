@@ -25,6 +25,7 @@ from vit.training.step import TrainingStep
 
 FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 WHITENING_IMAGES = 500  # training images whose patches whiten the stem
+MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
 
 
 def build_step(
@@ -85,6 +86,8 @@ def build_step(
             f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
             f"{config.out} has already made {state.step:,}; use more epochs"
         )
+    # The first part of an extended run, so that it is what it was before the extension.
+    shorten_averages(model, (*schedule.restarts, state.total_steps)[0])
     schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
     return dataclasses.replace(step, schedule=schedule)
 
@@ -120,6 +123,22 @@ def first_state(
     if checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
     return state
+
+
+def shorten_averages(model: nn.Module, total_steps: int) -> None:
+    """Let the running statistics of batch norm forget their initial values in a short run.
+
+    With torch's momentum of 0.1 they average over about 10 steps, so after 12 steps they would
+    still be initial values to 28%. Runs of 100 steps and more keep torch's momentum.
+
+    Args:
+        model: Its batch norms are changed in place.
+        total_steps: Optimizer steps in the run.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
+            least = min(1.0, 1 / (MEMORY * total_steps))
+            module.momentum = max(module.momentum, least)
 
 
 def compute_features(

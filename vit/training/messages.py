@@ -92,7 +92,7 @@ def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     """Count the images of each part; published data sets need no count of their test images."""
     parts = f"{len(images):,} training images ({_counts(images.classes, images.labels)})"
     parts += f", {_held_out_text(held_out)}"
-    if data.name not in OWN_FILES:
+    if data.name not in OWN_FILES or data.on_bad_image == "skip":  # some may not be readable
         return f"{parts}; the test images are used once, at the end"
     test = read_source(data, train=False)
     counts = _counts(test.classes, test.labels)

@@ -1,8 +1,10 @@
 """Rules about a config that involve the data set or the number of processes."""
 
 import math
+from pathlib import Path
 
 from vit.config import Config, ModelConfig
+from vit.data.layout import has_parts
 from vit.data.specs import OWN_FILES, spec_of
 from vit.settings import divisors, require
 
@@ -65,6 +67,20 @@ def check_sizes(config: Config) -> None:
         from vit.training.timm_rules import check_timm  # late: it imports torch and timm
 
         check_timm(config, (height, width), spec_of(config.data).channels)
+
+
+def check_out(config: Config) -> None:
+    """Check that the run is not written among class folders, where it would be taken for a class.
+
+    Raises:
+        ValueError: It would be.
+    """
+    out, root = Path(config.out).resolve(), Path(config.data.root).expanduser().resolve()
+    if config.data.name == "folder" and out.is_relative_to(root) and not has_parts(root):
+        raise ValueError(
+            f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
+            "class; choose another --out"
+        )
 
 
 def check_batch(config: Config, processes: int) -> None:

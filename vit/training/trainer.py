@@ -34,7 +34,7 @@ from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.pretrained import resolve_pretrained
-from vit.training.rules import check_sizes
+from vit.training.rules import check_out, check_sizes
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -68,6 +68,7 @@ def train(
     """
     config, source = resolve_pretrained(config, overwrite)
     check_sizes(config)
+    check_out(config)
     with (
         start_environment(config) as env,
         claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
@@ -81,10 +82,13 @@ def train(
             loop = build_loop(config, step, training, held_out, tracker, env)
             loop.run()
             classifier, state, save_error = loop.classifier(), step.state, loop.save_error
+            fingerprint = training.fingerprint
             del loop, step, training, held_out  # make room for the test images
             if tracker is None:
                 return None
-            return finish_run(config, classifier, state, tracker, save_error, env.decoder)
+            return finish_run(
+                config, classifier, state, tracker, save_error, env.decoder, fingerprint
+            )
 
 
 def load_data(
@@ -105,12 +109,13 @@ def load_data(
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
-        if started != (*training.classes, len(training)):
+        same_files = checkpoint.fingerprint in ("", training.fingerprint)  # "" in old checkpoints
+        if started != (*training.classes, len(training)) or not same_files:
             raise ValueError(
                 f"data.root: {data.root} does not contain the {checkpoint.num_images:,} training "
                 f"images of the classes {', '.join(checkpoint.classes)} with which the run in "
-                f"{config.out} was started; point --data.root at them, or train in another folder "
-                "with --out"
+                f"{config.out} was started: files were added, deleted or renamed; restore them, "
+                "point --data.root at them, or train in another folder with --out"
             )
     return training.to(env.device), held_out.to(env.device)
 
@@ -160,6 +165,7 @@ def build_loop(
         "preprocess": step.preprocess.to_dict(),
         "classes": list(step.classes),
         "num_images": len(training),
+        "fingerprint": training.fingerprint,
         "environment": env.describe(),
     }
 
@@ -179,6 +185,7 @@ def finish_run(
     tracker: Tracker,
     save_error: OSError | None,
     decoder: Decoder,
+    fingerprint: str,
 ) -> dict[str, Any]:
     """Evaluate the finished model on the test images, and write the report and the model file.
 
@@ -194,7 +201,7 @@ def finish_run(
     )
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
-    save_model(run / MODEL_FILE, classifier, config, state.step)
+    save_model(run / MODEL_FILE, classifier, config, state.step, fingerprint)
     if config.train.restarts:  # an extension, which is finished when its config is there
         before = state.total_steps * config.train.restarts[-1] // config.train.epochs
         write_config(config, before)
