@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 import timm
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import nn
 from torch.testing import assert_close
 
 from small_runs import assert_same, environment, small
 from vit import load
-from vit.checkpoint import checkpoint_paths
+from vit.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.config import Config, DataConfig, ModelConfig, from_dict, to_dict
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
 from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
 from vit.model.vit import VisionTransformer
-from vit.model_file import BUNDLED, load_model
+from vit.model_file import BUNDLED, load_model, save_model
+from vit.run_folder import prepare_run
 from vit.training.build import build_step
 from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
 from vit.training.trainer import load_data, train
@@ -544,6 +546,22 @@ def tuned(out: Path, pretrained: str, **changes: dict[str, Any]) -> Config:
     return from_dict(values)
 
 
+def a_run(run: Path) -> Path:
+    """Write a finished run of nine steps that has a checkpoint, too, without training."""
+    saved = load_model("cifar10_quick", "cpu", "float32")
+    prepare_run(dataclasses.replace(saved.config, out=str(run)), resume=False)
+    save_model(run / "model.safetensors", saved.classifier, saved.config, step=9)
+    checkpoint = Checkpoint(
+        step=3,
+        config=to_dict(saved.config),
+        classes=list(saved.classifier.classes),
+        model=saved.classifier.model.state_dict(),
+        total_steps=9,
+    )
+    save_checkpoint(run, checkpoint)
+    return run
+
+
 def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files, tmp_path):
     name = str(files / "saved")
     config, source = resolve_pretrained(tuned(tmp_path / "run", name), False)
@@ -559,6 +577,32 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     assert head.weight.shape == (10, 24)
     assert head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
     assert not head.bias.any()
+
+
+@pytest.mark.parametrize("place", [".", "model.safetensors", "checkpoints/step_00000003.pt"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place, overwrite):
+    run = a_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    config = Config(out=str(run), model=ModelConfig(pretrained=str(run / place)))
+    with pytest.raises(ValueError, match=r"^model\.pretrained: .* the folder of the new run"):
+        train(config, overwrite=overwrite)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    linked = tmp_path / "link"
+    linked.symlink_to(run)
+    with pytest.raises(ValueError, match=r"^model\.pretrained: .* another folder with --out"):
+        train(dataclasses.replace(config, out=str(linked)), overwrite=overwrite)
+    other = dataclasses.replace(config, out=str(tmp_path / "other"))
+    assert resolve_pretrained(other, overwrite)[1] is not None
+
+
+def test_weights_inside_the_folder_of_a_run_that_resumes_are_fine(tmp_path):
+    run = a_run(tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    config = from_dict(yaml.safe_load((run / "config.yaml").read_text()))
+    named = Config(out=str(run), model=dataclasses.replace(config.model, pretrained=str(run)))
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(named)))
+    assert resolve_pretrained(named, False) == (named, None)
 
 
 @pytest.mark.slow
