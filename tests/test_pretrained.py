@@ -605,6 +605,19 @@ def test_weights_inside_the_folder_of_a_run_that_resumes_are_fine(tmp_path):
     assert resolve_pretrained(named, False) == (named, None)
 
 
+def test_weights_of_an_unfinished_run_are_called_so(tmp_path):
+    run = a_run(tmp_path / "run")
+
+    def first_line(path: Path) -> str:
+        source = find_source(str(path), ModelConfig(pretrained=str(path)))
+        return adapt(source, 4, (32, 32), 3, names(2))[1].partition("\n")[0]
+
+    assert first_line(run).startswith(f"weights  {run}: ")
+    (run / "model.safetensors").unlink()
+    for path in (run, checkpoint_paths(run)[0]):
+        assert first_line(path).startswith(f"weights  {path} (unfinished run, step 3 of 9): ")
+
+
 @pytest.mark.slow
 def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
     source = tmp_path / "copy"

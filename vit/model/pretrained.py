@@ -48,6 +48,7 @@ class Source:
         std: Standard deviation that images were normalized with; None if unknown.
         classes: Names of the classes, in the order of the logits; None if unknown.
         assumed: Fields of `settings` that come from the config, because the source does not tell.
+        progress: How far an unfinished run is that the weights come from, in words; else empty.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Source:
     std: tuple[float, ...] | None = None
     classes: tuple[str, ...] | None = None
     assumed: tuple[str, ...] = ()
+    progress: str = ""
 
 
 def check_weights(source: Source) -> None:
@@ -204,7 +206,8 @@ def _stem(weights: dict[str, Tensor]) -> str:
 
 def _account(source: Source, weights: dict[str, Tensor], resampled: list[str], new: str) -> str:
     number = sum(value.numel() for value in weights.values())
-    lines = [f"weights  {source.name}: {number:,} values in {len(weights)} tensors loaded"]
+    name = f"{source.name} ({source.progress})" if source.progress else source.name
+    lines = [f"weights  {name}: {number:,} values in {len(weights)} tensors loaded"]
     if resampled:
         lines.append(f"resampled: {'; '.join(resampled)}")
     if new:

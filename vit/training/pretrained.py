@@ -128,6 +128,7 @@ def _from_own(name: str) -> Source:
         preprocess.mean,
         preprocess.std,
         saved.classifier.classes,
+        progress=saved.progress,
     )
 
 
