@@ -506,7 +506,7 @@ def test_a_bad_file_is_one_line(tmp_path, content, message, suffix):
         ("timm:vit_tny_patch16_224", "no weights named vit_tny_patch16_224; near it: .*vit_tiny"),
         ("timm:vit_tiny_patch16_224.x", "it has vit_tiny_patch16_224.augreg_in21k"),
         ("timm:eva02_tiny_patch14_224.mim_in22k", "SwiGLU"),
-        ("timm:resnet18.a1_in1k", r"ResNet.*--model\.name timm:resnet18"),
+        ("timm:resnet18.a1_in1k", r"ResNet.* from random weights with --model\.name timm:resnet18$"),
         ("timm:local-dir:nowhere", "timm could not load"),
     ],
 )
@@ -514,6 +514,12 @@ def test_a_bad_name_is_one_line(name, message):
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         find_source(name, ModelConfig(pretrained=name))
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_another_architecture_names_it(tmp_path):
+    timm.models.save_for_hf(timm.create_model("test_resnet"), tmp_path, safe_serialization=True)
+    with pytest.raises(ValueError, match=r"from random weights with --model\.name timm:test_resnet$"):
+        find_source(str(tmp_path), ModelConfig(pretrained=str(tmp_path)))
 
 
 def test_an_unreachable_hub_is_one_line(monkeypatch, tmp_path):
