@@ -5,6 +5,7 @@ timm's models have random weights here, at the geometry that timm publishes them
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import timm
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
@@ -457,6 +458,28 @@ def test_every_form_of_file_gives_the_same_model(files, form):
     assert ("not in the file, from the config: num_heads=3" in account) == (form != "saved")
 
 
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [("own", math.nan), ("bare.safetensors", -math.inf), ("bare.safetensors", 1e300)],
+)
+def test_weights_that_are_not_finite_are_refused(files, tmp_path, form, value):
+    if form == "own":
+        path = a_run(tmp_path / "run") / "model.safetensors"
+        saved = load_model(path, "cpu", "float32")
+        with torch.no_grad():
+            saved.classifier.model.blocks[1].mlp.fc1.bias[3] = value
+        save_model(path, saved.classifier, saved.config, step=9)
+    else:
+        path = tmp_path / form
+        state = load_file(files / form)
+        state["blocks.1.mlp.fc1.bias"] = state["blocks.1.mlp.fc1.bias"].double()
+        state["blocks.1.mlp.fc1.bias"][3] = value
+        save_file(state, path)
+    words = rf"^model\.pretrained: {path} has NaN or infinite values in blocks\.1\.mlp\.fc1\.bias;"
+    with pytest.raises(ValueError, match=words):
+        find_source(str(path), ModelConfig(pretrained=str(path), num_heads=3))
+
+
 class Malicious:
     """Creates a file when it is unpickled."""
 
@@ -480,7 +503,10 @@ def test_nothing_in_a_file_is_executed(tmp_path):
     [
         (None, "does not exist; it must be timm:NAME"),
         (b"not weights", "is damaged, or not a .safetensors or .pth file"),
-        ({"net": {"a": torch.zeros(1)}}, "no tensors by name"),
+        (
+            {"net": {"a": torch.zeros(1)}, "epoch": 3},
+            "no tensors by name; its keys are net, epoch;",
+        ),
         ({"a": torch.zeros(1)}, "not a Vision Transformer with timm's names"),
     ],
 )
@@ -506,7 +532,10 @@ def test_a_bad_file_is_one_line(tmp_path, content, message, suffix):
         ("timm:vit_tny_patch16_224", "no weights named vit_tny_patch16_224; near it: .*vit_tiny"),
         ("timm:vit_tiny_patch16_224.x", "it has vit_tiny_patch16_224.augreg_in21k"),
         ("timm:eva02_tiny_patch14_224.mim_in22k", "SwiGLU"),
-        ("timm:resnet18.a1_in1k", r"ResNet.* from random weights with --model\.name timm:resnet18$"),
+        (
+            "timm:resnet18.a1_in1k",
+            r"ResNet.* from random weights with --model\.name timm:resnet18$",
+        ),
         ("timm:local-dir:nowhere", "timm could not load"),
     ],
 )
@@ -518,7 +547,9 @@ def test_a_bad_name_is_one_line(name, message):
 
 def test_a_folder_of_another_architecture_names_it(tmp_path):
     timm.models.save_for_hf(timm.create_model("test_resnet"), tmp_path, safe_serialization=True)
-    with pytest.raises(ValueError, match=r"from random weights with --model\.name timm:test_resnet$"):
+    with pytest.raises(
+        ValueError, match=r"from random weights with --model\.name timm:test_resnet$"
+    ):
         find_source(str(tmp_path), ModelConfig(pretrained=str(tmp_path)))
 
 

@@ -63,10 +63,11 @@ class Source:
 
 
 def check_weights(source: Source) -> None:
-    """Check that weights have the names and shapes of the model that their settings describe.
+    """Check that weights are finite, with the names and shapes that their settings describe.
 
     Raises:
-        ValueError: They have not; the message names the first difference.
+        ValueError: They are not; the message names the first difference, or the first tensor whose
+            values are not finite in float32.
     """
     patch_size = source.settings["patch_size"]
     with torch.device("meta"):
@@ -90,6 +91,12 @@ def check_weights(source: Source) -> None:
             f"model.pretrained: {source.name} does not fit the VisionTransformer of this project: "
             f"{differences[0]}" + (f" (and {len(differences) - 1} more)" if differences[1:] else "")
         )
+    for key, value in source.weights.items():
+        if not value.float().isfinite().all():
+            raise ValueError(
+                f"model.pretrained: {source.name} has NaN or infinite values in {key}; the file is "
+                "damaged, or its training diverged; choose other weights"
+            )
 
 
 def adopt(config: ModelConfig, settings: dict[str, Any], name: str) -> ModelConfig:

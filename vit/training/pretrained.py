@@ -194,8 +194,10 @@ def _from_file(name: str, path: Path, model: ModelConfig) -> Source:
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     if not weights:
         raise ValueError(
-            f"model.pretrained: {name} contains no tensors by name, or has them under a key other "
-            "than state_dict, model, state_dict_ema and model_ema; save the state dict by itself"
+            f"model.pretrained: {name} contains no tensors by name; its keys are "
+            f"{shorten(', '.join(map(str, content)), 200)}; tensors are looked for under "
+            "state_dict, model, state_dict_ema and model_ema: if they are under another key, save "
+            "that state dict by itself"
         )
     settings, grid, assumed = settings_of_weights(weights, model, name)
     return Source(name, settings, weights, grid, assumed=assumed)
