@@ -622,7 +622,7 @@ def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place,
     run = a_run(tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     config = Config(out=str(run), model=ModelConfig(pretrained=str(run / place)))
-    with pytest.raises(ValueError, match=r"^model\.pretrained: .* the folder of the new run"):
+    with pytest.raises(ValueError, match=r"^model\.pretrained: the new run in .* would replace "):
         train(config, overwrite=overwrite)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     linked = tmp_path / "link"

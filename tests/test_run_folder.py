@@ -211,12 +211,13 @@ def test_extension_that_has_begun_keeps_its_length(extended: Config) -> None:
 
 def test_interrupted_extension_is_told_of(extended: Config) -> None:
     words = (
-        r"an interrupted extension to 20 epochs, which --train\.epochs 20 --resume\.extend resumes"
+        r"\(its interrupted extension to 20 epochs is resumed with --train\.epochs 20 "
+        r"--resume\.extend\)"
     )
     for epochs in (10, 20):
-        with pytest.raises(ValueError, match=rf"^out: .* contains a finished run and {words}; "):
+        with pytest.raises(ValueError, match=rf"^out: .* contains a finished run {words}; "):
             check_run(longer(extended, epochs), overwrite=False, environment=HOW)
-    with pytest.raises(ValueError, match=rf"^train\.epochs: 10 .* and {words}$"):
+    with pytest.raises(ValueError, match=rf"^train\.epochs: 10 .* {words}$"):
         extend_config(longer(extended, 10))
 
 

@@ -236,8 +236,8 @@ def _extension_text(run: Path, stored: dict[str, Any]) -> str:
     if epochs is None:
         return ""
     return (
-        f" and an interrupted extension to {epochs} epochs, which "
-        f"--train.epochs {epochs} --resume.extend resumes"
+        f" (its interrupted extension to {epochs} epochs is resumed with "
+        f"--train.epochs {epochs} --resume.extend)"
     )
 
 

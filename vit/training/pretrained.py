@@ -66,8 +66,8 @@ def _check_place(name: str, run: Path) -> None:
     path = Path(name.removeprefix(TIMM).removeprefix(LOCAL))
     if path.exists() and path.resolve().is_relative_to(run.resolve()):
         raise ValueError(
-            f"model.pretrained: {name} is in {run}, the folder of the new run, which would replace "
-            "it; train in another folder with --out"
+            f"model.pretrained: the new run in {run} would replace {name}, from which it starts; "
+            "train in another folder with --out"
         )
 
 
