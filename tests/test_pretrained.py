@@ -5,6 +5,7 @@ timm's models have random weights here, at the geometry that timm publishes them
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,22 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+import yaml
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
 from small_runs import assert_same, environment, small
 from vit import load
-from vit.checkpoint import checkpoint_paths
+from vit.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.config import Config, DataConfig, ModelConfig, from_dict, to_dict
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
 from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
 from vit.model.vit import VisionTransformer
-from vit.model_file import BUNDLED, load_model
+from vit.model_file import BUNDLED, load_model, save_model
+from vit.run_folder import prepare_run
 from vit.training.build import build_step
 from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
 from vit.training.trainer import load_data, train
@@ -455,6 +458,28 @@ def test_every_form_of_file_gives_the_same_model(files, form):
     assert ("not in the file, from the config: num_heads=3" in account) == (form != "saved")
 
 
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [("own", math.nan), ("bare.safetensors", -math.inf), ("bare.safetensors", 1e300)],
+)
+def test_weights_that_are_not_finite_are_refused(files, tmp_path, form, value):
+    if form == "own":
+        path = a_run(tmp_path / "run") / "model.safetensors"
+        saved = load_model(path, "cpu", "float32")
+        with torch.no_grad():
+            saved.classifier.model.blocks[1].mlp.fc1.bias[3] = value
+        save_model(path, saved.classifier, saved.config, step=9)
+    else:
+        path = tmp_path / form
+        state = load_file(files / form)
+        state["blocks.1.mlp.fc1.bias"] = state["blocks.1.mlp.fc1.bias"].double()
+        state["blocks.1.mlp.fc1.bias"][3] = value
+        save_file(state, path)
+    words = rf"^model\.pretrained: {path} has NaN or infinite values in blocks\.1\.mlp\.fc1\.bias;"
+    with pytest.raises(ValueError, match=words):
+        find_source(str(path), ModelConfig(pretrained=str(path), num_heads=3))
+
+
 class Malicious:
     """Creates a file when it is unpickled."""
 
@@ -478,7 +503,10 @@ def test_nothing_in_a_file_is_executed(tmp_path):
     [
         (None, "does not exist; it must be timm:NAME"),
         (b"not weights", "is damaged, or not a .safetensors or .pth file"),
-        ({"net": {"a": torch.zeros(1)}}, "no tensors by name"),
+        (
+            {"net": {"a": torch.zeros(1)}, "epoch": 3},
+            "no tensors by name; its keys are net, epoch;",
+        ),
         ({"a": torch.zeros(1)}, "not a Vision Transformer with timm's names"),
     ],
 )
@@ -504,7 +532,10 @@ def test_a_bad_file_is_one_line(tmp_path, content, message, suffix):
         ("timm:vit_tny_patch16_224", "no weights named vit_tny_patch16_224; near it: .*vit_tiny"),
         ("timm:vit_tiny_patch16_224.x", "it has vit_tiny_patch16_224.augreg_in21k"),
         ("timm:eva02_tiny_patch14_224.mim_in22k", "SwiGLU"),
-        ("timm:resnet18.a1_in1k", r"ResNet.*--model\.name timm:resnet18"),
+        (
+            "timm:resnet18.a1_in1k",
+            r"ResNet.* from random weights with --model\.name timm:resnet18$",
+        ),
         ("timm:local-dir:nowhere", "timm could not load"),
     ],
 )
@@ -512,6 +543,14 @@ def test_a_bad_name_is_one_line(name, message):
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         find_source(name, ModelConfig(pretrained=name))
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_another_architecture_names_it(tmp_path):
+    timm.models.save_for_hf(timm.create_model("test_resnet"), tmp_path, safe_serialization=True)
+    with pytest.raises(
+        ValueError, match=r"from random weights with --model\.name timm:test_resnet$"
+    ):
+        find_source(str(tmp_path), ModelConfig(pretrained=str(tmp_path)))
 
 
 def test_an_unreachable_hub_is_one_line(monkeypatch, tmp_path):
@@ -544,6 +583,22 @@ def tuned(out: Path, pretrained: str, **changes: dict[str, Any]) -> Config:
     return from_dict(values)
 
 
+def a_run(run: Path) -> Path:
+    """Write a finished run of nine steps that has a checkpoint, too, without training."""
+    saved = load_model("cifar10_quick", "cpu", "float32")
+    prepare_run(dataclasses.replace(saved.config, out=str(run)), resume=False)
+    save_model(run / "model.safetensors", saved.classifier, saved.config, step=9)
+    checkpoint = Checkpoint(
+        step=3,
+        config=to_dict(saved.config),
+        classes=list(saved.classifier.classes),
+        model=saved.classifier.model.state_dict(),
+        total_steps=9,
+    )
+    save_checkpoint(run, checkpoint)
+    return run
+
+
 def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files, tmp_path):
     name = str(files / "saved")
     config, source = resolve_pretrained(tuned(tmp_path / "run", name), False)
@@ -559,6 +614,45 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     assert head.weight.shape == (10, 24)
     assert head.weight.detach().std().item() == pytest.approx(0.02, rel=0.2)
     assert not head.bias.any()
+
+
+@pytest.mark.parametrize("place", [".", "model.safetensors", "checkpoints/step_00000003.pt"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place, overwrite):
+    run = a_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    config = Config(out=str(run), model=ModelConfig(pretrained=str(run / place)))
+    with pytest.raises(ValueError, match=r"^model\.pretrained: the new run in .* would replace "):
+        train(config, overwrite=overwrite)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    linked = tmp_path / "link"
+    linked.symlink_to(run)
+    with pytest.raises(ValueError, match=r"^model\.pretrained: .* another folder with --out"):
+        train(dataclasses.replace(config, out=str(linked)), overwrite=overwrite)
+    other = dataclasses.replace(config, out=str(tmp_path / "other"))
+    assert resolve_pretrained(other, overwrite)[1] is not None
+
+
+def test_weights_inside_the_folder_of_a_run_that_resumes_are_fine(tmp_path):
+    run = a_run(tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    config = from_dict(yaml.safe_load((run / "config.yaml").read_text()))
+    named = Config(out=str(run), model=dataclasses.replace(config.model, pretrained=str(run)))
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(named)))
+    assert resolve_pretrained(named, False) == (named, None)
+
+
+def test_weights_of_an_unfinished_run_are_called_so(tmp_path):
+    run = a_run(tmp_path / "run")
+
+    def first_line(path: Path) -> str:
+        source = find_source(str(path), ModelConfig(pretrained=str(path)))
+        return adapt(source, 4, (32, 32), 3, names(2))[1].partition("\n")[0]
+
+    assert first_line(run).startswith(f"weights  {run}: ")
+    (run / "model.safetensors").unlink()
+    for path in (run, checkpoint_paths(run)[0]):
+        assert first_line(path).startswith(f"weights  {path} (unfinished run, step 3 of 9): ")
 
 
 @pytest.mark.slow

@@ -186,17 +186,39 @@ def test_extension_leaves_the_config_of_the_finished_run_until_it_is_finished(
     assert extend_config(longer(finished, 30)).train.restarts == (10, 20)
 
 
-def test_extension_that_has_begun_keeps_its_length(finished: Config) -> None:
+@pytest.fixture
+def extended(finished: Config) -> Config:
+    """A finished run of ten epochs whose extension to 20 was interrupted."""
     begun = extend_config(longer(finished))
     checkpoint = Checkpoint(
         step=8, config=to_dict(begun), classes=["a"], model={"w": torch.zeros(1)}, environment=HOW
     )
     save_checkpoint(Path(finished.out), checkpoint)
-    again = extend_config(longer(finished))
+    return finished
+
+
+def test_extension_that_has_begun_keeps_its_length(extended: Config) -> None:
+    again = extend_config(longer(extended))
     found = check_run(again, overwrite=False, environment=HOW, extend=True)
     assert found is not None and found.step == 8
-    with pytest.raises(ValueError, match=r"another config \(train\.epochs: 20 -> 30\)"):
-        check_run(extend_config(longer(finished, 30)), False, HOW, extend=True)
+    words = (
+        r"contains an interrupted extension to 20 epochs with another config "
+        r"\(train\.epochs: 20 -> 30\); resume it with its own values"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_run(extend_config(longer(extended, 30)), False, HOW, extend=True)
+
+
+def test_interrupted_extension_is_told_of(extended: Config) -> None:
+    words = (
+        r"\(its interrupted extension to 20 epochs is resumed with --train\.epochs 20 "
+        r"--resume\.extend\)"
+    )
+    for epochs in (10, 20):
+        with pytest.raises(ValueError, match=rf"^out: .* contains a finished run {words}; "):
+            check_run(longer(extended, epochs), overwrite=False, environment=HOW)
+    with pytest.raises(ValueError, match=rf"^train\.epochs: 10 .* {words}$"):
+        extend_config(longer(extended, 10))
 
 
 @pytest.mark.parametrize("epochs", [9, 10])

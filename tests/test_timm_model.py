@@ -182,7 +182,10 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ),
         ({"name": "timm:test_vit.r160_in1k"}, "did you mean timm:test_vit"),
         ({"name": "timm:hf-hub:a/b"}, "model.name: timm:hf-hub:a/b is not a model of timm"),
-        ({"name": "timm:test_resnet", "depth": 3}, "model.depth: 3 is only for model.name=vit"),
+        (
+            {"name": "timm:test_resnet", "drop_path_rate": 0.1},
+            r"drop_path_rate: 0.1 is only for model.name=vit; .*add --model.drop_path_rate 0\.0$",
+        ),
         ({"timm_args": {"depth": 3}}, "model.timm_args: .* must be null with model.name=vit"),
         ({"timm_args": "text"}, "model.timm_args: 'text' is not allowed; it must be arguments by"),
         ({"timm_args": {3: 3}}, "model.timm_args: 3 is not the name of an argument"),

@@ -6,6 +6,7 @@ line or from a model file. Nothing slow is imported, so that `--help` answers at
 """
 
 import dataclasses
+import json
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -261,7 +262,8 @@ class ModelConfig:
             if own.name not in NOT_OF_VIT and value != own.default:
                 raise ValueError(
                     f"model.{own.name}: {shorten(value)} is only for model.name=vit; arguments of "
-                    f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'"
+                    f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'; "
+                    f"if a config file sets it, add --model.{own.name} {json.dumps(own.default)}"
                 )
 
     def vit_arguments(self) -> dict[str, Any]:

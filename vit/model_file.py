@@ -72,11 +72,16 @@ class SavedModel:
         """A short name: that of the run folder, or of the bundled model."""
         return self.run.name
 
+    @property
+    def progress(self) -> str:
+        """How far an unfinished run is, in words; empty for a finished one."""
+        total = "" if self.total_steps is None else f" of {self.total_steps:,}"
+        return "" if self.finished else f"unfinished run, step {self.step:,}{total}"
+
     def describe(self) -> str:
         """Name the file, whether the run is unfinished, the device and the precision."""
         classifier = self.classifier
-        total = "" if self.total_steps is None else f" of {self.total_steps:,}"
-        unfinished = "" if self.finished else f" (unfinished run, step {self.step:,}{total})"
+        unfinished = f" ({self.progress})" if self.progress else ""
         return (
             f"{self.path}{unfinished}: {describe(classifier.device)}, "
             f"{str(classifier.precision).removeprefix('torch.')}"

@@ -156,8 +156,8 @@ def check_run(
         return None
     if (run / MODEL_FILE).exists() and not extend:
         raise ValueError(
-            f"out: {run} contains a finished run; evaluate it with `python eval.py {run}`, "
-            f"extend it with --resume.extend and more --train.epochs, "
+            f"out: {run} contains a finished run{_extension_text(run, stored)}; evaluate it with "
+            f"`python eval.py {run}`, extend it with --resume.extend and more --train.epochs, "
             f"train in another folder with --out, or delete it and start over with --overwrite"
         )
     newest = latest_checkpoint(run)
@@ -165,22 +165,24 @@ def check_run(
         if extend:
             raise ValueError(f"resume.extend: {run} has no checkpoint to go on from")
         return None
+    kind = "a run" if extend else "an unfinished run"
     if extend:
+        if epochs := _extension_epochs(stored, newest):
+            kind = f"an interrupted extension to {epochs} epochs"
         stored = _before_extension(stored, newest, config)
     before = {**_lasting(stored), **newest.environment}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
     fixed = (*FIXED, "train.batch_size:") if extend else FIXED
-    kind = "a" if extend else "an unfinished"
     if any(change.startswith(fixed) for change in changes):
         raise ValueError(
-            f"out: {run} contains {kind} run with other data or another model, seed, "
+            f"out: {run} contains {kind} with other data or another model, seed, "
             f"optimizer{', batch size' if extend else ''} or time budget ({'; '.join(changes)}); "
             f"resume it with its own values, train in another folder with --out, or start over "
             f"with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
-            f"out: {run} contains {kind} run with another config ({'; '.join(changes)}); "
+            f"out: {run} contains {kind} with another config ({'; '.join(changes)}); "
             f"resume it with its own values, or with the new ones by --resume.allow_changes, "
             f"train in another folder with --out, or start over with --overwrite"
         )
@@ -218,9 +220,31 @@ def extend_config(config: Config) -> Config:
         raise ValueError(
             f"train.epochs: {config.train.epochs} is not allowed; with --resume.extend it must be "
             f"more than the {finished.epochs} epochs of the finished run in {run}"
+            f"{_extension_text(run, stored)}"
         )
     restarts = (*finished.restarts, finished.epochs)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, restarts=restarts))
+
+
+def _extension_text(run: Path, stored: dict[str, Any]) -> str:
+    """Tell of an interrupted extension of a finished run; empty if there is none."""
+    try:
+        newest = latest_checkpoint(run)
+    except ValueError:  # none can be read
+        return ""
+    epochs = None if newest is None else _extension_epochs(stored, newest)
+    if epochs is None:
+        return ""
+    return (
+        f" (its interrupted extension to {epochs} epochs is resumed with "
+        f"--train.epochs {epochs} --resume.extend)"
+    )
+
+
+def _extension_epochs(stored: dict[str, Any], newest: Checkpoint) -> int | None:
+    """Return the epochs of an extension that has begun but is not finished; None if none has."""
+    epochs = _with_defaults(newest.config)["train"]["epochs"]
+    return epochs if epochs != stored["train"].get("epochs") else None
 
 
 def _before_extension(stored: dict[str, Any], newest: Checkpoint, config: Config) -> dict[str, Any]:
@@ -229,7 +253,7 @@ def _before_extension(stored: dict[str, Any], newest: Checkpoint, config: Config
     The first checkpoint is that of the finished run, from which it differs in its length.
     """
     latest = _with_defaults(newest.config)
-    if latest["train"]["epochs"] == stored["train"]["epochs"]:
+    if _extension_epochs(stored, newest) is None:
         length = {"epochs": config.train.epochs, "restarts": config.train.restarts}
         latest["train"] = {**latest["train"], **length}
     return latest

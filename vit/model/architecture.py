@@ -58,13 +58,14 @@ def settings_of_timm(model: nn.Module, name: str) -> dict[str, Any]:
     Raises:
         ValueError: Our VisionTransformer lacks a part of the model.
     """
+    vit: Any = model
     if missing := _missing_parts(model):
         raise ValueError(
             f"model.pretrained: {name} has {', '.join(missing)}, which the VisionTransformer of "
-            f"this project lacks; choose another, or train this one with --model.name {name}"
+            "this project lacks; choose another, or train this architecture from random weights "
+            f"with --model.name timm:{vit.pretrained_cfg['architecture']}"
         )
-    block: Any = model.blocks[0]  # type: ignore[index]
-    vit: Any = model
+    block: Any = vit.blocks[0]
     dim, attention = vit.embed_dim, block.attn
     has_scale = not isinstance(block.ls1, nn.Identity)
     has_fc_norm = not isinstance(vit.fc_norm, nn.Identity)

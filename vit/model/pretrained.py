@@ -48,6 +48,7 @@ class Source:
         std: Standard deviation that images were normalized with; None if unknown.
         classes: Names of the classes, in the order of the logits; None if unknown.
         assumed: Fields of `settings` that come from the config, because the source does not tell.
+        progress: How far an unfinished run is that the weights come from, in words; else empty.
     """
 
     name: str
@@ -58,13 +59,15 @@ class Source:
     std: tuple[float, ...] | None = None
     classes: tuple[str, ...] | None = None
     assumed: tuple[str, ...] = ()
+    progress: str = ""
 
 
 def check_weights(source: Source) -> None:
-    """Check that weights have the names and shapes of the model that their settings describe.
+    """Check that weights are finite, with the names and shapes that their settings describe.
 
     Raises:
-        ValueError: They have not; the message names the first difference.
+        ValueError: They are not; the message names the first difference, or the first tensor whose
+            values are not finite in float32.
     """
     patch_size = source.settings["patch_size"]
     with torch.device("meta"):
@@ -88,6 +91,12 @@ def check_weights(source: Source) -> None:
             f"model.pretrained: {source.name} does not fit the VisionTransformer of this project: "
             f"{differences[0]}" + (f" (and {len(differences) - 1} more)" if differences[1:] else "")
         )
+    for key, value in source.weights.items():
+        if not value.float().isfinite().all():
+            raise ValueError(
+                f"model.pretrained: {source.name} has NaN or infinite values in {key}; the file is "
+                "damaged, or its training diverged; choose other weights"
+            )
 
 
 def adopt(config: ModelConfig, settings: dict[str, Any], name: str) -> ModelConfig:
@@ -204,7 +213,8 @@ def _stem(weights: dict[str, Tensor]) -> str:
 
 def _account(source: Source, weights: dict[str, Tensor], resampled: list[str], new: str) -> str:
     number = sum(value.numel() for value in weights.values())
-    lines = [f"weights  {source.name}: {number:,} values in {len(weights)} tensors loaded"]
+    name = f"{source.name} ({source.progress})" if source.progress else source.name
+    lines = [f"weights  {name}: {number:,} values in {len(weights)} tensors loaded"]
     if resampled:
         lines.append(f"resampled: {'; '.join(resampled)}")
     if new:

@@ -19,6 +19,7 @@ from vit.run_folder import stored_config
 from vit.settings import shorten
 
 TIMM = "timm:"
+LOCAL = "local-dir:"  # before a folder, in timm's names
 TIMM_CONFIG = "config.json"  # in a folder that timm saved
 
 
@@ -50,9 +51,24 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Source 
         model = from_dict(stored).model
         settings = {key: getattr(model, key) for key in ARCHITECTURE}
     else:
+        _check_place(name, run)
         source = find_source(name, config.model)
         settings = source.settings
     return dataclasses.replace(config, model=adopt(config.model, settings, name)), source
+
+
+def _check_place(name: str, run: Path) -> None:
+    """Check that pretrained weights are not in the folder of the run, which may be emptied.
+
+    Raises:
+        ValueError: They are.
+    """
+    path = Path(name.removeprefix(TIMM).removeprefix(LOCAL))
+    if path.exists() and path.resolve().is_relative_to(run.resolve()):
+        raise ValueError(
+            f"model.pretrained: the new run in {run} would replace {name}, from which it starts; "
+            "train in another folder with --out"
+        )
 
 
 def find_source(name: str, model: ModelConfig) -> Source:
@@ -70,7 +86,7 @@ def find_source(name: str, model: ModelConfig) -> Source:
     if name.startswith(TIMM):
         source = _from_timm(name, name.removeprefix(TIMM))
     elif (path / TIMM_CONFIG).is_file():
-        source = _from_timm(name, f"local-dir:{name}")
+        source = _from_timm(name, f"{LOCAL}{name}")
     elif path.is_file() and not is_own_file(path):
         source = _from_file(name, path, model)
     elif path.exists() or name in bundled_models():
@@ -112,6 +128,7 @@ def _from_own(name: str) -> Source:
         preprocess.mean,
         preprocess.std,
         saved.classifier.classes,
+        progress=saved.progress,
     )
 
 
@@ -177,8 +194,10 @@ def _from_file(name: str, path: Path, model: ModelConfig) -> Source:
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     if not weights:
         raise ValueError(
-            f"model.pretrained: {name} contains no tensors by name, or has them under a key other "
-            "than state_dict, model, state_dict_ema and model_ema; save the state dict by itself"
+            f"model.pretrained: {name} contains no tensors by name; its keys are "
+            f"{shorten(', '.join(map(str, content)), 200)}; tensors are looked for under "
+            "state_dict, model, state_dict_ema and model_ema: if they are under another key, save "
+            "that state dict by itself"
         )
     settings, grid, assumed = settings_of_weights(weights, model, name)
     return Source(name, settings, weights, grid, assumed=assumed)
