@@ -22,6 +22,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count TensorBoard's event files from 0 in each test, as in a process of its own.
+
+    Their names end in the time in seconds, the process and this count, and are read in the order of
+    their names, in which 10 comes before 9.
+    """
+    writer = sys.modules.get("tensorboard.summary.writer.event_file_writer")
+    if writer is not None:
+        monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's run folder, created by its command in a minute or two."""
