@@ -529,3 +529,15 @@ def test_a_run_is_not_resumed_with_renamed_files(
         train(config)
     first.with_name("zz.png").rename(first)
     assert train(config)
+
+
+def test_a_model_is_not_compared_on_images_it_may_have_been_trained_on(
+    classes_only: Path, tmp_path: Path
+) -> None:
+    train(small(classes_only, tmp_path / "fifth"))
+    train(small(classes_only, tmp_path / "half", test_fraction=0.5))
+    train(small(classes_only, tmp_path / "same", test_fraction=0.2))
+    options = EvalConfig(probes=0, compare=(str(tmp_path / "half"),))
+    with pytest.raises(ValueError, match=r"half/model\.safetensors .* another data\.test_fraction"):
+        compare_runs(str(tmp_path / "fifth"), options)
+    compare_runs(str(tmp_path / "fifth"), replace(options, compare=(str(tmp_path / "same"),)))

@@ -23,7 +23,7 @@ from vit.data.layout import (
     some,
 )
 from vit.data.listing import FileList
-from vit.data.splits import require_classes, split_off_test
+from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
 
 LAYOUTS = (
     "data.name=folder needs images in train/<class>/ and test/<class>/, or in <class>/, to be "
@@ -63,7 +63,7 @@ def list_folder(root: Path, train: bool, test_fraction: float | None) -> FileLis
             )
     chosen = split_off_test(labels, test_fraction) != train
     found = chosen.nonzero().squeeze(1).tolist()
-    whole = fingerprint(root, paths, labels.tolist())
+    whole = fingerprint(root, paths, labels.tolist(), test_fraction or TEST_FRACTION)
     return FileList(tuple(paths[n] for n in found), labels[chosen], tuple(classes), whole, True)
 
 

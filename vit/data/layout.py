@@ -69,11 +69,20 @@ def _has_image(folder: Path) -> bool:
         return any(is_image(entry.name) for entry in entries)
 
 
-def fingerprint(folder: Path, paths: Iterable[Path], labels: Iterable[int]) -> str:
-    """Return the SHA-256 of a list of files, by their places relative to a folder, and labels."""
+def fingerprint(
+    folder: Path, paths: Iterable[Path], labels: Iterable[int], test_fraction: float | None = None
+) -> str:
+    """Return the SHA-256 of a list of files with labels, and of how they are split.
+
+    Args:
+        folder: The files count by their places relative to it, so that it may be moved.
+        paths: The files.
+        labels: The label of each.
+        test_fraction: The fraction that is set aside for testing; None if nothing is.
+    """
     pairs = zip(paths, labels, strict=True)
     lines = (f"{os.path.relpath(path, folder)}\0{label}\n" for path, label in pairs)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256(f"{test_fraction}\n{''.join(lines)}".encode()).hexdigest()
 
 
 def content(folder: Path) -> str:

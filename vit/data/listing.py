@@ -15,7 +15,7 @@ class FileList:
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         fingerprint: SHA-256 of the files and labels that are listed, or, if the parts were made by
-            data.test_fraction, of all parts together.
+            data.test_fraction, of this fraction and all parts together.
         split: Whether the parts were made by data.test_fraction.
     """
 

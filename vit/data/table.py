@@ -11,7 +11,7 @@ import torch
 
 from vit.data.layout import TEST, TRAIN, UNUSED, VALIDATION, content, fingerprint, some
 from vit.data.listing import FileList
-from vit.data.splits import require_classes, split_off_test
+from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
 from vit.settings import shorten
 
 PATH_NAMES, LABEL_NAMES, SPLIT = ("path", "file", "filename", "image"), ("label", "class"), "split"
@@ -74,8 +74,11 @@ def list_table(file: Path, train: bool, test_fraction: float | None) -> FileList
         chosen = torch.tensor([row.split == parts[0 if train else 1] for row in rows])
     paths = tuple(row.path for row, use in zip(rows, chosen.tolist(), strict=True) if use)
     split = rows[0].split is None
-    listed = ([row.path for row in rows], labels) if split else (paths, labels[chosen])
-    whole = fingerprint(file.parent, listed[0], listed[1].tolist())
+    if split:
+        every = [row.path for row in rows]
+        whole = fingerprint(file.parent, every, labels.tolist(), test_fraction or TEST_FRACTION)
+    else:
+        whole = fingerprint(file.parent, paths, labels[chosen].tolist())
     return FileList(paths, labels[chosen], classes, whole, split)
 
 

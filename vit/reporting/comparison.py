@@ -30,7 +30,7 @@ from vit.hardware import describe
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.comparison_table import as_markdown, as_text
-from vit.reporting.loading import load_run, load_test, results_folder
+from vit.reporting.loading import load_run, load_test, require_not_trained_on, results_folder
 
 SUMMED_AT_ONCE = 500  # images; limits peak memory
 LONGEST_NAME = 20  # characters of a model's name
@@ -79,6 +79,8 @@ def compare_runs(run: str, options: EvalConfig) -> None:
     for other in models[1:]:
         _require_same_classes(models[0], other)
     test, names = load_test(models[0], options), _short_names([saved.name for saved in models])
+    for other in models[1:]:
+        require_not_trained_on(test, other, options.data.root or models[0].config.data.root)
     folder = results_folder(models[0], options) / _folder_name(names[1:])
     folder.mkdir(parents=True, exist_ok=True)
     for saved in models:

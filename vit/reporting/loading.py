@@ -43,10 +43,20 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
             f"data.root: the test images in {root} do not have the classes of {saved.path}: only "
             f"one of the two has {different}; point --data.root at a folder with its classes"
         )
+    require_not_trained_on(test, saved, root)
+    return test
+
+
+def require_not_trained_on(test: ImageSet, saved: SavedModel, root: str) -> None:
+    """Check that data.test_fraction chose the same test images when a model was trained.
+
+    Raises:
+        ValueError: It did not, so the model may have been trained on some of them.
+    """
     if test.split and saved.fingerprint not in ("", test.fingerprint):
         raise ValueError(
             f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
-            "trained, so data.test_fraction would choose images for testing that it was trained "
-            "on; restore them, or point --data.root at a folder with other images in test/<class>/"
+            "trained, or it was trained on other files or with another data.test_fraction, so it "
+            "may have been trained on some of the test images; restore them, or point --data.root "
+            "at a folder with other images in test/<class>/"
         )
-    return test
