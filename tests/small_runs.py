@@ -3,8 +3,9 @@
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +83,30 @@ def make_loop(
     training, held_out = load_data(config, checkpoint, env)
     step = build_step(config, checkpoint, training, env)
     return build_loop(config, step, training, held_out, tracker, env)
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    error: str
+
+
+Call = Callable[..., Ended]
+
+
+class StopAt(StopRequest):
+    """A request that comes after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.state: TrainState | None = None
+
+    def agreed(self, world: World) -> bool:
+        assert self.state is not None
+        return self.state.step == self.step
 
 
 def command(config: Config, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from small_runs import Call, Ended
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import build_model
 from vit.config import to_dict
@@ -40,17 +41,6 @@ CHOSEN = (3, 17)
 MEASURED = 40  # images
 
 Pair = tuple[float, float]
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    error: str
-
-
-Call = Callable[..., Ended]
 
 
 @pytest.fixture

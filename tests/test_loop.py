@@ -12,34 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_runs import events, make_loop, make_step, metrics, small
+from small_runs import StopAt, events, make_loop, make_step, metrics, small
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.classifier import Classifier
 from vit.config import Config
 from vit.data.balance import balanced_batches
 from vit.tracking import Tracker
 from vit.training import trainer
-from vit.training.distributed import World
 from vit.training.loop import Diverged, Loop
 from vit.training.rules import check_batch
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
-from vit.training.stopping import Stopped, StopRequest
+from vit.training.stopping import Stopped
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
-
-
-class StopAt(StopRequest):
-    """A request that comes after a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-        self.state: TrainState | None = None
-
-    def agreed(self, world: World) -> bool:
-        assert self.state is not None
-        return self.state.step == self.step
 
 
 def run(config: Config, stop_at: int = 0) -> Loop:

@@ -3,33 +3,21 @@
 import csv
 import io
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import vit
+from small_runs import Call, Ended
+from vit.classifier import Classifier
 from vit.cli import eval_main
 from vit.data.photo_files import find_photos
-from vit.reporting import predictions
 from vit.reporting.predictions import _map_ahead
 
 SAME = ("--device", "cpu", "--precision", "float32")
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    error: str
-
-
-Call = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -181,16 +169,16 @@ def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
 
 def test_interrupted_command_leaves_the_old_table(call, photos, monkeypatch):
     assert call("--predict", photos / "c", "--out", "table.csv").code == 0
-    before, rank = Path("table.csv").read_bytes(), predictions.rank_classes
+    before, rank = Path("table.csv").read_bytes(), Classifier.rank
     calls = []
 
-    def stop_at_second_batch(classifier, images):
+    def stop_at_second_batch(classifier, images, *options):
         calls.append(len(images))
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return rank(classifier, images)
+        return rank(classifier, images, *options)
 
-    monkeypatch.setattr(predictions, "rank_classes", stop_at_second_batch)
+    monkeypatch.setattr(Classifier, "rank", stop_at_second_batch)
     assert call("--predict", photos, "--out", "table.csv", "--batch_size", 3).code == 130
     assert calls == [3, 3]
     assert Path("table.csv").read_bytes() == before

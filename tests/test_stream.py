@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from small_runs import CPU, command, environment, metrics, small
+from small_runs import CPU, StopAt, command, environment, metrics, small
 from vit.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.cli import user_errors
 from vit.config import Config, DataConfig
@@ -41,8 +41,7 @@ from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.loop import Loop
-from vit.training.state import TrainState
-from vit.training.stopping import Stopped, StopRequest
+from vit.training.stopping import Stopped
 from vit.training.trainer import build_loop, load_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,19 +153,6 @@ def test_workers_leave_the_global_random_numbers_alone(pictures: Path) -> None:
 # Runs.
 
 BARE = {"track": {"probes": 0, "every": 1}, "train": {"epochs": 2, "batch_size": 12}}
-
-
-class StopAt(StopRequest):
-    """A request that comes after a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-        self.state: TrainState | None = None
-
-    def agreed(self, world: World) -> bool:
-        assert self.state is not None
-        return self.state.step == self.step
 
 
 def streaming(out: Path, root: Path, **data: Any) -> Config:

@@ -165,7 +165,20 @@ class Classifier:
         inputs = torch.stack(
             [self.preprocess.resize(to_photo(photo, channels)) for photo in photos]
         )
-        return [self._ranked(row, top) for row in self.logits(inputs)]
+        return self.rank(inputs, top)
+
+    def rank(self, images: Tensor, top: int = 5, batch_size: int = 500) -> list[dict[str, float]]:
+        """Return the most probable classes of each image.
+
+        Args:
+            images: (N, channels, H, W) uint8, on any device.
+            top: Number of classes.
+            batch_size: Images per forward pass.
+
+        Returns:
+            Probabilities, 0 to 1, by class name, best first, for each of the N images.
+        """
+        return self._ranked(self.logits(images, batch_size), top)
 
     @overload
     def explain(
@@ -208,7 +221,7 @@ class Classifier:
         pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
-        probabilities = self._ranked(logits[0], len(self.classes))
+        (probabilities,) = self._ranked(logits, len(self.classes))
         best = next(iter(probabilities))
         aim = logits.argmax(dim=1) if target is None else target
         _, maps = self.maps(image, kinds, aim)
@@ -223,12 +236,12 @@ class Classifier:
             name=Path(photo).name if isinstance(photo, str | Path) else "photo",
         )
 
-    def _ranked(self, logits: Tensor, top: int) -> dict[str, float]:
-        best = logits.softmax(dim=0).topk(min(top, len(self.classes)))
-        return {
-            self.classes[index]: probability
-            for probability, index in zip(*(part.tolist() for part in best), strict=True)
-        }
+    def _ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
+        best = logits.softmax(dim=1).topk(min(top, len(self.classes)))
+        return [
+            {self.classes[index]: share for share, index in zip(*row, strict=True)}
+            for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
 
     def class_index(self, name: str) -> int:
         """Return the index of a class.

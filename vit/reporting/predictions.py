@@ -31,7 +31,7 @@ TOP = 5  # classes per row
 COLUMNS = ("file", "class", "probability")  # of every table, before those of the top classes
 MAX_THREADS = 8  # that decode image files
 
-Ranking = list[tuple[str, float]]  # class and probability, best first
+Ranking = dict[str, float]  # probability by class, best first
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -85,14 +85,11 @@ def _write_table(table: Path, rows: Iterable[tuple[Path, Ranking]]) -> int:
                 ranks = range(1, len(ranking) + 1)
                 top = [f"{column}_{rank}" for rank in ranks for column in COLUMNS[1:]]
                 writer.writerow([*COLUMNS, *top])
-            writer.writerow([path, *_cells(ranking[:1]), *_cells(ranking)])
+            cells = [cell for name, share in ranking.items() for cell in (name, f"{share:.6g}")]
+            writer.writerow([path, *cells[:2], *cells])
             count += 1
         text.detach()  # flushes, and leaves the file open
     return count
-
-
-def _cells(ranking: Ranking) -> list[str]:
-    return [cell for name, share in ranking for cell in (name, f"{share:.6g}")]
 
 
 def _rank_files(
@@ -102,17 +99,8 @@ def _rank_files(
     decoded = _decode(classifier, paths, batch_size, bar)
     while batch := list(itertools.islice(decoded, batch_size)):
         found, images = zip(*batch, strict=True)
-        yield from zip(found, rank_classes(classifier, torch.stack(images)), strict=True)
-
-
-def rank_classes(classifier: Classifier, images: Tensor) -> list[Ranking]:
-    """Return the five most probable classes, best first, of images (N, channels, H, W) uint8."""
-    shares = classifier.logits(images, len(images)).softmax(dim=1)
-    best = shares.topk(min(TOP, len(classifier.classes)))
-    return [
-        [(classifier.classes[index], share) for share, index in zip(*row, strict=True)]
-        for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    ]
+        ranked = classifier.rank(torch.stack(images), TOP, batch_size)
+        yield from zip(found, ranked, strict=True)
 
 
 def _decode(
