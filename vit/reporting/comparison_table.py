@@ -93,7 +93,7 @@ def _cells(content: dict[str, Any]) -> list[list[Any]]:
 def _training(model: dict[str, Any]) -> str:
     """Say how long a model was to be trained, from what, and whether it was."""
     if model["budget_minutes"] is not None:
-        length = f"{model['budget_minutes']:g} min"
+        length = f"budget of {model['budget_minutes']:g} min"
     else:
         length = f"{model['epochs']} epoch{'s' if model['epochs'] != 1 else ''}"
     start = ", pretrained" if model["pretrained"] else ""
