@@ -8,12 +8,12 @@ training images each of cat and dog it then trains the same model from scratch, 
 model, and only its head (linear probe), and tests on their 2,000 test images, with three draws of
 training images and seeds.
 
-size: trains on CIFAR-10 at 64 x 64 pixels, from scratch and from the bundled cifar10_quick, and
-cifar10_quick at its own 32 x 32 pixels, for the same number of epochs.
+size: trains on 5,000 images of CIFAR-10 at 64 x 64 pixels, from scratch and from the bundled
+cifar10_quick, and cifar10_quick at its own 32 x 32 pixels, for the same number of epochs.
 
 Hyperparameters are chosen for each method from a grid of equal size. In `classes`, models trained
 on 100 other training images each are compared on 1,000 training images each of cat and dog, none of
-which is in a run of the table. In `size`, they are compared on 5,000 held-out training images. The
+which is in a run of the table. In `size`, they are compared on 2,000 held-out training images. The
 test images are used once per run of the table. Both write all numbers and commands to
 OUT/<experiment>.json. --quick runs everything on a few images in a minute, to no purpose but that.
 """
@@ -43,7 +43,8 @@ SEEDS = (0, 1, 2)
 PER_CLASS = 100  # training images of each new class
 POOL = 3000  # images of each new class from which those of the table are drawn; others choose
 CHOICE = 1000  # images of each new class on which hyperparameters are chosen
-HELD_OUT = 5000  # training images on which those of `size` are chosen
+HELD_OUT = 2000  # training images on which those of `size` are chosen
+FEW = 5000  # training images of `size`
 BUNDLED = "cifar10_quick"
 
 Flags = dict[str, Any]
@@ -192,6 +193,7 @@ def compare_classes(out: Path, data: str, quick: bool) -> dict[str, Any]:
 def compare_sizes(out: Path, data: str, quick: bool) -> dict[str, Any]:
     """Run the experiment `size`; return what is written as JSON."""
     common: Flags = {"data.name": "cifar10", "data.root": data, "data.val_size": HELD_OUT}
+    common["data.train_size"] = FEW
     common |= {"train.epochs": 1, "data.train_size": 256, "data.val_size": 100} if quick else {}
     common = {"train.epochs": 3, **common}
     rates = (3e-4,) if quick else (1e-4, 3e-4, 1e-3)
