@@ -84,6 +84,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two side by side": {"block_fn": vits.ParallelThingsBlock, "init_values": 0.5},
     "distilled": {"name": "deit_tiny_distilled_patch16_224"},
     "any size": {"dynamic_img_size": True, "img_size": 24},
+    "naflex": {"name": "naflexvit_base_patch16_gap"},
+    "naflex, class token": {"use_naflex": True},
 }
 
 

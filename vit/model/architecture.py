@@ -62,8 +62,8 @@ def settings_of_timm(model: nn.Module, name: str) -> dict[str, Any]:
     if missing := _missing_parts(model):
         raise ValueError(
             f"model.pretrained: {name} has {', '.join(missing)}, which the VisionTransformer of "
-            "this project lacks; choose another, or train this architecture from random weights "
-            f"with --model.name timm:{vit.pretrained_cfg['architecture']}"
+            "this project lacks; choose another, or train the model as timm builds it: add "
+            f"--model.name timm:{vit.pretrained_cfg['architecture']}"
         )
     block: Any = vit.blocks[0]
     dim, attention = vit.embed_dim, block.attn
@@ -257,13 +257,14 @@ def _refuse_names(weights: dict[str, Tensor], name: str) -> None:
     if found:
         raise ValueError(
             f"model.pretrained: {name} has {', '.join(sorted(found))}, which the "
-            "VisionTransformer of this project lacks; choose another model"
+            "VisionTransformer of this project lacks; choose another model, or train it as timm "
+            "builds it: add --model.name timm:NAME"
         )
     needed = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
     if absent := [key for key in needed if key not in weights]:
         raise ValueError(
             f"model.pretrained: {name} is not a Vision Transformer with timm's names: it has no "
-            f"{absent[0]}"
+            f"{absent[0]}; if it is another model of timm, add --model.name timm:NAME"
         )
     if (dimensions := weights[needed[0]].ndim) != 4:
         raise ValueError(

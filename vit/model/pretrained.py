@@ -7,7 +7,8 @@ import dataclasses
 import inspect
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,30 +37,39 @@ USUAL_WIDTH = 64  # of an attention head
 
 
 @dataclass(frozen=True)
-class Source:
-    """Pretrained weights, and what is known about them.
+class Pretrained:
+    """What is known about pretrained weights, whatever model they are for.
 
     Attributes:
         name: What the user called them.
-        settings: Fields of `ModelConfig` that describe their architecture.
-        weights: Parameters and buffers by name, on the CPU.
-        grid: Rows and columns of patches that the position embeddings belong to.
         mean: Mean of each channel that images were normalized with, 0 to 1; None if unknown.
         std: Standard deviation that images were normalized with; None if unknown.
         classes: Names of the classes, in the order of the logits; None if unknown.
-        assumed: Fields of `settings` that come from the config, because the source does not tell.
         progress: How far an unfinished run is that the weights come from, in words; else empty.
     """
 
     name: str
+    mean: tuple[float, ...] | None = field(default=None, kw_only=True)
+    std: tuple[float, ...] | None = field(default=None, kw_only=True)
+    classes: tuple[str, ...] | None = field(default=None, kw_only=True)
+    progress: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Source(Pretrained):
+    """Pretrained weights for our VisionTransformer.
+
+    Attributes:
+        settings: Fields of `ModelConfig` that describe their architecture.
+        weights: Parameters and buffers by name, on the CPU.
+        grid: Rows and columns of patches that the position embeddings belong to.
+        assumed: Fields of `settings` that come from the config, because the source does not tell.
+    """
+
     settings: dict[str, Any]
     weights: dict[str, Tensor]
     grid: tuple[int, int]
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    classes: tuple[str, ...] | None = None
     assumed: tuple[str, ...] = ()
-    progress: str = ""
 
 
 def check_weights(source: Source) -> None:
@@ -91,10 +101,19 @@ def check_weights(source: Source) -> None:
             f"model.pretrained: {source.name} does not fit the VisionTransformer of this project: "
             f"{differences[0]}" + (f" (and {len(differences) - 1} more)" if differences[1:] else "")
         )
-    for key, value in source.weights.items():
+    check_finite(source.weights, source.name)
+
+
+def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
+    """Check that weights are finite in float32.
+
+    Raises:
+        ValueError: They are not; the message names the first tensor.
+    """
+    for key, value in weights.items():
         if not value.float().isfinite().all():
             raise ValueError(
-                f"model.pretrained: {source.name} has NaN or infinite values in {key}; the file is "
+                f"model.pretrained: {name} has NaN or infinite values in {key}; the file is "
                 "damaged, or its training diverged; choose other weights"
             )
 
@@ -191,17 +210,11 @@ def adapt(
         resampled.append(f"patch embedding {old_channels} -> {channels} channels")
     weights[stem] = kernel
     head = weights.get("head.weight")
-    if head is None:
-        new = "the source has none"
-    elif len(head) != len(classes):
-        new = f"there are {len(classes)} classes instead of {len(head)}"
-    elif source.classes not in (None, classes):
-        new = "the classes have other names"
-    else:
-        new = ""
+    new = why_new_head(None if head is None else len(head), source.classes, classes)
     if new:
         weights = {key: value for key, value in weights.items() if key not in HEAD}
-    return weights, _account(source, weights, resampled, new)
+    changes = f"resampled: {'; '.join(resampled)}" if resampled else ""
+    return weights, account(source, weights, changes, new, _assumptions(source))
 
 
 def _stem(weights: dict[str, Tensor]) -> str:
@@ -211,18 +224,58 @@ def _stem(weights: dict[str, Tensor]) -> str:
     )
 
 
-def _account(source: Source, weights: dict[str, Tensor], resampled: list[str], new: str) -> str:
+def why_new_head(rows: int | None, theirs: tuple[str, ...] | None, ours: tuple[str, ...]) -> str:
+    """Say why the head of pretrained weights cannot be kept; "" if it can.
+
+    Args:
+        rows: Number of its classes; None if there is no head.
+        theirs: Their names; None if unknown.
+        ours: Names of the classes of the run.
+    """
+    if rows is None:
+        return "the source has none"
+    if rows != len(ours):
+        return f"there are {len(ours)} classes instead of {rows}"
+    return "the classes have other names" if theirs not in (None, ours) else ""
+
+
+def account(
+    source: Pretrained,
+    weights: Mapping[str, Tensor],
+    changes: str,
+    new: str,
+    notes: Sequence[str] = (),
+) -> str:
+    """Say what was loaded, changed and left out.
+
+    Args:
+        source: Where the weights come from.
+        weights: What is loaded.
+        changes: What was changed, if anything.
+        new: Why the head is new; "" if it is not.
+        notes: More lines.
+    """
     number = sum(value.numel() for value in weights.values())
     name = f"{source.name} ({source.progress})" if source.progress else source.name
     lines = [f"weights  {name}: {number:,} values in {len(weights)} tensors loaded"]
-    if resampled:
-        lines.append(f"resampled: {'; '.join(resampled)}")
+    if changes:
+        lines.append(changes)
     if new:
         lines.append(f"new: a random head, because {new}")
     elif source.classes is None:
         lines.append("nothing is new; its head is kept, whose classes are taken for the data set's")
     else:
         lines.append("nothing is new: its head has the same classes")
+    lines += notes
+    if source.mean is not None and source.std is not None:
+        mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (source.mean, source.std))
+        lines.append(f"images are normalized as its own were: mean {mean}; std {std}")
+    return "\n         ".join(lines)
+
+
+def _assumptions(source: Source) -> list[str]:
+    """Say which settings a bare state dict does not tell, and which of them are unusual."""
+    lines = []
     if source.assumed:
         values = ", ".join(f"{key}={source.settings[key]}" for key in source.assumed)
         lines.append(f"not in the file, from the config: {values}")
@@ -233,10 +286,7 @@ def _account(source: Source, weights: dict[str, Tensor], resampled: list[str], n
             f"warning: heads are {width} wide with num_heads={source.settings['num_heads']}; in "
             f"most models they are {USUAL_WIDTH} wide, which is --model.num_heads {usual}"
         )
-    if source.mean is not None and source.std is not None:
-        mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (source.mean, source.std))
-        lines.append(f"images are normalized as its own were: mean {mean}; std {std}")
-    return "\n         ".join(lines)
+    return lines
 
 
 def _by(grid: tuple[int, int]) -> str:

@@ -21,9 +21,9 @@ from vit.settings import shorten
 
 # Arguments of timm.create_model that come from the data set, or that this project does not offer.
 FROM_DATA = ("in_chans", "img_size", "num_classes")
+WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")
 REFUSED = (
-    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir",
-    "features_only", "scriptable", "exportable", "no_jit", "device", "dtype",
+    *WEIGHTS, "cache_dir", "features_only", "scriptable", "exportable", "no_jit", "device", "dtype"
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def build_timm_model(
     """
     complete = complete_arguments(name, arguments, img_size, in_chans)
     # For `Muon`, which needs kernels in this layout; convolutions are faster in it too.
-    return _create(name, {**complete, "num_classes": num_classes}).to(
+    return create(name, {**complete, "num_classes": num_classes}).to(
         memory_format=torch.channels_last
     )
 
@@ -67,12 +67,13 @@ def complete_arguments(
         if key in FROM_DATA:
             raise ValueError(f"model.timm_args: {key} is not allowed; the data set determines it")
         if key in REFUSED:
+            hint = "; weights are named by model.pretrained" if key in WEIGHTS else ""
             raise ValueError(
-                f"model.timm_args: {key} is not allowed; it is about timm, not about {name}"
+                f"model.timm_args: {key} is not allowed; it is about timm, not about {name}{hint}"
             )
     complete = {**arguments, "in_chans": in_chans}
     with torch.device("meta"):  # without memory, only to see which arguments it takes
-        accepted = _arguments_of(_create(name, complete))
+        accepted = _arguments_of(create(name, complete))
     if "img_size" in accepted:
         complete["img_size"] = img_size
     if "dynamic_img_size" in accepted:
@@ -84,7 +85,7 @@ def _require_known(name: str) -> None:
     import timm
 
     known = timm.list_models()
-    architecture = name.removeprefix(TIMM)
+    architecture = architecture_of(name)
     if architecture not in known:
         near = difflib.get_close_matches(architecture.partition(".")[0], known, n=3)
         hint = f"did you mean {' or '.join(TIMM + other for other in near)}? " if near else ""
@@ -94,14 +95,23 @@ def _require_known(name: str) -> None:
         )
 
 
-def _create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Call timm.create_model; raise a ValueError that names all arguments the model lacks."""
+def architecture_of(name: str) -> str:
+    """Return the name by which timm knows a model of `ModelConfig.name`."""
+    return name.removeprefix(TIMM)
+
+
+def create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Call timm.create_model.
+
+    Raises:
+        ValueError: The model cannot be built; the line names all arguments it lacks.
+    """
     import timm
 
     arguments, unknown = dict(arguments), []
     while True:
         try:
-            model = timm.create_model(name.removeprefix(TIMM), pretrained=False, **arguments)
+            model = timm.create_model(architecture_of(name), pretrained=False, **arguments)
         except Exception as error:  # timm checks arguments in many places and ways
             found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if found is None or found[1] not in arguments:
@@ -144,6 +154,17 @@ def timm_name(model: nn.Module) -> str:
     return str(about.get("architecture") or type(model).__name__)
 
 
+def heads(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the layers that turn features into logits; models with a distillation token have two.
+
+    Args:
+        model: A VisionTransformer, or any model of timm.
+    """
+    vit: Any = model
+    head = vit.get_classifier()
+    return head if isinstance(head, tuple) else (head,)
+
+
 class TimmPatches:
     """The division of an image into patches by a timm ViT, with the interface of our PatchEmbed.
 
@@ -162,7 +183,7 @@ class TimmPatches:
 
 
 class TimmAttentionModel:
-    """Reads the attention weights of a timm VisionTransformer, as `need_weights` does for ours.
+    """Reads the attention weights of timm's VisionTransformer or NaFlexVit, as ours returns them.
 
     It runs the model's own modules in the model's own order, and computes attention step by step
     with `scaled_dot_product_attention`: no hooks, and the model is not changed. The head may read
@@ -175,7 +196,7 @@ class TimmAttentionModel:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.patch_embed = TimmPatches(model.patch_embed)
+        self.patch_embed = TimmPatches(getattr(model, "patch_embed", None) or model.embeds)
         self.blocks = model.blocks
         self.num_prefix_tokens: int = model.num_prefix_tokens
         self.global_pool: str = model.global_pool
@@ -185,11 +206,12 @@ class TimmAttentionModel:
         """Tell whether a model is a timm ViT with one sequence of tokens and timm's Attention."""
         from timm.layers.attention import Attention
         from timm.models import vision_transformer as vits
+        from timm.models.naflexvit import NaFlexVit
 
         known = (vits.Block, vits.ResPostBlock, vits.ParallelThingsBlock)
+        features = getattr(type(model), "forward_features", None)
         return (
-            isinstance(model, vits.VisionTransformer)
-            and type(model).forward_features is vits.VisionTransformer.forward_features
+            features in (vits.VisionTransformer.forward_features, NaFlexVit.forward_features)
             and all(type(block) in known for block in model.blocks)
             and all(type(a) is Attention for block in model.blocks for a in _attentions(block))
         )
@@ -205,13 +227,23 @@ class TimmAttentionModel:
             side by side counts as one layer with the heads of all.
         """
         model = self._model
-        x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+        x = _embed(model, images)
         weights, tokens = [], []
         for block in self.blocks:
             x, attention = _run_block(block, x)
             weights.append(attention)
             tokens.append(x)
         return model.forward_head(model.norm(x)), weights, tokens
+
+
+def _embed(model: Any, images: Tensor) -> Tensor:
+    """Turn images into the tokens that the first block gets, (B, N, D)."""
+    if hasattr(model, "embeds"):  # NaFlexVit, without the masks of images that differ in size
+        parts = model._forward_embeds(images, patch_coord=None, patch_valid=None, attn_mask=None)
+        tokens: Tensor = parts["patches"]
+        return tokens
+    embedded: Tensor = model._pos_embed(model.patch_embed(images))
+    return model.norm_pre(model.patch_drop(embedded))
 
 
 def _attentions(block: Any) -> list[nn.Module]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
-from vit.config import PATCH_SIZE, Config
+from vit.config import PATCH_SIZE, Config, ModelConfig
 from vit.console import say
 from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
@@ -16,6 +16,7 @@ from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.model.attention_model import size_unit
 from vit.model.pretrained import Source, adapt
+from vit.model.timm_weights import TimmSource, keep_head
 from vit.training.budget import fit_budget
 from vit.training.environment import Environment
 from vit.training.pretrained import with_statistics
@@ -33,7 +34,7 @@ def build_step(
     checkpoint: Checkpoint | None,
     training: ImageSet,
     env: Environment,
-    source: Source | None = None,
+    source: Source | TimmSource | None = None,
 ) -> TrainingStep:
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
@@ -54,7 +55,11 @@ def build_step(
     model: Any = state.model  # ours or timm's
     unit = size_unit(state.model)
     schedule = build_schedule(config, len(training), preprocess.image_size, unit)
-    fixed = state.frozen and not (config.augment.changes_images or schedule.resizes)
+    fixed = (
+        state.frozen
+        and isinstance(model.get_classifier(), nn.Linear)
+        and not (config.augment.changes_images or schedule.resizes)
+    )
     forward: nn.Module = model.get_classifier() if fixed else model
     step = TrainingStep(
         state=state,
@@ -98,15 +103,12 @@ def first_state(
     training: ImageSet,
     preprocess: Preprocess,
     env: Environment,
-    source: Source | None,
+    source: Source | TimmSource | None,
 ) -> TrainState:
     """Build the state that training starts from; arguments as for `build_step`."""
     train, weights = config.train, None
     if source is not None and checkpoint is None:
-        patch_size = config.model.patch_size or PATCH_SIZE
-        weights, account = adapt(
-            source, patch_size, preprocess.image_size, preprocess.channels, training.classes
-        )
+        weights, account = _adapted(source, config.model, preprocess, training.classes)
         if env.world.main:
             say(account)
     sample = None
@@ -123,6 +125,19 @@ def first_state(
     if checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
     return state
+
+
+def _adapted(
+    source: Source | TimmSource,
+    model: ModelConfig,
+    preprocess: Preprocess,
+    classes: tuple[str, ...],
+) -> tuple[dict[str, Tensor], str]:
+    """Adapt pretrained weights to the images and classes of a run; see `adapt` for the result."""
+    if isinstance(source, TimmSource):  # fitted to the images when the run was checked
+        return keep_head(source, classes)
+    patch_size = model.patch_size or PATCH_SIZE
+    return adapt(source, patch_size, preprocess.image_size, preprocess.channels, classes)
 
 
 def shorten_averages(model: nn.Module, total_steps: int) -> None:

@@ -12,6 +12,7 @@ from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
 from vit.model.embed import image_conv, whiten
 from vit.model.pretrained import HEAD
+from vit.model.timm_model import heads
 from vit.seeding import fold_in
 from vit.training.optim import build_optimizers
 
@@ -107,8 +108,9 @@ def build_state(
         device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
             whitened; None leaves their random weights.
-        weights: Pretrained weights by name, see `vit.model.pretrained.adapt`; without those of the
-            head, it keeps its random ones. None starts from random weights.
+        weights: Pretrained weights by name, see `vit.model.pretrained.adapt` and
+            `vit.model.timm_weights.keep_head`; without those of the head, it keeps its random ones.
+            None starts from random weights.
         frozen: Whether to train only the head.
     """
     torch.manual_seed(fold_in(seed, "init"))
@@ -119,11 +121,14 @@ def build_state(
         whiten(first, preprocess.normalize(sample))
     if weights is not None:
         loaded = network.load_state_dict(weights, strict=False)
-        assert set(loaded.missing_keys) <= set(HEAD) and not loaded.unexpected_keys, loaded
+        assert not loaded.unexpected_keys, loaded
+        if model.name == "vit":  # of a model of timm, `fit` knows the names of the head
+            assert set(loaded.missing_keys) <= set(HEAD), loaded
     network.to(device)
     if frozen:
         network.requires_grad_(False)
-        network.get_classifier().requires_grad_(True)
+        for head in heads(network):
+            head.requires_grad_(True)
     optimizers = build_optimizers(
         network,
         optim.name,

@@ -4,7 +4,7 @@ On torch's "meta" device tensors have shapes but no values, so that building a m
 images through it takes no time, and a mistake is found before any data is read.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ def check_timm(config: Config, image_size: tuple[int, int], channels: int) -> No
 
     Raises:
         ValueError: timm does not have the model or cannot build it, or it does not accept the
-            images, the smaller images at the beginning, Muon, or whitening.
+            images, the smaller images at the beginning, Muon, whitening, or checkpointing.
     """
     model = _outline(config.model, image_size, channels)
     problem = _problem_with(model, image_size, channels)
@@ -56,6 +56,12 @@ def check_timm(config: Config, image_size: tuple[int, int], channels: int) -> No
         config.optim.name,
         f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",
     )
+    require(
+        not train.checkpoint_blocks or _can_checkpoint(model),
+        "train.checkpoint_blocks",
+        train.checkpoint_blocks,
+        f"false with model.name={name}, for which timm does not offer it",
+    )
 
 
 def has_batch_norm(config: ModelConfig) -> bool:
@@ -70,6 +76,14 @@ def _outline(config: ModelConfig, image_size: tuple[int, int], channels: int) ->
         return build_timm_model(
             config.name, config.timm_args or {}, image_size, channels, CLASSES
         ).eval()
+
+
+def _can_checkpoint(model: Any) -> bool:
+    try:
+        model.set_grad_checkpointing()
+    except (AssertionError, AttributeError, NotImplementedError):  # what timm's models raise
+        return False
+    return True
 
 
 def _problem_with(model: nn.Module, image_size: tuple[int, int], channels: int) -> str | None:
