@@ -83,5 +83,5 @@ def no_maps_text(model: nn.Module) -> str:
     """Say in one line that there are no maps for a model, and for which there are."""
     return (
         f"attention maps are not available for {timm_name(model)}: they need one sequence of "
-        "tokens and blocks with timm's Attention, as in timm's VisionTransformer"
+        "tokens and blocks with timm's Attention, as in timm's VisionTransformer and NaFlexVit"
     )

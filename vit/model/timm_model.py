@@ -143,6 +143,19 @@ def _arguments_of(model: nn.Module) -> set[str]:
     }
 
 
+def head_names(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the parameters whose shape depends on the number of classes.
+
+    Args:
+        name: "timm:" and the name of a model.
+        arguments: Its arguments, see `complete_arguments`.
+    """
+    with torch.device("meta"):
+        models = [create(name, {**arguments, "num_classes": number}) for number in (2, 3)]
+    one, other = (model.state_dict() for model in models)
+    return tuple(key for key in one if one[key].shape != other[key].shape)
+
+
 def is_timm(model: nn.Module) -> bool:
     """Tell whether a model is one of timm's, without importing timm."""
     return type(model).__module__.startswith("timm.")

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.model.pretrained import Pretrained, account, check_finite, why_new_head
-from vit.model.timm_model import FROM_DATA, REFUSED, architecture_of, complete_arguments, create
+from vit.model.timm_model import (
+    FROM_DATA,
+    REFUSED,
+    architecture_of,
+    complete_arguments,
+    create,
+    head_names,
+)
 from vit.settings import shorten
 
 CLASSES = 10  # any number does
@@ -72,13 +79,10 @@ def fit(
             architecture, or timm cannot fit them to these images.
     """
     complete = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
+    head = head_names(config.name, complete)
     with torch.device("meta"):
-        model, other = (
-            create(config.name, {**complete, "num_classes": number})
-            for number in (CLASSES, CLASSES + 1)
-        )
-    ours, theirs = model.state_dict(), other.state_dict()
-    head = tuple(key for key in ours if ours[key].shape != theirs[key].shape)
+        model = create(config.name, {**complete, "num_classes": CLASSES})
+    ours = model.state_dict()
     weights = {
         key: value.float() if value.is_floating_point() else value
         for key, value in source.weights.items()

@@ -12,7 +12,13 @@ from torch import nn
 from vit.config import Config, ModelConfig
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
-from vit.model.timm_model import build_timm_model, timm_name
+from vit.model.timm_model import (
+    build_timm_model,
+    complete_arguments,
+    head_names,
+    heads,
+    timm_name,
+)
 from vit.settings import require, shorten
 from vit.training.schedule import scaled_size
 
@@ -29,7 +35,8 @@ def check_timm(config: Config, image_size: tuple[int, int], channels: int) -> No
 
     Raises:
         ValueError: timm does not have the model or cannot build it, or it does not accept the
-            images, the smaller images at the beginning, Muon, whitening, or checkpointing.
+            images, the smaller images at the beginning, Muon, whitening, a frozen backbone, or
+            checkpointing.
     """
     model = _outline(config.model, image_size, channels)
     problem = _problem_with(model, image_size, channels)
@@ -57,6 +64,12 @@ def check_timm(config: Config, image_size: tuple[int, int], channels: int) -> No
         f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",
     )
     require(
+        train.freeze == "none" or _is_head_whole(config.model, model, image_size, channels),
+        "train.freeze",
+        train.freeze,
+        f"none with model.name={name}, which classifies with more layers than timm's classifier",
+    )
+    require(
         not train.checkpoint_blocks or _can_checkpoint(model),
         "train.checkpoint_blocks",
         train.checkpoint_blocks,
@@ -76,6 +89,17 @@ def _outline(config: ModelConfig, image_size: tuple[int, int], channels: int) ->
         return build_timm_model(
             config.name, config.timm_args or {}, image_size, channels, CLASSES
         ).eval()
+
+
+def _is_head_whole(
+    config: ModelConfig, model: nn.Module, image_size: tuple[int, int], channels: int
+) -> bool:
+    """Tell whether timm's classifier has all layers that depend on the number of classes."""
+    arguments = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
+    parameters = dict(model.named_parameters())
+    trained = {parameter for head in heads(model) for parameter in head.parameters()}
+    names = head_names(config.name, arguments)
+    return {parameters[key] for key in names if key in parameters} <= trained
 
 
 def _can_checkpoint(model: Any) -> bool:
