@@ -27,7 +27,7 @@ from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import build_model
 from vit.config import to_dict
 from vit.data.datasets import ImageSet, load
-from vit.data.photos import read_photo
+from vit.data.photos import to_photo
 from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
@@ -395,7 +395,7 @@ PHOTOS: dict[str, Callable[[Path], np.ndarray]] = {  # each returns what is to b
 @pytest.mark.parametrize("name", PHOTOS)
 def test_photo_is_read_as_a_person_sees_it(name, tmp_path):
     expected = PHOTOS[name](tmp_path / name)
-    photo = read_photo(tmp_path / name, "image")
+    photo = to_photo(tmp_path / name)
     assert photo.dtype == np.uint8 and photo.shape == expected.shape
     far = np.abs(photo.astype(int) - expected).max()
     assert far <= (12 if name.endswith("jpg") else 1 if name == "transparent.png" else 0)
@@ -523,7 +523,7 @@ def test_a_photo_cut_short_is_refused_wherever_it_was_cut(name, tmp_path):
     for length in range(0, len(content) * 9 // 10, max(1, len(content) // 50)):
         cut.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"cannot be read as an image"):
-            read_photo(cut, "image")
+            to_photo(cut)
 
 
 # Two models.

@@ -101,8 +101,8 @@ def test_grey_arrays_are_photos(classifier):
 @pytest.mark.parametrize(
     ("photo", "words"),
     [
-        (Image.new("RGB", (0, 0)), "no pixels"),
-        (Image.new("F", (8, 8)), "floating-point pixels are not supported"),
+        (Image.new("RGB", (0, 0)), "the image has no pixels"),
+        (Image.new("F", (8, 8)), "the image has floating-point pixels"),
         (None, "a NoneType is not allowed"),
         (b"bytes", "a bytes is not allowed"),
     ],

@@ -11,8 +11,9 @@ from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import wilson_interval
+from vit.explain import charts, drawing, fonts
 from vit.explain.charts import confusion_picture, heads_chart, reliability_picture
-from vit.explain.drawing import BAR, COLOURS, SCALE, overlay, shorten, text_width
+from vit.explain.drawing import BAR, COLOURS, SCALE, framed, overlay, shorten, text_width
 from vit.explain.figures import attention_picture as draw_attention
 from vit.explain.figures import (
     captions_of,
@@ -543,6 +544,26 @@ def test_heads_chart_writes_its_numbers():
 
 
 # Texts.
+
+
+def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch, capsys):
+    """STIXNonUnicode, which comes with matplotlib, stands for an East Asian font."""
+    letter, pictures = "\ue000", []
+    monkeypatch.setattr(fonts, "EAST_ASIAN", ("No Such Font", "STIXNonUnicode"))
+    for families in (["sans-serif"], fonts.font_families.__wrapped__()):
+        for module in (charts, drawing):
+            monkeypatch.setattr(module, "font_families", lambda found=families: found)
+        fonts._warn_of_boxes.cache_clear()
+        pictures.append(
+            framed(
+                np.full((40, 99, 3), 255, np.uint8), [(9, 30, "left", letter)], [], length=9, top=9
+            )
+        )
+        pictures.append(confusion_picture([[1, 0], [0, 1]], [letter, "b"]))
+        said = capsys.readouterr().err
+        assert said.count("warning: pictures show boxes") == (families == ["sans-serif"])
+    assert families == ["sans-serif", "STIXNonUnicode"]
+    assert (pictures[0] != pictures[2]).any() and (pictures[1] != pictures[3]).any()
 
 
 @pytest.mark.parametrize(

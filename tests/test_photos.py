@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from vit.data.photos import convert_channels, read_photo, to_photo
+from vit.data.photos import to_bands, to_photo
 
 
 def draw(channels: int, height: int = 12, width: int = 9) -> np.ndarray:
@@ -30,7 +31,7 @@ def test_grey_and_rgb_become_each_other_as_in_pillow(tmp_path: Path) -> None:
         ("colour.png", 1): np.asarray(Image.fromarray(colour).convert("L"))[..., None],
     }
     for (name, channels), pixels in expected.items():
-        np.testing.assert_array_equal(read_photo(tmp_path / name, "image", channels), pixels)
+        np.testing.assert_array_equal(to_photo(tmp_path / name, channels), pixels)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -39,15 +40,15 @@ def test_16_bits_are_scaled_the_same_for_every_image(tmp_path: Path, suffix: str
     for values in ([0, 255, 256, 514], [0, 257, 32_767, 65_535]):
         path = tmp_path / f"deep.{suffix}"
         Image.fromarray(np.array([values], np.uint16)).save(path)
-        found = read_photo(path, "image", 1)[0, :, 0]
+        found = to_photo(path, 1)[0, :, 0]
         assert found.tolist() == [value // 257 for value in values]
 
 
 def test_32_bits_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "deeper.tif"
     Image.fromarray(np.array([[70_000]], np.int32)).save(path)
-    with pytest.raises(ValueError, match=r"deeper\.tif .* 32-bit pixels are not supported"):
-        read_photo(path, "image")
+    with pytest.raises(ValueError, match=r"deeper\.tif has 32-bit pixels"):
+        to_photo(path)
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 5])
@@ -57,7 +58,7 @@ def test_pages_of_a_tiff_are_channels(tmp_path: Path, pages: int, depth: type) -
     scale = 1 if depth is np.uint8 else 257
     path = tmp_path / "stack.tif"
     save_pages(path, [pixels[..., c].astype(depth) * depth(scale) for c in range(pages)])
-    np.testing.assert_array_equal(read_photo(path, "image", pages), pixels)
+    np.testing.assert_array_equal(to_photo(path, pages), pixels)
 
 
 def test_files_with_other_channels_than_the_model_are_named(tmp_path: Path) -> None:
@@ -68,27 +69,27 @@ def test_files_with_other_channels_than_the_model_are_named(tmp_path: Path) -> N
             ValueError,
             match=rf"data\.root: .*stack\.tif has 4 channels, but the model takes {channels} \(",
         ):
-            read_photo(path, "data.root", channels)
+            to_photo(path, channels, "data.root")
     Image.fromarray(draw(3)).save(tmp_path / "colour.png")
     with pytest.raises(ValueError, match=r"colour\.png has 3 channels, but the model takes 2 \("):
-        read_photo(tmp_path / "colour.png", "data.root", 2)
+        to_photo(tmp_path / "colour.png", 2, "data.root")
     Image.fromarray(draw(1)[..., 0]).save(tmp_path / "grey.png")
     with pytest.raises(ValueError, match=r"grey\.png has 1 channel, but the model takes 5 \("):
-        read_photo(tmp_path / "grey.png", "data.root", 5)
+        to_photo(tmp_path / "grey.png", 5, "data.root")
 
 
 def test_pages_of_other_sizes_are_no_channels(tmp_path: Path) -> None:
     path = tmp_path / "stack.tif"
     save_pages(path, [draw(1)[..., 0], draw(1, 5, 5)[..., 0]])
-    with pytest.raises(ValueError, match="pages differ in size or colour"):
-        read_photo(path, "image", 2)
+    with pytest.raises(ValueError, match="has pages that differ in size or colour"):
+        to_photo(path, 2)
 
 
 def test_further_frames_of_colour_images_are_ignored(tmp_path: Path) -> None:
     for suffix in ("tif", "gif"):
         path = tmp_path / f"several.{suffix}"
         save_pages(path, [np.full((4, 4, 3), n, np.uint8) for n in (10, 200)])
-        assert (read_photo(path, "image") == 10).all()
+        assert (to_photo(path) == 10).all()
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "CMYK"])
@@ -96,7 +97,7 @@ def test_bands_are_channels_where_the_model_takes_as_many(tmp_path: Path, mode: 
     pixels = draw(len(mode))
     path = tmp_path / "bands.tif"
     Image.frombytes(mode, (9, 12), pixels.tobytes()).save(path)
-    np.testing.assert_array_equal(read_photo(path, "image", len(mode)), pixels)
+    np.testing.assert_array_equal(to_photo(path, len(mode)), pixels)
 
 
 def test_arrays_and_images_are_converted_too() -> None:
@@ -111,5 +112,32 @@ def test_arrays_and_images_are_converted_too() -> None:
         to_photo(draw(4), 5)
     with pytest.raises(ValueError, match="the image has 3 channels, but the model takes 5"):
         to_photo(Image.fromarray(draw(3)), 5)
-    same = draw(3)
-    assert convert_channels(same, 3) is same
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_bands_are_one_rgb_image_or_a_grey_one_for_each_channel(channels: int) -> None:
+    pixels = draw(channels)
+    bands = to_bands(pixels, channels)
+    assert [band.mode for band in bands] == (["RGB"] if channels == 3 else ["L"] * channels)
+    np.testing.assert_array_equal(to_photo(pixels, channels), pixels)
+
+
+def test_an_image_that_needs_no_conversion_is_not_copied() -> None:
+    image = Image.fromarray(draw(3))
+    assert to_bands(image)[0] is image
+
+
+@pytest.mark.parametrize("suffix", IMG_EXTENSIONS)
+def test_pixels_outlive_their_file(tmp_path: Path, suffix: str) -> None:
+    path, tried = tmp_path / f"photo{suffix}", 0
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK"):
+        try:
+            Image.fromarray(draw(3, 40, 30)).convert(mode).save(path)
+        except OSError:  # this kind of file has no such mode
+            continue
+        tried += 1
+        with Image.open(path) as file:
+            expected = [to_photo(file, channels) for channels in (1, 3)]
+        for pixels, (band,) in zip(expected, (to_bands(path, 1), to_bands(path, 3)), strict=True):
+            np.testing.assert_array_equal(np.asarray(band), pixels.squeeze())
+    assert tried

@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,6 +131,12 @@ def test_broken_pictures_are_listed_and_the_others_done(call, photos, tmp_path):
     lines = ended.error.splitlines()
     assert len(lines) == 2 and "\x1b" not in ended.error
     assert lines[0].startswith(f"warning: skipped: {cut} cannot be read as an image")
+
+
+def test_threads_leave_the_warning_filters_alone(call, photos):
+    before = list(warnings.filters)
+    assert call("--predict", *[photos] * 3, "--out", "table.csv").code == 0
+    assert warnings.filters == before
 
 
 def test_without_a_readable_picture_nothing_is_written(call, tmp_path):

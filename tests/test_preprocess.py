@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 import typing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,6 +143,21 @@ def test_a_line_of_pixels_needs_no_memory(size: tuple[int, int], fit: str) -> No
     assert line[seen].size and (fit != "crop" or line[seen].size <= 3 * 2 * LONGEST)
 
 
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize("size", PHOTOS)
+def test_a_file_an_image_and_an_array_give_the_same(
+    size: tuple[int, int], channels: int, fit: str, tmp_path: Path
+) -> None:
+    wanted = Preprocess((32, 48), (0.5,) * channels, (0.25,) * channels, fit=fit)
+    pixels, path = photo(*size, channels), tmp_path / "photo.tif"
+    image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+    image.save(path)
+    expected = wanted.resize(pixels)
+    for same in (path, str(path), image, np.asfortranarray(pixels)):
+        assert torch.equal(wanted.resize(same), expected)
+
+
 # Channels.
 
 
@@ -162,8 +178,11 @@ def test_each_of_many_channels_is_treated_like_a_grey_image(fit: str) -> None:
 
 
 def test_channels_that_cannot_be_converted_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 channels, but the model takes 3"):
-        CIFAR10.resize(photo(32, 32, 5))
+    five = Preprocess((32, 32), (0.5,) * 5, (0.25,) * 5)
+    with pytest.raises(ValueError, match="3 channels, but the model takes 5"):
+        five.resize(photo(32, 32))
+    with pytest.raises(ValueError, match=r"^image: an array .* \(32, 32, 5\) is not allowed"):
+        CIFAR10.resize(photo(32, 32, 5), "image")
 
 
 # The part of a photo that the model sees.

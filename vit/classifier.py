@@ -161,10 +161,7 @@ class Classifier:
             raise ValueError(f"top: {top} is not allowed; it must be at least 1")
         if not photos:
             return []
-        channels = self.preprocess.channels
-        inputs = torch.stack(
-            [self.preprocess.resize(to_photo(photo, channels)) for photo in photos]
-        )
+        inputs = torch.stack([self.preprocess.resize(photo) for photo in photos])
         return self.rank(inputs, top)
 
     def rank(self, images: Tensor, top: int = 5, batch_size: int = 500) -> list[dict[str, float]]:

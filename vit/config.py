@@ -64,7 +64,7 @@ class DataConfig:
         download: download the data set if it is not in root
         image_size: height and width of the model's input in pixels, one number or two (rows and
             columns), multiples of model.patch_size; null means the data set's own, 32 x 32 for
-            image files
+            folder and table
         fit: how an image of another shape becomes image_size: crop cuts off what is left of its
             longer side, pad shrinks all of it and fills the rest with the mean colour, squash
             stretches it

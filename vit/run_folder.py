@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,18 +174,19 @@ def check_run(
         stored = _before_extension(stored, newest, config)
     before = {**_lasting(stored), **newest.environment}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
+    own = _own_values(_lasting(stored), _lasting(to_dict(config)))
     fixed = (*FIXED, "train.batch_size:") if extend else FIXED
     if any(change.startswith(fixed) for change in changes):
         raise ValueError(
             f"out: {run} contains {kind} with other data or another model, seed, "
             f"optimizer{', batch size' if extend else ''} or time budget ({'; '.join(changes)}); "
-            f"resume it with its own values, train in another folder with --out, or start over "
-            f"with --overwrite"
+            f"resume it with its own values{own}, train in another folder with --out, or start "
+            f"over with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
             f"out: {run} contains {kind} with another config ({'; '.join(changes)}); "
-            f"resume it with its own values, or with the new ones by --resume.allow_changes, "
+            f"resume it with its own values{own}, or with the new ones by --resume.allow_changes, "
             f"train in another folder with --out, or start over with --overwrite"
         )
     return newest
@@ -284,6 +287,18 @@ def _lasting(values: dict[str, Any]) -> dict[str, Any]:
     free = ("root", "download", "memory_gb", "workers")
     data = {key: value for key, value in values["data"].items() if key not in free}
     return {**values, "data": data, "out": None}
+
+
+def _own_values(stored: dict[str, Any], given: dict[str, Any]) -> str:
+    """List the flags that give a run its own values where the command gives others."""
+    flags = []
+    for group in (name for name, values in given.items() if isinstance(values, dict)):
+        for key, value in stored.get(group, {}).items():
+            words = value if isinstance(value, list | tuple) else [value]
+            if words and key in given[group] and value != given[group][key]:
+                texts = [word if isinstance(word, str) else json.dumps(word) for word in words]
+                flags.append(f"--{group}.{key} {shlex.join(texts)}")
+    return f" ({' '.join(flags)})" if flags else ""
 
 
 def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:

@@ -37,7 +37,8 @@ def list_folder(root: Path, train: bool, test_fraction: float | None) -> FileLis
 
     Args:
         root: Folder that contains train/ and test/, or the class folders themselves. test/ is
-            enough to list the test images; val/ or valid/ takes its place where it is missing.
+            enough to list the test images; val/, valid/ or validation/ takes its place where it is
+            missing.
         train: Whether to list the training images rather than the test images.
         test_fraction: Fraction of each class that is used as test images where root contains the
             class folders themselves; None is 0.2.

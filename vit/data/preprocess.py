@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config import DataConfig
-from vit.data.photos import convert_channels
+from vit.data.photos import Photo, to_bands
 from vit.data.specs import spec_of
 
 # Training images that are cropped at random are stored larger by this factor, which keeps detail.
@@ -99,42 +99,38 @@ class Preprocess:
         """The colour of padding: the mean of each channel, 0 to 255; about 0 when normalized."""
         return tuple(round(255 * mean) for mean in self.mean)
 
-    def resize(self, photo: np.ndarray) -> Tensor:
+    def resize(self, photo: Photo, key: str = "photo") -> Tensor:
         """Resize a photo to the model's image size, and crop or pad it; see `fit`.
 
         Args:
-            photo: (height, width, channels) uint8, of any size. Grey and RGB are converted into
-                each other.
+            photo: A file, a Pillow image or an array (height, width, channels) uint8, of any size;
+                its channels are converted as `vit.data.photos.to_bands` does.
+            key: The flag or config key that named the photo, for the error message.
 
         Returns:
             (C, H, W) uint8.
 
         Raises:
-            ValueError: The channels cannot be converted.
+            ValueError: The photo cannot be read, or its channels cannot be converted.
         """
-        photo = convert_channels(photo, self.channels)
-        (cut_rows, cut_columns), size = self._plan(*photo.shape[:2])
-        photo = photo[cut_rows, cut_columns]
+        bands = to_bands(photo, self.channels, key)
+        (rows, columns), size = self._plan(bands[0].height, bands[0].width)
+        cut = (columns.start, rows.start, columns.stop, rows.stop)
         filter_ = Image.Resampling[self.interpolation.upper()]
         top, left = (_offset(n, to) for n, to in zip(size, self.image_size, strict=True))
-        rows, columns = self.image_size
-        # Pillow resizes one or three channels at once.
-        if self.channels == 3:
-            bands = [(photo, self.fill)]
-        else:
-            bands = [(photo[..., c], (value,)) for c, value in enumerate(self.fill)]
-        planes = []
-        for band, fill in bands:
-            image = Image.fromarray(band)
+        fills = [self.fill] if self.channels == 3 else [(value,) for value in self.fill]
+        planes: list[np.ndarray] = []
+        for image, fill in zip(bands, fills, strict=True):
+            if cut != (0, 0, *image.size):
+                image = image.crop(cut)
             if image.size != size[::-1]:
                 image = image.resize(size[::-1], filter_)
             if size != self.image_size:
-                canvas = Image.new(image.mode, (columns, rows), fill)
+                canvas = Image.new(image.mode, self.image_size[::-1], fill)
                 canvas.paste(image, (-left, -top))
                 image = canvas
-            planes.append(np.asarray(image).reshape(rows, columns, -1))
-        pixels = planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
-        return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+            planes += map(np.asarray, image.split())  # faster than moving the last axis of RGB
+        return torch.from_numpy(np.stack(planes))
 
     def resize_all(self, images: Tensor) -> Tensor:
         """Resize images of one size as `resize` does; the same tensor if nothing has to change.

@@ -14,7 +14,6 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from vit.console import rank
-from vit.data.photos import read_photo
 from vit.data.preprocess import Preprocess
 from vit.hardware import usable_cores
 from vit.seeding import generator
@@ -50,9 +48,7 @@ def decode(task: Task) -> Decoded:
     images, problems = [], {}
     for position, path in enumerate(paths):
         try:
-            images.append(
-                preprocess.resize(read_photo(Path(path), "data.root", preprocess.channels))
-            )
+            images.append(preprocess.resize(path, "data.root"))
         except ValueError as error:
             problems[position] = str(error)
     if images:

@@ -3,7 +3,6 @@
 Pictures are (height, width, 3) uint8 arrays.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
+
+from vit.explain.fonts import font_families, missing_letters
 
 DPI = 100
 
@@ -36,8 +37,9 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     axis.set(xlabel="predicted", ylabel="true")
     axis.set_title("confusion, % of each true class", fontsize=10)
     if few:
-        axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
-        axis.set_yticks(range(len(classes)), classes)
+        family = font_families()
+        axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right", family=family)
+        axis.set_yticks(range(len(classes)), classes, family=family)
         for (row, column), share in np.ndenumerate(shares.numpy()):
             if share > 0.005:
                 colour = "white" if share > 0.5 else "black"
@@ -105,8 +107,6 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
 def pixels_of(figure: Figure) -> np.ndarray:
     """Render a matplotlib figure as pixels."""
     canvas = FigureCanvasAgg(figure)
-    with warnings.catch_warnings():
-        # Class names may be in any script; a box takes the place of what the font lacks.
-        warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
+    with missing_letters():
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

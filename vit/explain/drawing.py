@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from vit.explain.charts import DPI, pixels_of
+from vit.explain.fonts import font_families
 
 COLOURS = "inferno"
 SCALE = (0.0, 3.0)  # units of uniform attention
@@ -111,10 +112,10 @@ def _shorten_line(line: str, width: float) -> str:
 
 def text_width(line: str) -> float:
     """Measure a line of text in pixels."""
-    font = get_font(findfont(FontProperties()))
+    font = get_font([findfont(FontProperties(family=[name])) for name in font_families()])
     font.set_size(FONT_SIZE, DPI)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font lacks are drawn as boxes
+        warnings.simplefilter("ignore")  # letters that no font has are drawn as boxes
         font.set_text(line)
     return font.get_width_height()[0] / 64
 
@@ -150,11 +151,9 @@ def framed(
     for x, y, align, words in texts:
         figure.text(
             zoom * x / wide, 1 - zoom * y / tall, words,
-            ha=align, va="bottom", fontsize=FONT_SIZE, parse_math=False,
+            ha=align, va="bottom", fontsize=FONT_SIZE, family=font_families(), parse_math=False,
         )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font lacks are drawn as boxes
-        return pixels_of(figure)
+    return pixels_of(figure)
 
 
 @functools.cache

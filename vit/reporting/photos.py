@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vit.config import EvalConfig
 from vit.data.photo_files import find_photos
-from vit.data.photos import read_photo
+from vit.data.photos import to_photo
 from vit.explain.drawing import SCALE
 from vit.model.attention_model import no_maps_text
 from vit.reporting.loading import load_run, results_folder
@@ -32,7 +32,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     classifier, has_maps = saved.classifier, saved.classifier.has_maps
     channels = classifier.preprocess.channels
     for path in photos:  # before a file is written
-        read_photo(path, "image", channels)
+        to_photo(path, channels, "image")
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options) / PHOTOS_FOLDER
@@ -42,7 +42,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     print(saved.describe())
     width = max(20, *(len(name) + 1 for name in classifier.classes))
     for path, sheet in zip(photos, sheets, strict=True):
-        photo = read_photo(path, "image", channels)
+        photo = to_photo(path, channels, "image")
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
         explanation = classifier.explain(photo, KINDS, options.target) if has_maps else None
         best = explanation.probabilities if explanation else classifier.predict(photo, BEST)

@@ -22,7 +22,7 @@ from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
-from vit.data.photos import read_photo
+from vit.data.photos import pillow_warnings
 from vit.files import open_atomically
 from vit.reporting.loading import load_run, results_folder
 from vit.run_folder import PREDICTIONS_FILE
@@ -60,8 +60,11 @@ def predict_files(run: str, options: EvalConfig) -> Path:
     _require_own_table(table)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
-    # disable=None shows the bar on terminals only.
-    with tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar:
+    with (
+        pillow_warnings(),  # for all threads that read files
+        # disable=None shows the bar on terminals only.
+        tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar,
+    ):
         rows = _rank_files(saved.classifier, paths, options.batch_size, bar)
         first = next(rows, None)
         if first is None:
@@ -114,7 +117,7 @@ def _decode(
 
     def read(path: Path) -> Tensor | ValueError:
         try:
-            return preprocess.resize(read_photo(path, "predict", preprocess.channels))
+            return preprocess.resize(path, "predict")
         except ValueError as error:
             return error
 
