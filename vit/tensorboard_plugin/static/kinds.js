@@ -1,0 +1,88 @@
+// Kinds of map of the whole image, side by side.
+
+import { heatOverlay } from "./colours.js";
+import { make, write } from "./dom.js";
+import { digits } from "./maths.js";
+import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
+
+const SIDE = 208; // of the largest picture
+const FAITHFULNESS =
+  "(LeRF − MoRF)/2 of this map on this image: how much more the probability of its class falls if the " +
+  "patches that the map calls important are hidden first. A map that ignores the image has 0 on average.";
+
+/** Return the classes for which there are maps. */
+export function targetsOf(record) {
+  return [...new Set(record.details.maps.map((map) => map.target).filter((target) => target !== null))];
+}
+
+/** Return the maps to show: those without a class, and those of the chosen class, or the first. */
+export function mapsOf(record, target) {
+  const targets = targetsOf(record);
+  const chosen = targets.includes(target) ? target : targets[0];
+  return record.details.maps.filter((map) => map.target === null || map.target === chosen);
+}
+
+/** Return the map that is enlarged, or null. */
+export function chosenMap(record, state) {
+  const maps = mapsOf(record, state.target);
+  return maps.find((map) => map.kind === state.map) ?? maps[0] ?? null;
+}
+
+export class MapsView {
+  #cards = [];
+
+  /** @param {{choose: function(string): void, point: function(?number): void}} actions */
+  constructor(actions) {
+    this.actions = actions;
+    this.list = make("div", { class: "cards" });
+    this.note = make("p", { class: "note" });
+    this.element = make("div", { class: "view" }, this.list, this.note);
+  }
+
+  layout(record, state, width) {
+    const maps = mapsOf(record, state.target);
+    const side = Math.min(SIDE, Math.floor(width / 2) - 24);
+    this.size = fitPicture(record, side, side);
+    const chosen = chosenMap(record, state);
+    this.#cards = maps.map((map) => this.#card(record, map, map === chosen));
+    this.list.replaceChildren(...this.#cards.map((card) => card.element));
+    write(this.note, maps.length ? "" : "No maps of the whole image were recorded.");
+  }
+
+  #card(record, map, chosen) {
+    const canvas = make("canvas", {
+      pointermove: (event) => this.actions.point(this.#patchAt(record, event)),
+      pointerleave: () => this.actions.point(null),
+    });
+    const context = resize(canvas, this.size.width, this.size.height);
+    drawOverlay(context, record, this.size, (patch) => heatOverlay(map.values[patch]));
+    const plain = context.getImageData(0, 0, canvas.width, canvas.height);
+    const value = make("span", { class: "value" });
+    const faithfulness = map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3);
+    const element = make("button", {
+      class: "card", type: "button", "aria-pressed": String(chosen),
+      click: () => this.actions.choose(map.kind),
+    },
+    canvas,
+    make("strong", {}, map.title),
+    make("span", { class: "quiet" }, map.target === null ? "class-agnostic" : `for ${record.className(map.target)}`),
+    make("span", { class: "quiet", title: FAITHFULNESS }, `faithfulness ${faithfulness}`),
+    value);
+    return { element, context, plain, value, map };
+  }
+
+  #patchAt(record, event) {
+    const row = Math.floor(event.offsetY / this.size.patchHeight);
+    const column = Math.floor(event.offsetX / this.size.patchWidth);
+    return row < record.rows && column < record.columns ? row * record.columns + column : null;
+  }
+
+  /** Mark a patch in all maps, or none, and write its value. */
+  paint(record, patch) {
+    for (const { context, plain, value, map } of this.#cards) {
+      context.putImageData(plain, 0, 0);
+      if (patch !== null) outline(context, patchBox(record, this.size, patch), MARK, 2);
+      write(value, patch === null ? " " : `here ${digits(map.values[patch])} × uniform`);
+    }
+  }
+}
