@@ -101,13 +101,13 @@ class AttentionPlugin(base_plugin.TBPlugin):
         """
         run = _text(request, "run")
         series = self._list_run(request, run)
-        tags = [tag for tag in series if not _is_weights(tag, series)]
-        found = self._read(request, run, tags)
         images, problems = [], []
-        for tag in sorted(tags, key=_natural):
+        for tag in sorted(series, key=_natural):
+            if _is_weights(tag, series):
+                continue
             try:
                 part_of(series[tag].plugin_content)
-                steps = {datum.step: (datum, _decoded(datum)) for datum in found.get(tag, [])}
+                steps = [(datum, _decoded(datum)) for datum in self._read(request, run, tag)]
                 if steps:
                     images.append(_image(tag, steps) | {"has_weights": weights_tag(tag) in series})
             except ValueError as error:
@@ -144,8 +144,8 @@ class AttentionPlugin(base_plugin.TBPlugin):
 
     def _datum(self, request: wrappers.Request, run: str, tag: str, step: int) -> TensorDatum:
         """Return what is stored at a step; the last if there are several."""
-        data = self._read(request, run, [tag]).get(tag, [])
-        if step not in (steps := {datum.step: datum for datum in data}):
+        steps = {datum.step: datum for datum in self._read(request, run, tag)}
+        if step not in steps:
             kept = ", ".join(map(str, steps))
             raise UnknownError(f"{tag!r} has no step {step}; TensorBoard keeps {kept}")
         return steps[step]
@@ -166,20 +166,30 @@ class AttentionPlugin(base_plugin.TBPlugin):
             plugin_name=PLUGIN_NAME,
             run_tag_filter=names,
         )
-        return {run: tags for run, tags in listed.items() if tags}
+        # A tag whose steps were all written again by a resumed run is listed without any.
+        kept = {
+            run: {tag: series for tag, series in tags.items() if series.max_step is not None}
+            for run, tags in listed.items()
+        }
+        return {run: tags for run, tags in kept.items() if tags}
 
-    def _read(
-        self, request: wrappers.Request, run: str, tags: list[str]
-    ) -> dict[str, list[TensorDatum]]:
-        """Return all steps of some tags of a run."""
-        found = self._provider.read_tensors(
-            plugin_util.context(request.environ),
-            experiment_id=plugin_util.experiment_id(request.environ),
-            plugin_name=PLUGIN_NAME,
-            downsample=EVERYTHING,
-            run_tag_filter=RunTagFilter(runs=[run], tags=tags),
-        )
-        return found.get(run, {})
+    def _read(self, request: wrappers.Request, run: str, tag: str) -> list[TensorDatum]:
+        """Return what is stored at all steps of a tag, in the order of steps.
+
+        Raises:
+            ValueError: It is not a tensor.
+        """
+        try:
+            found = self._provider.read_tensors(
+                plugin_util.context(request.environ),
+                experiment_id=plugin_util.experiment_id(request.environ),
+                plugin_name=PLUGIN_NAME,
+                downsample=EVERYTHING,
+                run_tag_filter=RunTagFilter(runs=[run], tags=[tag]),
+            )
+        except TypeError as error:
+            raise ValueError(f"{tag!r} is damaged: {error}") from None
+        return sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
 
 
 def _application(answer: Callable[[wrappers.Request], Answer], content_type: str) -> Any:
@@ -257,14 +267,15 @@ def _decoded(datum: TensorDatum) -> Details:
         raise ValueError(f"step {datum.step}: {error}") from None
 
 
-def _image(tag: str, steps: dict[int, tuple[TensorDatum, Details]]) -> dict[str, Any]:
+def _image(tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]:
     """Return what the list of images says about one of them."""
-    latest = steps[max(steps)][1]
+    predictions = {datum.step: _prediction(datum, details) for datum, details in steps}
+    latest = steps[-1][1]
     return {
         "tag": tag,
         "label": None if latest.label is None else latest.classes[latest.label],
         "thumbnail": thumbnail(latest),
-        "steps": [_prediction(*steps[step]) for step in sorted(steps)],
+        "steps": list(predictions.values()),
     }
 
 
@@ -282,5 +293,5 @@ def _prediction(datum: TensorDatum, details: Details) -> dict[str, Any]:
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
     """Return a key that sorts run_2 before run_10."""
-    parts = re.findall(r"(\d+)|(\D+)", text)
+    parts = re.findall(r"(\d{1,18})|(\D+)", text)
     return [(0, int(digits), "") if digits else (1, 0, words) for digits, words in parts]
