@@ -39,6 +39,7 @@ export class App {
   async start() {
     watchTheme(() => this.layout());
     watchAddress(() => {
+      clearTimeout(this.remembering);
       this.state = parseState(readAddress());
       this.refresh();
     });
@@ -95,7 +96,12 @@ export class App {
   }
 
   /** Show the state: fill in what it leaves open, load what it names. */
-  async refresh() {
+  refresh() {
+    this.ready = this.#refresh();
+    return this.ready;
+  }
+
+  async #refresh() {
     const turn = ++this.#turn;
     const { state } = this;
     this.empty.hidden = this.runs.length > 0;
@@ -125,10 +131,10 @@ export class App {
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;
     this.chooser.render(images, state);
-    this.ready = Promise.all([this.panes[0].show(first), second && this.panes[1].show(second)]);
+    const shown = Promise.all([this.panes[0].show(first), second && this.panes[1].show(second)]);
     this.toolbar.render();
     this.#remember();
-    await this.ready;
+    await shown;
     this.toolbar.render(); // with the classes of what has been loaded
   }
 
@@ -269,7 +275,7 @@ export class App {
 
   /** Return the height that a picture may have. */
   pictureHeight() {
-    return Math.max(160, Math.min(640, window.innerHeight - 380));
+    return Math.max(160, Math.min(640, window.innerHeight - 410));
   }
 
   /** Return the height that the view beside a picture should have. */

@@ -23,9 +23,10 @@ const INFERNO = [
   "f1e968f1eb6cf1ed70f1ee74f1f079f1f27df2f381f2f485f3f689f4f78df5f891f6fa95f7fb99f9fc9dfafda0fcfea4",
 ].join("");
 
-// Paul Tol's colour-blind-safe "muted" scheme, and orange of his "vibrant" one.
+// Paul Tol's colour-blind-safe "muted" scheme; instead of cyan, which outlines patches, blue of his
+// "bright" scheme, and orange of his "vibrant" one.
 const CLASS_COLOURS = [
-  "#88ccee", "#cc6677", "#117733", "#ddcc77", "#332288",
+  "#4477aa", "#cc6677", "#117733", "#ddcc77", "#332288",
   "#aa4499", "#44aa99", "#ee7733", "#882255", "#999933",
 ];
 const OTHER_CLASS = "#9e9e9e";

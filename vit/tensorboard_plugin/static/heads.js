@@ -3,7 +3,7 @@
 import { heatPixels } from "./colours.js";
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
-import { MARK, Raster, outline, resize } from "./raster.js";
+import { MARK, Raster, resize } from "./raster.js";
 import { FUSED } from "./state.js";
 
 const TITLE = 16; // CSS pixels for the names of the columns
@@ -11,7 +11,8 @@ const LINE = 12; // of text below a map
 const ROOMY = { label: 54, gap: 6 }; // for "layer 11", and between maps
 const NARROW = { label: 26, gap: 3 }; // for "L11"
 const NARROW_WIDTH = 640;
-const LARGEST = 104; // side of a small map
+const LARGEST = 136; // side of a small map
+const STRIP_GAP = 2; // between the prefix tokens and the patches
 const FUSED_GAP = 12; // before mean, max and rollout
 
 export class HeadsView {
@@ -42,7 +43,7 @@ export class HeadsView {
   layout(record, state, width, height) {
     this.record = record;
     const { layers, heads, rows, columns, prefix } = record;
-    const strip = prefix.length ? 2 : 0; // rows for the prefix tokens and a gap below them
+    const strip = prefix.length ? 1 : 0; // row of prefix tokens above the patches
     const inOrder = state.order === "layer";
     const wide = Math.max(columns, prefix.length);
     const perRow = heads + FUSED.length;
@@ -50,11 +51,12 @@ export class HeadsView {
     this.narrow = width < NARROW_WIDTH;
     const { label, gap } = this.narrow ? NARROW : ROOMY;
     const across = Math.floor(((width - label - FUSED_GAP) / perRow - gap) / wide);
-    const down = Math.floor(((height - TITLE) / layers - text - gap) / (rows + strip));
+    const down = Math.floor(((height - TITLE) / layers - text - gap - STRIP_GAP) / (rows + strip));
     const largest = Math.floor(LARGEST / Math.max(wide, rows + strip));
     this.zoom = Math.max(1, Math.min(across, Math.max(down, 2), Math.max(largest, 2)));
     this.cellWidth = wide * this.zoom;
-    this.cellHeight = (rows + strip) * this.zoom;
+    this.strip = strip * (this.zoom + STRIP_GAP);
+    this.cellHeight = this.strip + rows * this.zoom;
     const statistic = record.details.statistics[state.statistic];
     const placed = inOrder || !statistic
       ? range(layers).flatMap((layer) => [...range(heads), ...FUSED].map((head) => [layer, head]))
@@ -84,23 +86,22 @@ export class HeadsView {
   paint(record, attention, token) {
     this.record = record;
     const prefix = record.prefix.length;
-    const strip = prefix ? 2 * this.zoom : 0;
     for (const { layer, head, left, top } of this.#cells) {
       const values = FUSED.includes(head) ? attention[head][layer] : attention.heads[layer][head];
       if (prefix) this.maps.paint(heatPixels(values.subarray(0, prefix)), prefix, left, top, this.zoom);
-      this.maps.paint(heatPixels(values.subarray(prefix)), record.columns, left, top + strip, this.zoom);
+      this.maps.paint(heatPixels(values.subarray(prefix)), record.columns, left, top + this.strip, this.zoom);
     }
     this.maps.flush();
-    if (token >= prefix && this.zoom >= 4) this.#markToken(token - prefix, strip);
+    if (token >= prefix && this.zoom >= 4) this.#markToken(token - prefix);
   }
 
   /** Return where a head's map is drawn, in CSS pixels: left and top of its first patch, and zoom. */
   place(layer, head) {
     const cell = this.#cells.find((one) => one.layer === layer && one.head === head);
-    return { left: cell.left, top: cell.top + (this.record.prefix.length ? 2 * this.zoom : 0), zoom: this.zoom };
+    return { left: cell.left, top: cell.top + this.strip, zoom: this.zoom };
   }
 
-  #markToken(patch, strip) {
+  #markToken(patch) {
     const { context } = this.maps;
     context.strokeStyle = MARK;
     context.lineWidth = 1;
@@ -108,7 +109,7 @@ export class HeadsView {
     const column = patch % this.record.columns;
     for (const { left, top } of this.#cells) {
       context.strokeRect(
-        left + column * this.zoom + 0.5, top + strip + row * this.zoom + 0.5, this.zoom - 1, this.zoom - 1,
+        left + column * this.zoom + 0.5, top + this.strip + row * this.zoom + 0.5, this.zoom - 1, this.zoom - 1,
       );
     }
   }
@@ -134,7 +135,9 @@ export class HeadsView {
         context.fillText(`${this.narrow ? "L" : "layer "}${layer}`, 2, top + this.cellHeight / 2 + 4);
       }
       if (layer === (state.layer ?? record.layers - 1) && head === state.head) {
-        outline(context, [left - 3, top - 3, this.cellWidth + 6, this.cellHeight + 6], accent, 2);
+        context.strokeStyle = accent;
+        context.lineWidth = 2;
+        context.strokeRect(left - 2, top - 2, this.cellWidth + 4, this.cellHeight + 4);
       }
     }
   }
@@ -154,10 +157,10 @@ export class HeadsView {
     if (!cell) return null;
     const prefix = record.prefix.length;
     const column = Math.floor((x - cell.left) / zoom);
-    const row = Math.floor((y - cell.top) / zoom) - (prefix ? 2 : 0);
+    const row = Math.floor((y - cell.top - this.strip) / zoom);
     let token = null;
     if (row >= 0 && column < record.columns) token = prefix + row * record.columns + column;
-    else if (row === -2 && column < prefix) token = column;
+    else if (row < 0 && column < prefix) token = column;
     return { layer: cell.layer, head: cell.head, token };
   }
 

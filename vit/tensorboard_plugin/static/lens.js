@@ -55,7 +55,7 @@ export class LensView {
       this.#rows = range(record.layers).map((layer) => this.#row(record, layer, layer === chosen));
       const named = [...this.colours.keys()].sort((a, b) => a - b);
       this.legend.replaceChildren(
-        ...named.map((index) => make("span", {}, this.#swatch(index), record.className(index))),
+        ...named.map((index) => make("span", {}, this.#swatch(index), make("span", {}, record.className(index)))),
       );
     }
     this.list.replaceChildren(...this.#rows.map((row) => row.element));

@@ -50,13 +50,13 @@ function showHead(record, { state, token, pointer, probe, attention, values }) {
     distance ? `distance ${digits(distance[of.layer][of.head])} px` : "",
     `sink ${digits(sink[of.layer][of.head])}`,
   ].filter(Boolean).join(" · ");
-  const found = at === MEAN ? "" : `${of.token === null ? "most: " : ""}${describe(at, record)}, ${digits(looked[at])} × uniform${own}`;
+  const found = at === MEAN ? "" : `${of.token === null ? "most " : ""}${describe(at, record)}: ${digits(looked[at])} × uniform${own}`;
   return {
     values,
     colourOf: (patch) => heatOverlay(values[prefix + patch]),
     swatch: (one) => (one === MEAN ? "none" : heatColour(values[one])),
     number: (one) => (one === MEAN ? "" : `${digits(values[one])} ×`),
-    lines: [`${describe(token, record)} ${verb} …`, found, `${nameHead(of.layer, of.head)}${statistics && ": "}${statistics}`],
+    lines: [`${nameHead(of.layer, of.head)}: ${describe(token, record)} ${verb}`, found, statistics],
     marked: at === MEAN ? null : looked[at],
     largest: values[indexOfLargest(values)],
   };

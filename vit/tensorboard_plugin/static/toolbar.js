@@ -49,7 +49,7 @@ export class Toolbar {
   #second() {
     this.forHeads = make("div", { class: "group" },
       make("div", { class: "segments", role: "radiogroup", "aria-label": "Direction" }, ...this.directions.map((one) => one.label)),
-      make("label", {}, "heads' ", this.statistics), make("label", {}, "ordered ", this.orders));
+      make("label", {}, "statistic ", this.statistics), make("label", {}, "order ", this.orders));
     this.forMaps = make("div", { class: "group" }, make("label", {}, "class ", this.targets));
     return make("div", { class: "line" },
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
