@@ -18,9 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-import timing  # noqa: F401  finds vit from any folder
+import timing  # noqa: F401  so that vit is found from any folder
 import torch
 from playwright.sync_api import Frame, sync_playwright
 from torch.utils.tensorboard import SummaryWriter

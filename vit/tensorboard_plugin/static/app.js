@@ -280,7 +280,7 @@ export class App {
 
   /** Return the height that the view beside a picture should have. */
   viewHeight() {
-    return this.main.classList.contains("two") ? Infinity : window.innerHeight - 140;
+    return this.main.classList.contains("two") ? Infinity : window.innerHeight - 170;
   }
 
   /** Return what is painted, as plain numbers: one object for each pane. */

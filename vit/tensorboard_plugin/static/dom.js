@@ -3,13 +3,14 @@
 /**
  * Make an element.
  *
- * Properties whose value is a function are event listeners; null and false leave an attribute out.
+ * Properties whose value is a function are event listeners; null, undefined and false leave an
+ * attribute out.
  */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (typeof value === "function") element.addEventListener(name, value);
-    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.filter((child) => child !== null));
   return element;

@@ -12,6 +12,7 @@ const ROOMY = { label: 54, gap: 6 }; // for "layer 11", and between maps
 const NARROW = { label: 26, gap: 3 }; // for "L11"
 const NARROW_WIDTH = 640;
 const LARGEST = 136; // side of a small map
+const STRIP_SIDE = 6; // of a prefix token, at least
 const STRIP_GAP = 2; // between the prefix tokens and the patches
 const FUSED_GAP = 12; // before mean, max and rollout
 
@@ -43,7 +44,7 @@ export class HeadsView {
   layout(record, state, width, height) {
     this.record = record;
     const { layers, heads, rows, columns, prefix } = record;
-    const strip = prefix.length ? 1 : 0; // row of prefix tokens above the patches
+    const strip = prefix.length; // the prefix tokens are in a row above the patches
     const inOrder = state.order === "layer";
     const wide = Math.max(columns, prefix.length);
     const perRow = heads + FUSED.length;
@@ -51,11 +52,13 @@ export class HeadsView {
     this.narrow = width < NARROW_WIDTH;
     const { label, gap } = this.narrow ? NARROW : ROOMY;
     const across = Math.floor(((width - label - FUSED_GAP) / perRow - gap) / wide);
-    const down = Math.floor(((height - TITLE) / layers - text - gap - STRIP_GAP) / (rows + strip));
-    const largest = Math.floor(LARGEST / Math.max(wide, rows + strip));
+    const above = strip ? STRIP_SIDE + STRIP_GAP : 0;
+    const down = Math.floor(((height - TITLE) / layers - text - gap - above) / rows);
+    const largest = Math.floor(LARGEST / Math.max(wide, rows));
     this.zoom = Math.max(1, Math.min(across, Math.max(down, 2), Math.max(largest, 2)));
     this.cellWidth = wide * this.zoom;
-    this.strip = strip * (this.zoom + STRIP_GAP);
+    this.stripZoom = Math.max(this.zoom, Math.min(STRIP_SIDE, Math.floor((wide * this.zoom) / strip)));
+    this.strip = strip && this.stripZoom + STRIP_GAP;
     this.cellHeight = this.strip + rows * this.zoom;
     const statistic = record.details.statistics[state.statistic];
     const placed = inOrder || !statistic
@@ -79,7 +82,19 @@ export class HeadsView {
     this.maps.resize(...size);
     this.context = resize(this.over, ...size);
     this.#drawLabels(state, inOrder, statistic);
-    write(this.note, statistic ? "" : `This model's patches have no ${state.statistic}.`);
+    write(this.note, this.#describe(state, inOrder));
+  }
+
+  #describe({ statistic }, inOrder) {
+    const { statistics } = this.record.details;
+    const means = Object.entries(statistics).filter(([, values]) => values !== null).map(([name, values]) => {
+      const all = values.flat();
+      return `${name} ${digits(all.reduce((sum, value) => sum + value) / all.length)}${name === "distance" ? " px" : ""}`;
+    });
+    const below = statistics[statistic] === null
+      ? `This model's patches have no ${statistic}.`
+      : `Below each map: ${inOrder ? "" : "layer/head, "}${statistic}.`;
+    return `${below} Mean over all heads: ${means.join(", ")}.`;
   }
 
   /** Paint every map. `attention` is what `Weights.of` returns. */
@@ -88,7 +103,7 @@ export class HeadsView {
     const prefix = record.prefix.length;
     for (const { layer, head, left, top } of this.#cells) {
       const values = FUSED.includes(head) ? attention[head][layer] : attention.heads[layer][head];
-      if (prefix) this.maps.paint(heatPixels(values.subarray(0, prefix)), prefix, left, top, this.zoom);
+      if (prefix) this.maps.paint(heatPixels(values.subarray(0, prefix)), prefix, left, top, this.stripZoom);
       this.maps.paint(heatPixels(values.subarray(prefix)), record.columns, left, top + this.strip, this.zoom);
     }
     this.maps.flush();
@@ -126,7 +141,7 @@ export class HeadsView {
       context.fillStyle = quiet;
       context.textAlign = "center";
       const lines = [];
-      if (!inOrder && statistic) lines.push(this.cellWidth < 60 ? `L${layer} H${head}` : `layer ${layer} head ${head}`);
+      if (!inOrder && statistic) lines.push(this.cellWidth < 80 ? `${layer}/${head}` : `layer ${layer} head ${head}`);
       if (statistic && !FUSED.includes(head)) lines.push(digits(statistic[layer][head]));
       lines.forEach((line, number) => context.fillText(line, middle, bottom + (number + 1) * LINE - 2));
       if (inOrder && layer === 0) context.fillText(this.#columnName(head), middle, TITLE - 5);
@@ -158,9 +173,10 @@ export class HeadsView {
     const prefix = record.prefix.length;
     const column = Math.floor((x - cell.left) / zoom);
     const row = Math.floor((y - cell.top - this.strip) / zoom);
+    const special = Math.floor((x - cell.left) / this.stripZoom);
     let token = null;
     if (row >= 0 && column < record.columns) token = prefix + row * record.columns + column;
-    else if (row < 0 && column < prefix) token = column;
+    else if (row < 0 && special < prefix) token = special;
     return { layer: cell.layer, head: cell.head, token };
   }
 

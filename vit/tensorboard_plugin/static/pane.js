@@ -154,8 +154,11 @@ export class Pane {
     if (top.length) {
       const [index, probability] = top[0];
       const mark = label === null ? "" : index === label ? "✓" : "✗";
-      parts.push(make("span", {}, "predicted ", make("strong", {}, className(index)), ` ${percent(probability)} `,
-        make("b", { class: mark === "✓" ? "right" : "wrong", "aria-label": { "✓": "right", "✗": "wrong" }[mark] ?? "" }, mark)));
+      parts.push(
+        make("span", {}, "predicted ", make("strong", {}, className(index))),
+        make("span", { class: "fixed" }, `${percent(probability)} `,
+          make("b", { class: mark === "✓" ? "right" : "wrong", "aria-label": { "✓": "right", "✗": "wrong" }[mark] }, mark)),
+      );
     }
     if (!parts.length) parts.push(make("span", {}, this.record.tag));
     this.caption.replaceChildren(...parts);

@@ -26,7 +26,7 @@ export function valuesOf(attention, layer, head) {
 /** Return a token's name within a sentence. */
 export function describe(token, record) {
   const name = tokenName(token, record);
-  return token >= record.prefix.length ? `patch ${name}` : name;
+  return token >= record.prefix.length ? `patch (${name})` : name;
 }
 
 function nameHead(layer, head) {
@@ -42,7 +42,7 @@ function showHead(record, { state, token, pointer, probe, attention, values }) {
   const looked = valuesOf(attention, of.layer, of.head);
   const best = indexOfLargest(looked);
   const at = of.token ?? best;
-  const own = token === MEAN || of.token !== null ? "" : `, itself ${digits(looked[token])} ×`;
+  const own = token === MEAN || of.token !== null ? "" : `, itself at ${digits(looked[token])} ×`;
   const verb = state.direction === "to" ? "attends to" : "receives attention from";
   const { entropy, distance, sink } = record.details.statistics;
   const statistics = FUSED.includes(of.head) ? "" : [
@@ -50,7 +50,7 @@ function showHead(record, { state, token, pointer, probe, attention, values }) {
     distance ? `distance ${digits(distance[of.layer][of.head])} px` : "",
     `sink ${digits(sink[of.layer][of.head])}`,
   ].filter(Boolean).join(" · ");
-  const found = at === MEAN ? "" : `${of.token === null ? "most " : ""}${describe(at, record)}: ${digits(looked[at])} × uniform${own}`;
+  const found = at === MEAN ? "" : `${of.token === null ? "strongest: " : ""}${describe(at, record)} at ${digits(looked[at])} × uniform${own}`;
   return {
     values,
     colourOf: (patch) => heatOverlay(values[prefix + patch]),
@@ -74,7 +74,7 @@ function showMap(record, { state, pointer, token }) {
     colourOf: (patch) => heatOverlay(map.values[patch]),
     lines: [
       `${map.title}, ${map.target === null ? "class-agnostic" : `for ${record.className(map.target)}`}`,
-      at === null ? "" : `${describe(at, record)}: ${digits(value)} × uniform`,
+      at === null ? "" : `${describe(at, record)} at ${digits(value)} × uniform`,
     ],
     marked: value,
     largest: map.values[indexOfLargest(map.values)],
