@@ -17,6 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from attention_tab import HOSTILE, STEPS, event_file, make_record, serve, write_record
+from vit.tensorboard_plugin.records import Record
 
 chromium = shutil.which("chromium")
 if chromium is None:
@@ -49,6 +50,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     write_record(writer, f"attention/probe_{number:02d}", record, step)
             loss = Summary(value=[Summary.Value(tag="loss", simple_value=1.0)])
             writer.add_event(Event(step=0, summary=loss))  # so that there is another tab
+    with event_file(folder / "without_weights") as writer:
+        write_record(writer, TAG, Record(details=make_record().details, weights=None), 0)
     return folder
 
 
@@ -394,6 +397,18 @@ def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
         row = frame.locator(".lens-row").nth(1 + layer)
         for index in (details.lens.classes[layer][0][0], details.lens.classes[layer][1 + 5][0]):
             expect(row).to_contain_text(details.classes[index])
+
+
+def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
+    frame = show(page, address, run="without_weights")
+    expect(frame.get_by_text("weights of this image were not stored")).to_be_visible()
+    frame.get_by_role("tab", name="Maps").click()
+    card = frame.locator(".card").nth(1)
+    card.press("Enter")
+    assert wait_until(frame, "view", "maps")["values"] == pytest.approx(
+        make_record().details.maps[1].values, rel=1e-3
+    )
+    expect(card).to_be_focused()
 
 
 def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:

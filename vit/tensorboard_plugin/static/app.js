@@ -254,9 +254,9 @@ export class App {
   async togglePlay(side) {
     this.playing = this.playing === side ? null : side;
     this.#showPlaying();
-    const { steps } = this.panes[side === "a" ? 0 : 1];
-    const last = () => (side === "a" ? this.state.step : this.state.step2) === steps[steps.length - 1];
-    if (this.playing === side && last()) await this.chooseStep(side, steps[0]);
+    const pane = this.panes[side === "a" ? 0 : 1];
+    const last = () => (side === "a" ? this.state.step : this.state.step2) >= pane.steps[pane.steps.length - 1];
+    if (this.playing === side && last()) await this.chooseStep(side, pane.steps[0]);
     while (this.playing === side && !last()) {
       await new Promise((done) => setTimeout(done, PLAY));
       if (this.playing === side) await this.moveStep(1, side);

@@ -45,7 +45,8 @@ export class HeadsView {
     this.record = record;
     const { layers, heads, rows, columns, prefix } = record;
     const strip = prefix.length; // the prefix tokens are in a row above the patches
-    const inOrder = state.order === "layer";
+    const statistic = record.details.statistics[state.statistic];
+    const inOrder = state.order === "layer" || !statistic;
     const wide = Math.max(columns, prefix.length);
     const perRow = heads + FUSED.length;
     const text = inOrder ? LINE : 2 * LINE;
@@ -60,8 +61,7 @@ export class HeadsView {
     this.stripZoom = Math.max(this.zoom, Math.min(STRIP_SIDE, Math.floor((wide * this.zoom) / strip)));
     this.strip = strip && this.stripZoom + STRIP_GAP;
     this.cellHeight = this.strip + rows * this.zoom;
-    const statistic = record.details.statistics[state.statistic];
-    const placed = inOrder || !statistic
+    const placed = inOrder
       ? range(layers).flatMap((layer) => [...range(heads), ...FUSED].map((head) => [layer, head]))
       : sortedHeads(statistic, state.order === "highest");
     this.columns = perRow;

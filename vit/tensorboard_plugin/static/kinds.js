@@ -30,6 +30,7 @@ export function chosenMap(record, state) {
 
 export class MapsView {
   #cards = [];
+  #drawn = null;
 
   /** @param {{choose: function(string): void, point: function(?number): void}} actions */
   constructor(actions) {
@@ -42,14 +43,22 @@ export class MapsView {
   layout(record, state, width) {
     const maps = mapsOf(record, state.target);
     const side = Math.min(SIDE, Math.floor(width / 2) - 24);
-    this.size = fitPicture(record, side, side);
+    const again = this.#drawn && this.#drawn.record === record && this.#drawn.side === side &&
+      maps.every((map, index) => map === this.#cards[index]?.map);
+    if (!again) this.#draw(record, maps, side); // else a card may keep the focus
     const chosen = chosenMap(record, state);
-    this.#cards = maps.map((map) => this.#card(record, map, map === chosen));
-    this.list.replaceChildren(...this.#cards.map((card) => card.element));
+    for (const { element, map } of this.#cards) element.setAttribute("aria-pressed", String(map === chosen));
     write(this.note, maps.length ? "" : "No maps of the whole image were recorded.");
   }
 
-  #card(record, map, chosen) {
+  #draw(record, maps, side) {
+    this.#drawn = { record, side };
+    this.size = fitPicture(record, side, side);
+    this.#cards = maps.map((map) => this.#card(record, map));
+    this.list.replaceChildren(...this.#cards.map((card) => card.element));
+  }
+
+  #card(record, map) {
     const canvas = make("canvas", {
       pointermove: (event) => this.actions.point(this.#patchAt(record, event)),
       pointerleave: () => this.actions.point(null),
@@ -60,7 +69,7 @@ export class MapsView {
     const value = make("span", { class: "value" });
     const faithfulness = map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3);
     const element = make("button", {
-      class: "card", type: "button", "aria-pressed": String(chosen),
+      class: "card", type: "button",
       click: () => this.actions.choose(map.kind),
     },
     canvas,

@@ -48,11 +48,16 @@ export class LensView {
     const { lens } = record.details;
     this.titles.hidden = this.legend.hidden = lens === null;
     write(this.note, lens === null ? "No layer-by-layer predictions were recorded for this image." : "");
+    if (this.record !== record) this.#draw(record); // else a row may keep the focus
+    this.#rows.forEach(({ button }, layer) => button.setAttribute("aria-pressed", String(layer === state.layer)));
+  }
+
+  #draw(record) {
+    this.record = record;
     this.#rows = [];
-    if (lens !== null) {
+    if (record.details.lens !== null) {
       this.colours = lensColours(record);
-      const chosen = state.layer ?? record.layers - 1;
-      this.#rows = range(record.layers).map((layer) => this.#row(record, layer, layer === chosen));
+      this.#rows = range(record.layers).map((layer) => this.#row(record, layer));
       const named = [...this.colours.keys()].sort((a, b) => a - b);
       this.legend.replaceChildren(
         ...named.map((index) => make("span", {}, this.#swatch(index), make("span", {}, record.className(index)))),
@@ -65,7 +70,7 @@ export class LensView {
     return make("i", { class: "swatch", style: `background: rgb(${classColour(this.colours, index).join()})` });
   }
 
-  #row(record, layer, chosen) {
+  #row(record, layer) {
     const zoom = Math.max(1, Math.floor(SIDE / Math.max(record.rows, record.columns)));
     const map = new Raster(make("canvas", {
       pointermove: (event) => {
@@ -87,14 +92,13 @@ export class LensView {
     const own = guesses.map(() => bar());
     lensOf(record, layer, MEAN).forEach(([index, probability], rank) =>
       fill(pooled[rank], record.className(index), probability));
+    const button = make("button", { type: "button", click: () => this.actions.choose(layer) }, `layer ${layer}`);
     const element = make("div", { class: "lens-row" },
-      make("button", {
-        type: "button", "aria-pressed": String(chosen), click: () => this.actions.choose(layer),
-      }, `layer ${layer}`),
+      button,
       make("div", { class: "lens-map" }, map.canvas),
       make("div", {}, ...pooled.map((one) => one.element)),
       make("div", {}, ...own.map((one) => one.element)));
-    return { element, own };
+    return { element, button, own };
   }
 
   /** Write how a token is read in each layer. */

@@ -6,6 +6,11 @@ import { helpDialog } from "./keyboard.js";
 import { targetsOf } from "./kinds.js";
 import { DIRECTIONS, ORDERS, STATISTICS, VIEWS } from "./state.js";
 
+const EXPLAINED = [
+  "entropy: 0 if every token attends to a single token, 1 if attention is uniform",
+  "distance: mean distance in pixels between patches that attend to each other",
+  "sink: fraction of all attention that goes to the token that receives the most",
+].join("\n");
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
 
 export class Toolbar {
@@ -26,7 +31,7 @@ export class Toolbar {
       const input = make("input", { type: "radio", name: "direction", value: direction, change: () => app.set({ direction }) });
       return { input, label: make("label", {}, input, make("span", {}, text)) };
     });
-    this.statistics = menu("Statistic of the heads", (statistic) => app.set({ statistic }));
+    this.statistics = menu("Statistic of the heads", (statistic) => app.set({ statistic }), { title: EXPLAINED });
     this.orders = menu("Order of the heads", (order) => app.set({ order }));
     this.targets = menu("Class that the maps explain", (target) => app.set({ target: Number(target) }));
     this.heat = make("input", { type: "checkbox", change: () => app.set({ heat: this.heat.checked ? "yes" : "no" }) });
