@@ -39,7 +39,7 @@ class UnknownError(ValueError):
     """A request names a run, tag or step that does not exist."""
 
 
-class AttentionPlugin(base_plugin.TBPlugin):
+class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no types
     """The Attention tab of TensorBoard.
 
     Args:
@@ -111,7 +111,7 @@ class AttentionPlugin(base_plugin.TBPlugin):
                 if steps:
                     images.append(_image(tag, steps) | {"has_weights": weights_tag(tag) in series})
             except ValueError as error:
-                problems.append(f"{tag}: {error}")
+                problems.append(_line(f"{tag}: {error}"))
         if problems and not images:
             raise ValueError(problems[0])
         return {"images": images, "problems": problems}
@@ -215,8 +215,12 @@ def _application(answer: Callable[[wrappers.Request], Answer], content_type: str
 
 
 def _refusal(request: wrappers.Request, code: int, text: str) -> wrappers.Response:
-    line = " ".join(text.split())[:1000]
-    return http_util.Respond(request, {"error": line}, "application/json", code=code)
+    return http_util.Respond(request, {"error": _line(text)}, "application/json", code=code)
+
+
+def _line(text: str) -> str:
+    """Return a message as one line, however long the names in it are."""
+    return " ".join(text.split())[:1000]
 
 
 def _static_file(name: str) -> Any:

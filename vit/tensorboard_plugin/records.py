@@ -11,13 +11,13 @@ import io
 import math
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-VERSION = 1
+VERSION: Final = 1
 LENS_CLASSES = 3  # classes of each token in the logit lens
 TOP_CLASSES = 5
 
@@ -204,8 +204,8 @@ def _check_shape(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> np
 
 def _png_size(url: str) -> tuple[int, int] | None:
     """Return height and width from the header of a PNG file in a data URL, or None."""
-    start = url[len(PNG_URL) : len(PNG_URL) + 32]  # of 24 bytes
-    if len(start) < 32 or not (start := base64.b64decode(start)).startswith(b"\x89PNG\r\n\x1a\n"):
+    start = base64.b64decode(url[len(PNG_URL) : len(PNG_URL) + 32])
+    if len(start) < 24 or not start.startswith(b"\x89PNG\r\n\x1a\n"):
         return None
     width, height = struct.unpack(">II", start[16:24])
     return height, width
