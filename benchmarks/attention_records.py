@@ -20,11 +20,10 @@ def main() -> None:
     """Print a table of the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run folder")
-    print(
-        "run | images | steps | details, bytes | weights, bytes | uncompressed | total, MB | of all"
-    )
+    runs = parser.parse_args().runs
+    print("run | images | steps | details, bytes | weights, bytes | raw | total, MB | of all files")
     print("---|---|---|---|---|---|---|---")
-    for run in parser.parse_args().runs:
+    for run in runs:
         events = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
         sizes = defaultdict[str, list[int]](list)
         steps, raw = set(), 0
