@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 import numpy as np
@@ -50,7 +51,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     write_record(writer, f"attention/probe_{number:02d}", record, step)
             loss = Summary(value=[Summary.Value(tag="loss", simple_value=1.0)])
             writer.add_event(Event(step=0, summary=loss))  # so that there is another tab
-    with event_file(folder / "without_weights") as writer:
+    with event_file(folder / HOSTILE) as writer:
         write_record(writer, TAG, Record(details=make_record().details, weights=None), 0)
     return folder
 
@@ -115,15 +116,21 @@ def weights_of(logs: Path, run: str, tag: str = TAG, step: int = STEPS[-1]) -> n
     raise AssertionError(f"no weights of {run} {tag} at step {step}")
 
 
+def link(parameters: dict[str, Any]) -> str:
+    parts = [f"p.attention.{key}={quote(str(value))}" for key, value in parameters.items()]
+    return "&".join(["attention", *parts])
+
+
 def show(page: Page, address: str, **parameters: Any) -> Frame:
     """Show a state in the tab; return its frame when it is painted.
 
     If the tab is open already, only the end of the address changes, and nothing is loaded again.
     """
     parameters = {"run": "square", "image": TAG, **parameters}
-    parts = [f"p.attention.{key}={value}" for key, value in parameters.items()]
-    page.goto(f"{address}/#{'&'.join(['attention', *parts])}")
-    return ready(page)
+    page.goto(f"{address}/#{link(parameters)}")
+    frame = ready(page)
+    wait_until(frame, "run", parameters["run"])
+    return frame
 
 
 def ready(page: Page) -> Frame:
@@ -232,6 +239,20 @@ def test_hovering_a_patch_paints_its_weights(
         )
         # A value between two of the 256 colours may be rounded either way.
         np.testing.assert_allclose(pixels_of_map(frame, layer, head), colours[..., :3], atol=6)
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_without_a_token_the_mean_over_patches_is_painted(
+    page: Page, address: str, logs: Path, direction: str
+) -> None:
+    frame = show(page, address, run="rectangle", direction=direction, token="mean of patches")
+    weights, axis = weights_of(logs, "rectangle"), 2 if direction == "to" else 3
+    painted = numbers(frame)
+    patches = np.arange(3, 31)
+    expected = weights.take(patches, axis).mean(axis) * 31
+    np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
+    rolled = rollouts(weights).take(patches, axis - 1).mean(axis - 1) * 31
+    np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
 
 
 def test_a_chip_paints_the_class_token(page: Page, address: str, logs: Path) -> None:
@@ -400,7 +421,8 @@ def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
 
 
 def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
-    frame = show(page, address, run="without_weights")
+    frame = show(page, address, run=HOSTILE)
+    expect(frame.get_by_role("heading", name=HOSTILE)).to_be_visible()
     expect(frame.get_by_text("weights of this image were not stored")).to_be_visible()
     frame.get_by_role("tab", name="Maps").click()
     card = frame.locator(".card").nth(1)

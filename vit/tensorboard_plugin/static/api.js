@@ -28,7 +28,7 @@ class Cache {
   #entries = new Map(); // oldest first
   #bytes = 0;
 
-  /** Return the promise of a key, and start to load it if it is not there; failures are not kept. */
+  /** Return the promise of a key, and start to load what is not there; failures are not kept. */
   get(key, load) {
     const known = this.#entries.get(key);
     if (known) {
@@ -82,7 +82,16 @@ async function load(run, image, at) {
   const shape = { layers, heads, tokens, prefix: prefix.length };
   const [height, width] = details.image_size;
   return {
-    run, tag: image.tag, step: at.step, details, layers, heads, prefix, rows, columns, tokens,
+    run,
+    tag: image.tag,
+    step: at.step,
+    details,
+    layers,
+    heads,
+    prefix,
+    rows,
+    columns,
+    tokens,
     className: (index) => details.classes[index] ?? `class ${index}`,
     weights: buffer && new Weights(buffer, shape),
     ...(await decodeImage(details.image)),
@@ -92,7 +101,8 @@ async function load(run, image, at) {
 
 /** Return the source of an image, which must be a PNG file within the address. */
 export function checkedImage(address) {
-  if (typeof address !== "string" || !address.startsWith(PNG)) throw new Error("The image is not a PNG file.");
+  if (typeof address !== "string" || !address.startsWith(PNG))
+    throw new Error("The image is not a PNG file.");
   return address;
 }
 

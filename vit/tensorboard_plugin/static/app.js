@@ -3,14 +3,17 @@
 import { fetchImages, fetchRuns } from "./api.js";
 import { Chooser } from "./chooser.js";
 import { make, write } from "./dom.js";
+import { emptyState } from "./empty.js";
 import { readAddress, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
-import { MEAN, nearest, range, tokenName, tokenOf } from "./maths.js";
+import { nearest } from "./maths.js";
+import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
 import { Pane } from "./pane.js";
-import { FUSED, parseState, stateParameters } from "./state.js";
+import { parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
+const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
 const PLAY = 600; // milliseconds between steps
 
 export class App {
@@ -38,9 +41,8 @@ export class App {
 
   async start() {
     watchTheme(() => this.layout());
-    watchAddress(() => {
-      clearTimeout(this.remembering);
-      this.state = parseState(readAddress());
+    watchAddress((parameters) => {
+      this.state = parseState(parameters);
       this.refresh();
     });
     new ResizeObserver(() => this.layout()).observe(this.main);
@@ -80,12 +82,13 @@ export class App {
 
   /** Take over new images of a run; a pane that shows the newest step goes on to the newest. */
   #follow(run, list) {
-    const stepsOf = (images) => images.images.find((image) => image.tag === this.state.image)?.steps.map((one) => one.step) ?? [];
+    const stepsOf = ({ images }) =>
+      (images.find((image) => image.tag === this.state.image)?.steps ?? []).map((one) => one.step);
     const [before, after] = [stepsOf(this.#lists.get(run)), stepsOf(list)];
-    for (const [runKey, stepKey] of [["run", "step"], ["run2", "step2"]]) {
-      const newest = this.state[stepKey] === before[before.length - 1];
-      if (this.state[runKey] === run && newest && after.length) this.state[stepKey] = after[after.length - 1];
-    }
+    const { state } = this;
+    const next = (step) => (step === before.at(-1) ? (after.at(-1) ?? step) : step);
+    if (state.run === run) state.step = next(state.step);
+    if (state.run2 === run) state.step2 = next(state.step2);
     this.#lists.set(run, list);
   }
 
@@ -112,7 +115,9 @@ export class App {
     for (const run of new Set([state.run, state.run2].filter(Boolean))) {
       try {
         if (!this.runs.some((one) => one.name === run)) {
-          throw new Error(`There is no run ${run} with attention in this log directory; choose another one.`);
+          throw new Error(
+            `There is no run ${run} with attention in this log directory; choose another one.`,
+          );
         }
         if (!this.#lists.has(run)) this.#lists.set(run, await fetchImages(run));
       } catch (error) {
@@ -143,9 +148,12 @@ export class App {
     if (problems.has(run)) return { run, problem: problems.get(run) };
     const { images, problems: damaged = [] } = this.#lists.get(run);
     const image = images.find((one) => one.tag === this.state.image);
-    if (!image) return { run, problem: `Run ${run} has no image ${this.state.image}; choose another one. ${damaged.join(" ")}` };
+    if (!image) {
+      const problem = `Run ${run} has no image ${this.state.image}; choose another one.`;
+      return { run, problem: [problem, ...damaged].join(" ") };
+    }
     const steps = image.steps.map((one) => one.step);
-    const at = steps.indexOf(step === null ? steps[steps.length - 1] : nearest(steps, step));
+    const at = steps.indexOf(step === null ? steps.at(-1) : nearest(steps, step));
     return { run, image, at: image.steps[at] };
   }
 
@@ -165,7 +173,7 @@ export class App {
       this.panes.forEach((pane) => pane.element.hidden || pane.paint());
       this.paints += 1;
       clearTimeout(this.speaking);
-      this.speaking = setTimeout(() => write(this.live, this.panes[0].lines.map((line) => line.textContent).join(". ")), 500);
+      this.speaking = setTimeout(() => write(this.live, this.panes[0].read()), SPEAK);
     });
   }
 
@@ -187,42 +195,26 @@ export class App {
     this.paint();
   }
 
-  /** Keep the patch next to the one in question; without one, that in the middle. */
+  /** Keep the patch next to the one in question. */
   movePatch(down, right) {
     const { record } = this.panes[0];
-    if (!record) return;
-    const now = tokenOf(this.state.token, record) ?? (this.pointed && tokenOf(this.pointed, record));
-    const prefix = record.prefix.length;
-    let [row, column] = [Math.floor((record.rows - 1) / 2), Math.floor((record.columns - 1) / 2)];
-    if (now !== null && now >= prefix) {
-      row = Math.floor((now - prefix) / record.columns) + down;
-      column = ((now - prefix) % record.columns) + right;
-    }
-    if (row < 0 || column < 0 || row >= record.rows || column >= record.columns) return;
-    this.#keep(tokenName(prefix + row * record.columns + column, record));
+    if (record) this.#keep(nextPatch(record, this.state.token || this.pointed, down, right));
   }
 
   /** Keep the next of the tokens that are no patches. */
   nextToken() {
     const { record } = this.panes[0];
-    if (!record) return;
-    const names = [MEAN, ...range(record.prefix.length)].map((token) => tokenName(token, record));
-    this.#keep(names[(names.indexOf(this.state.token) + 1) % names.length]);
+    if (record) this.#keep(nextSpecial(record, this.state.token));
   }
 
   moveHead(by) {
     const { record } = this.panes[0];
-    if (!record) return;
-    const heads = [...range(record.heads), ...FUSED];
-    const next = heads[heads.indexOf(this.state.head) + by];
-    if (next !== undefined) this.set({ head: next });
+    if (record) this.set({ head: nextHead(record, this.state.head, by) });
   }
 
   moveLayer(by) {
     const { record } = this.panes[0];
-    if (!record) return;
-    const next = (this.state.layer ?? record.layers - 1) + by;
-    if (next >= 0 && next < record.layers) this.set({ layer: next });
+    if (record) this.set({ layer: nextLayer(record, this.state.layer, by) });
   }
 
   chooseRun(run) {
@@ -240,7 +232,8 @@ export class App {
   chooseStep(side, step) {
     if (step === undefined) return undefined;
     const changes = side === "a" ? { step } : { step2: step };
-    if (this.state.linked === "yes" && this.state.run2) Object.assign(changes, { step, step2: step });
+    if (this.state.linked === "yes" && this.state.run2)
+      Object.assign(changes, { step, step2: step });
     return this.set(changes);
   }
 
@@ -255,7 +248,7 @@ export class App {
     this.playing = this.playing === side ? null : side;
     this.#showPlaying();
     const pane = this.panes[side === "a" ? 0 : 1];
-    const last = () => (side === "a" ? this.state.step : this.state.step2) >= pane.steps[pane.steps.length - 1];
+    const last = () => (side === "a" ? this.state.step : this.state.step2) >= pane.steps.at(-1);
     if (this.playing === side && last()) await this.chooseStep(side, pane.steps[0]);
     while (this.playing === side && !last()) {
       await new Promise((done) => setTimeout(done, PLAY));
@@ -280,7 +273,7 @@ export class App {
 
   /** Return the height that the view beside a picture should have. */
   viewHeight() {
-    return this.main.classList.contains("two") ? Infinity : window.innerHeight - 170;
+    return this.main.classList.contains("two") ? Infinity : window.innerHeight - 190;
   }
 
   /** Return what is painted, as plain numbers: one object for each pane. */
@@ -291,16 +284,4 @@ export class App {
 
 function latest(runs) {
   return runs.reduce((best, run) => (run.wall_time > best.wall_time ? run : best));
-}
-
-function emptyState() {
-  return make("section", { class: "empty" },
-    make("h2", {}, "No attention has been recorded in this log directory."),
-    make("p", {}, "Training writes it at up to ten milestones, the first at step 0. To make a small run in two minutes:"),
-    make("pre", {}, "python train.py --config shapes\ntensorboard --logdir runs"),
-    make("p", {}, "For a run that is finished, or a model of timm:"),
-    make("pre", {}, "python eval.py runs/quick --attention"),
-    make("p", {}, "From your own code, with any SummaryWriter:"),
-    make("pre", {}, "from vit.tensorboard_plugin import add_attention"),
-    make("p", { class: "quiet" }, "This page looks for new runs every few seconds."));
 }

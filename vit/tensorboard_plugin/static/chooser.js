@@ -4,7 +4,11 @@ import { checkedImage } from "./api.js";
 import { make, menu, offer, write } from "./dom.js";
 import { nearest, percent } from "./maths.js";
 
-const OUTCOMES = [["", "right or wrong"], ["right", "right"], ["wrong", "wrong"]];
+const OUTCOMES = [
+  ["", "right or wrong"],
+  ["right", "right"],
+  ["wrong", "wrong"],
+];
 
 export class Chooser {
   #label = "";
@@ -19,23 +23,51 @@ export class Chooser {
       change(value);
       this.render(this.images, this.state);
     };
-    this.labels = menu("Class", again((value) => (this.#label = value)));
-    this.outcomes = menu("Prediction", again((value) => (this.#outcome = value)));
-    this.list = make("div", { role: "listbox", tabindex: "0", "aria-label": "Images", keydown: (event) => this.#key(event) });
+    this.labels = menu(
+      "Class",
+      again((value) => (this.#label = value)),
+    );
+    this.outcomes = menu(
+      "Prediction",
+      again((value) => (this.#outcome = value)),
+    );
+    this.list = make("div", {
+      role: "listbox",
+      tabindex: "0",
+      "aria-label": "Images",
+      keydown: (event) => this.#key(event),
+    });
     this.note = make("p", { class: "note" });
-    this.element = make("aside", { class: "chooser" }, this.labels, this.outcomes, this.list, this.note);
+    this.element = make(
+      "aside",
+      { class: "chooser" },
+      this.labels,
+      this.outcomes,
+      this.list,
+      this.note,
+    );
   }
 
   /** List the images of a run with their predictions at the step that is shown. */
   render(images, state) {
     [this.images, this.state] = [images, state];
-    const labels = [...new Set(images.map((image) => image.label).filter((label) => label !== null))].sort();
+    const labels = [
+      ...new Set(images.map((image) => image.label).filter((label) => label !== null)),
+    ].sort();
     if (!labels.includes(this.#label)) this.#label = "";
-    offer(this.labels, [["", "all classes"], ...labels.map((label) => [label, label])], this.#label);
+    offer(
+      this.labels,
+      [["", "all classes"], ...labels.map((label) => [label, label])],
+      this.#label,
+    );
     offer(this.outcomes, OUTCOMES, this.#outcome);
-    const rows = images.map((image) => ({ image, at: predictionAt(image, state.step) })).filter(({ image, at }) =>
-      (this.#label === "" || image.label === this.#label) &&
-      (this.#outcome === "" || at.correct === (this.#outcome === "right")));
+    const rows = images
+      .map((image) => ({ image, at: predictionAt(image, state.step) }))
+      .filter(
+        ({ image, at }) =>
+          (this.#label === "" || image.label === this.#label) &&
+          (this.#outcome === "" || at.correct === (this.#outcome === "right")),
+      );
     this.#tags = rows.map(({ image }) => image.tag);
     write(this.note, rows.length ? "" : "No image matches.");
     this.#draw(rows, state.image);
@@ -45,14 +77,36 @@ export class Chooser {
     const shown = JSON.stringify([rows, chosen]);
     if (shown === this.#shown) return;
     this.#shown = shown;
-    this.list.replaceChildren(...rows.map(({ image, at }, index) => make("div", {
-      role: "option", id: `image-${index}`, "aria-selected": String(image.tag === chosen), title: image.tag,
-      click: () => this.choose(image.tag),
-    }, picture(image.thumbnail), make("div", {},
-      make("strong", {}, image.label ?? shortName(image.tag)),
-      at.prediction === null ? null : make("span", { class: mood(at.correct) },
-        `${at.correct === null ? "" : at.correct ? "✓ " : "✗ "}${at.prediction}`),
-      at.probability === null ? null : make("span", { class: "quiet" }, percent(at.probability))))));
+    this.list.replaceChildren(
+      ...rows.map(({ image, at }, index) =>
+        make(
+          "div",
+          {
+            role: "option",
+            id: `image-${index}`,
+            "aria-selected": String(image.tag === chosen),
+            title: image.tag,
+            click: () => this.choose(image.tag),
+          },
+          picture(image.thumbnail),
+          make(
+            "div",
+            {},
+            make("strong", {}, image.label ?? shortName(image.tag)),
+            at.prediction === null
+              ? null
+              : make(
+                  "span",
+                  { class: mood(at.correct) },
+                  `${at.correct === null ? "" : at.correct ? "✓ " : "✗ "}${at.prediction}`,
+                ),
+            at.probability === null
+              ? null
+              : make("span", { class: "quiet" }, percent(at.probability)),
+          ),
+        ),
+      ),
+    );
     const index = this.#tags.indexOf(chosen);
     if (index >= 0) {
       this.list.setAttribute("aria-activedescendant", `image-${index}`);

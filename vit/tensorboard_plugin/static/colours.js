@@ -26,8 +26,16 @@ const INFERNO = [
 // Paul Tol's colour-blind-safe "muted" scheme; instead of cyan, which outlines patches, blue of his
 // "bright" scheme, and orange of his "vibrant" one.
 const CLASS_COLOURS = [
-  "#4477aa", "#cc6677", "#117733", "#ddcc77", "#332288",
-  "#aa4499", "#44aa99", "#ee7733", "#882255", "#999933",
+  "#4477aa",
+  "#cc6677",
+  "#117733",
+  "#ddcc77",
+  "#332288",
+  "#aa4499",
+  "#44aa99",
+  "#ee7733",
+  "#882255",
+  "#999933",
 ];
 const OTHER_CLASS = "#9e9e9e";
 
@@ -101,7 +109,10 @@ export function classColour(colours, index) {
 
 /** Return a class's pixel, the more opaque the more probable it is. */
 export function classPixel(colours, index, probability) {
-  return pack(...classColour(colours, index), Math.round(255 * (0.15 + 0.85 * Math.min(1, probability))));
+  return pack(
+    ...classColour(colours, index),
+    Math.round(255 * (0.15 + 0.85 * Math.min(1, probability))),
+  );
 }
 
 /** Return a class's colour as CSS, the more opaque the more probable it is. */

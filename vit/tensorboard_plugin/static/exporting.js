@@ -66,21 +66,32 @@ function drawElement(root) {
   context.translate(root.scrollLeft - box.left, root.scrollTop - box.top);
   context.imageSmoothingEnabled = false;
   context.fillStyle = getComputedStyle(document.body).backgroundColor;
-  context.fillRect(box.left - root.scrollLeft, box.top - root.scrollTop, root.scrollWidth, root.scrollHeight);
+  context.fillRect(
+    box.left - root.scrollLeft,
+    box.top - root.scrollTop,
+    root.scrollWidth,
+    root.scrollHeight,
+  );
   drawNode(context, root);
   return canvas;
 }
 
 function drawNode(context, node) {
   if (node.nodeType === Node.TEXT_NODE) return drawText(context, node);
-  if (node.nodeType !== Node.ELEMENT_NODE || node.matches("[data-noexport]") || !node.checkVisibility({ visibilityProperty: true })) return undefined;
+  if (
+    node.nodeType !== Node.ELEMENT_NODE ||
+    node.matches("[data-noexport]") ||
+    !node.checkVisibility({ visibilityProperty: true })
+  )
+    return undefined;
   const { left, top, width, height } = node.getBoundingClientRect();
   const { backgroundColor } = getComputedStyle(node);
   if (backgroundColor !== "rgba(0, 0, 0, 0)") {
     context.fillStyle = backgroundColor;
     context.fillRect(left, top, width, height);
   }
-  if (node.matches("canvas") && width > 0 && height > 0) context.drawImage(node, left, top, width, height);
+  if (node.matches("canvas") && width > 0 && height > 0)
+    context.drawImage(node, left, top, width, height);
   for (const child of node.childNodes) drawNode(context, child);
   return undefined;
 }

@@ -19,25 +19,33 @@ const FUSED_GAP = 12; // before mean, max and rollout
 export class HeadsView {
   #cells = [];
 
-  /** @param {{choose: function(number, (number|string)): void, point: function(?object): void}} actions */
+  /**
+   * @param {{choose: function(number, (number|string)): void, point: function(?object): void}}
+   *   actions - Called with a layer and head that is chosen, and with what is under the pointer.
+   */
   constructor({ choose, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
     this.over = make("canvas", {});
-    this.stack = make("div", {
-      class: "stack",
-      tabindex: "0",
-      role: "application",
-      "aria-label": "Maps of all layers and heads. Arrow keys choose the one shown large.",
-      pointermove: (event) => point(this.#under(event)),
-      pointerleave: () => point(null),
-      click: (event) => {
-        const found = this.#under(event);
-        if (found) choose(found.layer, found.head);
+    this.stack = make(
+      "div",
+      {
+        class: "stack",
+        tabindex: "0",
+        role: "application",
+        "aria-label": "Maps of all layers and heads. Arrow keys choose the one shown large.",
+        pointermove: (event) => point(this.#under(event)),
+        pointerleave: () => point(null),
+        click: (event) => {
+          const found = this.#under(event);
+          if (found) choose(found.layer, found.head);
+        },
+        keydown: (event) => this.#move(event, choose),
       },
-      keydown: (event) => this.#move(event, choose),
-    }, this.maps.canvas, this.over);
-    this.note = make("p", { class: "note" });
-    this.element = make("div", { class: "view heads" }, this.stack, this.note);
+      this.maps.canvas,
+      this.over,
+    );
+    this.notes = [make("p", { class: "note" }), make("p", { class: "note" })];
+    this.element = make("div", { class: "view heads" }, this.stack, ...this.notes);
   }
 
   /** Arrange the maps: one row for each layer, or all heads sorted by a statistic. */
@@ -58,7 +66,10 @@ export class HeadsView {
     const largest = Math.floor(LARGEST / Math.max(wide, rows));
     this.zoom = Math.max(1, Math.min(across, Math.max(down, 2), Math.max(largest, 2)));
     this.cellWidth = wide * this.zoom;
-    this.stripZoom = Math.max(this.zoom, Math.min(STRIP_SIDE, Math.floor((wide * this.zoom) / strip)));
+    this.stripZoom = Math.max(
+      this.zoom,
+      Math.min(STRIP_SIDE, Math.floor((wide * this.zoom) / strip)),
+    );
     this.strip = strip && this.stripZoom + STRIP_GAP;
     this.cellHeight = this.strip + rows * this.zoom;
     const placed = inOrder
@@ -68,8 +79,10 @@ export class HeadsView {
     this.#cells = placed.map(([layer, head], index) => ({
       layer,
       head,
-      left: label + (index % perRow) * (this.cellWidth + gap)
-        + (inOrder && index % perRow >= heads ? FUSED_GAP : 0),
+      left:
+        label +
+        (index % perRow) * (this.cellWidth + gap) +
+        (inOrder && index % perRow >= heads ? FUSED_GAP : 0),
       top: TITLE + Math.floor(index / perRow) * (this.cellHeight + text + gap),
     }));
     const last = this.#cells[this.#cells.length - 1];
@@ -82,19 +95,24 @@ export class HeadsView {
     this.maps.resize(...size);
     this.context = resize(this.over, ...size);
     this.#drawLabels(state, inOrder, statistic);
-    write(this.note, this.#describe(state, inOrder));
+    this.#describe(state, inOrder);
   }
 
   #describe({ statistic }, inOrder) {
     const { statistics } = this.record.details;
-    const means = Object.entries(statistics).filter(([, values]) => values !== null).map(([name, values]) => {
-      const all = values.flat();
-      return `${name} ${digits(all.reduce((sum, value) => sum + value) / all.length)}${name === "distance" ? " px" : ""}`;
-    });
-    const below = statistics[statistic] === null
-      ? `This model's patches have no ${statistic}.`
-      : `Below each map: ${inOrder ? "" : "layer/head, "}${statistic}.`;
-    return `${below} Mean over all heads: ${means.join(", ")}.`;
+    const means = Object.entries(statistics)
+      .filter(([, values]) => values !== null)
+      .map(([name, values]) => {
+        const all = values.flat();
+        const mean = all.reduce((sum, value) => sum + value) / all.length;
+        return `${name} ${digits(mean)}${name === "distance" ? " px" : ""}`;
+      });
+    const below =
+      statistics[statistic] === null
+        ? `This model's patches have no ${statistic}.`
+        : `Below each map: ${inOrder ? "" : "layer/head, "}${statistic}.`;
+    write(this.notes[0], below);
+    write(this.notes[1], `Mean over all heads: ${means.join(", ")}.`);
   }
 
   /** Paint every map. `attention` is what `Weights.of` returns. */
@@ -103,14 +121,21 @@ export class HeadsView {
     const prefix = record.prefix.length;
     for (const { layer, head, left, top } of this.#cells) {
       const values = FUSED.includes(head) ? attention[head][layer] : attention.heads[layer][head];
-      if (prefix) this.maps.paint(heatPixels(values.subarray(0, prefix)), prefix, left, top, this.stripZoom);
-      this.maps.paint(heatPixels(values.subarray(prefix)), record.columns, left, top + this.strip, this.zoom);
+      if (prefix)
+        this.maps.paint(heatPixels(values.subarray(0, prefix)), prefix, left, top, this.stripZoom);
+      this.maps.paint(
+        heatPixels(values.subarray(prefix)),
+        record.columns,
+        left,
+        top + this.strip,
+        this.zoom,
+      );
     }
     this.maps.flush();
     if (token >= prefix && this.zoom >= 4) this.#markToken(token - prefix);
   }
 
-  /** Return where a head's map is drawn, in CSS pixels: left and top of its first patch, and zoom. */
+  /** Return where a map is drawn, in CSS pixels: left and top of its first patch, and zoom. */
   place(layer, head) {
     const cell = this.#cells.find((one) => one.layer === layer && one.head === head);
     return { left: cell.left, top: cell.top + this.strip, zoom: this.zoom };
@@ -124,7 +149,10 @@ export class HeadsView {
     const column = patch % this.record.columns;
     for (const { left, top } of this.#cells) {
       context.strokeRect(
-        left + column * this.zoom + 0.5, top + this.strip + row * this.zoom + 0.5, this.zoom - 1, this.zoom - 1,
+        left + column * this.zoom + 0.5,
+        top + this.strip + row * this.zoom + 0.5,
+        this.zoom - 1,
+        this.zoom - 1,
       );
     }
   }
@@ -141,13 +169,20 @@ export class HeadsView {
       context.fillStyle = quiet;
       context.textAlign = "center";
       const lines = [];
-      if (!inOrder && statistic) lines.push(this.cellWidth < 80 ? `${layer}/${head}` : `layer ${layer} head ${head}`);
+      if (!inOrder && statistic)
+        lines.push(this.cellWidth < 80 ? `${layer}/${head}` : `layer ${layer} head ${head}`);
       if (statistic && !FUSED.includes(head)) lines.push(digits(statistic[layer][head]));
-      lines.forEach((line, number) => context.fillText(line, middle, bottom + (number + 1) * LINE - 2));
+      lines.forEach((line, number) =>
+        context.fillText(line, middle, bottom + (number + 1) * LINE - 2),
+      );
       if (inOrder && layer === 0) context.fillText(this.#columnName(head), middle, TITLE - 5);
       if (inOrder && head === 0) {
         context.textAlign = "left";
-        context.fillText(`${this.narrow ? "L" : "layer "}${layer}`, 2, top + this.cellHeight / 2 + 4);
+        context.fillText(
+          `${this.narrow ? "L" : "layer "}${layer}`,
+          2,
+          top + this.cellHeight / 2 + 4,
+        );
       }
       if (layer === (state.layer ?? record.layers - 1) && head === state.head) {
         context.strokeStyle = accent;
@@ -167,7 +202,8 @@ export class HeadsView {
     const { offsetX: x, offsetY: y } = event;
     const { record, zoom } = this;
     const cell = this.#cells.find(
-      ({ left, top }) => x >= left && y >= top && x < left + this.cellWidth && y < top + this.cellHeight,
+      ({ left, top }) =>
+        x >= left && y >= top && x < left + this.cellWidth && y < top + this.cellHeight,
     );
     if (!cell) return null;
     const prefix = record.prefix.length;
@@ -181,7 +217,9 @@ export class HeadsView {
   }
 
   #move(event, choose) {
-    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[event.key];
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[
+      event.key
+    ];
     if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     event.stopPropagation();
@@ -190,7 +228,9 @@ export class HeadsView {
 
   /** Choose another map, `by` places further. */
   step(by, choose) {
-    const at = this.#cells.findIndex(({ layer, head }) => layer === this.chosen.layer && head === this.chosen.head);
+    const at = this.#cells.findIndex(
+      ({ layer, head }) => layer === this.chosen.layer && head === this.chosen.head,
+    );
     const next = this.#cells[Math.max(at, 0) + by];
     if (next) choose(next.layer, next.head);
   }

@@ -1,7 +1,7 @@
 // TensorBoard around the iframe: the address of the page, which keeps the state, and the theme.
 //
-// TensorBoard keeps its tab and the plugins' parameters in the fragment: #attention&p.attention.KEY=
-// VALUE. It rewrites the query string, but leaves other plugins' parameters in the fragment alone.
+// TensorBoard keeps its tab and the parameters of plugins in the fragment:
+// #attention&p.attention.KEY=VALUE. It rewrites the query string, but leaves these parameters alone.
 
 const TAB = "attention";
 const PREFIX = "p.attention.";
@@ -17,8 +17,11 @@ function findHost() {
   }
 }
 
-function parts() {
-  return host.location.hash.slice(1).split("&").filter((part) => part !== "");
+function parts(hash = host.location.hash) {
+  return hash
+    .slice(1)
+    .split("&")
+    .filter((part) => part !== "");
 }
 
 function decode(text) {
@@ -29,10 +32,10 @@ function decode(text) {
   }
 }
 
-/** Read the parameters of this tab from the address. */
-export function readAddress() {
+/** Read the parameters of this tab from the address, or from the end of another one. */
+export function readAddress(hash) {
   const found = {};
-  for (const part of parts()) {
+  for (const part of parts(hash)) {
     const [key, value] = part.split("=", 2).map(decode);
     if (key.startsWith(PREFIX) && value !== undefined) found[key.slice(PREFIX.length)] = value;
   }
@@ -57,10 +60,12 @@ export function writeAddress(parameters) {
   host.history.replaceState(host.history.state, "", addressOf(parameters));
 }
 
-/** Call a function when somebody changes the address, as by pasting a link into it. */
+/** Call a function with the parameters when somebody changes the address, as by pasting a link. */
 export function watchAddress(changed) {
-  host.addEventListener("hashchange", () => {
-    if (parts()[0] === TAB && Object.keys(readAddress()).length > 0) changed();
+  host.addEventListener("hashchange", ({ newURL }) => {
+    const { hash } = new URL(newURL); // meanwhile, the address may have been written again
+    const parameters = readAddress(hash);
+    if (parts(hash)[0] === TAB && Object.keys(parameters).length > 0) changed(parameters);
   });
 }
 
@@ -68,7 +73,8 @@ export function watchAddress(changed) {
 export function watchTheme(changed) {
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
-    const dark = host === window ? system.matches : host.document.body.classList.contains("dark-mode");
+    const dark =
+      host === window ? system.matches : host.document.body.classList.contains("dark-mode");
     const theme = dark ? "dark" : "light";
     if (document.documentElement.dataset.theme === theme) return;
     document.documentElement.dataset.theme = theme;

@@ -18,11 +18,14 @@ const KEYS = [
 ];
 
 export function helpDialog() {
-  const dialog = make("dialog", { "aria-label": "Keys", click: (event) => event.target === dialog && dialog.close() },
+  const dialog = make(
+    "dialog",
+    { "aria-label": "Keys", click: (event) => event.target === dialog && dialog.close() },
     make("h2", {}, "Keys"),
     make("dl", {}, ...KEYS.flatMap(([keys, does]) => [make("dt", {}, keys), make("dd", {}, does)])),
     make("p", { class: "quiet" }, "Click a patch to keep it, and again to release it."),
-    make("button", { type: "button", click: () => dialog.close() }, "Close"));
+    make("button", { type: "button", click: () => dialog.close() }, "Close"),
+  );
   return dialog;
 }
 
@@ -50,7 +53,8 @@ export function listen(app, help) {
   };
   Object.keys(VIEWS).forEach((view, index) => (actions[index + 1] = () => app.set({ view })));
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || help.open) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || help.open)
+      return;
     const { target } = event;
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     if (target.matches("select") || !(key in actions)) return;

@@ -4,13 +4,14 @@
 
 export const MEAN = -1; // instead of a token: the mean over all patches
 
-/** The attention weights of one image at one step, kept as they come: 8 bits and a scale per row. */
+/** The attention weights of an image at a step, kept as they come: 8 bits and a scale per row. */
 export class Weights {
   #means = [];
   #meanOfPatches = {};
 
   /**
-   * @param {ArrayBuffer} buffer - L*H*N*N uint8 codes, then L*H*N float32 scales; weight = code * scale.
+   * @param {ArrayBuffer} buffer - L*H*N*N uint8 codes, then L*H*N float32 scales; their products
+   *   are the weights.
    * @param {{layers: number, heads: number, tokens: number, prefix: number}} shape
    */
   constructor(buffer, { layers, heads, tokens, prefix }) {
@@ -40,12 +41,13 @@ export class Weights {
       const unit = scale[token] * n;
       for (let key = 0; key < n; key++) values[key] = codes[token * n + key] * unit;
     } else {
-      for (let query = 0; query < n; query++) values[query] = codes[query * n + token] * scale[query] * n;
+      for (let query = 0; query < n; query++)
+        values[query] = codes[query * n + token] * scale[query] * n;
     }
     return values;
   }
 
-  /** Return one token's attention in all heads and their fusions: arrays of L times (H times) (N,). */
+  /** Return one token's attention in all heads and their fusions: arrays of L (times H) times N. */
   of(token, direction) {
     if (token === MEAN && direction in this.#meanOfPatches) return this.#meanOfPatches[direction];
     const heads = range(this.layers).map((layer) =>
@@ -80,7 +82,8 @@ export class Weights {
     }
     return range(this.layers).map((last) => {
       let row = start;
-      for (let layer = last; layer >= 0; layer--) row = halfway(row, timesMatrix(row, this.meanMatrix(layer)));
+      for (let layer = last; layer >= 0; layer--)
+        row = halfway(row, timesMatrix(row, this.meanMatrix(layer)));
       return inUnits(row);
     });
   }
@@ -119,7 +122,7 @@ export class Weights {
   }
 }
 
-/** Return a token's name, the same in all runs: "ROW, COLUMN" of a patch, or that of a prefix token. */
+/** Return a token's name, the same in all runs: "ROW, COLUMN" of a patch, or of a prefix token. */
 export function tokenName(token, { prefix, columns }) {
   if (token === MEAN) return "mean of patches";
   if (token < prefix.length) return prefix[token];
@@ -139,7 +142,9 @@ export function tokenOf(name, { prefix, rows, columns }) {
 
 /** Return all heads, [layer, head] each, sorted by a statistic (L, H). */
 export function sortedHeads(statistic, highestFirst) {
-  const heads = statistic.flatMap((layer, number) => layer.map((value, head) => [number, head, value]));
+  const heads = statistic.flatMap((layer, number) =>
+    layer.map((value, head) => [number, head, value]),
+  );
   heads.sort((a, b) => (highestFirst ? b[2] - a[2] : a[2] - b[2]));
   return heads.map(([layer, head]) => [layer, head]);
 }
@@ -151,7 +156,8 @@ export function nearest(steps, step) {
 
 export function indexOfLargest(values) {
   let best = 0;
-  for (let index = 1; index < values.length; index++) if (values[index] > values[best]) best = index;
+  for (let index = 1; index < values.length; index++)
+    if (values[index] > values[best]) best = index;
   return best;
 }
 
@@ -170,7 +176,9 @@ export function percent(probability) {
 }
 
 function meanOf(vectors) {
-  return vectors[0].map((_, index) => vectors.reduce((sum, one) => sum + one[index], 0) / vectors.length);
+  return vectors[0].map(
+    (_, index) => vectors.reduce((sum, one) => sum + one[index], 0) / vectors.length,
+  );
 }
 
 function maxOf(vectors) {

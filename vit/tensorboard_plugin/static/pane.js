@@ -1,12 +1,13 @@
 // A pane: one image of one run at one step. Two panes stand side by side to be compared.
 
 import { fetchRecord } from "./api.js";
-import { barPixels, SCALE } from "./colours.js";
+import { ColourBar } from "./colour_bar.js";
 import { make, write } from "./dom.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
-import { MEAN, digits, percent, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, percent, range, tokenName, tokenOf } from "./maths.js";
+import { numbersOf } from "./numbers.js";
 import { Picture } from "./picture.js";
 import { describe, show, valuesOf } from "./scene.js";
 import { FUSED } from "./state.js";
@@ -23,7 +24,8 @@ export class Pane {
   constructor(app, side) {
     this.app = app;
     this.side = side;
-    const point = (patch) => app.point(patch === null ? null : tokenName(this.record.prefix.length + patch, this.record));
+    const point = (patch) =>
+      app.point(patch === null ? null : tokenName(this.record.prefix.length + patch, this.record));
     this.picture = new Picture({
       point,
       pin: (patch) => app.pin(tokenName(this.record.prefix.length + patch, this.record)),
@@ -46,38 +48,62 @@ export class Pane {
     this.title = make("h2", {});
     this.caption = make("p", { class: "caption" });
     this.box = make("div", { class: "box" }, this.picture.canvas);
-    this.chips = make("div", { class: "chips", role: "group", "aria-label": "Tokens that are no patches" });
-    const gradient = make("canvas", { width: 256, height: 1 });
-    const pixels = new ImageData(256, 1);
-    new Uint32Array(pixels.data.buffer).set(barPixels());
-    gradient.getContext("2d").putImageData(pixels, 0, 0);
-    this.marker = make("i", { class: "marker" });
-    this.beyond = make("span", { class: "beyond" });
-    this.scale = make("div", { class: "scale", "aria-hidden": "true" },
-      this.marker, gradient,
-      ...range(SCALE + 1).map((tick) =>
-        make("span", { class: "tick", style: `left: ${(100 * tick) / SCALE}%` }, String(tick))),
-      make("span", { class: "unit" }, "× uniform"), this.beyond);
+    this.chips = make("div", {
+      class: "chips",
+      role: "group",
+      "aria-label": "Tokens that are no patches",
+    });
+    this.scale = new ColourBar();
     this.lines = range(3).map(() => make("p", {}));
     this.readout = make("div", { class: "readout" }, ...this.lines);
-    this.play = make("button", {
-      type: "button", class: "play", "aria-label": "Play the steps", click: () => this.app.togglePlay(this.side),
-    }, "▶");
+    this.play = make(
+      "button",
+      {
+        type: "button",
+        class: "play",
+        "aria-label": "Play the steps",
+        click: () => this.app.togglePlay(this.side),
+      },
+      "▶",
+    );
     this.slider = make("input", {
-      type: "range", min: 0, "aria-label": "Step",
+      type: "range",
+      min: 0,
+      "aria-label": "Step",
       input: () => this.app.chooseStep(this.side, this.steps[Number(this.slider.value)]),
     });
     this.step = make("output", {});
     this.top = range(5).map(() => bar());
     this.host = make("div", { class: "host" });
-    this.content = make("div", { class: "content" },
-      make("div", { class: "left" }, this.caption, this.box, this.chips, this.scale, this.readout,
-        make("div", { class: "top" }, ...this.top.map((one) => one.element))),
-      this.host);
+    this.content = make(
+      "div",
+      { class: "content" },
+      make(
+        "div",
+        { class: "left" },
+        this.caption,
+        this.box,
+        this.chips,
+        this.scale.element,
+        this.readout,
+        make("div", { class: "top" }, ...this.top.map((one) => one.element)),
+      ),
+      this.host,
+    );
     this.message = make("p", { class: "message", role: "status" });
-    this.element = make("section", { class: "pane" },
-      make("header", {}, this.title, make("div", { class: "steps", "data-noexport": "" }, this.play, this.slider), this.step),
-      this.message, this.content);
+    this.element = make(
+      "section",
+      { class: "pane" },
+      make(
+        "header",
+        {},
+        this.title,
+        make("div", { class: "steps", "data-noexport": "" }, this.play, this.slider),
+        this.step,
+      ),
+      this.message,
+      this.content,
+    );
   }
 
   /**
@@ -138,11 +164,16 @@ export class Pane {
     this.#writeCaption();
     this.#writeChips();
     const usable = app.state.view !== "heads" || record.weights !== null;
-    this.host.classList.toggle("missing", !usable);
     if (usable) view.layout(record, this.#seen(), this.host.clientWidth, app.viewHeight());
-    else this.host.replaceChildren(make("p", { class: "note" },
-      "The attention weights of this image were not stored, because it has too many tokens. " +
-      "See Maps and Predictions."));
+    else
+      this.host.replaceChildren(
+        make(
+          "p",
+          { class: "note" },
+          "The attention weights of this image were not stored: it has too many tokens. " +
+            "See Maps and Predictions.",
+        ),
+      );
     this.paint();
   }
 
@@ -156,8 +187,19 @@ export class Pane {
       const mark = label === null ? "" : index === label ? "✓" : "✗";
       parts.push(
         make("span", {}, "predicted ", make("strong", {}, className(index))),
-        make("span", { class: "fixed" }, `${percent(probability)} `,
-          make("b", { class: mark === "✓" ? "right" : "wrong", "aria-label": { "✓": "right", "✗": "wrong" }[mark] }, mark)),
+        make(
+          "span",
+          { class: "fixed" },
+          `${percent(probability)} `,
+          make(
+            "b",
+            {
+              class: mark === "✓" ? "right" : "wrong",
+              "aria-label": { "✓": "right", "✗": "wrong" }[mark],
+            },
+            mark,
+          ),
+        ),
       );
     }
     if (!parts.length) parts.push(make("span", {}, this.record.tag));
@@ -176,12 +218,19 @@ export class Pane {
     this.chipParts = names.map((name, index) => {
       const swatch = make("i", { class: "swatch" });
       const value = make("span", { class: "number" });
-      const element = make("button", {
-        type: "button", class: "chip",
-        pointerenter: () => this.app.point(name),
-        pointerleave: () => this.app.point(null),
-        click: () => this.app.pin(name),
-      }, tokens[index] === MEAN ? null : swatch, name, tokens[index] === MEAN ? null : value);
+      const element = make(
+        "button",
+        {
+          type: "button",
+          class: "chip",
+          pointerenter: () => this.app.point(name),
+          pointerleave: () => this.app.point(null),
+          click: () => this.app.pin(name),
+        },
+        tokens[index] === MEAN ? null : swatch,
+        name,
+        tokens[index] === MEAN ? null : value,
+      );
       return { element, swatch, value, token: tokens[index] };
     });
     this.chips.replaceChildren(...this.chipParts.map((part) => part.element));
@@ -213,7 +262,11 @@ export class Pane {
   #attention(token, direction) {
     const key = [token, direction].join();
     if (this.#memory.record !== this.record || this.#memory.key !== key) {
-      this.#memory = { record: this.record, key, attention: this.record.weights.of(token, direction) };
+      this.#memory = {
+        record: this.record,
+        key,
+        attention: this.record.weights.of(token, direction),
+      };
     }
     return this.#memory.attention;
   }
@@ -228,54 +281,38 @@ export class Pane {
     const patchOf = (one) => (one !== null && one >= prefix ? one - prefix : null);
     const shown = show(record, scene);
     this.picture.paint(record, state.heat === "yes" ? shown.colourOf : null, {
-      patch: patchOf(token), pinned: scene.pinned, pointer: patchOf(pointer),
+      patch: patchOf(token),
+      pinned: scene.pinned,
+      pointer: patchOf(pointer),
     });
     const view = this.views[state.view];
     view.chosen = { layer: state.layer, head: state.head };
     if (state.view === "heads" && scene.attention) view.paint(record, scene.attention, token);
     if (state.view === "maps") view.paint(record, patchOf(pointer ?? token));
-    if (state.view === "lens" && record.details.lens) view.paint(record, token, describe(token, record));
+    if (state.view === "lens" && record.details.lens)
+      view.paint(record, token, describe(token, record));
     for (const chip of this.chipParts) {
       chip.element.setAttribute("aria-pressed", String(chip.token === token));
       chip.swatch.style.background = shown.swatch(chip.token);
       write(chip.value, shown.number(chip.token));
     }
     this.lines.forEach((line, index) => write(line, shown.lines[index] ?? ""));
-    this.#paintScale(shown, state.view);
+    this.scale.paint(shown, state.view !== "lens");
     this.painted = { scene, shown };
   }
 
-  #paintScale({ marked, largest }, view) {
-    this.scale.style.visibility = view === "lens" ? "hidden" : "";
-    this.marker.style.visibility = marked === null ? "hidden" : "inherit";
-    if (marked !== null) this.marker.style.left = `${(100 * Math.min(marked, SCALE)) / SCALE}%`;
-    write(this.beyond, largest > SCALE ? `▸ up to ${digits(largest)}` : "");
+  /** Return the lines below the picture as one text. */
+  read() {
+    return this.lines
+      .map((line) => line.textContent)
+      .filter(Boolean)
+      .join(". ");
   }
 
   /** Return what is painted as plain numbers. */
   numbers() {
     const { record, painted } = this;
     if (!record || !painted) return { problem: this.message.textContent };
-    const { scene, shown } = painted;
-    const { state, attention } = scene;
-    return {
-      run: record.run, image: record.tag, step: record.step, grid: [record.rows, record.columns],
-      tokens: [...record.prefix, ...range(record.rows * record.columns).map((patch) => tokenName(record.prefix.length + patch, record))],
-      view: state.view, token: tokenName(scene.token, record), direction: state.direction,
-      layer: state.layer, head: state.head, unit: "uniform attention",
-      values: plain(shown.values),
-      ...(state.view === "heads" && attention ? {
-        heads: attention.heads.map((layer) => layer.map(plain)),
-        ...Object.fromEntries(FUSED.map((name) => [name, attention[name].map(plain)])),
-        statistics: record.details.statistics,
-      } : {}),
-      ...(state.view === "maps" ? { maps: record.details.maps } : {}),
-      ...(state.view === "lens" ? { lens: record.details.lens } : {}),
-      classes: record.details.classes, label: record.details.label, top: record.details.top,
-    };
+    return numbersOf(record, painted.scene, painted.shown);
   }
-}
-
-function plain(values) {
-  return values && Array.from(values, (value) => Number(value.toPrecision(7)));
 }

@@ -5,8 +5,8 @@ import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./rast
 
 export class Picture {
   /**
-   * @param {{point: function(?number): void, pin: function(number): void}} actions - Called with the
-   *   patch under the pointer, or null, and with the patch that is clicked.
+   * @param {{point: function(?number): void, pin: function(number): void}} actions
+   *   Called with the patch under the pointer, or null, and with the patch that is clicked.
    */
   constructor({ point, pin }) {
     this.canvas = make("canvas", {
@@ -34,7 +34,8 @@ export class Picture {
     if (!this.size) return null;
     const row = Math.floor(event.offsetY / this.size.patchHeight);
     const column = Math.floor(event.offsetX / this.size.patchWidth);
-    const inside = row >= 0 && column >= 0 && row < this.record.rows && column < this.record.columns;
+    const inside =
+      row >= 0 && column >= 0 && row < this.record.rows && column < this.record.columns;
     return inside ? row * this.record.columns + column : null;
   }
 
@@ -47,7 +48,8 @@ export class Picture {
     const { context, size } = this;
     drawOverlay(context, record, size, colourOf);
     this.#drawGrid();
-    if (pointer !== null && pointer !== patch) outline(context, patchBox(record, size, pointer), "#fff", 1);
+    if (pointer !== null && pointer !== patch)
+      outline(context, patchBox(record, size, pointer), "#fff", 1);
     if (patch !== null) outline(context, patchBox(record, size, patch), MARK, pinned ? 3 : 2);
   }
 
@@ -57,6 +59,7 @@ export class Picture {
     for (let column = 1; column < record.columns; column++) {
       context.fillRect(column * size.patchWidth, 0, 1, size.height);
     }
-    for (let row = 1; row < record.rows; row++) context.fillRect(0, row * size.patchHeight, size.width, 1);
+    for (let row = 1; row < record.rows; row++)
+      context.fillRect(0, row * size.patchHeight, size.width, 1);
   }
 }

@@ -69,7 +69,12 @@ export function fitPicture(record, boxWidth, boxHeight) {
   const side = Math.min(boxWidth / record.columns, boxHeight / record.rows / aspect);
   const patchWidth = Math.max(1, Math.floor(side));
   const patchHeight = Math.max(1, Math.round(patchWidth * aspect));
-  return { patchWidth, patchHeight, width: patchWidth * record.columns, height: patchHeight * record.rows };
+  return {
+    patchWidth,
+    patchHeight,
+    width: patchWidth * record.columns,
+    height: patchHeight * record.rows,
+  };
 }
 
 /**
@@ -77,7 +82,7 @@ export function fitPicture(record, boxWidth, boxHeight) {
  *
  * @param {CanvasRenderingContext2D} context - In CSS pixels.
  * @param {object} size - From `fitPicture`.
- * @param {?function(number): string} colourOf - A patch's colour as CSS; null shows the picture alone.
+ * @param {?function(number): string} colourOf - A patch's colour as CSS; null for none.
  */
 export function drawOverlay(context, record, size, colourOf) {
   context.imageSmoothingEnabled = size.width < record.grey.width;
@@ -98,7 +103,10 @@ export function patchBox(record, { patchWidth, patchHeight }, patch) {
 
 /** Outline a patch, visible on every colour. */
 export function outline(context, [left, top, width, height], colour, thickness) {
-  for (const [style, line, inset] of [["#000", thickness + 2, 0.5], [colour, thickness, 0.5]]) {
+  for (const [style, line, inset] of [
+    ["#000", thickness + 2, 0.5],
+    [colour, thickness, 0.5],
+  ]) {
     context.strokeStyle = style;
     context.lineWidth = line;
     context.strokeRect(left + inset, top + inset, width - 2 * inset, height - 2 * inset);

@@ -3,7 +3,7 @@
 import { copyLink, saveNumbers, savePicture } from "./exporting.js";
 import { make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
-import { targetsOf } from "./kinds.js";
+import { targetOf, targetsOf } from "./kinds.js";
 import { DIRECTIONS, ORDERS, STATISTICS, VIEWS } from "./state.js";
 
 const EXPLAINED = [
@@ -18,48 +18,101 @@ export class Toolbar {
     this.app = app;
     this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)));
     this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
-    this.linked = make("input", { type: "checkbox", change: () => app.set({ linked: this.linked.checked ? "yes" : "no" }) });
+    this.linked = make("input", {
+      type: "checkbox",
+      change: () => app.set({ linked: this.linked.checked ? "yes" : "no" }),
+    });
     this.linkedLabel = make("label", { class: "check" }, this.linked, "same step");
     this.said = make("span", { class: "said", role: "status" });
     this.help = helpDialog();
-    this.tabs = Object.entries(VIEWS).map(([view, title]) => make("button", {
-      type: "button", role: "tab", id: `tab-${view}`, "aria-controls": "panes",
-      click: () => app.set({ view }),
-      keydown: (event) => this.#moveTab(event),
-    }, title));
+    this.tabs = Object.entries(VIEWS).map(([view, title]) =>
+      make(
+        "button",
+        {
+          type: "button",
+          role: "tab",
+          id: `tab-${view}`,
+          "aria-controls": "panes",
+          click: () => app.set({ view }),
+          keydown: (event) => this.#moveTab(event),
+        },
+        title,
+      ),
+    );
     this.directions = Object.entries(DIRECTIONS).map(([direction, text]) => {
-      const input = make("input", { type: "radio", name: "direction", value: direction, change: () => app.set({ direction }) });
+      const input = make("input", {
+        type: "radio",
+        name: "direction",
+        value: direction,
+        change: () => app.set({ direction }),
+      });
       return { input, label: make("label", {}, input, make("span", {}, text)) };
     });
-    this.statistics = menu("Statistic of the heads", (statistic) => app.set({ statistic }), { title: EXPLAINED });
+    this.statistics = menu("Statistic of the heads", (statistic) => app.set({ statistic }), {
+      title: EXPLAINED,
+    });
     this.orders = menu("Order of the heads", (order) => app.set({ order }));
-    this.targets = menu("Class that the maps explain", (target) => app.set({ target: Number(target) }));
-    this.heat = make("input", { type: "checkbox", change: () => app.set({ heat: this.heat.checked ? "yes" : "no" }) });
+    this.targets = menu("Class that the maps explain", (target) =>
+      app.set({ target: Number(target) }),
+    );
+    this.heat = make("input", {
+      type: "checkbox",
+      change: () => app.set({ heat: this.heat.checked ? "yes" : "no" }),
+    });
     this.element = make("header", { class: "toolbar" }, this.#first(), this.#second(), this.help);
   }
 
   #first() {
     const button = (text, click, title) => make("button", { type: "button", click, title }, text);
-    return make("div", { class: "line" },
+    return make(
+      "div",
+      { class: "line" },
       make("label", {}, "Run ", this.runs),
       make("label", {}, "compare with ", this.others),
       this.linkedLabel,
-      make("span", { class: "space" }), this.said,
-      button("PNG", () => this.#try(() => savePicture(this.app)), "Save what is shown as a picture"),
-      button("JSON", () => this.#try(() => saveNumbers(this.app)), "Save the numbers that are shown"),
-      button("Copy link", () => this.#try(() => copyLink(this.app)), "Copy an address that shows the same"),
-      button("Keys", () => this.help.showModal(), "Show the keys (?)"));
+      make("span", { class: "space" }),
+      this.said,
+      button(
+        "PNG",
+        () => this.#try(() => savePicture(this.app)),
+        "Save what is shown as a picture",
+      ),
+      button(
+        "JSON",
+        () => this.#try(() => saveNumbers(this.app)),
+        "Save the numbers that are shown",
+      ),
+      button(
+        "Copy link",
+        () => this.#try(() => copyLink(this.app)),
+        "Copy an address that shows the same",
+      ),
+      button("Keys", () => this.help.showModal(), "Show the keys (?)"),
+    );
   }
 
   #second() {
-    this.forHeads = make("div", { class: "group" },
-      make("div", { class: "segments", role: "radiogroup", "aria-label": "Direction" }, ...this.directions.map((one) => one.label)),
-      make("label", {}, "statistic ", this.statistics), make("label", {}, "order ", this.orders));
+    this.forHeads = make(
+      "div",
+      { class: "group" },
+      make(
+        "div",
+        { class: "segments", role: "radiogroup", "aria-label": "Direction" },
+        ...this.directions.map((one) => one.label),
+      ),
+      make("label", {}, "statistic ", this.statistics),
+      make("label", {}, "order ", this.orders),
+    );
     this.forMaps = make("div", { class: "group" }, make("label", {}, "class ", this.targets));
-    return make("div", { class: "line" },
+    return make(
+      "div",
+      { class: "line" },
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
-      this.forHeads, this.forMaps, make("span", { class: "space" }),
-      make("label", { class: "check" }, this.heat, "colours over the picture"));
+      this.forHeads,
+      this.forMaps,
+      make("span", { class: "space" }),
+      make("label", { class: "check" }, this.heat, "colours over the picture"),
+    );
   }
 
   async #try(action) {
@@ -84,7 +137,8 @@ export class Toolbar {
     if (!by) return;
     event.preventDefault();
     event.stopPropagation();
-    const next = this.tabs[(this.tabs.indexOf(event.target) + by + this.tabs.length) % this.tabs.length];
+    const next =
+      this.tabs[(this.tabs.indexOf(event.target) + by + this.tabs.length) % this.tabs.length];
     next.focus();
     next.click();
   }
@@ -93,11 +147,22 @@ export class Toolbar {
     const { state, runs, panes } = this.app;
     const names = runs.map((run) => [JSON.stringify(run.name), run.name]);
     const known = names.some(([, name]) => name === state.run);
-    offer(this.runs, known ? names : [[JSON.stringify(state.run), `${state.run} (not found)`], ...names], JSON.stringify(state.run));
-    const others = names.map(([value, name]) => [value, name === state.run ? "this run, another step" : name]);
+    offer(
+      this.runs,
+      known ? names : [[JSON.stringify(state.run), `${state.run} (not found)`], ...names],
+      JSON.stringify(state.run),
+    );
+    const others = names.map(([value, name]) => [
+      value,
+      name === state.run ? "this run, another step" : name,
+    ]);
     const otherKnown = state.run2 === "" || names.some(([, name]) => name === state.run2);
     if (!otherKnown) others.push([JSON.stringify(state.run2), `${state.run2} (not found)`]);
-    offer(this.others, [[NONE, "nothing"], ...others], state.run2 === "" ? NONE : JSON.stringify(state.run2));
+    offer(
+      this.others,
+      [[NONE, "nothing"], ...others],
+      state.run2 === "" ? NONE : JSON.stringify(state.run2),
+    );
     this.linkedLabel.hidden = state.run2 === "";
     this.linked.checked = state.linked === "yes";
     this.tabs.forEach((tab) => {
@@ -114,7 +179,12 @@ export class Toolbar {
     const record = panes.map((pane) => pane.record).find(Boolean);
     if (!record) return;
     const targets = targetsOf(record);
-    offer(this.targets, targets.length ? targets.map((target) => [String(target), record.className(target)]) : [["", "—"]],
-      targets.length ? String(targets.includes(state.target) ? state.target : targets[0]) : "");
+    offer(
+      this.targets,
+      targets.length
+        ? targets.map((target) => [String(target), record.className(target)])
+        : [["", "—"]],
+      targets.length ? String(targetOf(record, state.target)) : "",
+    );
   }
 }
