@@ -57,6 +57,7 @@ from vit.tensorboard_plugin.encoding import (
 )
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import Record, fits
+from vit.tensorboard_plugin.summary import add_record
 
 WAIT = 30  # seconds for TensorBoard to read files
 GUIDE = (ROOT / "docs/tensorboard.md").read_text()
@@ -540,6 +541,27 @@ def test_a_growing_run_shows_new_steps(server: Server) -> None:
             server.wait(lambda runs, step=step: runs.get("growing", {}).get("last_step") == step)
     steps = server.get("images", run="growing").json()["images"][0]["steps"]
     assert [step["step"] for step in steps] == [0, 7]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_shows_what_it_logged_last(server: Server) -> None:
+    """After an interruption, another process goes on from step 5.
+
+    The Python loader takes the first purge_step for the start of the run, so that needs one, too.
+    """
+    run, records = server.folder / "resumed", {}
+    for first, steps in ((0, (0, 5, 10, 20)), (6, (10, 30))):
+        with SummaryWriter(str(run), purge_step=first) as writer:
+            for step in steps:
+                records[step] = make_record(step + 100 * first)
+                add_record(writer, "photo", records[step], step)
+        server.wait(lambda runs, last=steps[-1]: runs.get("resumed", {}).get("last_step") == last)
+    (image,) = server.get("images", run="resumed").json()["images"]
+    assert [step["step"] for step in image["steps"]] == [0, 5, 10, 30]
+    for step in (0, 5, 10, 30):
+        place = {"run": "resumed", "tag": "photo", "step": step}
+        assert close(server.get("details", **place).json(), plain(records[step]))
+        assert server.get("weights", **place).status == 200
 
 
 @pytest.mark.slow
