@@ -91,6 +91,7 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path) -> 
     )
     assert set(listed.stdout.splitlines()) <= names
     assert {"vit/weights/cifar10_quick.safetensors", "vit/py.typed"} <= names
+    assert "vit/tensorboard_plugin/static/index.js" in names
     assert configs == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.yaml")}
 
 
@@ -127,6 +128,19 @@ def test_installed_package_is_the_one_in_the_wheel(commands: Path, tmp_path: Pat
     assert Path(file.strip()).is_relative_to(commands.parent)
     for name in ("vit-train", "vit-eval"):
         assert run_installed(commands, tmp_path, name, "--help").startswith(f"usage: {name}")
+
+
+@pytest.mark.slow
+def test_tensorboard_finds_the_attention_tab_of_the_installed_package(
+    commands: Path, tmp_path: Path
+) -> None:
+    program = (
+        "from tensorboard.default import get_dynamic_plugins\n"
+        "(plugin,) = [p for p in get_dynamic_plugins() if p.plugin_name == 'attention']\n"
+        "print(*plugin(type('Context', (), {'data_provider': None})).get_plugin_apps())\n"
+    )
+    routes = run_installed(commands, tmp_path, "python", "-c", program).split()
+    assert {"/index.js", "/runs", "/images", "/details", "/weights"} <= set(routes)
 
 
 @pytest.mark.slow

@@ -1,0 +1,188 @@
+"""Runs with attention records, and a TensorBoard server that has the Attention tab."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from vit.tensorboard_plugin.encoding import summaries
+from vit.tensorboard_plugin.records import Details, Lens, Map, Record, Statistics, image_url
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTILE = "<img src=x onerror=alert(1)>"
+CLASSES = ["cat", "dog", HOSTILE, "truck"]
+STEPS = [0, 1, 5, 11, 20, 31, 44, 60, 79, 100]
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    numbers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return numbers / numbers.sum(axis=-1, keepdims=True)
+
+
+def make_record(
+    seed: int = 0,
+    *,
+    grid: tuple[int, int] = (4, 7),
+    prefix: Sequence[str] = ("class token", "register 1", "register 2"),
+    layers: int = 3,
+    heads: int = 2,
+    patch_size: int = 4,
+    classes: Sequence[str] = CLASSES,
+    label: int | None = 0,
+) -> Record:
+    """A record of random numbers that agree with each other: maps and statistics of its weights."""
+    rng = np.random.default_rng(seed)
+    prefix_tokens, patches = len(prefix), grid[0] * grid[1]
+    tokens = prefix_tokens + patches
+    weights = softmax(3 * rng.normal(size=(layers, heads, tokens, tokens))).astype(np.float32)
+    entropy = -(weights * np.log(weights)).sum(axis=-1).mean(axis=-1) / max(np.log(tokens), 1)
+    size = (grid[0] * patch_size, grid[1] * patch_size)
+    row = np.zeros(tokens)
+    row[0 if prefix else slice(None)] = 1 if prefix else 1 / tokens
+    for layer in weights[::-1]:
+        row = 0.5 * row @ layer.mean(axis=0) + 0.5 * row
+    order, lens = [], None
+    if classes:
+        probabilities = softmax(rng.normal(size=len(classes)))
+        order = [(int(i), float(probabilities[i])) for i in np.argsort(-probabilities)][:5]
+        read = softmax(rng.normal(size=(layers, 1 + tokens, len(classes))))
+        best = np.argsort(-read, axis=-1)[..., :3]
+        lens = Lens(
+            classes=best.tolist(),
+            probabilities=np.take_along_axis(read, best, axis=-1).tolist(),
+        )
+    relevance = (patches * softmax(rng.normal(size=patches))).tolist()
+    details = Details(
+        image=image_url(rng.integers(256, size=(*size, 3), dtype=np.uint8)),
+        image_size=size,
+        grid=grid,
+        prefix=list(prefix),
+        layers=layers,
+        heads=heads,
+        readout="class_token" if prefix else "mean",
+        classes=list(classes),
+        label=label if classes else None,
+        top=order,
+        statistics=Statistics(
+            entropy=entropy.tolist(),
+            distance=rng.uniform(0, 20, size=(layers, heads)).tolist(),
+            sink=weights.mean(axis=2).max(axis=-1).tolist(),
+        ),
+        maps=[
+            Map(
+                kind="rollout",
+                title="attention rollout",
+                target=None,
+                values=(row[prefix_tokens:] * tokens).tolist(),
+                faithfulness=0.25,
+            ),
+            *(
+                Map(kind="relevance", title="class relevance", target=index, values=relevance)
+                for index, _ in order[:2]
+            ),
+        ],
+        lens=lens,
+    )
+    return Record(details=details, weights=weights)
+
+
+@contextlib.contextmanager
+def event_file(run: Path) -> Iterator[EventFileWriter]:
+    """Open a new event file, without torch."""
+    writer = EventFileWriter(str(run))
+    yield writer
+    writer.close()
+
+
+def write_record(writer: EventFileWriter, tag: str, record: Record, step: int) -> None:
+    event = Event(step=step, wall_time=1.7e9 + step, summary=summaries(tag, record))
+    writer.add_event(event)
+
+
+def write_run(
+    run: Path, images: int = 2, steps: Sequence[int] = STEPS, **options: Any
+) -> dict[tuple[str, int], Record]:
+    """Write a run; return its records by tag and step."""
+    records = {}
+    with event_file(run) as writer:
+        for step in steps:
+            for number in range(images):
+                tag = f"attention/probe_{number:02d}"
+                records[tag, step] = make_record(1000 * number + step, **options)
+                write_record(writer, tag, records[tag, step], step)
+    return records
+
+
+class Response(NamedTuple):
+    status: int
+    headers: Any
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def fetch(address: str, **request: Any) -> Response:
+    """Send a request; an error status is a response, too."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, **request)) as found:
+            return Response(found.status, found.headers, found.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Response(error.code, error.headers, error.read())
+
+
+@contextlib.contextmanager
+def serve(folder: Path, metadata: Path, *flags: str) -> Iterator[str]:
+    """Start TensorBoard on a folder; yield its address.
+
+    The checkout under test need not be installed: TensorBoard finds the tab through metadata that
+    is written here from pyproject.toml, and that hides those of an installation.
+
+    Args:
+        folder: The log directory.
+        metadata: An empty folder outside of it.
+        flags: More flags of TensorBoard.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = metadata / f"{project['name'].replace('-', '_')}-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    lines = [
+        f"{name} = {place}"
+        for name, place in project["entry-points"]["tensorboard_plugins"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(["[tensorboard_plugins]", *lines, ""]))
+    server = subprocess.Popen(
+        [
+            sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", "0",
+            "--reload_interval", "1", *flags,
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(metadata)])},
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert server.stderr is not None
+    printed, found = [], None
+    for line in server.stderr:
+        printed.append(line)
+        if found := re.search(r"at (http://localhost:\d+)", line):
+            break
+    assert found is not None, "".join(printed)
+    try:
+        yield found.group(1)
+    finally:
+        server.terminate()
+        server.wait()
+        server.stderr.close()

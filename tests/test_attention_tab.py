@@ -1,0 +1,496 @@
+"""The Attention tab in a real TensorBoard and a real browser, compared with numpy."""
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from attention_tab import HOSTILE, STEPS, event_file, make_record, serve, write_record
+from vit.tensorboard_plugin.records import Record
+
+chromium = shutil.which("chromium")
+if chromium is None:
+    pytest.skip("no chromium here: apt-get install chromium", allow_module_level=True)
+
+from playwright.sync_api import Browser, Frame, Page, expect, sync_playwright  # noqa: E402
+
+from test_tensorboard import FLAGS  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+WAIT = 30_000  # milliseconds
+VIEWPORT = {"width": 1280, "height": 800}
+TAG = "attention/probe_01"
+RUNS: dict[str, dict[str, Any]] = {
+    "square": {"grid": (8, 8), "prefix": [], "layers": 3, "heads": 2},
+    "other": {"grid": (8, 8), "prefix": [], "layers": 3, "heads": 2},
+    "rectangle": {"label": 2},  # 4 x 7 patches, class token, two registers, a hostile class name
+}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    for seed, (run, options) in enumerate(RUNS.items()):
+        with event_file(folder / run) as writer:
+            for step in STEPS:
+                for number in range(2):
+                    record = make_record(10_000 * seed + 1000 * number + step, **options)
+                    write_record(writer, f"attention/probe_{number:02d}", record, step)
+            loss = Summary(value=[Summary.Value(tag="loss", simple_value=1.0)])
+            writer.add_event(Event(step=0, summary=loss))  # so that there is another tab
+    with event_file(folder / HOSTILE) as writer:
+        write_record(writer, TAG, Record(details=make_record().details, weights=None), 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve(logs, tmp_path_factory.mktemp("metadata")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def complaints_of(page: Page) -> list[str]:
+    """Return a list that collects the errors and dialogs of a page."""
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda one: one.type == "error" and complaints.append(one.text))
+    page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
+    return complaints
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser) -> tuple[Page, list[str]]:
+    page = browser.new_page(viewport=VIEWPORT)
+    return page, complaints_of(page)
+
+
+@pytest.fixture
+def page(opened: tuple[Page, list[str]]) -> Iterator[Page]:
+    """One page for all tests; a test fails if anything in it complains."""
+    page, complaints = opened
+    page.mouse.move(1, 1)
+    yield page
+    assert not complaints
+    complaints.clear()
+
+
+@pytest.fixture
+def new_page(browser: Browser) -> Iterator[Page]:
+    """A page of its own, for the same."""
+    page = browser.new_page(viewport=VIEWPORT)
+    complaints = complaints_of(page)
+    yield page
+    page.close()
+    assert not complaints
+
+
+def weights_of(logs: Path, run: str, tag: str = TAG, step: int = STEPS[-1]) -> np.ndarray:
+    """Read the weights from the event files, (L, H, N, N)."""
+    for path in sorted((logs / run).iterdir()):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if event.step == step and value.tag == f"{tag}/weights":
+                    with np.load(io.BytesIO(value.tensor.string_val[0])) as arrays:
+                        return arrays["weights"] * arrays["scale"][..., None]
+    raise AssertionError(f"no weights of {run} {tag} at step {step}")
+
+
+def link(parameters: dict[str, Any]) -> str:
+    parts = [f"p.attention.{key}={quote(str(value))}" for key, value in parameters.items()]
+    return "&".join(["attention", *parts])
+
+
+def show(page: Page, address: str, **parameters: Any) -> Frame:
+    """Show a state in the tab; return its frame when it is painted.
+
+    If the tab is open already, only the end of the address changes, and nothing is loaded again.
+    """
+    parameters = {"run": "square", "image": TAG, **parameters}
+    page.goto(f"{address}/#{link(parameters)}")
+    frame = ready(page)
+    wait_until(frame, "run", parameters["run"])
+    return frame
+
+
+def ready(page: Page) -> Frame:
+    handle = page.wait_for_selector("iframe[src*='name=attention']", timeout=WAIT)
+    frame = handle.content_frame()
+    assert frame is not None
+    frame.wait_for_function("() => window.attentionTab?.panes[0].painted", timeout=WAIT)
+    frame.evaluate("() => new Promise(setTimeout).then(() => window.attentionTab.ready)")
+    return frame
+
+
+def numbers(frame: Frame, pane: int = 0) -> dict[str, Any]:
+    return frame.evaluate("pane => window.attentionTab.numbers()[pane]", pane)
+
+
+def wait_until(frame: Frame, key: str, value: Any, pane: int = 0) -> dict[str, Any]:
+    """Wait until what is painted has a value."""
+    frame.wait_for_function(
+        "([pane, key, value]) => window.attentionTab.numbers()[pane]?.[key] === value",
+        arg=[pane, key, value],
+        timeout=WAIT,
+    )
+    return numbers(frame, pane)
+
+
+def patch_at(frame: Frame, row: int, column: int, pane: int = 0) -> tuple[float, float]:
+    """Return where the middle of a patch is on the page."""
+    rows, columns = numbers(frame, pane)["grid"]
+    box = frame.locator("canvas.picture").nth(pane).bounding_box()
+    assert box is not None
+    return (
+        box["x"] + (column + 0.5) * box["width"] / columns,
+        box["y"] + (row + 0.5) * box["height"] / rows,
+    )
+
+
+def hover(page: Page, frame: Frame, row: int, column: int, pane: int = 0) -> dict[str, Any]:
+    page.mouse.move(*patch_at(frame, row, column, pane))
+    return wait_until(frame, "token", f"{row}, {column}", pane)
+
+
+def attention(weights: np.ndarray, token: int, direction: str) -> np.ndarray:
+    """Return one token's attention in all heads, (L, H, N), in units of uniform attention."""
+    picked = weights[:, :, token] if direction == "to" else weights[..., token]
+    return picked * weights.shape[-1]
+
+
+def rollouts(weights: np.ndarray) -> np.ndarray:
+    """Return the rollout up to each layer, (L, N, N)."""
+    product, found = np.eye(weights.shape[-1]), []
+    for layer in weights.mean(axis=1, dtype=np.float64):
+        product = (0.5 * layer + 0.5 * np.eye(len(layer))) @ product
+        found.append(product)
+    return np.stack(found)
+
+
+def pixels_of_map(frame: Frame, layer: int, head: int) -> np.ndarray:
+    """Read the colour in the middle of every patch of a small map, (rows, columns, 3)."""
+    found = frame.evaluate(
+        """([layer, head]) => {
+            const view = window.attentionTab.panes[0].views.heads;
+            const { left, top, zoom } = view.place(layer, head);
+            const { rows, columns } = view.record;
+            const context = view.maps.canvas.getContext("2d");
+            const read = (row, column) => Array.from(context.getImageData(
+                left + (column + 0.5) * zoom, top + (row + 0.5) * zoom, 1, 1).data.slice(0, 3));
+            return Array.from({ length: rows }, (_, row) =>
+                Array.from({ length: columns }, (_, column) => read(row, column)));
+        }""",
+        [layer, head],
+    )
+    return np.asarray(found)
+
+
+def choose_map(page: Page, frame: Frame, layer: int, head: int) -> None:
+    place = frame.evaluate(
+        "([layer, head]) => window.attentionTab.panes[0].views.heads.place(layer, head)",
+        [layer, head],
+    )
+    position = {key: place[name] + 3 for key, name in (("x", "left"), ("y", "top"))}
+    frame.locator(".stack").first.click(position=position)
+    wait_until(frame, "layer", layer)
+    wait_until(frame, "head", head)
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_hovering_a_patch_paints_its_weights(
+    page: Page, address: str, logs: Path, direction: str
+) -> None:
+    frame = show(page, address, direction=direction)
+    weights = weights_of(logs, "square")
+    for layer, head, row, column in ((0, 1, 0, 0), (1, 0, 3, 5), (2, 1, 7, 7)):
+        choose_map(page, frame, layer, head)
+        painted = hover(page, frame, row, column)
+        token = 8 * row + column
+        expected = attention(weights, token, direction)
+        np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
+        np.testing.assert_allclose(painted["values"], expected[layer, head], rtol=1e-5)
+        np.testing.assert_allclose(painted["mean"], expected.mean(axis=1), rtol=1e-5)
+        np.testing.assert_allclose(painted["max"], expected.max(axis=1), rtol=1e-5)
+        product = rollouts(weights) * 64
+        rolled = product[:, token] if direction == "to" else product[..., token]
+        np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
+        colours = matplotlib.colormaps["inferno"](
+            expected[layer, head].reshape(8, 8) / 3, bytes=True
+        )
+        # A value between two of the 256 colours may be rounded either way.
+        np.testing.assert_allclose(pixels_of_map(frame, layer, head), colours[..., :3], atol=6)
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_without_a_token_the_mean_over_patches_is_painted(
+    page: Page, address: str, logs: Path, direction: str
+) -> None:
+    frame = show(page, address, run="rectangle", direction=direction, token="mean of patches")
+    weights, axis = weights_of(logs, "rectangle"), 2 if direction == "to" else 3
+    painted = numbers(frame)
+    patches = np.arange(3, 31)
+    expected = weights.take(patches, axis).mean(axis) * 31
+    np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
+    rolled = rollouts(weights).take(patches, axis - 1).mean(axis - 1) * 31
+    np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
+
+
+def test_a_chip_paints_the_class_token(page: Page, address: str, logs: Path) -> None:
+    frame = show(page, address, run="rectangle", layer=1, head=0)
+    frame.get_by_role("button", name="class token").hover()
+    painted = wait_until(frame, "token", "class token")
+    expected = attention(weights_of(logs, "rectangle"), 0, "to")[1, 0]
+    np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
+    assert painted["tokens"][:4] == ["class token", "register 1", "register 2", "0, 0"]
+
+
+def test_a_grid_that_is_not_square(page: Page, address: str, logs: Path) -> None:
+    frame = show(page, address, run="rectangle", layer=2, head=1)
+    box = frame.locator("canvas.picture").first.bounding_box()
+    assert box is not None and box["width"] / box["height"] == pytest.approx(7 / 4)
+    painted = hover(page, frame, 3, 6)
+    expected = attention(weights_of(logs, "rectangle"), 3 + 27, "to")[2, 1]
+    np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
+
+
+def test_the_slider_changes_the_step_under_a_pinned_patch(
+    page: Page, address: str, logs: Path
+) -> None:
+    frame = show(page, address, layer=1, head=1)
+    page.mouse.click(*patch_at(frame, 2, 3))
+    slider = frame.get_by_role("slider", name="Step").first
+    for key, step in (("Home", STEPS[0]), ("ArrowRight", STEPS[1]), ("End", STEPS[-1])):
+        slider.press(key)
+        painted = wait_until(frame, "step", step)
+        assert painted["token"] == "2, 3"
+        expected = attention(weights_of(logs, "square", step=step), 19, "to")[1, 1]
+        np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
+    expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")
+
+
+def test_play_goes_through_all_steps(page: Page, address: str) -> None:
+    frame = show(page, address, step=STEPS[-3])
+    frame.get_by_role("button", name="Play the steps").first.click()
+    for step in STEPS[-2:]:
+        wait_until(frame, "step", step)
+    expect(frame.get_by_role("button", name="Play the steps").first).to_be_visible()
+
+
+def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) -> None:
+    frame = show(page, address, layer=0, head=1)
+    frame.get_by_label("compare with").select_option(label="other")
+    wait_until(frame, "run", "other", pane=1)
+    hover(page, frame, 5, 1)
+    for pane, run in enumerate(("square", "other")):
+        painted = wait_until(frame, "token", "5, 1", pane)
+        assert painted["run"] == run
+        expected = attention(weights_of(logs, run), 41, "to")[0, 1]
+        np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
+    frame.get_by_role("slider", name="Step").first.press("Home")
+    assert wait_until(frame, "step", 0, pane=1)["step"] == 0
+
+
+def test_a_step_written_meanwhile_appears_and_the_patch_stays(
+    page: Page, address: str, logs: Path
+) -> None:
+    frame = show(page, address, run="other", layer=2, head=0)
+    page.mouse.click(*patch_at(frame, 6, 4))
+    wait_until(frame, "token", "6, 4")
+    with event_file(logs / "other") as writer:
+        for number in range(2):
+            record = make_record(77 + number, **RUNS["other"])
+            write_record(writer, f"attention/probe_{number:02d}", record, 125)
+    painted = wait_until(frame, "step", 125)
+    assert painted["token"] == "6, 4"
+    expected = attention(weights_of(logs, "other", step=125), 52, "to")[2, 0]
+    np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
+
+
+def test_a_link_restores_the_state(page: Page, new_page: Page, address: str) -> None:
+    frame = show(page, address, run="rectangle")
+    page.mouse.click(*patch_at(frame, 1, 2))
+    choose_map(page, frame, 0, 1)
+    page.mouse.move(1, 1)
+    frame.locator("body").press("x")
+    frame.get_by_role("slider", name="Step").first.press("Home")
+    wait_until(frame, "step", 0)
+    before = wait_until(frame, "direction", "from")
+    page.wait_for_function("() => location.hash.includes('p.attention.step=0')")
+    new_page.goto(page.url)
+    assert numbers(ready(new_page)) == before
+    assert before["token"] == "1, 2"
+    assert (before["layer"], before["head"], before["image"]) == (0, 1, TAG)
+
+
+def test_the_address_survives_other_tabs(page: Page, address: str) -> None:
+    frame = show(page, address)
+    page.mouse.click(*patch_at(frame, 1, 2))
+    page.wait_for_function("() => location.hash.includes('p.attention.token=1%2C%202')")
+    page.get_by_role("tab", name="Time Series").click()
+    page.wait_for_function("() => location.hash.startsWith('#timeseries')")
+    page.get_by_role("tab", name="Attention").click()
+    assert wait_until(frame, "token", "1, 2")
+    page.wait_for_function("() => location.hash.startsWith('#attention')")
+    assert "p.attention.token=1%2C%202" in page.url
+
+
+def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
+    frame = show(page, address, run="rectangle")
+    frame.locator("select").first.focus()
+    for _ in range(40):  # presses of Tab until the picture is reached
+        page.keyboard.press("Tab")
+        if frame.evaluate("() => document.activeElement.matches('canvas.picture')"):
+            break
+    outline = frame.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("ArrowRight")  # the patch in the middle
+    wait_until(frame, "token", "1, 3")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    wait_until(frame, "token", "2, 4")
+    for key, name, value in (
+        ("x", "direction", "from"), ("w", "layer", 1), ("a", "head", 1), ("[", "step", STEPS[-2]),
+        ("p", "image", "attention/probe_00"), ("t", "token", "mean of patches"),
+        ("t", "token", "class token"), ("2", "view", "maps"), ("3", "view", "lens"),
+        ("1", "view", "heads"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        painted = wait_until(frame, name, value)
+    weights = weights_of(logs, "rectangle", "attention/probe_00", STEPS[-2])
+    expected = attention(weights, 0, "from")[1, 1]
+    np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
+    page.keyboard.press("?")
+    expect(frame.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(frame.get_by_role("dialog")).to_be_hidden()
+    spoken = frame.locator("[aria-live=polite]")
+    expect(spoken).to_contain_text("class token receives attention from")
+
+
+def test_a_class_name_is_never_html(page: Page, address: str) -> None:
+    frame = show(page, address, run="rectangle")
+    expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
+    for view in ("2", "3"):
+        page.mouse.click(*patch_at(frame, 0, 0))
+        page.keyboard.press(view)
+        wait_until(frame, "view", {"2": "maps", "3": "lens"}[view])
+    expect(frame.get_by_label("Class", exact=True)).to_contain_text(HOSTILE)
+    assert frame.locator("img:not([src^='data:image/png;base64,'])").count() == 0
+
+
+def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
+    frame = show(page, address, run="rectangle", view="maps")
+    details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
+    cards = frame.locator(".card")
+    expect(cards).to_have_count(2)
+    expect(cards.first).to_contain_text("faithfulness 0.250")
+    expect(cards.nth(1)).to_contain_text("faithfulness not measured")
+    expect(cards.nth(1)).to_contain_text(f"for {details.classes[details.top[0][0]]}")
+    frame.get_by_label("Class that the maps explain").select_option(index=1)
+    expect(cards.nth(1)).to_contain_text(f"for {details.classes[details.top[1][0]]}")
+    page.mouse.move(*patch_at(frame, 1, 1))
+    value = details.maps[0].values[8]
+    expect(cards.first).to_contain_text(f"here {value:.2f} × uniform")
+    frame.get_by_role("tab", name="Predictions").click()
+    page.mouse.move(*patch_at(frame, 0, 2))
+    assert details.lens is not None
+    for layer in range(3):
+        row = frame.locator(".lens-row").nth(1 + layer)
+        for index in (details.lens.classes[layer][0][0], details.lens.classes[layer][1 + 5][0]):
+            expect(row).to_contain_text(details.classes[index])
+
+
+def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
+    frame = show(page, address, run=HOSTILE)
+    expect(frame.get_by_role("heading", name=HOSTILE)).to_be_visible()
+    expect(frame.get_by_text("weights of this image were not stored")).to_be_visible()
+    frame.get_by_role("tab", name="Maps").click()
+    card = frame.locator(".card").nth(1)
+    card.press("Enter")
+    assert wait_until(frame, "view", "maps")["values"] == pytest.approx(
+        make_record().details.maps[1].values, rel=1e-3
+    )
+    expect(card).to_be_focused()
+
+
+def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
+    frame = show(page, address)
+    for theme, colour in (("Dark", "rgb(48, 48, 48)"), ("Light", "rgb(255, 255, 255)")):
+        page.get_by_role("button", name="Menu for changing light or dark theme").click()
+        page.get_by_role("menuitem", name=theme).click()
+        frame.wait_for_function(
+            "theme => document.documentElement.dataset.theme === theme", arg=theme.lower()
+        )
+        assert frame.evaluate("() => getComputedStyle(document.body).backgroundColor") == colour
+
+
+def test_saving_picture_and_numbers(page: Page, address: str) -> None:
+    frame = show(page, address, token="3, 3")
+    with page.expect_download() as saved:
+        frame.get_by_role("button", name="JSON").click()
+    found = json.loads(Path(saved.value.path()).read_text())
+    assert found["panes"] == [numbers(frame)]
+    assert "p.attention.token=3%2C%203" in found["address"]
+    with page.expect_download() as saved:
+        frame.get_by_role("button", name="PNG").click()
+    assert re.fullmatch(r"attention_square_.*_step_100\.png", saved.value.suggested_filename)
+    with Image.open(saved.value.path()) as image:
+        assert image.height > 800 and np.asarray(image).std() > 10
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"run": "gone"}, "There is no run gone"),
+        ({"image": "gone"}, "Run square has no image gone"),
+    ],
+)
+def test_a_link_to_what_is_gone_says_so(
+    page: Page, address: str, parameters: dict[str, str], words: str
+) -> None:
+    parts = [
+        f"p.attention.{key}={value}" for key, value in ({"run": "square"} | parameters).items()
+    ]
+    page.goto(f"{address}/#{'&'.join(['attention', *parts])}")
+    words_shown = page.frame_locator("iframe[src*='name=attention']").get_by_text(words)
+    expect(words_shown).to_be_visible(timeout=WAIT)
+
+
+def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: str) -> None:
+    new_page.route("**/plugin/attention/runs", lambda route: route.fulfill(json={"runs": []}))
+    new_page.goto(f"{address}/#attention")
+    shown = new_page.frame_locator("iframe").get_by_text("python train.py --config shapes")
+    expect(shown).to_be_visible(timeout=WAIT)
+
+
+def test_the_python_loader_shows_the_same(
+    new_page: Page, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with serve(logs, tmp_path_factory.mktemp("metadata"), "--load_fast=false") as address:
+        new_page.goto(f"{address}/#attention&p.attention.run=square")
+        expect(new_page.get_by_role("tab", name="Attention")).to_be_visible(timeout=WAIT)
+        frame = ready(new_page)
+        painted = hover(new_page, frame, 4, 4)
+        weights = weights_of(logs, "square", "attention/probe_00")
+        np.testing.assert_allclose(painted["heads"], attention(weights, 36, "to"), rtol=1e-5)
+        expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")

@@ -1,0 +1,774 @@
+"""The Attention tab's records, its server side in a real TensorBoard, and add_attention."""
+
+import base64
+import copy
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.parse
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.base_plugin import TBContext
+from torch.utils.tensorboard import SummaryWriter
+from werkzeug.test import Client
+
+from attention_tab import (
+    CLASSES,
+    HOSTILE,
+    ROOT,
+    STEPS,
+    Response,
+    event_file,
+    fetch,
+    make_record,
+    serve,
+    write_record,
+    write_run,
+)
+from vit.explain.rollout import attention_rollout
+from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
+from vit.tensorboard_plugin import add_attention, encoding, records, summary
+from vit.tensorboard_plugin.encoding import (
+    decode_details,
+    decode_weights,
+    details_json,
+    encode_details,
+    encode_weights,
+    part_of,
+    summaries,
+    thumbnail,
+)
+from vit.tensorboard_plugin.plugin import AttentionPlugin
+from vit.tensorboard_plugin.records import Record, fits
+from vit.tensorboard_plugin.summary import add_record
+
+WAIT = 30  # seconds for TensorBoard to read files
+GUIDE = (ROOT / "docs/tensorboard.md").read_text()
+
+
+def plain(record: Record) -> dict[str, Any]:
+    return json.loads(details_json(record.details))
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Compare nested JSON, with floats to four significant digits."""
+    if isinstance(expected, float) and isinstance(found, float | int):
+        return found == pytest.approx(expected, rel=5.1e-4)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(
+            close(found[key], value) for key, value in expected.items()
+        )
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(close, found, expected))
+    return type(found) is type(expected) and found == expected
+
+
+# Records
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    grid=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    prefix=st.lists(st.text(max_size=5), max_size=3),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    classes=st.lists(st.text(max_size=9), max_size=6),
+)
+def test_a_record_survives_encoding(
+    seed: int,
+    grid: tuple[int, int],
+    prefix: list[str],
+    layers: int,
+    heads: int,
+    classes: list[str],
+) -> None:
+    record = make_record(
+        seed, grid=grid, prefix=prefix, layers=layers, heads=heads, classes=classes
+    )
+    found = decode_details(encode_details(record.details))
+    assert close(json.loads(details_json(found)), plain(record))
+    assert record.weights is not None
+    codes, scale = decode_weights(encode_weights(record.weights))
+    error = np.abs(codes * scale[..., None] - record.weights)
+    largest = record.weights.max(axis=-1, keepdims=True)
+    assert (error <= largest / 510 * (1 + 1e-5)).all()
+
+
+def test_rows_of_zeros_and_one_hot_rows_are_exact() -> None:
+    weights = np.zeros((1, 2, 3, 3), np.float32)
+    weights[0, 1] = np.eye(3)
+    codes, scale = decode_weights(encode_weights(weights))
+    np.testing.assert_array_equal(codes * scale[..., None], weights)
+
+
+def test_weights_are_an_ordinary_npz_file() -> None:
+    weights = make_record().weights
+    assert weights is not None
+    with np.load(io.BytesIO(encode_weights(weights)), allow_pickle=False) as arrays:
+        assert {name: arrays[name].dtype for name in arrays} == {
+            "weights": np.uint8,
+            "scale": np.float32,
+        }
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
+    parts = copy.deepcopy(plain(make_record()))
+    change(parts)
+    return zlib.compress(json.dumps(parts).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=2), "the record is of another version"),
+        (lambda d: d.update(version=2, image=5), "the record is of another version"),
+        (lambda d: d.pop("grid"), "grid: Field required"),
+        (lambda d: d.update(grid=[4, 6]), "rollout is .28,.; it must be .24,."),
+        (lambda d: d.update(grid=[4.0, 7.0]), "grid.0: "),
+        (lambda d: d.update(grid=[0, 7]), "grid.0: "),
+        (lambda d: d.update(layers=2), "entropy is .3, 2.; it must be .2, 2."),
+        (lambda d: d.update(label=4), "class 4 does not exist; there are 4"),
+        (lambda d: d.update(label=True), "label: "),
+        (lambda d: d.update(label=-1), "label: "),
+        (lambda d: d["top"].append([0, 0.1, 0.2]), "top.4: "),
+        (lambda d: d["top"].append([7, 0.1]), "class 7 does not exist"),
+        (lambda d: d["statistics"]["sink"][0].pop(), "sink is ragged"),
+        (lambda d: d["statistics"]["entropy"][0].__setitem__(0, 1.5), "statistics.entropy.0.0: "),
+        (lambda d: d["maps"][0]["values"].__setitem__(0, float("nan")), "maps.0.values.0: "),
+        (lambda d: d["maps"][0]["values"].__setitem__(0, "1"), "maps.0.values.0: "),
+        (lambda d: d["maps"][1].update(target=9), "class 9 does not exist"),
+        (lambda d: d["lens"]["classes"].pop(), "lens is .2, 32, 3.; it must be .3, 32, 3."),
+        (lambda d: d["lens"]["classes"][0][0].__setitem__(0, 5), "class 5 does not exist"),
+        (lambda d: d.update(classes=[]), "class . does not exist; there are 0|must be .3, 32, 0."),
+        (lambda d: d.update(image="https://example.org/x.png"), "image: "),
+        (lambda d: d.update(image=d["image"] + '"onload="'), "image: "),
+        (lambda d: d.update(image="data:image/png;base64,AAAA"), "not a PNG file"),
+        (lambda d: d.update(image_size=[28, 16]), "not a PNG file of .28, 16. pixels"),
+        (lambda d: d.update(readout="max"), "readout: "),
+    ],
+)
+def test_details_that_contradict_themselves_are_refused_in_one_line(
+    change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        decode_details(edited(change))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_of_too_many_pixels_is_refused() -> None:
+    parts = plain(make_record())
+    header = base64.b64decode(parts["image"].partition(",")[2])
+    bomb = header[:16] + (60_000).to_bytes(4) * 2 + header[24:]
+    parts["image"] = "data:image/png;base64," + base64.b64encode(bomb).decode()
+    parts["image_size"] = [60_000, 60_000]
+    with pytest.raises(ValueError, match="more than 16777216 pixels"):
+        decode_details(zlib.compress(json.dumps(parts).encode()))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"version": 1}'])
+def test_other_json_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="details of the record are damaged"):
+        decode_details(zlib.compress(content))
+
+
+def test_details_do_not_decompress_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_details(make_record().details)
+    monkeypatch.setattr(encoding, "MAX_DETAILS", 1000)
+    with pytest.raises(ValueError, match="longer than 1000 bytes"):
+        decode_details(data)
+
+
+def npz(**members: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return file.getvalue()
+
+
+def npy(shape: tuple[int, ...], dtype: str, content: bytes, order: bool = False) -> bytes:
+    file = io.BytesIO()
+    header = {"descr": dtype, "fortran_order": order, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue() + content
+
+
+SCALE = npy((1, 1, 2), "<f4", bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a zip file"),
+        (npz(), "no item named 'weights.npy'"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4))), "no item named 'scale.npy'"),
+        (npz(weights=b"text", scale=SCALE), "damaged"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(3)), scale=SCALE), "not as long as it claims"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(10**6)), scale=SCALE), "not as long"),
+        (npz(weights=npy((1, 1, 2, 2), "<f4", bytes(16)), scale=SCALE), "float32"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4), True), scale=SCALE), "weights.npy is"),
+        (npz(weights=npy((1, 1, 2, 2), "|O", b"cos\nsystem\n."), scale=SCALE), "object"),
+        (npz(weights=npy((1, 1, 10**6, 10**6), "|u1", b""), scale=SCALE), "more than 16777216"),
+        (npz(weights=npy((1, 1, 2, 3), "|u1", bytes(6)), scale=SCALE), r"damaged: \(1, 1, 2, 3\)"),
+        (npz(weights=npy((1, 2, 2), "|u1", bytes(4)), scale=SCALE), r"damaged: \(1, 2, 2\)"),
+        (npz(weights=npy((1, 1, 0, 0), "|u1", b""), scale=SCALE), "weights.npy is"),
+        (
+            npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4)),
+                scale=npy((1, 1, 2), "<f4", np.float32([1, np.nan]).tobytes())),
+            "scale is negative or not finite",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_lie_about_themselves_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        decode_weights(data)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> None:
+    record = make_record(grid=(2, 2), layers=1, heads=1)
+    assert record.weights is not None
+    for decode, encoded in (
+        (decode_details, encode_details(record.details)),
+        (decode_weights, encode_weights(record.weights)),
+    ):
+        damaged = bytearray(encoded)
+        for _ in range(data.draw(st.integers(1, 3))):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            decode(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))  # type: ignore[operator]
+        except ValueError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "does not say its version"),
+        (b"\xff\xfe", "does not say its version"),
+        (b"[1]", "does not say its version"),
+        (b'{"version": 2, "part": "details"}', "is of version 2, and this Attention tab reads"),
+        (b'{"version": 1, "part": "more"}', "unknown part 'more'"),
+    ],
+)
+def test_tags_of_another_version_are_refused(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        part_of(content)
+
+
+def test_weights_must_agree_with_the_details() -> None:
+    record = make_record()
+    assert record.weights is not None
+    with pytest.raises(ValueError, match=r"weights are \(2, 2, 31, 31\); the details say"):
+        Record(details=record.details, weights=record.weights[1:])
+
+
+def test_large_images_have_small_thumbnails() -> None:
+    record = make_record(patch_size=40)
+    found = thumbnail(record.details)
+    image = Image.open(io.BytesIO(base64.b64decode(found.partition(",")[2])))
+    assert image.size == (96, 55)
+    small = make_record().details
+    assert thumbnail(small) == small.image
+
+
+def test_limit_of_weights_admits_the_usual_models() -> None:
+    assert fits(24, 16, 197)  # ViT-L/16 at 224 pixels
+    assert not fits(24, 16, 577)  # at 384 pixels
+
+
+# TensorBoard
+
+
+class Server(NamedTuple):
+    address: str
+    folder: Path
+    records: dict[tuple[str, int], Record]
+
+    def get(self, route: str, **parameters: object) -> Response:
+        query = urllib.parse.urlencode(parameters)
+        return fetch(f"{self.address}/data/plugin/attention/{route}?{query}")
+
+    def wait(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
+        """Wait until TensorBoard has read enough of the runs."""
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            runs = self.get("runs").json()["runs"]
+            if condition({run["name"]: run for run in runs}):
+                return
+            time.sleep(0.2)
+        raise AssertionError(runs)
+
+
+def foreign(tag: str, data: bytes, version: int = 1) -> Summary:
+    """A value of the plugin that this project would not write."""
+    (value, *_) = summaries(tag, make_record()).value
+    value.tensor.string_val[0] = data
+    value.metadata.plugin_data.content = json.dumps(
+        {"version": version, "part": "details"}
+    ).encode()
+    return Summary(value=[value])
+
+
+def write_odd_runs(folder: Path) -> None:
+    write_run(folder / "many_steps", images=1, steps=range(25))
+    with event_file(folder / "newer") as writer:
+        writer.add_event(Event(step=0, summary=foreign("attention/probe_00", b"", version=2)))
+    with event_file(folder / "damaged") as writer:
+        writer.add_event(Event(step=0, summary=foreign("bad", zlib.compress(b"{}"))))
+        write_record(writer, "good", make_record(), 0)
+        lying = summaries("lying", make_record())
+        lying.value[1].tensor.string_val[0] = encode_weights(np.ones((1, 1, 2, 2), np.float32))
+        writer.add_event(Event(step=0, summary=lying))
+        mute = Record(details=make_record().details, weights=None)
+        write_record(writer, "maps only", mute, 0)
+    with event_file(folder / HOSTILE.replace("/", "")) as writer:
+        write_record(writer, f"</script>{HOSTILE}", make_record(label=2), 0)
+
+
+@pytest.fixture(scope="module", params=["true", "false"], ids=["fast", "python"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("logs")
+    records = write_run(folder / "run_2", images=2)
+    write_run(folder / "run_10", images=1, prefix=(), grid=(3, 3))
+    write_odd_runs(folder)
+    metadata = tmp_path_factory.mktemp("metadata")
+    with serve(folder, metadata, f"--load_fast={request.param}") as address:
+        found = Server(address, folder, records)
+        found.wait(lambda runs: len(runs) == 6 and runs["many_steps"]["last_step"] == 24)
+        yield found
+
+
+@pytest.mark.slow
+def test_tab_is_there(server: Server) -> None:
+    listing = fetch(f"{server.address}/data/plugins_listing").json()["attention"]
+    assert listing["enabled"]
+    assert listing["tab_name"] == "Attention"
+    script = fetch(server.address + listing["loading_mechanism"]["module_path"])
+    assert script.status == 200
+    assert script.headers.get_content_type() == "text/javascript"
+    assert script.headers["X-Content-Type-Options"] == "nosniff"
+    style = server.get("style.css")
+    assert (style.status, style.headers.get_content_type()) == (200, "text/css")
+
+
+@pytest.mark.slow
+def test_runs_are_listed_in_natural_order(server: Server) -> None:
+    found = server.get("runs")
+    assert found.headers["Content-Type"] == "application/json"
+    runs = [run for run in found.json()["runs"] if run["name"].startswith("run")]
+    assert runs == [
+        {"name": "run_2", "images": 2, "last_step": 100, "wall_time": 1.7e9 + 100},
+        {"name": "run_10", "images": 1, "last_step": 100, "wall_time": 1.7e9 + 100},
+    ]
+
+
+@pytest.mark.slow
+def test_images_have_predictions_for_each_of_ten_steps(server: Server) -> None:
+    found = server.get("images", run="run_2").json()
+    assert found["problems"] == []
+    assert [image["tag"] for image in found["images"]] == [
+        "attention/probe_00",
+        "attention/probe_01",
+    ]
+    for image in found["images"]:
+        assert image["has_weights"]
+        assert image["label"] == "cat"
+        assert [step["step"] for step in image["steps"]] == STEPS
+        assert image["thumbnail"] == server.records[image["tag"], 100].details.image
+        for step in image["steps"]:
+            details = server.records[image["tag"], step["step"]].details
+            index, probability = details.top[0]
+            assert step["prediction"] == CLASSES[index]
+            assert step["probability"] == pytest.approx(probability, rel=5.1e-4)
+            assert step["correct"] == (index == 0)
+            assert step["wall_time"] == 1.7e9 + step["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_details_and_weights_are_those_written(server: Server, step: int) -> None:
+    for number in range(2):
+        tag = f"attention/probe_{number:02d}"
+        place = {"run": "run_2", "tag": tag, "step": step}
+        record = server.records[tag, step]
+        assert close(server.get("details", **place).json(), plain(record))
+        found = server.get("weights", **place)
+        assert found.headers["Content-Type"] == "application/octet-stream"
+        assert record.weights is not None
+        count = record.weights.size
+        codes = np.frombuffer(found.body, np.uint8, count).reshape(record.weights.shape)
+        scale = np.frombuffer(found.body[count:], "<f4").reshape(record.weights.shape[:3])
+        largest = record.weights.max(axis=-1, keepdims=True)
+        error = np.abs(codes * scale[..., None] - record.weights)
+        assert (error <= largest / 510 * (1 + 1e-5)).all()
+
+
+PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}
+ODD = [
+    ("images", {}, 400, "run: missing"),
+    ("images", {"run": ""}, 400, "run: missing"),
+    ("images", {"run": "run_3"}, 404, "no run 'run_3'"),
+    ("images", {"run": "../.."}, 404, "no run '../..'"),
+    ("images", {"run": "/etc/passwd"}, 404, "no run"),
+    ("images", {"run": "a\nb\r\nc"}, 404, "no run"),
+    ("images", {"run": "x" * 5000}, 404, "no run"),
+    ("images", {"run": "newer"}, 400, "is of version 2, and this Attention tab reads version 1"),
+    *(
+        (route, parameters, status, message)
+        for route in ("details", "weights")
+        for parameters, status, message in [
+            ({"run": "run_2"}, 400, "tag: missing"),
+            ({**PLACE, "step": ""}, 400, "step: missing"),
+            ({**PLACE, "step": "5.0"}, 400, "step: '5.0' is not a whole number"),
+            ({**PLACE, "step": "-5"}, 400, "step: '-5' is not a whole number"),
+            ({**PLACE, "step": "٥"}, 400, "is not a whole number"),
+            ({**PLACE, "step": "9" * 400}, 400, "is not a whole number"),
+            ({**PLACE, "step": 6}, 404, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
+            ({**PLACE, "run": "run_3"}, 404, "no run 'run_3'"),
+            ({**PLACE, "tag": "attention/probe_02"}, 404, "no image 'attention/probe_02'"),
+            ({**PLACE, "tag": "attention/probe_00/weights"}, 404, "no image"),
+            ({**PLACE, "tag": "../../run_10"}, 404, "no image"),
+            ({**PLACE, "run": "newer", "step": 0}, 400, "is of version 2"),
+            ({"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the record"),
+        ]
+    ),
+    ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, 404, "no weights of"),
+    ("weights", {"run": "damaged", "tag": "lying", "step": 0}, 400, "the details say (3, 2, 31,"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("route", "parameters", "status", "message"), ODD)
+def test_bad_requests_get_one_line_of_json(
+    server: Server, route: str, parameters: dict[str, Any], status: int, message: str
+) -> None:
+    found = server.get(route, **parameters)
+    assert found.status == status
+    assert found.headers["Content-Type"] == "application/json"
+    assert found.headers["X-Content-Type-Options"] == "nosniff"
+    (line,) = found.json().values()
+    assert message in line
+    assert len(line) <= 1000
+    assert "\n" not in line
+    assert "Traceback" not in line
+
+
+@pytest.mark.slow
+def test_only_listed_files_are_served(server: Server) -> None:
+    for route in ("plugin.py", "../plugin.py", "%2e%2e/plugin.py", "static/index.js", "index.js/x"):
+        found = server.get(route)
+        assert found.status == 404
+        assert found.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.slow
+def test_other_methods_are_refused(server: Server) -> None:
+    found = fetch(f"{server.address}/data/plugin/attention/runs", data=b"", method="POST")
+    assert (found.status, found.json()) == (405, {"error": "POST is not allowed; use GET"})
+
+
+@pytest.mark.slow
+def test_responses_are_compressed_if_the_client_accepts_it(server: Server) -> None:
+    found = fetch(
+        f"{server.address}/data/plugin/attention/runs", headers={"Accept-Encoding": "gzip"}
+    )
+    assert found.headers["Content-Encoding"] == "gzip"
+    assert json.loads(zlib.decompress(found.body, wbits=31)) == server.get("runs").json()
+
+
+@pytest.mark.slow
+def test_damaged_records_do_not_hide_the_others(server: Server) -> None:
+    found = server.get("images", run="damaged").json()
+    assert [image["tag"] for image in found["images"]] == ["good", "lying", "maps only"]
+    assert [image["has_weights"] for image in found["images"]] == [True, True, False]
+    (problem,) = found["problems"]
+    assert problem.startswith("bad: step 0: the details of the record are damaged")
+
+
+@pytest.mark.slow
+def test_hostile_names_arrive_as_they_are(server: Server) -> None:
+    run = HOSTILE.replace("/", "")
+    assert run in [listed["name"] for listed in server.get("runs").json()["runs"]]
+    (image,) = server.get("images", run=run).json()["images"]
+    assert image["tag"] == f"</script>{HOSTILE}"
+    assert image["label"] == HOSTILE
+    found = server.get("details", run=run, tag=image["tag"], step=0)
+    assert found.headers["Content-Type"] == "application/json"
+    assert found.json()["classes"] == CLASSES
+
+
+@pytest.mark.slow
+def test_details_and_weights_keep_the_same_steps(server: Server) -> None:
+    """Where a run has more steps than the loader keeps."""
+    (image,) = server.get("images", run="many_steps").json()["images"]
+    steps = [step["step"] for step in image["steps"]]
+    assert len(steps) in (10, 25)
+    assert steps[-1] == 24
+    for step in steps:
+        assert server.get("weights", run="many_steps", tag=image["tag"], step=step).status == 200
+
+
+@pytest.mark.slow
+def test_a_growing_run_shows_new_steps(server: Server) -> None:
+    run = server.folder / "growing"
+    with event_file(run) as writer:
+        for step in (0, 7):
+            write_record(writer, "photo", make_record(step), step)
+            writer.flush()
+            server.wait(lambda runs, step=step: runs.get("growing", {}).get("last_step") == step)
+    steps = server.get("images", run="growing").json()["images"][0]["steps"]
+    assert [step["step"] for step in steps] == [0, 7]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_shows_what_it_logged_last(server: Server) -> None:
+    """After an interruption, another process goes on from step 5.
+
+    The Python loader takes the first purge_step for the start of the run, so that needs one, too.
+    """
+    run, records = server.folder / "resumed", {}
+    for first, steps in ((0, (0, 5, 10, 20)), (6, (10, 30))):
+        with SummaryWriter(str(run), purge_step=first) as writer:
+            for step in steps:
+                records[step] = make_record(step + 100 * first)
+                add_record(writer, "photo", records[step], step)
+        server.wait(lambda runs, last=steps[-1]: runs.get("resumed", {}).get("last_step") == last)
+    (image,) = server.get("images", run="resumed").json()["images"]
+    assert [step["step"] for step in image["steps"]] == [0, 5, 10, 30]
+    for step in (0, 5, 10, 30):
+        place = {"run": "resumed", "tag": "photo", "step": step}
+        assert close(server.get("details", **place).json(), plain(records[step]))
+        assert server.get("weights", **place).status == 200
+
+
+@pytest.mark.slow
+def test_empty_log_directory_still_has_the_tab(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with serve(tmp_path / "logs", tmp_path / "metadata") as address:
+        assert fetch(f"{address}/data/plugins_listing").json()["attention"]["enabled"]
+        assert fetch(f"{address}/data/plugin/attention/runs").json() == {"runs": []}
+
+
+def test_a_failing_data_server_is_one_line_of_json() -> None:
+    """TensorBoard's fast loader is another process, which may end or refuse a large answer."""
+
+    class Refusal(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    class Provider:
+        def list_tensors(self, *_: Any, **__: Any) -> None:
+            raise Refusal
+
+    plugin = AttentionPlugin(TBContext(data_provider=Provider()))
+    found = Client(plugin.get_plugin_apps()["/runs"]).get("/")
+    assert found.status_code == 503
+    assert found.json == {
+        "error": "TensorBoard's data server failed (RESOURCE_EXHAUSTED); restart it with "
+        "--load_fast=false"
+    }
+
+
+def test_plugin_starts_without_heavy_imports() -> None:
+    """TensorBoard imports it at every start, whatever it shows."""
+    program = (
+        "import sys, vit.tensorboard_plugin.plugin\n"
+        "print(*{'torch', 'torchvision', 'timm', 'matplotlib', 'PIL'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+# add_attention
+
+
+def attention(layers: int = 2, batch: int = 2, heads: int = 3, tokens: int = 13) -> torch.Tensor:
+    return torch.randn(layers, batch, heads, tokens, tokens).softmax(dim=-1)
+
+
+def read_back(folder: Path) -> dict[str, Any]:
+    """Return the decoded records in an event file by tag."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    found: dict[str, Any] = {}
+    for tag in events.Tags()["tensors"]:
+        part = part_of(events.SummaryMetadata(tag).plugin_data.content)
+        (event,) = events.Tensors(tag)
+        decode: Callable[[bytes], Any] = decode_details if part == "details" else decode_weights
+        found[tag] = decode(event.tensor_proto.string_val[0])
+    return found
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Valid arguments: 2 images, a grid of 3 x 4, one class token."""
+    torch.manual_seed(0)
+    with SummaryWriter(str(tmp_path)) as writer:
+        yield {
+            "writer": writer, "tag": "photo", "images": torch.rand(2, 3, 24, 32),
+            "weights": attention(), "step": 3, "grid": (3, 4), "num_prefix_tokens": 1,
+            "readout": "class_token", "logits": torch.randn(2, 4), "labels": [0, 3],
+        }  # fmt: skip
+
+
+def test_add_attention_writes_what_the_tab_shows(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    add_attention(**arguments)
+    arguments["writer"].close()
+    found = read_back(tmp_path)
+    assert sorted(found) == ["photo_00", "photo_00/weights", "photo_01", "photo_01/weights"]
+    weights, images = arguments["weights"], arguments["images"]
+    layout = {"readout": "class_token", "num_prefix_tokens": 1}
+    rollout = attention_rollout(weights, **layout) * 13
+    probabilities = arguments["logits"].softmax(dim=1)
+    for number in range(2):
+        details = found[f"photo_{number:02d}"]
+        own = [layer[number : number + 1] for layer in weights]
+        statistics = details.statistics
+        for shown, expected in (
+            (statistics.entropy, attention_entropy(own)),
+            (statistics.distance, attention_distance(own, (3, 4), 8, 1)),
+            (statistics.sink, sink_mass(own)),
+        ):
+            torch.testing.assert_close(torch.tensor(shown), expected, rtol=6e-4, atol=0)
+        (shown,) = details.maps
+        assert (shown.kind, shown.title, shown.target) == ("rollout", "attention rollout", None)
+        torch.testing.assert_close(torch.tensor(shown.values), rollout[number], rtol=6e-4, atol=0)
+        assert details.prefix == ["class token"]
+        assert details.classes == ["class 0", "class 1", "class 2", "class 3"]
+        assert details.label == arguments["labels"][number]
+        order = probabilities[number].argsort(descending=True).tolist()
+        assert [index for index, _ in details.top] == order
+        pixels = Image.open(io.BytesIO(base64.b64decode(details.image.partition(",")[2])))
+        expected = (images[number] * 255).round().permute(1, 2, 0)
+        np.testing.assert_array_equal(np.asarray(pixels), expected)
+        codes, scale = found[f"photo_{number:02d}/weights"]
+        error = np.abs(codes * scale[..., None] - weights[:, number].numpy())
+        assert error.max() <= weights.max() / 510 + 1e-6
+
+
+def test_add_attention_needs_only_images_and_weights(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        add_attention(
+            writer, "photo", torch.zeros(1, 3, 20, 30, dtype=torch.uint8),
+            list(attention(batch=1).bfloat16()), 0, grid=(3, 4), num_prefix_tokens=1,
+        )  # fmt: skip
+    found = read_back(tmp_path)
+    assert sorted(found) == ["photo", "photo/weights"]
+    details = found["photo"]
+    assert (details.classes, details.label, details.top, details.maps) == ([], None, [], [])
+    assert details.statistics.distance is None  # patches of 6.7 x 7.5 pixels are not square
+    assert details.prefix == ["prefix token 1"]
+
+
+def test_add_attention_takes_maps_and_names(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    maps = {"relevance": torch.rand(2, 3, 4), "of my own": torch.rand(2, 3, 4)}
+    names = ["cat", "dog", HOSTILE, "truck"]
+    add_attention(**arguments, maps=maps, classes=names, prefix_names=["CLS"])
+    arguments["writer"].close()
+    details = read_back(tmp_path)["photo_01"]
+    assert [(shown.kind, shown.title) for shown in details.maps] == [
+        ("relevance", "class relevance"),
+        ("of my own", "of my own"),
+    ]
+    expected = maps["of my own"][1].flatten()
+    torch.testing.assert_close(torch.tensor(details.maps[1].values), expected, rtol=6e-4, atol=0)
+    assert (details.classes, details.prefix) == (names, ["CLS"])
+
+
+def test_too_many_weights_are_left_out_with_a_warning(
+    tmp_path: Path,
+    arguments: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (records, summary):
+        monkeypatch.setattr(module, "MAX_WEIGHTS", 1000)
+    add_attention(**arguments)
+    arguments["writer"].close()
+    assert "2 x 3 x 13 x 13 attention weights are more than 1000" in capsys.readouterr().err
+    assert sorted(read_back(tmp_path)) == ["photo_00", "photo_01"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"writer": None}, "writer: builtins.NoneType is not torch.utils.tensorboard"),
+        ({"tag": ""}, "tag: '' is empty"),
+        ({"tag": "a/weights"}, "tag: 'a/weights' is empty or ends with /weights"),
+        ({"step": -1}, "step: -1 is not a whole number"),
+        ({"step": 1.5}, "step: 1.5 is not a whole number"),
+        ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
+        ({"images": torch.rand(3, 24, 32)}, r"images: \(3, 24, 32\) is not"),
+        ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
+        ({"images": torch.full((2, 3, 24, 32), torch.nan)}, "images: values are not 0 to 1"),
+        ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
+        ({"grid": (0, 4)}, "grid: "),
+        ({"num_prefix_tokens": 2}, "N = 14 tokens, 2 before a grid of 3 x 4"),
+        ({"weights": []}, "weights: there are no layers"),
+        ({"weights": attention(batch=3)}, r"layer 0 is \(3, 3, 13, 13\), not .* with B = 2"),
+        ({"weights": attention()[0]}, r"layer 0 is \(3, 13, 13\)"),
+        ({"weights": [attention()[0], attention(heads=2)[0]]}, "layer 1 is .2, 2, 13, 13."),
+        ({"weights": 2 * attention()}, "rows of layer 0 sum to 2 to 2, not 1; pass the softmax"),
+        ({"weights": torch.randn(2, 2, 3, 13, 13)}, "layer 0 has negative numbers"),
+        ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
+        ({"readout": "max"}, "readout: 'max' is not class_token, mean or None"),
+        (
+            {"num_prefix_tokens": 0, "weights": attention(tokens=12)},
+            "readout: class_token needs num_prefix_tokens of at least 1",
+        ),
+        ({"prefix_names": ["a", "b"]}, "prefix_names: 2 names for 1 tokens"),
+        ({"logits": torch.randn(3, 4)}, r"logits: \(3, 4\) is not \(2, C\)"),
+        ({"logits": torch.full((2, 4), torch.inf)}, "finite numbers"),
+        ({"classes": ["cat"]}, "classes: 1 names for 4 logits"),
+        ({"labels": [0]}, "labels: 1 labels for 2 images"),
+        ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
+        ({"labels": [0, -1]}, r"labels: \[0, -1\] are not all 0 to 3"),
+        ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),
+        ({"maps": {"mine": torch.rand(2, 3, 4) / 0}}, "maps: mine is .* finite numbers"),
+    ],
+)
+def test_add_attention_refuses_in_one_line_before_it_writes(
+    tmp_path: Path, arguments: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        add_attention(**{**arguments, **changes})
+    assert "\n" not in str(caught.value)
+    arguments["writer"].close()
+    assert read_back(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_example_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(np.zeros((300, 200, 3), np.uint8)).save("photo.jpg")
+    assert code.count("pretrained=True") == 1
+    exec(code.replace("pretrained=True", "pretrained=False"), {})
+    found = read_back(tmp_path / "runs/timm")
+    assert sorted(found) == ["photo", "photo/weights"]
+    assert found["photo"].grid == (14, 14)
+    assert found["photo/weights"][0].shape == (12, 3, 197, 197)

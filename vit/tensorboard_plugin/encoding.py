@@ -1,0 +1,229 @@
+"""The bytes of a record in an event file, and back.
+
+An image has two tags. TAG holds the details, JSON compressed by zlib; TAG/weights the attention
+weights, an npz file of 8-bit numbers with a scale for each row. TensorBoard reads files that
+anybody may have written, so decoding checks everything and trusts no size that the data claims.
+
+Shapes: L layers, H heads, N tokens.
+"""
+
+import base64
+import io
+import json
+import math
+import struct
+import zipfile
+import zlib
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+from vit.tensorboard_plugin.records import (
+    MAX_WEIGHTS,
+    PNG_URL,
+    VERSION,
+    Details,
+    Record,
+    image_url,
+)
+
+PLUGIN_NAME = "attention"
+MAX_DETAILS = 2**26  # bytes of JSON
+
+Part = Literal["details", "weights"]
+
+_details = TypeAdapter(Details)
+
+
+def weights_tag(tag: str) -> str:
+    """Return the tag that holds the weights of an image."""
+    return f"{tag}/weights"
+
+
+def part_of(plugin_content: bytes) -> Part:
+    """Return which part of a record a tag holds.
+
+    Raises:
+        ValueError: The record is of another version, or damaged.
+    """
+    try:
+        found = json.loads(plugin_content)
+        version, part = found["version"], found["part"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError("the record does not say its version; it is damaged") from None
+    if version != VERSION:
+        raise ValueError(_other_version(f"version {version}"))
+    if part not in ("details", "weights"):
+        raise ValueError(f"the record has an unknown part {part!r}; it is damaged")
+    return part
+
+
+def summaries(tag: str, record: Record) -> Summary:
+    """Return a record as TensorBoard stores it: one value for the details, one for the weights."""
+    values = [_value(tag, "details", encode_details(record.details))]
+    if record.weights is not None:
+        values.append(_value(weights_tag(tag), "weights", encode_weights(record.weights)))
+    return Summary(value=values)
+
+
+def encode_details(details: Details) -> bytes:
+    """Return the details as JSON compressed by zlib, with numbers of four significant digits."""
+    plain = _rounded(_details.dump_python(details))
+    return zlib.compress(json.dumps(plain, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def decode_details(data: bytes) -> Details:
+    """Decode and check what `encode_details` returned.
+
+    Raises:
+        ValueError: The data is damaged, too large, or of another version; one line.
+    """
+    unpacker = zlib.decompressobj()
+    try:
+        text = unpacker.decompress(data, MAX_DETAILS)
+    except zlib.error as error:
+        raise ValueError(f"the details of the record are damaged: {error}") from None
+    if not unpacker.eof:
+        raise ValueError(
+            f"the details of the record are damaged: cut short, or longer than {MAX_DETAILS} bytes"
+        )
+    try:
+        return _details.validate_json(text, strict=True)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        if any(problem["loc"] == ("version",) for problem in problems):
+            raise ValueError(_other_version("another version")) from None
+        message = " ".join(problems[0]["msg"].removeprefix("Value error, ").split())
+        place = ".".join(map(str, problems[0]["loc"])) or "record"
+        raise ValueError(f"the details of the record are damaged: {place}: {message}") from None
+
+
+def details_json(details: Details) -> bytes:
+    """Return the details as JSON."""
+    return _details.dump_json(details)
+
+
+def encode_weights(weights: np.ndarray) -> bytes:
+    """Return attention weights as a compressed npz file of 8-bit numbers.
+
+    Every row is divided by its maximum, so a weight is off by at most 1/510 of the largest weight
+    of its row.
+
+    Args:
+        weights: (L, H, N, N), at least 0.
+
+    Returns:
+        A file with "weights", (L, H, N, N) uint8, and "scale", (L, H, N) float32: row i of a head
+        is weights[l, h, i] * scale[l, h, i].
+    """
+    scale = weights.max(axis=-1).astype(np.float32) / 255
+    codes = np.rint(weights / np.where(scale > 0, scale, 1)[..., None]).astype(np.uint8)
+    file = io.BytesIO()
+    # As np.savez_compressed, whose level of compression is six times slower and saves little.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, array in {"weights": codes, "scale": scale}.items():
+            with archive.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Decode and check what `encode_weights` returned.
+
+    Returns:
+        Numbers (L, H, N, N) uint8 and scale (L, H, N) float32; the weights are
+        `numbers * scale[..., None]`.
+
+    Raises:
+        ValueError: The data is damaged or has too many weights; one line.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            codes = _member(archive, "weights.npy", np.dtype(np.uint8))
+            scale = _member(archive, "scale.npy", np.dtype(np.float32))
+    except (
+        zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, EOFError, OSError,
+        RuntimeError,  # also NotImplementedError: encrypted, or compressed in another way
+    ) as error:  # fmt: skip
+        line = " ".join(str(error).split())
+        raise ValueError(f"the weights of the record are damaged: {line}") from None
+    if codes.ndim != 4 or codes.shape[2] != codes.shape[3] or scale.shape != codes.shape[:3]:
+        raise ValueError(f"the weights of the record are damaged: {codes.shape}, {scale.shape}")
+    if not (np.isfinite(scale).all() and (scale >= 0).all()):
+        raise ValueError("the weights of the record are damaged: scale is negative or not finite")
+    return codes, scale
+
+
+def thumbnail(details: Details, side: int = 96) -> str:
+    """Return the image as a data URL, reduced to `side` pixels if it is larger.
+
+    Raises:
+        ValueError: The PNG file is damaged.
+    """
+    if max(details.image_size) <= side:
+        return details.image
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(_png_bytes(details.image)), formats=["PNG"]).convert("RGB")
+    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG file
+        raise ValueError(f"the image cannot be decoded: {error}") from None
+    image.thumbnail((side, side))
+    return image_url(np.asarray(image))
+
+
+def _other_version(found: object) -> str:
+    """Return what to tell the reader of a record of another version."""
+    return (
+        f"the record is of {found}, and this Attention tab reads version {VERSION}; "
+        "update vit-from-scratch, or log the run again"
+    )
+
+
+def _value(tag: str, part: Part, data: bytes) -> Summary.Value:
+    content = json.dumps({"version": VERSION, "part": part}).encode()
+    return Summary.Value(
+        tag=tag,
+        # Without data_class, TensorBoard drops the value.
+        metadata=SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content),
+            data_class=DATA_CLASS_TENSOR,
+        ),
+        tensor=TensorProto(dtype=DT_STRING, string_val=[data], tensor_shape=TensorShapeProto()),
+    )
+
+
+def _member(archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+    """Read an array from an npz file without trusting the sizes it claims."""
+    with archive.open(name) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name} is of another version")
+        shape, fortran_order, found = np.lib.format.read_array_header_1_0(file)
+        if found != dtype or fortran_order or min(shape, default=0) < 1:
+            raise ValueError(f"{name} is {shape} {found}")
+        if (count := math.prod(shape)) > MAX_WEIGHTS:
+            raise ValueError(f"{name} has {count} numbers, more than {MAX_WEIGHTS}")
+        content = file.read(count * dtype.itemsize + 1)
+    if len(content) != count * dtype.itemsize:
+        raise ValueError(f"{name} is not as long as it claims")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _png_bytes(url: str) -> bytes:
+    return base64.b64decode(url.removeprefix(PNG_URL))
+
+
+def _rounded(value: Any) -> Any:
+    """Round all floats in nested lists, tuples and dictionaries to four significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return value

@@ -1,0 +1,301 @@
+"""The server side of the Attention tab.
+
+It reads event files only through TensorBoard's data provider, so a request can name a run and a
+tag, but no path. The answers are JSON, bytes, and the files in static/; an error is one line of
+JSON that says what to do.
+"""
+
+import re
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+import grpc
+from tensorboard import errors, plugin_util
+from tensorboard.backend import http_util
+from tensorboard.data.provider import RunTagFilter, TensorDatum, TensorTimeSeries
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from vit.tensorboard_plugin.encoding import (
+    PLUGIN_NAME,
+    decode_details,
+    decode_weights,
+    details_json,
+    part_of,
+    thumbnail,
+    weights_tag,
+)
+from vit.tensorboard_plugin.records import Details
+
+STATIC = resources.files("vit.tensorboard_plugin") / "static"
+STATIC_TYPES = {".js": "text/javascript", ".css": "text/css"}
+EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
+
+Answer = dict[str, Any] | bytes
+
+
+class UnknownError(ValueError):
+    """A request names a run, tag or step that does not exist."""
+
+
+class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no types
+    """The Attention tab of TensorBoard.
+
+    Args:
+        context: What TensorBoard gives to every plugin.
+    """
+
+    plugin_name = PLUGIN_NAME
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        self._provider = context.data_provider
+
+    def get_plugin_apps(self) -> dict[str, Any]:
+        """Return the applications that answer requests, by path."""
+        # Only the names listed here can be requested.
+        static = {
+            f"/{file.name}": _static_file(file.name)
+            for file in STATIC.iterdir()
+            if _suffix(file.name) in STATIC_TYPES
+        }
+        return {
+            **static,
+            "/runs": _application(self._runs, "application/json"),
+            "/images": _application(self._images, "application/json"),
+            "/details": _application(self._details, "application/json"),
+            "/weights": _application(self._weights, "application/octet-stream"),
+        }
+
+    def is_active(self) -> bool:
+        """Show the tab always: without records it says how to make some.
+
+        TensorBoard hides an inactive tab in a menu, where nobody would read that.
+        """
+        return True
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """Return the name of the tab and the script that draws it."""
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Attention")
+
+    def _runs(self, request: wrappers.Request) -> Answer:
+        """List the runs that have records, without reading any."""
+        runs = []
+        for run, series in self._list(request).items():
+            images = [tag for tag in series if not _is_weights(tag, series)]
+            runs.append(
+                {
+                    "name": run,
+                    "images": len(images),
+                    "last_step": max(one.max_step for one in series.values()),
+                    "wall_time": max(one.max_wall_time for one in series.values()),
+                }
+            )
+        return {"runs": sorted(runs, key=lambda run: _natural(run["name"]))}
+
+    def _images(self, request: wrappers.Request) -> Answer:
+        """List the images of a run with the predictions at every step.
+
+        Images that cannot be read are left out, and "problems" says why; if none can, the first
+        problem is the answer.
+        """
+        run = _text(request, "run")
+        series = self._list_run(request, run)
+        images, problems = [], []
+        for tag in sorted(series, key=_natural):
+            if _is_weights(tag, series):
+                continue
+            try:
+                part_of(series[tag].plugin_content)
+                steps = [(datum, _decoded(datum)) for datum in self._read(request, run, tag)]
+                if steps:
+                    images.append(_image(tag, steps) | {"has_weights": weights_tag(tag) in series})
+            except ValueError as error:
+                problems.append(_line(f"{tag}: {error}"))
+        if problems and not images:
+            raise ValueError(problems[0])
+        return {"images": images, "problems": problems}
+
+    def _details(self, request: wrappers.Request) -> Answer:
+        """Return the details of an image at a step."""
+        run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
+        return details_json(self._details_of(request, run, tag, step))
+
+    def _weights(self, request: wrappers.Request) -> Answer:
+        """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32."""
+        run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
+        details = self._details_of(request, run, tag, step)
+        stored = self._list_run(request, run)
+        if (name := weights_tag(tag)) not in stored:
+            raise UnknownError(f"no weights of {tag!r} are stored; the tab shows its maps only")
+        part_of(stored[name].plugin_content)
+        codes, scale = decode_weights(_bytes(self._datum(request, run, name, step)))
+        shape = (details.layers, details.heads, details.tokens, details.tokens)
+        if codes.shape != shape:
+            raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
+        return codes.tobytes() + scale.astype("<f4").tobytes()
+
+    def _details_of(self, request: wrappers.Request, run: str, tag: str, step: int) -> Details:
+        series = self._list_run(request, run)
+        if tag not in series or _is_weights(tag, series):
+            raise UnknownError(f"run {run!r} has no image {tag!r}; reload the page")
+        part_of(series[tag].plugin_content)
+        return _decoded(self._datum(request, run, tag, step))
+
+    def _datum(self, request: wrappers.Request, run: str, tag: str, step: int) -> TensorDatum:
+        """Return what is stored at a step; the last if there are several."""
+        steps = {datum.step: datum for datum in self._read(request, run, tag)}
+        if step not in steps:
+            kept = ", ".join(map(str, steps))
+            raise UnknownError(f"{tag!r} has no step {step}; TensorBoard keeps {kept}")
+        return steps[step]
+
+    def _list_run(self, request: wrappers.Request, run: str) -> dict[str, TensorTimeSeries]:
+        found = self._list(request, RunTagFilter(runs=[run])).get(run)
+        if not found:
+            raise UnknownError(f"no run {run!r} with attention; reload the page")
+        return found
+
+    def _list(
+        self, request: wrappers.Request, names: RunTagFilter | None = None
+    ) -> dict[str, dict[str, TensorTimeSeries]]:
+        """Return what TensorBoard knows about every tag of every run."""
+        listed = self._provider.list_tensors(
+            plugin_util.context(request.environ),
+            experiment_id=plugin_util.experiment_id(request.environ),
+            plugin_name=PLUGIN_NAME,
+            run_tag_filter=names,
+        )
+        # A tag whose steps were all written again by a resumed run is listed without any.
+        kept = {
+            run: {tag: series for tag, series in tags.items() if series.max_step is not None}
+            for run, tags in listed.items()
+        }
+        return {run: tags for run, tags in kept.items() if tags}
+
+    def _read(self, request: wrappers.Request, run: str, tag: str) -> list[TensorDatum]:
+        """Return what is stored at all steps of a tag, in the order of steps.
+
+        Raises:
+            ValueError: It is not a tensor.
+        """
+        try:
+            found = self._provider.read_tensors(
+                plugin_util.context(request.environ),
+                experiment_id=plugin_util.experiment_id(request.environ),
+                plugin_name=PLUGIN_NAME,
+                downsample=EVERYTHING,
+                run_tag_filter=RunTagFilter(runs=[run], tags=[tag]),
+            )
+        except TypeError as error:
+            raise ValueError(f"{tag!r} is damaged: {error}") from None
+        return sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
+
+
+def _application(answer: Callable[[wrappers.Request], Answer], content_type: str) -> Any:
+    """Turn a function from a request to JSON or bytes into a WSGI application."""
+
+    @wrappers.Request.application
+    def application(request: wrappers.Request) -> wrappers.Response:
+        try:
+            if request.method not in ("GET", "HEAD"):
+                return _refusal(request, 405, f"{request.method} is not allowed; use GET")
+            return http_util.Respond(request, answer(request), content_type)
+        except UnknownError as error:
+            return _refusal(request, 404, str(error))
+        except ValueError as error:
+            return _refusal(request, 400, str(error))
+        except errors.PublicError as error:
+            return _refusal(request, error.http_code, str(error))
+        except grpc.RpcError as error:
+            reason = f"TensorBoard's data server failed ({error.code().name})"
+            return _refusal(request, 503, f"{reason}; restart it with --load_fast=false")
+
+    return application
+
+
+def _refusal(request: wrappers.Request, code: int, text: str) -> wrappers.Response:
+    return http_util.Respond(request, {"error": _line(text)}, "application/json", code=code)
+
+
+def _line(text: str) -> str:
+    """Return a message as one line, however long the names in it are."""
+    return " ".join(text.split())[:1000]
+
+
+def _static_file(name: str) -> Any:
+    """Return an application that serves a file of static/."""
+    return _application(lambda _: (STATIC / name).read_bytes(), STATIC_TYPES[_suffix(name)])
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]
+
+
+def _text(request: wrappers.Request, name: str) -> str:
+    """Return a parameter of a request.
+
+    Raises:
+        ValueError: It is missing or empty.
+    """
+    if not (value := request.args.get(name, "")):
+        raise ValueError(f"{name}: missing; name a {name}, as listed by the tab")
+    return value
+
+
+def _step(request: wrappers.Request) -> int:
+    value = _text(request, "step")
+    if not re.fullmatch("[0-9]{1,18}", value):
+        raise ValueError(f"step: {value[:60]!r} is not a whole number, at least 0")
+    return int(value)
+
+
+def _is_weights(tag: str, series: dict[str, TensorTimeSeries]) -> bool:
+    """Tell whether a tag holds the weights of an image; if that cannot be read, it does not."""
+    try:
+        return part_of(series[tag].plugin_content) == "weights"
+    except ValueError:
+        return False
+
+
+def _bytes(datum: TensorDatum) -> bytes:
+    if datum.numpy.shape != () or not isinstance(data := datum.numpy.item(), bytes):
+        raise ValueError(f"step {datum.step} is damaged: not a single string of bytes")
+    return data
+
+
+def _decoded(datum: TensorDatum) -> Details:
+    try:
+        return decode_details(_bytes(datum))
+    except ValueError as error:
+        raise ValueError(f"step {datum.step}: {error}") from None
+
+
+def _image(tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]:
+    """Return what the list of images says about one of them."""
+    predictions = {datum.step: _prediction(datum, details) for datum, details in steps}
+    latest = steps[-1][1]
+    return {
+        "tag": tag,
+        "label": None if latest.label is None else latest.classes[latest.label],
+        "thumbnail": thumbnail(latest),
+        "steps": list(predictions.values()),
+    }
+
+
+def _prediction(datum: TensorDatum, details: Details) -> dict[str, Any]:
+    index, probability = details.top[0] if details.top else (None, None)
+    unknown = index is None or details.label is None
+    return {
+        "step": datum.step,
+        "wall_time": datum.wall_time,
+        "prediction": None if index is None else details.classes[index],
+        "probability": probability,
+        "correct": None if unknown else index == details.label,
+    }
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts run_2 before run_10."""
+    parts = re.findall(r"(\d{1,18})|(\D+)", text)
+    return [(0, int(digits), "") if digits else (1, 0, words) for digits, words in parts]

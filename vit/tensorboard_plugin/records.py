@@ -1,0 +1,211 @@
+"""Records: what the Attention tab shows of one image at one step.
+
+A record describes itself completely and is checked when it is made, whether by this project or from
+a file that anybody may have written; see `vit.tensorboard_plugin.encoding` for its bytes.
+
+Shapes: L layers, H heads, N tokens (prefix, then patches, row by row), C classes.
+"""
+
+import base64
+import io
+import math
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+VERSION: Final = 1
+LENS_CLASSES = 3  # classes of each token in the logit lens
+TOP_CLASSES = 5
+
+MAX_WEIGHTS = 2**24  # of one image, L * H * N * N; ViT-L/16 at 224 pixels has 14.9 million
+MAX_PIXELS = 2**24  # of one image, 4096 x 4096
+
+PNG_URL = "data:image/png;base64,"
+
+Count = Annotated[int, Field(ge=1, le=100_000)]
+Index = Annotated[int, Field(ge=0, le=1_000_000)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Rounding in float32 may lead just above 1.
+Fraction = Annotated[float, Field(ge=0, le=1.0001, allow_inf_nan=False)]
+Heads = list[list[Fraction]]  # (L, H)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Statistics of every head for one image, each (L, H).
+
+    Attributes:
+        entropy: Entropy divided by log N, mean over rows, 0 to 1.
+        distance: Mean attention distance in pixels; None if patches have no distance.
+        sink: Fraction of attention to the token that receives the most, 0 to 1.
+    """
+
+    entropy: Heads
+    distance: list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]] | None
+    sink: Heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Map:
+    """A map of the whole image.
+
+    Attributes:
+        kind: Name of the kind, the same in all records, e.g. "rollout".
+        title: What to call it on the page.
+        target: Index of the class that the map explains; None if it does not depend on a class.
+        values: A number for each patch, row by row, in units of uniform attention.
+        faithfulness: (LeRF - MoRF) / 2 of this map on this image, -1 to 1; None if not measured.
+    """
+
+    kind: str
+    title: str
+    target: Index | None
+    values: list[Finite]
+    faithfulness: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lens:
+    """The classes as which the tokens of every layer would be read, each (L, 1 + N, k).
+
+    The first of the 1 + N is what the head reads after that layer, then come all tokens; k is the
+    smaller of 3 and C.
+
+    Attributes:
+        classes: Indices of the most probable classes, best first.
+        probabilities: Their probabilities, 0 to 1.
+    """
+
+    classes: list[list[list[Index]]]
+    probabilities: list[list[list[Fraction]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """Everything about an image at a step but the attention weights.
+
+    Attributes:
+        image: The image as the model sees it: an RGB PNG file as a data URL, see `image_url`.
+        image_size: Height and width in pixels.
+        grid: Rows and columns of patches.
+        prefix: Names of the tokens before the patches.
+        layers: L.
+        heads: H.
+        readout: What the head reads; None if unknown.
+        classes: Names of the classes; empty if unknown.
+        label: Index of the true class; None if unknown.
+        top: Indices and probabilities of up to five classes, best first.
+        statistics: Statistics of every head.
+        maps: Maps of the whole image.
+        lens: The logit lens; None if there is none.
+        version: Version of the format.
+
+    Raises:
+        ValueError: A value is out of range, or the shapes contradict each other.
+    """
+
+    image: Annotated[str, Field(pattern=f"^{PNG_URL}[A-Za-z0-9+/]+=*$")]
+    image_size: tuple[Count, Count]
+    grid: tuple[Count, Count]
+    prefix: list[str]
+    layers: Count
+    heads: Count
+    readout: Literal["class_token", "mean"] | None
+    classes: list[str]
+    label: Index | None
+    top: Annotated[list[tuple[Index, Fraction]], Field(max_length=TOP_CLASSES)]
+    statistics: Statistics
+    maps: list[Map]
+    lens: Lens | None
+    version: Literal[1] = VERSION
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of tokens."""
+        return len(self.prefix) + math.prod(self.grid)
+
+    def __post_init__(self) -> None:
+        if _png_size(self.image) != self.image_size:
+            raise ValueError(f"image is not a PNG file of {self.image_size} pixels")
+        if math.prod(self.image_size) > MAX_PIXELS:
+            raise ValueError(f"image_size: {self.image_size} is more than {MAX_PIXELS} pixels")
+        for name in ("entropy", "distance", "sink"):
+            values = getattr(self.statistics, name)
+            if values is not None:
+                _check_shape(name, values, (self.layers, self.heads))
+        for shown in self.maps:
+            _check_shape(f"map {shown.kind}", shown.values, (math.prod(self.grid),))
+        indices = [self.label, *(index for index, _ in self.top), *(m.target for m in self.maps)]
+        largest = max((index for index in indices if index is not None), default=-1)
+        if self.lens is not None:
+            best = min(LENS_CLASSES, len(self.classes))
+            shape = (self.layers, 1 + self.tokens, best)
+            _check_shape("lens", self.lens.probabilities, shape)
+            largest = max(largest, int(_check_shape("lens", self.lens.classes, shape).max()))
+        if largest >= len(self.classes):
+            raise ValueError(f"class {largest} does not exist; there are {len(self.classes)}")
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True))
+class Record:
+    """What the Attention tab shows of one image at one step.
+
+    Attributes:
+        details: Everything but the weights.
+        weights: Attention weights (L, H, N, N), rows summing to 1; None leaves them out, and the
+            tab shows maps only.
+
+    Raises:
+        ValueError: The weights have another shape than the details say.
+    """
+
+    details: Details
+    weights: np.ndarray | None
+
+    def __post_init__(self) -> None:
+        details = self.details
+        shape = (details.layers, details.heads, details.tokens, details.tokens)
+        if self.weights is not None and self.weights.shape != shape:
+            raise ValueError(f"weights are {self.weights.shape}; the details say {shape}")
+
+
+def fits(layers: int, heads: int, tokens: int) -> bool:
+    """Tell whether the weights of an image are few enough to be stored."""
+    return layers * heads * tokens**2 <= MAX_WEIGHTS
+
+
+def image_url(pixels: np.ndarray) -> str:
+    """Return an image, (height, width, 3) uint8, as a PNG file in a data URL."""
+    from PIL import Image  # TensorBoard starts without it
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return PNG_URL + base64.b64encode(file.getvalue()).decode()
+
+
+def _check_shape(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Return nested lists as an array.
+
+    Raises:
+        ValueError: They do not have the shape.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        raise ValueError(f"{name} is ragged; it must be {shape}") from None
+    if array.shape != shape:
+        raise ValueError(f"{name} is {array.shape}; it must be {shape}")
+    return array
+
+
+def _png_size(url: str) -> tuple[int, int] | None:
+    """Return height and width from the header of a PNG file in a data URL, or None."""
+    start = base64.b64decode(url[len(PNG_URL) : len(PNG_URL) + 32])
+    if len(start) < 24 or not start.startswith(b"\x89PNG\r\n\x1a\n"):
+        return None
+    width, height = struct.unpack(">II", start[16:24])
+    return height, width

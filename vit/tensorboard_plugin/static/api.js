@@ -1,0 +1,124 @@
+// Requests to the server side, and a cache of what it answered.
+
+import { Weights } from "./maths.js";
+
+const PNG = "data:image/png;base64,";
+const CACHE_BYTES = 2 ** 28; // 40 records of a ViT-B/16 at 224 pixels
+
+/** Ask the server; an error is one line that says what to do. */
+async function get(route, parameters, read) {
+  const address = new URL(route, import.meta.url);
+  address.search = new URLSearchParams(parameters);
+  let response;
+  try {
+    response = await fetch(address);
+  } catch {
+    throw new Error("TensorBoard does not answer. Is it still running?");
+  }
+  if (response.ok) return response[read]();
+  const answer = await response.json().catch(() => ({}));
+  throw new Error(answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`);
+}
+
+export const fetchRuns = async () => (await get("runs", {}, "json")).runs;
+export const fetchImages = (run) => get("images", { run }, "json");
+
+/** Keeps the values used last, up to a number of bytes. */
+class Cache {
+  #entries = new Map(); // oldest first
+  #bytes = 0;
+
+  /** Return the promise of a key, and start to load what is not there; failures are not kept. */
+  get(key, load) {
+    const known = this.#entries.get(key);
+    if (known) {
+      this.#entries.delete(key);
+      this.#entries.set(key, known);
+      return known.promise;
+    }
+    const entry = { promise: load(), bytes: 0 };
+    this.#entries.set(key, entry);
+    entry.promise.then(
+      (value) => this.#count(entry, value.bytes),
+      () => this.#entries.delete(key),
+    );
+    return entry.promise;
+  }
+
+  #count(entry, bytes) {
+    entry.bytes = bytes;
+    this.#bytes += bytes;
+    for (const [key, oldest] of this.#entries) {
+      if (this.#bytes <= CACHE_BYTES || oldest === entry) return;
+      this.#entries.delete(key);
+      this.#bytes -= oldest.bytes;
+    }
+  }
+}
+
+const records = new Cache();
+
+/**
+ * Load what is known about an image at a step.
+ *
+ * @param {string} run
+ * @param {{tag: string, has_weights: boolean}} image - As listed by the server.
+ * @param {{step: number, wall_time: number}} at - One of its steps; a step may be written again.
+ */
+export function fetchRecord(run, image, at) {
+  const key = JSON.stringify([run, image.tag, at.step, at.wall_time, image.has_weights]);
+  return records.get(key, () => load(run, image, at));
+}
+
+async function load(run, image, at) {
+  const parameters = { run, tag: image.tag, step: at.step };
+  const [details, buffer] = await Promise.all([
+    get("details", parameters, "json"),
+    image.has_weights ? get("weights", parameters, "arrayBuffer") : null,
+  ]);
+  const [rows, columns] = details.grid;
+  const { layers, heads, prefix } = details;
+  const tokens = prefix.length + rows * columns;
+  const shape = { layers, heads, tokens, prefix: prefix.length };
+  const [height, width] = details.image_size;
+  return {
+    run,
+    tag: image.tag,
+    step: at.step,
+    details,
+    layers,
+    heads,
+    prefix,
+    rows,
+    columns,
+    tokens,
+    className: (index) => details.classes[index] ?? `class ${index}`,
+    weights: buffer && new Weights(buffer, shape),
+    ...(await decodeImage(details.image)),
+    bytes: (buffer?.byteLength ?? 0) + 8 * width * height + 1e5, // roughly
+  };
+}
+
+/** Return the source of an image, which must be a PNG file within the address. */
+export function checkedImage(address) {
+  if (typeof address !== "string" || !address.startsWith(PNG))
+    throw new Error("The image is not a PNG file.");
+  return address;
+}
+
+/** Return an image in colour and in grey: canvases of its own size. */
+async function decodeImage(address) {
+  const image = new Image();
+  image.src = checkedImage(address);
+  await image.decode();
+  const colour = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
+  const drawing = colour.getContext("2d");
+  drawing.drawImage(image, 0, 0);
+  const pixels = drawing.getImageData(0, 0, colour.width, colour.height);
+  for (let at = 0; at < pixels.data.length; at += 4) {
+    pixels.data.fill((pixels.data[at] + pixels.data[at + 1] + pixels.data[at + 2]) / 3, at, at + 3);
+  }
+  const grey = new OffscreenCanvas(colour.width, colour.height);
+  grey.getContext("2d").putImageData(pixels, 0, 0);
+  return { colour, grey };
+}

@@ -1,0 +1,287 @@
+// The tab as a whole: its state, what it asks the server for, and its panes.
+
+import { fetchImages, fetchRuns } from "./api.js";
+import { Chooser } from "./chooser.js";
+import { make, write } from "./dom.js";
+import { emptyState } from "./empty.js";
+import { readAddress, watchAddress, watchTheme, writeAddress } from "./host.js";
+import { listen } from "./keyboard.js";
+import { nearest } from "./maths.js";
+import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
+import { Pane } from "./pane.js";
+import { parseState, stateParameters } from "./state.js";
+import { Toolbar } from "./toolbar.js";
+
+const POLL = 3000; // milliseconds between questions for new steps
+const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
+const PLAY = 600; // milliseconds between steps
+
+export class App {
+  state = parseState(readAddress());
+  runs = []; // as listed by the server
+  pointed = null; // name of the token under the pointer
+  paints = 0;
+  playing = null; // side of the pane that plays
+  #lists = new Map(); // run → its images, as listed by the server
+  #known = null; // JSON of the runs
+  #turn = 0;
+
+  constructor(root) {
+    this.chooser = new Chooser((image) => this.set({ image }));
+    this.panes = [new Pane(this, "a"), new Pane(this, "b")];
+    this.toolbar = new Toolbar(this);
+    this.banner = make("p", { class: "banner", role: "alert", hidden: true });
+    this.live = make("p", { class: "unseen", "aria-live": "polite" });
+    this.main = make("main", { id: "panes" }, ...this.panes.map((pane) => pane.element));
+    this.body = make("div", { class: "body" }, this.chooser.element, this.main);
+    this.empty = emptyState();
+    root.append(this.toolbar.element, this.body, this.empty, this.banner, this.live);
+    this.toolbar.element.hidden = this.body.hidden = this.empty.hidden = true;
+  }
+
+  async start() {
+    watchTheme(() => this.layout());
+    watchAddress((parameters) => {
+      this.state = parseState(parameters);
+      this.refresh();
+    });
+    new ResizeObserver(() => this.layout()).observe(this.main);
+    listen(this, this.toolbar.help);
+    window.attentionTab = this;
+    await this.#poll();
+  }
+
+  /** Ask for new runs and steps, again and again; not while another tab of TensorBoard is open. */
+  async #poll() {
+    if (this.#known === null || document.documentElement.clientWidth > 0) {
+      try {
+        await this.#update(await fetchRuns());
+        this.banner.hidden = true;
+      } catch (error) {
+        write(this.banner, `${error.message} Trying again every ${POLL / 1000} seconds.`);
+        this.banner.hidden = false;
+      }
+    }
+    setTimeout(() => this.#poll(), POLL);
+  }
+
+  async #update(runs) {
+    const known = JSON.stringify(runs);
+    const failed = this.panes.some((pane) => pane.failed);
+    if (known === this.#known && !failed) return;
+    const before = new Map(this.runs.map((run) => [run.name, JSON.stringify(run)]));
+    for (const run of runs) {
+      if (!this.#lists.has(run.name) || before.get(run.name) === JSON.stringify(run)) continue;
+      if (run.name === this.state.run || run.name === this.state.run2) {
+        this.#follow(run.name, await fetchImages(run.name));
+      } else this.#lists.delete(run.name);
+    }
+    [this.runs, this.#known] = [runs, known];
+    await this.refresh();
+  }
+
+  /** Take over new images of a run; a pane that shows the newest step goes on to the newest. */
+  #follow(run, list) {
+    const stepsOf = ({ images }) =>
+      (images.find((image) => image.tag === this.state.image)?.steps ?? []).map((one) => one.step);
+    const [before, after] = [stepsOf(this.#lists.get(run)), stepsOf(list)];
+    const { state } = this;
+    const next = (step) => (step === before.at(-1) ? (after.at(-1) ?? step) : step);
+    if (state.run === run) state.step = next(state.step);
+    if (state.run2 === run) state.step2 = next(state.step2);
+    this.#lists.set(run, list);
+  }
+
+  /** Change the state and show it. */
+  set(changes) {
+    Object.assign(this.state, changes);
+    return this.refresh();
+  }
+
+  /** Show the state: fill in what it leaves open, load what it names. */
+  refresh() {
+    this.ready = this.#refresh();
+    return this.ready;
+  }
+
+  async #refresh() {
+    const turn = ++this.#turn;
+    const { state } = this;
+    this.empty.hidden = this.runs.length > 0;
+    this.toolbar.element.hidden = this.body.hidden = this.runs.length === 0;
+    if (this.runs.length === 0) return;
+    if (!state.run) state.run = latest(this.runs).name;
+    const problems = new Map();
+    for (const run of new Set([state.run, state.run2].filter(Boolean))) {
+      try {
+        if (!this.runs.some((one) => one.name === run)) {
+          throw new Error(
+            `There is no run ${run} with attention in this log directory; choose another one.`,
+          );
+        }
+        if (!this.#lists.has(run)) this.#lists.set(run, await fetchImages(run));
+      } catch (error) {
+        problems.set(run, error.message);
+      }
+    }
+    if (turn !== this.#turn) return;
+    const images = this.#lists.get(state.run)?.images ?? [];
+    if (!state.image && images.length) state.image = images[0].tag;
+    const first = this.#wanted(state.run, state.step, problems);
+    state.step = first.at?.step ?? state.step;
+    let otherStep = state.step2;
+    if (otherStep === null && state.linked === "yes") otherStep = state.step;
+    const second = state.run2 && this.#wanted(state.run2, otherStep, problems);
+    if (second) state.step2 = second.at?.step ?? state.step2;
+    this.main.classList.toggle("two", Boolean(second));
+    this.panes[1].element.hidden = !second;
+    this.chooser.render(images, state);
+    const shown = Promise.all([this.panes[0].show(first), second && this.panes[1].show(second)]);
+    this.toolbar.render();
+    this.#remember();
+    await shown;
+    this.toolbar.render(); // with the classes of what has been loaded
+  }
+
+  /** Return what a pane is to show: the step, or the nearest that exists. */
+  #wanted(run, step, problems) {
+    if (problems.has(run)) return { run, problem: problems.get(run) };
+    const { images, problems: damaged = [] } = this.#lists.get(run);
+    const image = images.find((one) => one.tag === this.state.image);
+    if (!image) {
+      const problem = `Run ${run} has no image ${this.state.image}; choose another one.`;
+      return { run, problem: [problem, ...damaged].join(" ") };
+    }
+    const steps = image.steps.map((one) => one.step);
+    const at = steps.indexOf(step === null ? steps.at(-1) : nearest(steps, step));
+    return { run, image, at: image.steps[at] };
+  }
+
+  #remember() {
+    clearTimeout(this.remembering);
+    this.remembering = setTimeout(() => writeAddress(stateParameters(this.state)), 200);
+  }
+
+  layout() {
+    this.panes.forEach((pane) => pane.layout());
+  }
+
+  /** Paint before the next frame, once however often this is called. */
+  paint() {
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      this.panes.forEach((pane) => pane.element.hidden || pane.paint());
+      this.paints += 1;
+      clearTimeout(this.speaking);
+      this.speaking = setTimeout(() => write(this.live, this.panes[0].read()), SPEAK);
+    });
+  }
+
+  /** Note the token under the pointer, or null. */
+  point(name) {
+    if (name === this.pointed) return;
+    this.pointed = name;
+    this.paint();
+  }
+
+  /** Keep a token, or release it if it is kept already. */
+  pin(name) {
+    this.#keep(this.state.token === name ? "" : name);
+  }
+
+  #keep(token) {
+    this.state.token = token;
+    this.#remember();
+    this.paint();
+  }
+
+  /** Keep the patch next to the one in question. */
+  movePatch(down, right) {
+    const { record } = this.panes[0];
+    if (record) this.#keep(nextPatch(record, this.state.token || this.pointed, down, right));
+  }
+
+  /** Keep the next of the tokens that are no patches. */
+  nextToken() {
+    const { record } = this.panes[0];
+    if (record) this.#keep(nextSpecial(record, this.state.token));
+  }
+
+  moveHead(by) {
+    const { record } = this.panes[0];
+    if (record) this.set({ head: nextHead(record, this.state.head, by) });
+  }
+
+  moveLayer(by) {
+    const { record } = this.panes[0];
+    if (record) this.set({ layer: nextLayer(record, this.state.layer, by) });
+  }
+
+  chooseRun(run) {
+    const list = this.#lists.get(run);
+    const keep = !list || list.images.some((image) => image.tag === this.state.image);
+    this.set({ run, step: null, ...(keep ? {} : { image: "" }) });
+  }
+
+  /** Show another run beside this one, or this run at another step; null shows one pane. */
+  compare(run) {
+    const same = run === this.state.run;
+    this.set({ run2: run ?? "", step2: same ? 0 : null, linked: same ? "no" : "yes" });
+  }
+
+  chooseStep(side, step) {
+    if (step === undefined) return undefined;
+    const changes = side === "a" ? { step } : { step2: step };
+    if (this.state.linked === "yes" && this.state.run2)
+      Object.assign(changes, { step, step2: step });
+    return this.set(changes);
+  }
+
+  moveStep(by, side = "a") {
+    const { steps } = this.panes[side === "a" ? 0 : 1];
+    const step = side === "a" ? this.state.step : this.state.step2;
+    return this.chooseStep(side, steps[steps.indexOf(step) + by]);
+  }
+
+  /** Show one step after the other, from the first if the last is shown; or stop. */
+  async togglePlay(side) {
+    this.playing = this.playing === side ? null : side;
+    this.#showPlaying();
+    const pane = this.panes[side === "a" ? 0 : 1];
+    const last = () => (side === "a" ? this.state.step : this.state.step2) >= pane.steps.at(-1);
+    if (this.playing === side && last()) await this.chooseStep(side, pane.steps[0]);
+    while (this.playing === side && !last()) {
+      await new Promise((done) => setTimeout(done, PLAY));
+      if (this.playing === side) await this.moveStep(1, side);
+    }
+    if (this.playing === side) this.playing = null;
+    this.#showPlaying();
+  }
+
+  #showPlaying() {
+    for (const pane of this.panes) {
+      const playing = this.playing === pane.side;
+      write(pane.play, playing ? "❚❚" : "▶");
+      pane.play.setAttribute("aria-label", playing ? "Stop" : "Play the steps");
+    }
+  }
+
+  /** Return the height that a picture may have. */
+  pictureHeight() {
+    return Math.max(160, Math.min(640, window.innerHeight - 410));
+  }
+
+  /** Return the height that the view beside a picture should have. */
+  viewHeight() {
+    return this.main.classList.contains("two") ? Infinity : window.innerHeight - 190;
+  }
+
+  /** Return what is painted, as plain numbers: one object for each pane. */
+  numbers() {
+    return this.panes.filter((pane) => !pane.element.hidden).map((pane) => pane.numbers());
+  }
+}
+
+function latest(runs) {
+  return runs.reduce((best, run) => (run.wall_time > best.wall_time ? run : best));
+}

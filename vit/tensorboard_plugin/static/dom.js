@@ -1,0 +1,42 @@
+// Making elements. Text is always a text node, so names of runs and classes are never HTML.
+
+/**
+ * Make an element.
+ *
+ * Properties whose value is a function are event listeners; null, undefined and false leave an
+ * attribute out.
+ */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+/** Change an element's text, if it is another one: the browser then has nothing to lay out. */
+export function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Make a labelled menu. `choose` is called with the value of the chosen option. */
+export function menu(label, choose, properties = {}) {
+  const select = make("select", {
+    "aria-label": label,
+    ...properties,
+    change: () => choose(select.options[select.selectedIndex].value),
+  });
+  return select;
+}
+
+/** Set the options of a menu, [value, text] each, and select one of them. */
+export function offer(select, options, chosen) {
+  const known = [...select.options].map((option) => [option.value, option.text]);
+  if (JSON.stringify(known) !== JSON.stringify(options)) {
+    select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+  }
+  select.value = chosen;
+}

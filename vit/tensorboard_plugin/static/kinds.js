@@ -1,0 +1,120 @@
+// Kinds of map of the whole image, side by side.
+
+import { heatOverlay } from "./colours.js";
+import { make, write } from "./dom.js";
+import { digits } from "./maths.js";
+import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
+
+const SIDE = 192; // of the largest picture
+const FAITHFULNESS =
+  "(LeRF − MoRF)/2 of this map on this image: how much more the probability of its class falls " +
+  "if the patches that the map calls important are hidden first, not last. " +
+  "A map that ignores the image has 0 on average.";
+
+/** Return the classes for which there are maps. */
+export function targetsOf(record) {
+  return [
+    ...new Set(record.details.maps.map((map) => map.target).filter((target) => target !== null)),
+  ];
+}
+
+/** Return the class that the maps explain: as asked for, or the predicted one, or the first. */
+export function targetOf(record, target) {
+  const targets = targetsOf(record);
+  const predicted = record.details.top[0]?.[0];
+  return [target, predicted].find((one) => targets.includes(one)) ?? targets[0];
+}
+
+/** Return the maps to show: those without a class, and those of one class. */
+export function mapsOf(record, target) {
+  const chosen = targetOf(record, target);
+  return record.details.maps.filter((map) => map.target === null || map.target === chosen);
+}
+
+/** Return the map that is enlarged, or null. */
+export function chosenMap(record, state) {
+  const maps = mapsOf(record, state.target);
+  return maps.find((map) => map.kind === state.map) ?? maps[0] ?? null;
+}
+
+/** Say which class a map explains. */
+export function aboutClass(record, map) {
+  return map.target === null ? "class-agnostic" : `for ${record.className(map.target)}`;
+}
+
+export class MapsView {
+  #cards = [];
+  #drawn = null;
+
+  /** @param {{choose: function(string): void, point: function(?number): void}} actions */
+  constructor(actions) {
+    this.actions = actions;
+    this.list = make("div", { class: "cards" });
+    this.note = make("p", { class: "note" });
+    this.element = make("div", { class: "view" }, this.list, this.note);
+  }
+
+  layout(record, state, width) {
+    const maps = mapsOf(record, state.target);
+    const side = Math.min(SIDE, Math.floor(width / 2) - 24);
+    const again =
+      this.#drawn &&
+      this.#drawn.record === record &&
+      this.#drawn.side === side &&
+      maps.every((map, index) => map === this.#cards[index]?.map);
+    if (!again) this.#draw(record, maps, side); // else a card may keep the focus
+    const chosen = chosenMap(record, state);
+    for (const { element, map } of this.#cards)
+      element.setAttribute("aria-pressed", String(map === chosen));
+    write(this.note, maps.length ? "" : "No maps of the whole image were recorded.");
+  }
+
+  #draw(record, maps, side) {
+    this.#drawn = { record, side };
+    this.size = fitPicture(record, side, side);
+    this.#cards = maps.map((map) => this.#card(record, map));
+    this.list.replaceChildren(...this.#cards.map((card) => card.element));
+  }
+
+  #card(record, map) {
+    const canvas = make("canvas", {
+      pointermove: (event) => this.actions.point(this.#patchAt(record, event)),
+      pointerleave: () => this.actions.point(null),
+    });
+    const context = resize(canvas, this.size.width, this.size.height);
+    drawOverlay(context, record, this.size, (patch) => heatOverlay(map.values[patch]));
+    const plain = context.getImageData(0, 0, canvas.width, canvas.height);
+    const value = make("span", { class: "value" });
+    const faithfulness =
+      map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3).replace("-", "−");
+    const element = make(
+      "button",
+      {
+        class: "card",
+        type: "button",
+        click: () => this.actions.choose(map.kind),
+      },
+      canvas,
+      make("strong", {}, map.title),
+      make("span", { class: "quiet" }, aboutClass(record, map)),
+      make("span", { class: "quiet", title: FAITHFULNESS }, `faithfulness ${faithfulness}`),
+      value,
+    );
+    return { element, context, plain, value, map };
+  }
+
+  #patchAt(record, event) {
+    const row = Math.floor(event.offsetY / this.size.patchHeight);
+    const column = Math.floor(event.offsetX / this.size.patchWidth);
+    return row < record.rows && column < record.columns ? row * record.columns + column : null;
+  }
+
+  /** Mark a patch in all maps, or none, and write its value. */
+  paint(record, patch) {
+    for (const { context, plain, value, map } of this.#cards) {
+      context.putImageData(plain, 0, 0);
+      if (patch !== null) outline(context, patchBox(record, this.size, patch), MARK, 2);
+      write(value, patch === null ? " " : `here ${digits(map.values[patch])} × uniform`);
+    }
+  }
+}

@@ -1,0 +1,172 @@
+// Layer-by-layer predictions (logit lens): the class as which every layer's tokens would be read.
+
+import { classColour, classColours, classOverlay, classPixel } from "./colours.js";
+import { make, write } from "./dom.js";
+import { MEAN, percent, range } from "./maths.js";
+import { Raster } from "./raster.js";
+
+const SIDE = 56; // of a layer's map
+
+/** Return the colours of the classes of a record's lens. */
+export function lensColours(record) {
+  const counts = new Map();
+  for (const layer of record.details.lens.classes) {
+    for (const [best] of layer) counts.set(best, (counts.get(best) ?? 0) + 1);
+  }
+  return classColours(counts);
+}
+
+/** Return a function from a token to its colour over the picture at a layer. */
+export function lensOverlay(record, colours, layer) {
+  const { classes, probabilities } = record.details.lens;
+  return (token) =>
+    classOverlay(colours, classes[layer][1 + token][0], probabilities[layer][1 + token][0]);
+}
+
+/** Return [class, probability] of a token at a layer, best first; MEAN is what the head reads. */
+export function lensOf(record, layer, token) {
+  const { classes, probabilities } = record.details.lens;
+  const at = token === MEAN ? 0 : 1 + token;
+  return classes[layer][at].map((index, rank) => [index, probabilities[layer][at][rank]]);
+}
+
+export class LensView {
+  #rows = [];
+
+  /** @param {{choose: function(number): void, point: function(?number): void}} actions */
+  constructor(actions) {
+    this.actions = actions;
+    this.tokenTitle = make("span", {});
+    this.titles = make(
+      "div",
+      { class: "lens-row titles" },
+      make("span", {}),
+      make("span", {}, "every patch"),
+      make("span", {}, "what the head reads"),
+      this.tokenTitle,
+    );
+    this.list = make("div", {});
+    this.legend = make("div", { class: "legend" });
+    this.note = make("p", { class: "note" });
+    this.element = make(
+      "div",
+      { class: "view lens" },
+      this.titles,
+      this.list,
+      this.legend,
+      this.note,
+    );
+  }
+
+  layout(record, state) {
+    const { lens } = record.details;
+    this.titles.hidden = this.legend.hidden = lens === null;
+    write(
+      this.note,
+      lens === null ? "No layer-by-layer predictions were recorded for this image." : "",
+    );
+    if (this.record !== record) this.#draw(record); // else a row may keep the focus
+    this.#rows.forEach(({ button }, layer) =>
+      button.setAttribute("aria-pressed", String(layer === state.layer)),
+    );
+  }
+
+  #draw(record) {
+    this.record = record;
+    this.#rows = [];
+    if (record.details.lens !== null) {
+      this.colours = lensColours(record);
+      this.#rows = range(record.layers).map((layer) => this.#row(record, layer));
+      const named = [...this.colours.keys()].sort((a, b) => a - b);
+      this.legend.replaceChildren(
+        ...named.map((index) =>
+          make("span", {}, this.#swatch(index), make("span", {}, record.className(index))),
+        ),
+      );
+    }
+    this.list.replaceChildren(...this.#rows.map((row) => row.element));
+  }
+
+  #swatch(index) {
+    return make("i", {
+      class: "swatch",
+      style: `background: rgb(${classColour(this.colours, index).join()})`,
+    });
+  }
+
+  #row(record, layer) {
+    const zoom = Math.max(1, Math.floor(SIDE / Math.max(record.rows, record.columns)));
+    const map = new Raster(
+      make("canvas", {
+        pointermove: (event) => {
+          const [row, column] = [event.offsetY, event.offsetX].map((at) => Math.floor(at / zoom));
+          const inside = row >= 0 && column >= 0 && row < record.rows && column < record.columns;
+          this.actions.point(inside ? row * record.columns + column : null);
+        },
+        pointerleave: () => this.actions.point(null),
+      }),
+    );
+    map.resize(record.columns * zoom, record.rows * zoom);
+    const { classes, probabilities } = record.details.lens;
+    const first = 1 + record.prefix.length;
+    const colours = Uint32Array.from(range(record.rows * record.columns), (patch) =>
+      classPixel(
+        this.colours,
+        classes[layer][first + patch][0],
+        probabilities[layer][first + patch][0],
+      ),
+    );
+    map.paint(colours, record.columns, 0, 0, zoom);
+    map.flush();
+    const guesses = range(classes[layer][0].length);
+    const pooled = guesses.map(() => bar());
+    const own = guesses.map(() => bar());
+    lensOf(record, layer, MEAN).forEach(([index, probability], rank) =>
+      fill(pooled[rank], record.className(index), probability),
+    );
+    const button = make(
+      "button",
+      { type: "button", click: () => this.actions.choose(layer) },
+      `layer ${layer}`,
+    );
+    const element = make(
+      "div",
+      { class: "lens-row" },
+      button,
+      make("div", { class: "lens-map" }, map.canvas),
+      make("div", {}, ...pooled.map((one) => one.element)),
+      make("div", {}, ...own.map((one) => one.element)),
+    );
+    return { element, button, own };
+  }
+
+  /** Write how a token is read in each layer. */
+  paint(record, token, name) {
+    write(this.tokenTitle, token === MEAN ? "point at a patch" : name);
+    this.#rows.forEach(({ own }, layer) => {
+      const guesses = token === MEAN ? [] : lensOf(record, layer, token);
+      own.forEach((one, rank) => {
+        const [index, probability] = guesses[rank] ?? [null, 0];
+        fill(one, index === null ? "" : record.className(index), probability);
+      });
+    });
+  }
+}
+
+/** Make a line with a bar, a name and a percentage. */
+export function bar() {
+  const [length, name, number] = [
+    make("i", {}),
+    make("span", {}),
+    make("span", { class: "number" }),
+  ];
+  return { element: make("div", { class: "bar" }, length, name, number), length, name, number };
+}
+
+/** Fill in a line; an empty name clears it. */
+export function fill({ element, length, name, number }, text, probability) {
+  element.title = text;
+  length.style.transform = `scaleX(${probability})`;
+  write(name, text);
+  write(number, text === "" ? "" : percent(probability));
+}

@@ -1,0 +1,210 @@
+// Attention as numbers; no drawing. Shapes: L layers, H heads, N tokens (prefix, then patches).
+//
+// All values are in units of uniform attention: a weight times N.
+
+export const MEAN = -1; // instead of a token: the mean over all patches
+
+/** The attention weights of an image at a step, kept as they come: 8 bits and a scale per row. */
+export class Weights {
+  #means = [];
+  #meanOfPatches = {};
+
+  /**
+   * @param {ArrayBuffer} buffer - L*H*N*N uint8 codes, then L*H*N float32 scales; their products
+   *   are the weights.
+   * @param {{layers: number, heads: number, tokens: number, prefix: number}} shape
+   */
+  constructor(buffer, { layers, heads, tokens, prefix }) {
+    const size = layers * heads * tokens * tokens;
+    if (buffer.byteLength !== size + 4 * layers * heads * tokens) {
+      throw new Error("The weights have another size than the image's details say.");
+    }
+    Object.assign(this, { layers, heads, tokens, prefix });
+    this.codes = new Uint8Array(buffer, 0, size);
+    this.scale = new Float32Array(buffer.slice(size)); // a copy, because floats must be aligned
+  }
+
+  /**
+   * Return one token's attention in one head, (N,).
+   *
+   * Direction "to" is a row of the matrix: how much the token attends to each token; "from" is a
+   * column: how much each token attends to it.
+   */
+  ofHead(layer, head, token, direction) {
+    if (token === MEAN) return this.#ofPatches(layer, head, direction);
+    const n = this.tokens;
+    const matrix = layer * this.heads + head;
+    const codes = this.codes.subarray(matrix * n * n, (matrix + 1) * n * n);
+    const scale = this.scale.subarray(matrix * n, (matrix + 1) * n);
+    const values = new Float32Array(n);
+    if (direction === "to") {
+      const unit = scale[token] * n;
+      for (let key = 0; key < n; key++) values[key] = codes[token * n + key] * unit;
+    } else {
+      for (let query = 0; query < n; query++)
+        values[query] = codes[query * n + token] * scale[query] * n;
+    }
+    return values;
+  }
+
+  /** Return one token's attention in all heads and their fusions: arrays of L (times H) times N. */
+  of(token, direction) {
+    if (token === MEAN && direction in this.#meanOfPatches) return this.#meanOfPatches[direction];
+    const heads = range(this.layers).map((layer) =>
+      range(this.heads).map((head) => this.ofHead(layer, head, token, direction)),
+    );
+    const result = {
+      heads,
+      mean: heads.map(meanOf),
+      max: heads.map(maxOf),
+      rollout: this.rollouts(token, direction),
+    };
+    if (token === MEAN) this.#meanOfPatches[direction] = result;
+    return result;
+  }
+
+  /**
+   * Return attention rollout up to each layer, L times (N,): one row or column of the product of
+   * 0.5 A + 0.5 I, where A is the mean over heads (arXiv 2005.00928).
+   */
+  rollouts(token, direction) {
+    const start = new Float64Array(this.tokens);
+    if (token === MEAN) start.fill(1 / (this.tokens - this.prefix), this.prefix);
+    else start[token] = 1;
+    const inUnits = (vector) => Float32Array.from(vector, (value) => value * this.tokens);
+    if (direction === "from") {
+      // A column of M_l ... M_0 is M_l times the column up to the layer before.
+      let column = start;
+      return range(this.layers).map((layer) => {
+        column = halfway(column, matrixTimes(this.meanMatrix(layer), column));
+        return inUnits(column);
+      });
+    }
+    return range(this.layers).map((last) => {
+      let row = start;
+      for (let layer = last; layer >= 0; layer--)
+        row = halfway(row, timesMatrix(row, this.meanMatrix(layer)));
+      return inUnits(row);
+    });
+  }
+
+  /** Return the mean over a layer's heads, (N * N,), as plain weights. */
+  meanMatrix(layer) {
+    if (this.#means[layer]) return this.#means[layer];
+    const n = this.tokens;
+    const mean = new Float32Array(n * n);
+    for (let head = 0; head < this.heads; head++) {
+      const rows = (layer * this.heads + head) * n;
+      for (let query = 0; query < n; query++) {
+        const scale = this.scale[rows + query] / this.heads;
+        const codes = (rows + query) * n;
+        for (let key = 0; key < n; key++) mean[query * n + key] += this.codes[codes + key] * scale;
+      }
+    }
+    return (this.#means[layer] = mean);
+  }
+
+  /** Return the mean over all patches of their attention in one head, (N,). */
+  #ofPatches(layer, head, direction) {
+    const n = this.tokens;
+    const rows = (layer * this.heads + head) * n;
+    const values = new Float64Array(n);
+    const unit = n / (n - this.prefix);
+    for (let query = 0; query < n; query++) {
+      const scale = this.scale[rows + query] * unit;
+      for (let key = 0; key < n; key++) {
+        const value = this.codes[(rows + query) * n + key] * scale;
+        if (direction === "to" && query >= this.prefix) values[key] += value;
+        if (direction === "from" && key >= this.prefix) values[query] += value;
+      }
+    }
+    return Float32Array.from(values);
+  }
+}
+
+/** Return a token's name, the same in all runs: "ROW, COLUMN" of a patch, or of a prefix token. */
+export function tokenName(token, { prefix, columns }) {
+  if (token === MEAN) return "mean of patches";
+  if (token < prefix.length) return prefix[token];
+  const patch = token - prefix.length;
+  return `${Math.floor(patch / columns)}, ${patch % columns}`;
+}
+
+/** Return the token of a name, or null if there is none. */
+export function tokenOf(name, { prefix, rows, columns }) {
+  if (name === "mean of patches") return MEAN;
+  if (prefix.includes(name)) return prefix.indexOf(name);
+  const found = /^(\d+), (\d+)$/.exec(name);
+  if (!found) return null;
+  const [row, column] = [Number(found[1]), Number(found[2])];
+  return row < rows && column < columns ? prefix.length + row * columns + column : null;
+}
+
+/** Return all heads, [layer, head] each, sorted by a statistic (L, H). */
+export function sortedHeads(statistic, highestFirst) {
+  const heads = statistic.flatMap((layer, number) =>
+    layer.map((value, head) => [number, head, value]),
+  );
+  heads.sort((a, b) => (highestFirst ? b[2] - a[2] : a[2] - b[2]));
+  return heads.map(([layer, head]) => [layer, head]);
+}
+
+/** Return the step closest to another one; the later of two equally close ones. */
+export function nearest(steps, step) {
+  return steps.reduce((best, one) => (Math.abs(one - step) <= Math.abs(best - step) ? one : best));
+}
+
+export function indexOfLargest(values) {
+  let best = 0;
+  for (let index = 1; index < values.length; index++)
+    if (values[index] > values[best]) best = index;
+  return best;
+}
+
+export function range(count) {
+  return Array.from({ length: count }, (_, index) => index);
+}
+
+/** Write a number with about three digits. */
+export function digits(value) {
+  const size = Math.abs(value);
+  return value.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0);
+}
+
+export function percent(probability) {
+  return `${(100 * probability).toFixed(probability < 0.1 || probability >= 0.9995 ? 1 : 0)}%`;
+}
+
+function meanOf(vectors) {
+  return vectors[0].map(
+    (_, index) => vectors.reduce((sum, one) => sum + one[index], 0) / vectors.length,
+  );
+}
+
+function maxOf(vectors) {
+  return vectors[0].map((_, index) => vectors.reduce((most, one) => Math.max(most, one[index]), 0));
+}
+
+function halfway(a, b) {
+  return a.map((value, index) => 0.5 * (value + b[index]));
+}
+
+function matrixTimes(matrix, vector) {
+  const n = vector.length;
+  return vector.map((_, row) => {
+    let sum = 0;
+    for (let column = 0; column < n; column++) sum += matrix[row * n + column] * vector[column];
+    return sum;
+  });
+}
+
+function timesMatrix(vector, matrix) {
+  const n = vector.length;
+  const product = new Float64Array(n);
+  for (let row = 0; row < n; row++) {
+    const factor = vector[row];
+    if (factor === 0) continue;
+    for (let column = 0; column < n; column++) product[column] += factor * matrix[row * n + column];
+  }
+  return product;
+}

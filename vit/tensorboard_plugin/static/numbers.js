@@ -1,0 +1,45 @@
+// What is painted as plain numbers, for the JSON file.
+
+import { range, tokenName } from "./maths.js";
+import { FUSED } from "./state.js";
+
+/** Return what a pane shows; heat maps are in units of uniform attention. */
+export function numbersOf(record, { state, token, attention }, shown) {
+  const patches = range(record.rows * record.columns);
+  return {
+    run: record.run,
+    image: record.tag,
+    step: record.step,
+    grid: [record.rows, record.columns],
+    tokens: [
+      ...record.prefix,
+      ...patches.map((patch) => tokenName(record.prefix.length + patch, record)),
+    ],
+    view: state.view,
+    token: tokenName(token, record),
+    direction: state.direction,
+    layer: state.layer,
+    head: state.head,
+    unit: "uniform attention",
+    values: plain(shown.values),
+    ...ofView(record, state.view, attention),
+    classes: record.details.classes,
+    label: record.details.label,
+    top: record.details.top,
+  };
+}
+
+function ofView({ details }, view, attention) {
+  if (view === "maps") return { maps: details.maps };
+  if (view === "lens") return { lens: details.lens };
+  if (attention === null) return {};
+  return {
+    heads: attention.heads.map((layer) => layer.map(plain)),
+    ...Object.fromEntries(FUSED.map((name) => [name, attention[name].map(plain)])),
+    statistics: details.statistics,
+  };
+}
+
+function plain(values) {
+  return values && Array.from(values, (value) => Number(value.toPrecision(7)));
+}

@@ -1,0 +1,318 @@
+// A pane: one image of one run at one step. Two panes stand side by side to be compared.
+
+import { fetchRecord } from "./api.js";
+import { ColourBar } from "./colour_bar.js";
+import { make, write } from "./dom.js";
+import { HeadsView } from "./heads.js";
+import { MapsView } from "./kinds.js";
+import { bar, fill, LensView } from "./lens.js";
+import { MEAN, percent, range, tokenName, tokenOf } from "./maths.js";
+import { numbersOf } from "./numbers.js";
+import { Picture } from "./picture.js";
+import { describe, show, valuesOf } from "./scene.js";
+import { FUSED } from "./state.js";
+
+const SLOW = 300; // milliseconds until a pane says that it is loading
+
+export class Pane {
+  record = null;
+  #turn = 0;
+  #probe = null; // map and token under the pointer in the layers x heads
+  #memory = {};
+
+  /** @param {object} app @param {("a"|"b")} side */
+  constructor(app, side) {
+    this.app = app;
+    this.side = side;
+    const point = (patch) =>
+      app.point(patch === null ? null : tokenName(this.record.prefix.length + patch, this.record));
+    this.picture = new Picture({
+      point,
+      pin: (patch) => app.pin(tokenName(this.record.prefix.length + patch, this.record)),
+    });
+    this.views = {
+      heads: new HeadsView({
+        choose: (layer, head) => app.set({ layer, head }),
+        point: (probe) => {
+          this.#probe = probe;
+          app.paint();
+        },
+      }),
+      maps: new MapsView({ choose: (map) => app.set({ map }), point }),
+      lens: new LensView({ choose: (layer) => app.set({ layer }), point }),
+    };
+    this.#build();
+  }
+
+  #build() {
+    this.title = make("h2", {});
+    this.caption = make("p", { class: "caption" });
+    this.box = make("div", { class: "box" }, this.picture.canvas);
+    this.chips = make("div", {
+      class: "chips",
+      role: "group",
+      "aria-label": "Tokens that are no patches",
+    });
+    this.scale = new ColourBar();
+    this.lines = range(3).map(() => make("p", {}));
+    this.readout = make("div", { class: "readout" }, ...this.lines);
+    this.play = make(
+      "button",
+      {
+        type: "button",
+        class: "play",
+        "aria-label": "Play the steps",
+        click: () => this.app.togglePlay(this.side),
+      },
+      "▶",
+    );
+    this.slider = make("input", {
+      type: "range",
+      min: 0,
+      "aria-label": "Step",
+      input: () => this.app.chooseStep(this.side, this.steps[Number(this.slider.value)]),
+    });
+    this.step = make("output", {});
+    this.top = range(5).map(() => bar());
+    this.host = make("div", { class: "host" });
+    this.content = make(
+      "div",
+      { class: "content" },
+      make(
+        "div",
+        { class: "left" },
+        this.caption,
+        this.box,
+        this.chips,
+        this.scale.element,
+        this.readout,
+        make("div", { class: "top" }, ...this.top.map((one) => one.element)),
+      ),
+      this.host,
+    );
+    this.message = make("p", { class: "message", role: "status" });
+    this.element = make(
+      "section",
+      { class: "pane" },
+      make(
+        "header",
+        {},
+        this.title,
+        make("div", { class: "steps", "data-noexport": "" }, this.play, this.slider),
+        this.step,
+      ),
+      this.message,
+      this.content,
+    );
+  }
+
+  /**
+   * Show an image at a step, as soon as it is loaded; until then what was shown before.
+   *
+   * @param {{run: string, image: ?object, at: ?object, problem: ?string}} wanted
+   */
+  async show(wanted) {
+    const turn = ++this.#turn;
+    this.#writeSteps(wanted);
+    if (wanted.problem) return this.#say(wanted.problem);
+    const slow = setTimeout(() => this.element.classList.add("loading"), this.record ? SLOW : 0);
+    try {
+      const record = await fetchRecord(wanted.run, wanted.image, wanted.at);
+      if (turn !== this.#turn) return undefined;
+      this.failed = false;
+      this.record = record;
+      this.#probe = null;
+      this.#say("");
+      this.layout();
+    } catch (error) {
+      if (turn === this.#turn) this.#say(error.message);
+    } finally {
+      clearTimeout(slow);
+      if (turn === this.#turn) this.element.classList.remove("loading");
+    }
+    return undefined;
+  }
+
+  #say(problem) {
+    this.failed = problem !== "";
+    if (this.failed) this.record = null;
+    write(this.message, problem);
+    this.message.hidden = !this.failed;
+    this.content.hidden = this.failed;
+  }
+
+  #writeSteps({ run, image, at }) {
+    write(this.title, run);
+    this.title.title = run;
+    this.steps = image?.steps.map((one) => one.step) ?? [];
+    this.slider.max = Math.max(0, this.steps.length - 1);
+    const number = at ? this.steps.indexOf(at.step) : 0;
+    this.slider.value = number;
+    this.slider.disabled = this.play.disabled = this.steps.length < 2;
+    const text = at ? `step ${at.step.toLocaleString("en")}` : "";
+    write(this.step, at ? `${text} (${number + 1} of ${this.steps.length})` : "");
+    this.slider.setAttribute("aria-valuetext", text);
+  }
+
+  /** Arrange everything for the record and the size of the window, then paint. */
+  layout() {
+    const { record, app } = this;
+    if (!record || this.box.clientWidth === 0) return;
+    const view = this.views[app.state.view];
+    if (this.host.firstChild !== view.element) this.host.replaceChildren(view.element);
+    this.picture.layout(record, this.box.clientWidth, app.pictureHeight());
+    this.#writeCaption();
+    this.#writeChips();
+    const usable = app.state.view !== "heads" || record.weights !== null;
+    if (usable) view.layout(record, this.#seen(), this.host.clientWidth, app.viewHeight());
+    else
+      this.host.replaceChildren(
+        make(
+          "p",
+          { class: "note" },
+          "The attention weights of this image were not stored: it has too many tokens. " +
+            "See Maps and Predictions.",
+        ),
+      );
+    this.paint();
+  }
+
+  #writeCaption() {
+    const { details, className } = this.record;
+    const { label, top } = details;
+    const parts = [];
+    if (label !== null) parts.push(make("span", {}, "true ", make("strong", {}, className(label))));
+    if (top.length) {
+      const [index, probability] = top[0];
+      const mark = label === null ? "" : index === label ? "✓" : "✗";
+      parts.push(
+        make("span", {}, "predicted ", make("strong", {}, className(index))),
+        make(
+          "span",
+          { class: "fixed" },
+          `${percent(probability)} `,
+          make(
+            "b",
+            {
+              class: mark === "✓" ? "right" : "wrong",
+              "aria-label": { "✓": "right", "✗": "wrong" }[mark],
+            },
+            mark,
+          ),
+        ),
+      );
+    }
+    if (!parts.length) parts.push(make("span", {}, this.record.tag));
+    this.caption.replaceChildren(...parts);
+    this.top.forEach((line, rank) => {
+      const [index, probability] = top[rank] ?? [null, 0];
+      fill(line, index === null ? "" : className(index), probability);
+    });
+  }
+
+  #writeChips() {
+    const tokens = [MEAN, ...range(this.record.prefix.length)];
+    const names = tokens.map((token) => tokenName(token, this.record));
+    if (JSON.stringify(names) === this.chipNames) return;
+    this.chipNames = JSON.stringify(names);
+    this.chipParts = names.map((name, index) => {
+      const swatch = make("i", { class: "swatch" });
+      const value = make("span", { class: "number" });
+      const element = make(
+        "button",
+        {
+          type: "button",
+          class: "chip",
+          pointerenter: () => this.app.point(name),
+          pointerleave: () => this.app.point(null),
+          click: () => this.app.pin(name),
+        },
+        tokens[index] === MEAN ? null : swatch,
+        name,
+        tokens[index] === MEAN ? null : value,
+      );
+      return { element, swatch, value, token: tokens[index] };
+    });
+    this.chips.replaceChildren(...this.chipParts.map((part) => part.element));
+  }
+
+  /** Return the state with what this record has: its layers, its heads. */
+  #seen() {
+    const { record } = this;
+    const { state } = this.app;
+    const layer = Math.min(state.layer ?? record.layers - 1, record.layers - 1);
+    const head = FUSED.includes(state.head) || state.head < record.heads ? state.head : "mean";
+    return { ...state, layer, head };
+  }
+
+  /** Return everything that the next painting shows. */
+  #scene() {
+    const { record, app } = this;
+    const state = this.#seen();
+    const pinned = tokenOf(state.token, record);
+    const pointer = app.pointed === null ? null : tokenOf(app.pointed, record);
+    const byDefault = record.details.readout === "class_token" && record.prefix.length ? 0 : MEAN;
+    const token = pinned ?? pointer ?? byDefault;
+    const attention = record.weights && this.#attention(token, state.direction);
+    const scene = { state, token, pinned: pinned !== null, pointer, attention, probe: this.#probe };
+    scene.values = attention && valuesOf(attention, state.layer, state.head);
+    return scene;
+  }
+
+  #attention(token, direction) {
+    const key = [token, direction].join();
+    if (this.#memory.record !== this.record || this.#memory.key !== key) {
+      this.#memory = {
+        record: this.record,
+        key,
+        attention: this.record.weights.of(token, direction),
+      };
+    }
+    return this.#memory.attention;
+  }
+
+  /** Paint what depends on the pointer; nothing changes its size. */
+  paint() {
+    const { record } = this;
+    if (!record || !this.picture.size) return;
+    const scene = this.#scene();
+    const { state, token, pointer } = scene;
+    const prefix = record.prefix.length;
+    const patchOf = (one) => (one !== null && one >= prefix ? one - prefix : null);
+    const shown = show(record, scene);
+    this.picture.paint(record, state.heat === "yes" ? shown.colourOf : null, {
+      patch: patchOf(token),
+      pinned: scene.pinned,
+      pointer: patchOf(pointer),
+    });
+    const view = this.views[state.view];
+    view.chosen = { layer: state.layer, head: state.head };
+    if (state.view === "heads" && scene.attention) view.paint(record, scene.attention, token);
+    if (state.view === "maps") view.paint(record, patchOf(pointer ?? token));
+    if (state.view === "lens" && record.details.lens)
+      view.paint(record, token, describe(token, record));
+    for (const chip of this.chipParts) {
+      chip.element.setAttribute("aria-pressed", String(chip.token === token));
+      chip.swatch.style.background = shown.swatch(chip.token);
+      write(chip.value, shown.number(chip.token));
+    }
+    this.lines.forEach((line, index) => write(line, shown.lines[index] ?? ""));
+    this.scale.paint(shown, state.view !== "lens");
+    this.painted = { scene, shown };
+  }
+
+  /** Return the lines below the picture as one text. */
+  read() {
+    return this.lines
+      .map((line) => line.textContent)
+      .filter(Boolean)
+      .join(". ");
+  }
+
+  /** Return what is painted as plain numbers. */
+  numbers() {
+    const { record, painted } = this;
+    if (!record || !painted) return { problem: this.message.textContent };
+    return numbersOf(record, painted.scene, painted.shown);
+  }
+}

@@ -1,0 +1,114 @@
+// Canvases: many small maps painted as one image, and maps laid over a picture.
+
+export const MARK = "#00d5ff"; // outlines the token in question; inferno has no blue like it
+
+/** Device pixels to one CSS pixel. */
+export function ratio() {
+  return Math.max(1, Math.round(window.devicePixelRatio || 1));
+}
+
+/** Give a canvas a size in CSS pixels; its context then draws in CSS pixels. */
+export function resize(canvas, width, height) {
+  canvas.width = width * ratio();
+  canvas.height = height * ratio();
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio(), 0, 0, ratio(), 0, 0);
+  return context;
+}
+
+/** A canvas for maps of a few pixels to a patch: all are painted at once, without smoothing. */
+export class Raster {
+  constructor(canvas) {
+    this.canvas = canvas;
+  }
+
+  /** Set the size in CSS pixels and clear it. */
+  resize(width, height) {
+    this.context = resize(this.canvas, width, height);
+    this.image = new ImageData(this.canvas.width, this.canvas.height);
+    this.pixels = new Uint32Array(this.image.data.buffer);
+  }
+
+  /**
+   * Paint a map.
+   *
+   * @param {Uint32Array} colours - A pixel for each patch, row by row.
+   * @param {number} columns - Patches in a row.
+   * @param {number} left - CSS pixels, as is `top`.
+   * @param {number} top
+   * @param {number} zoom - CSS pixels to a patch, whole.
+   */
+  paint(colours, columns, left, top, zoom) {
+    const scale = ratio();
+    const side = zoom * scale;
+    const width = this.image.width;
+    for (let row = 0; row * columns < colours.length; row++) {
+      const start = (top * scale + row * side) * width + left * scale;
+      for (let column = 0; column < columns && row * columns + column < colours.length; column++) {
+        const at = start + column * side;
+        this.pixels.fill(colours[row * columns + column], at, at + side);
+      }
+      for (let line = 1; line < side; line++) {
+        this.pixels.copyWithin(start + line * width, start, start + columns * side);
+      }
+    }
+  }
+
+  /** Show what has been painted. */
+  flush() {
+    this.context.putImageData(this.image, 0, 0);
+  }
+}
+
+/** Return the size of a picture in whole pixels to a patch that fits into a box. */
+export function fitPicture(record, boxWidth, boxHeight) {
+  const [height, width] = record.details.image_size;
+  const aspect = height / record.rows / (width / record.columns); // of a patch
+  const side = Math.min(boxWidth / record.columns, boxHeight / record.rows / aspect);
+  const patchWidth = Math.max(1, Math.floor(side));
+  const patchHeight = Math.max(1, Math.round(patchWidth * aspect));
+  return {
+    patchWidth,
+    patchHeight,
+    width: patchWidth * record.columns,
+    height: patchHeight * record.rows,
+  };
+}
+
+/**
+ * Draw a picture and lay a colour over each patch.
+ *
+ * @param {CanvasRenderingContext2D} context - In CSS pixels.
+ * @param {object} size - From `fitPicture`.
+ * @param {?function(number): string} colourOf - A patch's colour as CSS; null for none.
+ */
+export function drawOverlay(context, record, size, colourOf) {
+  context.imageSmoothingEnabled = size.width < record.grey.width;
+  context.imageSmoothingQuality = "high";
+  context.drawImage(colourOf ? record.grey : record.colour, 0, 0, size.width, size.height);
+  if (!colourOf) return;
+  for (let patch = 0; patch < record.rows * record.columns; patch++) {
+    context.fillStyle = colourOf(patch);
+    context.fillRect(...patchBox(record, size, patch));
+  }
+}
+
+/** Return left, top, width and height of a patch. */
+export function patchBox(record, { patchWidth, patchHeight }, patch) {
+  const [row, column] = [Math.floor(patch / record.columns), patch % record.columns];
+  return [column * patchWidth, row * patchHeight, patchWidth, patchHeight];
+}
+
+/** Outline a patch, visible on every colour. */
+export function outline(context, [left, top, width, height], colour, thickness) {
+  for (const [style, line, inset] of [
+    ["#000", thickness + 2, 0.5],
+    [colour, thickness, 0.5],
+  ]) {
+    context.strokeStyle = style;
+    context.lineWidth = line;
+    context.strokeRect(left + inset, top + inset, width - 2 * inset, height - 2 * inset);
+  }
+}

@@ -1,0 +1,127 @@
+// What the large picture, the chips and the lines below it show in each view.
+
+import { heatColour, heatOverlay } from "./colours.js";
+import { aboutClass, chosenMap } from "./kinds.js";
+import { lensColours, lensOf, lensOverlay } from "./lens.js";
+import { MEAN, digits, indexOfLargest, percent, tokenName } from "./maths.js";
+import { FUSED } from "./state.js";
+
+/**
+ * Return what is shown.
+ *
+ * @returns {{values: ?ArrayLike<number>, colourOf: ?function(number): string,
+ *   swatch: function(number): string, number: function(number): string, lines: string[],
+ *   marked: ?number, largest: number}}
+ *   Values of the heat map; a patch's colour over the picture, a token's colour and value on its
+ *   chip; lines of text; the value to mark at the colour bar, and the largest.
+ */
+export function show(record, scene) {
+  return { heads: showHead, maps: showMap, lens: showLens }[scene.state.view](record, scene);
+}
+
+/** Return a map of `Weights.of`, (N,). */
+export function valuesOf(attention, layer, head) {
+  return FUSED.includes(head) ? attention[head][layer] : attention.heads[layer][head];
+}
+
+/** Return a token's name within a sentence. */
+export function describe(token, record) {
+  const name = tokenName(token, record);
+  return token >= record.prefix.length ? `patch (${name})` : name;
+}
+
+const FUSED_NAMES = {
+  mean: "mean over heads",
+  max: "max over heads",
+  rollout: "rollout up to here",
+};
+
+function nameHead(layer, head) {
+  return `layer ${layer}, ${FUSED_NAMES[head] ?? `head ${head}`}`;
+}
+
+function describeStatistics({ entropy, distance, sink }, layer, head) {
+  if (head in FUSED_NAMES) return "";
+  const parts = [`entropy ${digits(entropy[layer][head])}`];
+  if (distance) parts.push(`distance ${digits(distance[layer][head])} px`);
+  parts.push(`sink ${digits(sink[layer][head])}`);
+  return parts.join(" · ");
+}
+
+/** Say what the token gives to another one, or to which it gives most; "from" the other way. */
+function describeValue(record, values, token, other) {
+  if (other !== null) return `${describe(other, record)} at ${digits(values[other])} × uniform`;
+  const best = indexOfLargest(values);
+  const own = token === MEAN ? "" : `, itself at ${digits(values[token])} ×`;
+  return `strongest: ${describe(best, record)} at ${digits(values[best])} × uniform${own}`;
+}
+
+function showHead(record, { state, token, pointer, probe, attention, values }) {
+  if (!values) return nothing(["No attention weights of this image"]);
+  const prefix = record.prefix.length;
+  const { layer, head } = probe ?? state; // the small map under the pointer, or that shown large
+  const looked = valuesOf(attention, layer, head);
+  const pointed = probe ? probe.token : pointer;
+  const other = pointed === token || pointed === MEAN ? null : pointed;
+  const verb = state.direction === "to" ? "attends to" : "receives attention from";
+  return {
+    values,
+    colourOf: (patch) => heatOverlay(values[prefix + patch]),
+    swatch: (one) => (one === MEAN ? "none" : heatColour(values[one])),
+    number: (one) => (one === MEAN ? "" : `${digits(values[one])} ×`),
+    lines: [
+      `${nameHead(layer, head)}: ${describe(token, record)} ${verb}`,
+      describeValue(record, looked, token, other),
+      describeStatistics(record.details.statistics, layer, head),
+    ],
+    marked: looked[other ?? indexOfLargest(looked)],
+    largest: values[indexOfLargest(values)],
+  };
+}
+
+function showMap(record, { state, pointer, token }) {
+  const map = chosenMap(record, state);
+  if (!map) return nothing(["No maps of this image"]);
+  const prefix = record.prefix.length;
+  const at = [pointer, token].find((one) => one !== null && one >= prefix) ?? null;
+  const value = at === null ? null : map.values[at - prefix];
+  return {
+    ...nothing([]),
+    values: map.values,
+    colourOf: (patch) => heatOverlay(map.values[patch]),
+    lines: [
+      `${map.title}, ${aboutClass(record, map)}`,
+      at === null ? "" : `${describe(at, record)} at ${digits(value)} × uniform`,
+    ],
+    marked: value,
+    largest: map.values[indexOfLargest(map.values)],
+  };
+}
+
+function showLens(record, { state, pointer, token }) {
+  if (!record.details.lens) return nothing(["No layer-by-layer predictions of this image"]);
+  const colourOf = lensOverlay(record, lensColours(record), state.layer);
+  const at = pointer ?? token;
+  const readName = at === MEAN ? "what the head reads" : describe(at, record);
+  const read = lensOf(record, state.layer, at)
+    .map(([index, probability]) => `${record.className(index)} ${percent(probability)}`)
+    .join(", ");
+  return {
+    ...nothing([]),
+    colourOf: (patch) => colourOf(record.prefix.length + patch),
+    swatch: (one) => (one === MEAN ? "none" : colourOf(one)),
+    lines: [`after layer ${state.layer}, ${readName} is read as`, read],
+  };
+}
+
+function nothing(lines) {
+  return {
+    values: null,
+    colourOf: null,
+    swatch: () => "none",
+    number: () => "",
+    lines,
+    marked: null,
+    largest: 0,
+  };
+}

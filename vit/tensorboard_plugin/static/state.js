@@ -1,0 +1,51 @@
+// The state of the tab, and its form in the address.
+
+export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions" };
+export const DIRECTIONS = { to: "where it attends", from: "who attends to it" };
+export const STATISTICS = { entropy: "entropy", distance: "distance", sink: "sink" };
+export const ORDERS = { layer: "by layer", lowest: "lowest first", highest: "highest first" };
+export const FUSED = ["mean", "max", "rollout"]; // instead of a head
+
+const oneOf = (options) => (text) => (text in options ? text : undefined);
+const anyText = (text) => text || undefined;
+const count = (text) => (/^\d{1,15}$/.test(text) ? Number(text) : undefined);
+const headOrFused = (text) => (FUSED.includes(text) ? text : count(text));
+
+// Each parameter: its initial value and how to read it from text; undefined is not understood.
+const PARAMETERS = {
+  run: ["", anyText],
+  image: ["", anyText],
+  step: [null, count], // null: the newest
+  run2: ["", anyText], // empty: nothing to compare with
+  step2: [null, count],
+  linked: ["yes", oneOf({ yes: 1, no: 1 })], // whether both panes' steps move together
+  token: ["", anyText], // the pinned one, see `tokenName`; empty: none
+  direction: ["to", oneOf(DIRECTIONS)],
+  layer: [null, count], // null: the last
+  head: ["mean", headOrFused],
+  view: ["heads", oneOf(VIEWS)],
+  statistic: ["entropy", oneOf(STATISTICS)],
+  order: ["layer", oneOf(ORDERS)],
+  map: ["", anyText], // kind of map that is enlarged; empty: the first
+  target: [null, count], // class that the maps explain; null: the first
+  heat: ["yes", oneOf({ yes: 1, no: 1 })],
+};
+
+/** Return the state that parameters in the address describe, with defaults for all others. */
+export function parseState(parameters) {
+  return Object.fromEntries(
+    Object.entries(PARAMETERS).map(([name, [initial, read]]) => [
+      name,
+      (name in parameters ? read(parameters[name]) : undefined) ?? initial,
+    ]),
+  );
+}
+
+/** Return the parameters that describe a state: everything that is not at its default. */
+export function stateParameters(state) {
+  return Object.fromEntries(
+    Object.entries(PARAMETERS)
+      .filter(([name, [initial]]) => state[name] !== initial)
+      .map(([name]) => [name, String(state[name])]),
+  );
+}

@@ -1,0 +1,300 @@
+"""Logging for the Attention tab, from any model and with any SummaryWriter.
+
+Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from vit.console import warn
+from vit.tensorboard_plugin.encoding import summaries
+from vit.tensorboard_plugin.records import (
+    MAX_WEIGHTS,
+    TOP_CLASSES,
+    Details,
+    Map,
+    Record,
+    Statistics,
+    fits,
+    image_url,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.tensorboard import SummaryWriter
+
+SUM_TOLERANCE = 0.01  # of a row of weights; what bfloat16 needs
+
+
+def add_record(writer: "SummaryWriter", tag: str, record: Record, step: int) -> None:
+    """Write a record.
+
+    Args:
+        writer: From torch.utils.tensorboard.
+        tag: Name of the image.
+        record: What the tab shows.
+        step: Optimizer steps done.
+    """
+    writer._get_file_writer().add_summary(summaries(tag, record), step)
+
+
+def add_attention(
+    writer: "SummaryWriter",
+    tag: str,
+    images: "Tensor",
+    weights: "Tensor | Sequence[Tensor]",
+    step: int,
+    *,
+    grid: tuple[int, int],
+    num_prefix_tokens: int,
+    readout: Literal["class_token", "mean"] | None = None,
+    prefix_names: Sequence[str] | None = None,
+    classes: Sequence[str] = (),
+    labels: "Tensor | Sequence[int] | None" = None,
+    logits: "Tensor | None" = None,
+    maps: "Mapping[str, Tensor] | None" = None,
+) -> None:
+    """Log the attention of any model for the Attention tab.
+
+    Weights are stored with 8 bits and a scale for each row, so they are off by at most 1/510 of the
+    largest weight of their row. An image with more than `MAX_WEIGHTS` of them is logged without.
+
+    Args:
+        writer: From torch.utils.tensorboard.
+        tag: Name of the image in the tab; several images are named TAG_00, TAG_01, ...
+        images: (B, 3, height, width), uint8 or 0 to 1: the images as people should see them.
+        weights: Attention weights (L, B, H, N, N), first layer first, rows summing to 1; a tensor
+            or a sequence of L tensors.
+        step: Optimizer steps done, at least 0.
+        grid: Rows and columns of patches.
+        num_prefix_tokens: Tokens before the patches (class token and registers).
+        readout: What the model's head reads: "class_token" for the first token, "mean" for the mean
+            of the patch tokens. None if neither; then no rollout is computed.
+        prefix_names: Names of the tokens before the patches.
+        classes: Names of the C classes; if there are none, they are called "class 0", ...
+        labels: (B,) indices of the true classes.
+        logits: (B, C), for the predictions.
+        maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention.
+            None computes attention rollout.
+
+    Raises:
+        ValueError: An argument has a wrong shape or value; nothing has been written.
+    """
+    pixels = _pixels(images)
+    layers = _layers(weights, len(pixels), grid, num_prefix_tokens)
+    _check_target(writer, tag, step)
+    names = _prefix_names(prefix_names, num_prefix_tokens, readout)
+    predictions = _predictions(len(pixels), classes, labels, logits)
+    shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
+    depth, (_, heads, tokens, _) = len(layers), layers[0].shape
+    stored = fits(depth, heads, tokens)
+    if not stored:
+        warn(
+            f"{tag}: {depth} x {heads} x {tokens} x {tokens} attention weights are more than "
+            f"{MAX_WEIGHTS}; the Attention tab shows maps and statistics only"
+        )
+    records = []
+    for number, image in enumerate(pixels):
+        own = [layer[number] for layer in layers]
+        details = Details(
+            image=image_url(image),
+            image_size=image.shape[:2],
+            grid=grid,
+            prefix=names,
+            layers=depth,
+            heads=heads,
+            readout=readout,
+            classes=predictions.classes,
+            label=predictions.labels[number],
+            top=predictions.top[number],
+            statistics=image_statistics(own, grid, num_prefix_tokens, image.shape[:2]),
+            maps=shown[number],
+            lens=None,
+        )
+        kept = np.stack([layer.numpy() for layer in own]) if stored else None
+        records.append(Record(details=details, weights=kept))
+    for number, record in enumerate(records):
+        add_record(writer, tag if len(records) == 1 else f"{tag}_{number:02d}", record, step)
+
+
+def image_statistics(
+    weights: "Sequence[Tensor]",
+    grid: tuple[int, int],
+    num_prefix_tokens: int,
+    image_size: tuple[int, int],
+) -> Statistics:
+    """Compute the statistics of every head for one image.
+
+    Args:
+        weights: L attention weights (H, N, N), rows summing to 1.
+        grid: Rows and columns of patches.
+        num_prefix_tokens: Tokens before the patches.
+        image_size: Height and width in pixels. Distances need square patches.
+    """
+    from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
+
+    batches = [layer[None] for layer in weights]
+    height, width = image_size[0] / grid[0], image_size[1] / grid[1]
+    distance = None
+    if height == width:
+        distance = (attention_distance(batches, grid, 1, num_prefix_tokens) * height).tolist()
+    return Statistics(
+        entropy=attention_entropy(batches).tolist(),
+        distance=distance,
+        sink=sink_mass(batches).tolist(),
+    )
+
+
+class _Predictions(NamedTuple):
+    """Names of the classes, and the label and most probable classes of each image."""
+
+    classes: list[str]
+    labels: list[int | None]
+    top: list[list[tuple[int, float]]]
+
+
+def _check_target(writer: Any, tag: str, step: int) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    if not isinstance(writer, SummaryWriter):
+        kind = f"{type(writer).__module__}.{type(writer).__name__}"
+        raise ValueError(f"writer: {kind} is not torch.utils.tensorboard.SummaryWriter")
+    if not tag or tag.endswith("/weights"):
+        raise ValueError(f"tag: {tag!r} is empty or ends with /weights, which the tab itself adds")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step: {step!r} is not a whole number, at least 0")
+
+
+def _pixels(images: "Tensor") -> np.ndarray:
+    """Return images as (B, height, width, 3) uint8."""
+    import torch
+
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
+        raise ValueError(f"images: {tuple(images.shape)} is not (B, 3, height, width)")
+    images = images.detach().cpu()
+    if images.dtype != torch.uint8:
+        images = images.float()
+        if not (images >= 0).all() or not (images <= 1).all():
+            raise ValueError("images: values are not 0 to 1; undo the model's normalization first")
+        images = (images * 255).round().to(torch.uint8)
+    return images.permute(0, 2, 3, 1).numpy()
+
+
+def _layers(
+    weights: "Tensor | Sequence[Tensor]", batch: int, grid: tuple[int, int], num_prefix_tokens: int
+) -> "list[Tensor]":
+    """Return checked weights as L tensors (B, H, N, N) float32 on the CPU, rows summing to 1."""
+    layers = [layer.detach().float().cpu() for layer in weights]
+    if len(grid) != 2 or min(grid) < 1 or num_prefix_tokens < 0:
+        raise ValueError(
+            f"grid: {grid} with {num_prefix_tokens} prefix tokens is not rows and columns"
+        )
+    if not layers:
+        raise ValueError("weights: there are no layers")
+    tokens = num_prefix_tokens + math.prod(grid)
+    heads = layers[0].shape[1] if layers[0].ndim == 4 else 0
+    for number, layer in enumerate(layers):
+        if tuple(layer.shape) != (batch, heads, tokens, tokens) or heads == 0:
+            raise ValueError(
+                f"weights: layer {number} is {tuple(layer.shape)}, not (B, H, N, N) with B = "
+                f"{batch} images and N = {tokens} tokens, {num_prefix_tokens} before a grid of "
+                f"{grid[0]} x {grid[1]}, and as many heads as the first layer"
+            )
+        if not layer.isfinite().all() or (layer < 0).any():
+            raise ValueError(f"weights: layer {number} has negative numbers, inf or nan")
+        total = layer.sum(dim=-1, keepdim=True)
+        if ((total - 1).abs() > SUM_TOLERANCE).any():
+            raise ValueError(
+                f"weights: rows of layer {number} sum to {total.min().item():.3g} to "
+                f"{total.max().item():.3g}, not 1; pass the softmax, before dropout"
+            )
+        layers[number] = layer / total
+    return layers
+
+
+def _prefix_names(
+    names: Sequence[str] | None, num_prefix_tokens: int, readout: str | None
+) -> list[str]:
+    if readout not in ("class_token", "mean", None):
+        raise ValueError(f"readout: {readout!r} is not class_token, mean or None")
+    if readout == "class_token" and num_prefix_tokens == 0:
+        raise ValueError("readout: class_token needs num_prefix_tokens of at least 1")
+    if names is None:
+        if readout == "class_token":
+            return ["class token", *(f"register {n}" for n in range(1, num_prefix_tokens))]
+        return [f"prefix token {n}" for n in range(1, num_prefix_tokens + 1)]
+    if len(names) != num_prefix_tokens:
+        raise ValueError(f"prefix_names: {len(names)} names for {num_prefix_tokens} tokens")
+    return list(names)
+
+
+def _predictions(
+    batch: int,
+    classes: Sequence[str],
+    labels: "Tensor | Sequence[int] | None",
+    logits: "Tensor | None",
+) -> _Predictions:
+    import torch
+
+    if logits is not None:
+        logits = logits.detach().float().cpu()
+        if logits.ndim != 2 or logits.shape[0] != batch or not logits.isfinite().all():
+            raise ValueError(f"logits: {tuple(logits.shape)} is not ({batch}, C) finite numbers")
+        if classes and len(classes) != logits.shape[1]:
+            raise ValueError(f"classes: {len(classes)} names for {logits.shape[1]} logits")
+    indices = [] if labels is None else [int(label) for label in labels]
+    if labels is not None and len(indices) != batch:
+        raise ValueError(f"labels: {len(indices)} labels for {batch} images")
+    known = logits.shape[1] if logits is not None else max(indices, default=-1) + 1
+    names = list(classes) or [f"class {index}" for index in range(known)]
+    if any(not 0 <= index < len(names) for index in indices):
+        raise ValueError(f"labels: {indices} are not all 0 to {len(names) - 1}")
+    top: list[list[tuple[int, float]]] = [[] for _ in range(batch)]
+    if logits is not None:
+        best = torch.topk(logits.softmax(dim=1), min(TOP_CLASSES, len(names)))
+        top = [
+            list(zip(row.tolist(), values.tolist(), strict=True))
+            for row, values in zip(best.indices, best.values, strict=True)
+        ]
+    return _Predictions(names, [*indices] if labels is not None else [None] * batch, top)
+
+
+def _maps(
+    maps: "Mapping[str, Tensor] | None",
+    batch: int,
+    grid: tuple[int, int],
+    layers: "list[Tensor]",
+    num_prefix_tokens: int,
+    readout: Literal["class_token", "mean"] | None,
+) -> list[list[Map]]:
+    """Return the maps of each image; where none are given, attention rollout."""
+    from vit.explain.rollout import MAP_KINDS, attention_rollout
+
+    if maps is None:
+        maps = {}
+        if readout is not None:
+            rollout = attention_rollout(
+                layers, readout=readout, num_prefix_tokens=num_prefix_tokens
+            )
+            maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
+    for kind, values in maps.items():
+        if tuple(values.shape) != (batch, *grid) or not values.isfinite().all():
+            raise ValueError(
+                f"maps: {kind} is {tuple(values.shape)}, not ({batch}, {grid[0]}, {grid[1]}) "
+                "finite numbers"
+            )
+    return [
+        [
+            Map(
+                kind=kind,
+                title=MAP_KINDS.get(kind, kind),
+                target=None,
+                values=values[number].float().flatten().tolist(),
+            )
+            for kind, values in maps.items()
+        ]
+        for number in range(batch)
+    ]
