@@ -109,7 +109,9 @@ def main() -> None:
             )
             page = browser.new_page(viewport={"width": 1920, "height": 1080})
             page.goto(f"{address}/#attention")
-            frame = page.wait_for_selector("iframe[src*='name=attention']").content_frame()
+            element = page.wait_for_selector("iframe[src*='name=attention']")
+            assert element is not None
+            frame = element.content_frame()
             assert frame is not None
             frame.wait_for_function("() => window.attentionTab?.panes[0].painted")
             print(f"{describe(torch.device('cpu'))}, Chromium {browser.version}")

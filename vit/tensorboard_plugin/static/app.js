@@ -35,7 +35,8 @@ export class App {
     this.main = make("main", { id: "panes" }, ...this.panes.map((pane) => pane.element));
     this.body = make("div", { class: "body" }, this.chooser.element, this.main);
     this.empty = emptyState();
-    root.append(this.toolbar.element, this.body, this.empty, this.banner, this.live);
+    this.waiting = make("p", { class: "empty quiet" }, "Loading …");
+    root.append(this.toolbar.element, this.body, this.empty, this.waiting, this.banner, this.live);
     this.toolbar.element.hidden = this.body.hidden = this.empty.hidden = true;
   }
 
@@ -67,7 +68,7 @@ export class App {
 
   async #update(runs) {
     const known = JSON.stringify(runs);
-    const failed = this.panes.some((pane) => pane.failed);
+    const failed = this.panes.some((pane) => pane.failed && !pane.element.hidden);
     if (known === this.#known && !failed) return;
     const before = new Map(this.runs.map((run) => [run.name, JSON.stringify(run)]));
     for (const run of runs) {
@@ -107,6 +108,7 @@ export class App {
   async #refresh() {
     const turn = ++this.#turn;
     const { state } = this;
+    this.waiting.hidden = true;
     this.empty.hidden = this.runs.length > 0;
     this.toolbar.element.hidden = this.body.hidden = this.runs.length === 0;
     if (this.runs.length === 0) return;

@@ -16,6 +16,7 @@ const SLOW = 300; // milliseconds until a pane says that it is loading
 
 export class Pane {
   record = null;
+  failed = false;
   #turn = 0;
   #probe = null; // map and token under the pointer in the layers x heads
   #memory = {};
@@ -114,8 +115,9 @@ export class Pane {
   async show(wanted) {
     const turn = ++this.#turn;
     this.#writeSteps(wanted);
-    if (wanted.problem) return this.#say(wanted.problem);
-    const slow = setTimeout(() => this.element.classList.add("loading"), this.record ? SLOW : 0);
+    if (wanted.problem) return this.#fail(wanted.problem);
+    if (!this.record) this.#say("Loading …");
+    const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
     try {
       const record = await fetchRecord(wanted.run, wanted.image, wanted.at);
       if (turn !== this.#turn) return undefined;
@@ -125,7 +127,7 @@ export class Pane {
       this.#say("");
       this.layout();
     } catch (error) {
-      if (turn === this.#turn) this.#say(error.message);
+      if (turn === this.#turn) this.#fail(error.message);
     } finally {
       clearTimeout(slow);
       if (turn === this.#turn) this.element.classList.remove("loading");
@@ -133,12 +135,18 @@ export class Pane {
     return undefined;
   }
 
-  #say(problem) {
-    this.failed = problem !== "";
-    if (this.failed) this.record = null;
-    write(this.message, problem);
-    this.message.hidden = !this.failed;
-    this.content.hidden = this.failed;
+  #fail(problem) {
+    this.failed = true;
+    this.record = null;
+    this.#say(problem);
+  }
+
+  /** Say something instead of showing the record; nothing shows the record. */
+  #say(text) {
+    write(this.message, text);
+    this.message.hidden = text === "";
+    this.message.classList.toggle("wrong", this.failed);
+    this.content.hidden = text !== "";
   }
 
   #writeSteps({ run, image, at }) {

@@ -11,12 +11,14 @@ const EXPLAINED = [
   "distance: mean distance in pixels between patches that attend to each other",
   "sink: fraction of all attention that goes to the token that receives the most",
 ].join("\n");
+const LISTED =
+  "Runs with recorded attention. python eval.py RUN --attention adds that of a finished one.";
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
 
 export class Toolbar {
   constructor(app) {
     this.app = app;
-    this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)));
+    this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)), { title: LISTED });
     this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
     this.linked = make("input", {
       type: "checkbox",
