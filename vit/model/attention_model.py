@@ -52,6 +52,14 @@ class AttentionModel(Protocol):
             are part of the graph.
         """
 
+    def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Classify the output (B, N, D) of any block with the final norm and the head.
+
+        Returns:
+            Logits (B, C) of what the head reads, and logits (B, N, C) of every token as if the head
+            read it alone; None if it cannot.
+        """
+
 
 def attention_model(model: nn.Module) -> AttentionModel | None:
     """Return a model, or an adapter for it, with which its attention can be read; None if none."""
@@ -71,6 +79,14 @@ def require_attention(model: nn.Module) -> AttentionModel:
     if readable is None:
         raise ValueError(no_maps_text(model))
     return readable
+
+
+def prefix_names(model: nn.Module) -> list[str]:
+    """Name the tokens before the patches, for a model whose attention can be read."""
+    names = {"cls_token": "class token", "dist_token": "distillation token"}
+    known = [name for key, name in names.items() if getattr(model, key, None) is not None]
+    registers = require_attention(model).num_prefix_tokens - len(known)
+    return [*known, *(f"register {number + 1}" for number in range(registers))]
 
 
 def size_unit(model: nn.Module) -> int:

@@ -248,6 +248,27 @@ class TimmAttentionModel:
             tokens.append(x)
         return model.forward_head(model.norm(x)), weights, tokens
 
+    def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Classify the output of any block with the final norm and the head.
+
+        Args:
+            tokens: (B, N, D), from `forward_intermediates`.
+
+        Returns:
+            As `VisionTransformer.read_tokens`. Logits of every token are None if the head cannot
+            read one alone: with attention pooling, or with one head for each of two tokens.
+        """
+        from timm.models.vision_transformer import VisionTransformer
+
+        model = self._model
+        normed = model.norm(tokens)
+        pooled = model.forward_head(normed)
+        if model.attn_pool is not None or (
+            type(model).forward_head is not VisionTransformer.forward_head
+        ):
+            return pooled, None
+        return pooled, model.head(model.head_drop(model.fc_norm(normed)))
+
 
 def _embed(model: Any, images: Tensor) -> Tensor:
     """Turn images into the tokens that the first block gets, (B, N, D)."""

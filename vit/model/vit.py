@@ -268,6 +268,19 @@ class VisionTransformer(nn.Module):
             tokens.append(x)
         return self.forward_head(self.norm(x)), weights, tokens
 
+    def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Classify the output of any block with the final norm and the head.
+
+        Args:
+            tokens: (B, N, D), from `forward_intermediates`.
+
+        Returns:
+            Logits (B, C) of what the head reads, and logits (B, N, C) of every token as if the head
+            read it alone. For the last block, the former are the model's.
+        """
+        normed = self.norm(tokens)
+        return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
+
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool the normalized tokens and classify them.
 

@@ -1,0 +1,115 @@
+"""The logit lens, against models whose later layers are left out and heads that read one token."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from models import PLAIN
+from vit.explain.lens import logit_lens
+from vit.model.attention_model import prefix_names, require_attention
+from vit.model.vit import VisionTransformer
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+OURS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "mean": {"class_token": False, "global_pool": "avg"},
+    "registers": {"reg_tokens": 2, "class_token": True, "global_pool": "avg"},
+    "fc_norm": {"fc_norm": True},
+    "mean without fc_norm": {"class_token": False, "global_pool": "avg", "fc_norm": False},
+    "pre_norm": {"pre_norm": True},
+}
+TIMMS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "mean": {"class_token": False, "global_pool": "avg"},
+    "registers": {"reg_tokens": 2, "global_pool": "avg"},
+    "fc_norm": {"fc_norm": True},
+    "pre_norm": {"pre_norm": True},
+    "distilled": {"name": "deit_tiny_distilled_patch16_224"},
+    "attention pooling": {"global_pool": "map", "class_token": False},
+}
+NOT_ALONE = ("distilled", "attention pooling")
+CASES = [*(("ours", name) for name in OURS), *(("timm", name) for name in TIMMS)]
+
+
+def build(maker: str, variant: str) -> nn.Module:
+    torch.manual_seed(0)
+    if maker == "ours":
+        model: nn.Module = VisionTransformer(**(PLAIN | TINY | {"depth": 3} | OURS[variant]))
+    else:
+        settings = TINY | {"depth": 3} | TIMMS[variant]
+        name = settings.pop("name", "vit_tiny_patch16_224")
+        model = timm.create_model(name, **settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model.eval()
+
+
+def read(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+    with torch.no_grad():
+        logits, _, tokens = require_attention(model).forward_intermediates(images)
+    return logits, tokens
+
+
+@pytest.mark.parametrize(("maker", "variant"), CASES)
+def test_pooled_readout_is_the_model_without_its_later_layers(maker: str, variant: str) -> None:
+    model, images = build(maker, variant), torch.randn(3, 3, 32, 32)
+    _, tokens = read(model, images)
+    blocks = model.blocks
+    for layer, found in enumerate(tokens):
+        pooled, _ = require_attention(model).read_tokens(found)
+        model.blocks = blocks[: layer + 1]
+        with torch.no_grad():
+            expected = model(images)
+        torch.testing.assert_close(pooled.detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("maker", "variant"), CASES)
+def test_token_is_read_as_if_there_were_no_others(maker: str, variant: str) -> None:
+    model, images = build(maker, variant), torch.randn(2, 3, 32, 32)
+    _, tokens = read(model, images)
+    reader = require_attention(model)
+    _, alone = reader.read_tokens(tokens[1])
+    if variant in NOT_ALONE:
+        assert alone is None
+        return
+    assert alone is not None and alone.shape == (2, tokens[1].shape[1], 5)
+    for number in range(tokens[1].shape[1]):
+        # Whatever is pooled, it is this token.
+        same = model.norm(tokens[1])[:, number : number + 1].expand(
+            -1, reader.num_prefix_tokens + 4, -1
+        )
+        torch.testing.assert_close(alone[:, number], model.forward_head(same), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("maker", "variant"), CASES)
+def test_lens_has_the_best_classes_of_every_layer(maker: str, variant: str) -> None:
+    model, images = build(maker, variant), torch.randn(2, 3, 32, 32)
+    logits, tokens = read(model, images)
+    lens = logit_lens(require_attention(model), tokens, k=3)
+    readings = 1 if variant in NOT_ALONE else 1 + tokens[0].shape[1]
+    assert lens.classes.shape == lens.probabilities.shape == (3, 2, readings, 3)
+    shares, best = logits.softmax(dim=1).topk(3)
+    assert torch.equal(lens.classes[-1, :, 0], best)
+    torch.testing.assert_close(lens.probabilities[-1, :, 0], shares, rtol=1e-5, atol=1e-6)
+    assert (lens.probabilities.diff(dim=-1) <= 0).all()
+    assert len({*map(tuple, lens.probabilities[:, 0, 0].tolist())}) == 3  # the layers differ
+
+
+@pytest.mark.parametrize(
+    ("maker", "variant", "names"),
+    [
+        ("ours", "class token", ["class token"]),
+        ("ours", "mean", []),
+        ("ours", "registers", ["class token", "register 1", "register 2"]),
+        ("timm", "class token", ["class token"]),
+        ("timm", "registers", ["class token", "register 1", "register 2"]),
+        ("timm", "distilled", ["class token", "distillation token"]),
+        ("timm", "attention pooling", []),
+    ],
+)
+def test_prefix_tokens_have_names(maker: str, variant: str, names: list[str]) -> None:
+    assert prefix_names(build(maker, variant)) == names
