@@ -12,7 +12,7 @@ from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import wilson_interval
 from vit.explain import charts, drawing, fonts
-from vit.explain.charts import confusion_picture, heads_chart, reliability_picture
+from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.drawing import BAR, COLOURS, SCALE, framed, overlay, shorten, text_width
 from vit.explain.figures import attention_picture as draw_attention
 from vit.explain.figures import (
@@ -20,6 +20,7 @@ from vit.explain.figures import (
     comparison_picture,
     filmstrip_picture,
     gallery_picture,
+    heads_chart,
     heads_picture,
 )
 from vit.explain.rollout import map_title

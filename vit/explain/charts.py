@@ -1,4 +1,4 @@
-"""Charts: confusion matrix, reliability diagram, statistics of attention heads.
+"""Charts: confusion matrix and reliability diagram.
 
 Pictures are (height, width, 3) uint8 arrays.
 """
@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from vit.explain.fonts import font_families, missing_letters
 
@@ -70,37 +69,6 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
     upper.legend(fontsize=8, frameon=False)
     lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
     lower.set(xlabel="confidence", ylabel="images")
-    return pixels_of(figure)
-
-
-def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
-    """Draw statistics of all heads as heatmaps side by side, layers as rows and heads as columns.
-
-    Args:
-        statistics: Values (L, H) by title.
-    """
-    layers, heads = next(iter(statistics.values())).shape
-    cell, left, top, below = (max(45, 150 // heads), 30), 42, 26, 42  # pixels
-    panel = left + cell[0] * heads + 8
-    wide, tall = panel * len(statistics), top + cell[1] * layers + below
-    figure = Figure(figsize=(wide / DPI, tall / DPI), dpi=DPI)
-    for number, (title, values) in enumerate(statistics.items()):
-        # Placed by hand: matplotlib's own layout takes longer than the drawing.
-        place = (number * panel + left, below, cell[0] * heads, cell[1] * layers)
-        axis = figure.add_axes((place[0] / wide, place[1] / tall, place[2] / wide, place[3] / tall))
-        shown = values.cpu().numpy()
-        light = Normalize()(shown)
-        axis.imshow(light, cmap="viridis", aspect="auto")
-        axis.set_title(title, fontsize=9)
-        axis.set(xticks=range(heads), yticks=range(layers))
-        axis.set_xlabel("head", fontsize=8, labelpad=2)
-        axis.set_ylabel("layer", fontsize=8, labelpad=2)
-        axis.tick_params(labelsize=8)
-        for (layer, head), value in np.ndenumerate(shown):
-            colour = "white" if light[layer, head] < 0.6 else "black"
-            axis.text(
-                head, layer, f"{value:.2g}", ha="center", va="center", color=colour, fontsize=7
-            )
     return pixels_of(figure)
 
 

@@ -8,6 +8,7 @@ import bisect
 import functools
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -15,7 +16,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from vit.explain.charts import DPI, pixels_of
@@ -27,6 +28,7 @@ GAP = 6  # pixels between panels
 BAR = 58  # width of a colour bar with its labels, in pixels
 BAR_MARGIN = 8  # pixels above and below it, for half a label
 FONT_SIZE = 9  # points
+LINE = 14.5  # pixels from one line of a text to the next
 
 Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
 Bar = tuple[str, tuple[float, float], str]  # colour map, scale, label
@@ -112,12 +114,30 @@ def _shorten_line(line: str, width: float) -> str:
 
 def text_width(line: str) -> float:
     """Measure a line of text in pixels."""
+    if _has_letters(line):
+        return font_of(FONT_SIZE).getlength(line)
     font = get_font([findfont(FontProperties(family=[name])) for name in font_families()])
     font.set_size(FONT_SIZE, DPI)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that no font has are drawn as boxes
         font.set_text(line)
     return font.get_width_height()[0] / 64
+
+
+FONT_FILE = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
+
+
+@functools.cache
+def font_of(size: float) -> ImageFont.FreeTypeFont:
+    """Load matplotlib's default font in a size in points."""
+    return ImageFont.truetype(FONT_FILE, size * DPI / 72)
+
+
+@functools.lru_cache(maxsize=1000)
+def _has_letters(words: str) -> bool:
+    """Tell whether the default font has all letters of a text."""
+    font = get_font(FONT_FILE)
+    return all(font.get_char_index(ord(letter)) for letter in words if letter != "\n")
 
 
 def framed(
@@ -146,9 +166,21 @@ def framed(
         drawn = _draw_bar(bar, length, zoom)
         left, high = canvas.shape[1] + number * zoom * BAR, zoom * (top - BAR_MARGIN)
         whole[high : high + len(drawn), left : left + zoom * BAR] = drawn[: tall - high]
-    figure = Figure(figsize=(wide / (zoom * DPI), tall / (zoom * DPI)), dpi=zoom * DPI)
-    figure.figimage(whole, 0, 0, origin="upper")
+    # Pillow writes texts many times faster than matplotlib, which can combine fonts.
+    picture = Image.fromarray(whole)
+    draw, font = ImageDraw.Draw(picture), font_of(zoom * FONT_SIZE)
     for x, y, align, words in texts:
+        if not _has_letters(words):
+            continue
+        for number, line in enumerate(reversed(words.split("\n"))):
+            place = zoom * x, zoom * (y - number * LINE)
+            draw.text(place, line, "black", font, f"{align[0].replace('c', 'm')}d")
+    others = [text for text in texts if not _has_letters(text[3])]
+    if not others:
+        return np.array(picture)
+    figure = Figure(figsize=(wide / (zoom * DPI), tall / (zoom * DPI)), dpi=zoom * DPI)
+    figure.figimage(np.array(picture), 0, 0, origin="upper")
+    for x, y, align, words in others:
         figure.text(
             zoom * x / wide, 1 - zoom * y / tall, words,
             ha=align, va="bottom", fontsize=FONT_SIZE, family=font_families(), parse_math=False,

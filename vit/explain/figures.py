@@ -11,14 +11,18 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 from matplotlib.colors import Normalize
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.explain.drawing import (
+    FONT_SIZE,
     GAP,
     UNIFORM,
     Text,
     as_pixels,
     colour_map,
+    enlarge,
+    font_of,
     framed,
     overlay,
     paper,
@@ -124,6 +128,51 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
     words = "attention of each head (class-agnostic)"
     return _sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
+
+
+def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
+    """Draw statistics of all heads as heatmaps side by side, layers as rows and heads as columns.
+
+    Each has a colour scale of its own, from its least to its greatest value.
+
+    Args:
+        statistics: Values (L, H) by title.
+    """
+    layers, heads = next(iter(statistics.values())).shape
+    cell, left, top, below = (max(45, 150 // heads), 30), 34, 24, 36  # pixels
+    size = cell[1] * layers, cell[0] * heads
+    panel = left + size[1] + 8
+    canvas = paper(top + size[0] + below, panel * len(statistics))
+    lights = [Normalize()(values.cpu().numpy()) for values in statistics.values()]
+    starts = [number * panel + left for number in range(len(statistics))]
+    for start, light in zip(starts, lights, strict=True):
+        colours = matplotlib.colormaps["viridis"](light, bytes=True)[..., :3]
+        canvas[top : top + size[0], start : start + size[1]] = enlarge(colours, size)
+    picture = Image.fromarray(canvas)
+    draw, bottom = ImageDraw.Draw(picture), top + size[0]
+    for start, light, (title, values) in zip(starts, lights, statistics.items(), strict=True):
+        across = [start + (head + 0.5) * cell[0] for head in range(heads)]
+        down = [top + (layer + 0.5) * cell[1] for layer in range(layers)]
+        middle = start + size[1] / 2
+        draw.text((middle, top - 4), title, "black", font_of(FONT_SIZE), "md")
+        draw.text((middle, bottom + 32), "head", "black", font_of(8), "md")
+        for head, x in enumerate(across):
+            draw.text((x, bottom + 17), str(head), "black", font_of(8), "md")
+        for layer, y in enumerate(down):
+            draw.text((start - 4, y), str(layer), "black", font_of(8), "rm")
+        for (layer, head), value in np.ndenumerate(values.cpu().numpy()):
+            colour = "white" if light[layer, head] < 0.6 else "black"
+            draw.text((across[head], down[layer]), f"{value:.2g}", colour, font_of(7), "mm")
+        _write_upwards(picture, "layer", start - left, top + size[0] // 2)
+    return np.array(picture)
+
+
+def _write_upwards(picture: Image.Image, word: str, left: int, middle: int) -> None:
+    """Write a word turned to the left, around a height in the picture."""
+    width, height = round(font_of(8).getlength(word)), 14
+    label = Image.new("RGB", (width, height), "white")
+    ImageDraw.Draw(label).text((0, height), word, "black", font_of(8), "ld")
+    picture.paste(label.rotate(90, expand=True), (left, middle - width // 2))
 
 
 def gallery_picture(

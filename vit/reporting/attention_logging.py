@@ -11,9 +11,14 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import warn
 from vit.data.datasets import ImageSet
-from vit.explain.charts import heads_chart
 from vit.explain.faithfulness import score_maps, with_baselines
-from vit.explain.figures import captions_of, filmstrip_picture, heads_picture, rollout_pictures
+from vit.explain.figures import (
+    captions_of,
+    filmstrip_picture,
+    heads_chart,
+    heads_picture,
+    rollout_pictures,
+)
 from vit.explain.rollout import attention_rollout, head_maps, readout_of
 from vit.explain.statistics import (
     attention_distance,
