@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import metadata
 
 from vit.tracking import MILESTONES, ROLLOUT_TAG, Tracker, milestones
@@ -196,6 +200,36 @@ def test_tensorboard_goes_on_after_a_full_disk(tmp_path, capsys):
     assert capsys.readouterr().err.count("TensorBoard misses points") == 1
     assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 4]
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_summaries_are_read_back_and_a_full_disk_ends_nothing(tmp_path, capsys):
+    record = Summary(value=[summary_value("one", b"bytes"), summary_value("two", b"more")])
+    tracker = Tracker(tmp_path)
+    tracker.summary(3, record)
+    tracker.flush()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    tracker._writer._get_file_writer().add_event = full
+    tracker.summary(4, record)
+    tracker.flush()
+    tracker.summary(5, record)
+    tracker.close()
+    assert capsys.readouterr().err.count("TensorBoard misses points") == 1
+    events = read_events(tmp_path)
+    for tag, content in (("one", b"bytes"), ("two", b"more")):
+        found = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
+        assert found == [(3, content), (5, content)]
+
+
+def summary_value(tag: str, content: bytes) -> Summary.Value:
+    plugin = SummaryMetadata.PluginData(plugin_name="some")
+    return Summary.Value(
+        tag=tag,
+        metadata=SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_TENSOR),
+        tensor=TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=TensorShapeProto()),
+    )
 
 
 def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):

@@ -9,13 +9,13 @@ import unicodedata
 from collections.abc import Container, Iterator
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
+from vit.tracking import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 LONGEST_NAME = 40  # columns of a terminal that a class name may take in a table
@@ -30,8 +30,8 @@ class Evaluator(Protocol):
 
     steps: Container[int]
 
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
-        """Yield tags with numbers, or with pictures (height, width, 3) uint8."""
+    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
+        """Yield tags with numbers, pictures (height, width, 3) uint8, or summaries."""
 
 
 class Validation:
@@ -45,7 +45,7 @@ class Validation:
     def __init__(self, images: ImageSet, steps: Container[int]) -> None:
         self.images, self.steps = images, steps
 
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
+    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
         if len(self.images):
             result, _ = evaluate(classifier, self.images)

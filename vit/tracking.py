@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -22,6 +23,9 @@ from vit.run_folder import METRICS_FILE
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 MILESTONES = 10  # TensorBoard keeps so many pictures per tag by default
 CURVES = ("train/", "val/", "test/")  # scalars that TensorBoard shows first
+
+# A number, a picture (height, width, 3) uint8, or anything else for TensorBoard, with its own tag.
+Logged = float | np.ndarray | Summary
 
 
 def scalar_tag(tag: str) -> str:
@@ -47,7 +51,7 @@ def milestones(total_steps: int) -> list[int]:
 
 
 class Tracker:
-    """Logs scalars, pictures and text of one run.
+    """Logs scalars, pictures, text and other summaries of one run.
 
     A full disk does not end the run: metrics.jsonl catches up once there is space again,
     TensorBoard misses the points in between.
@@ -66,8 +70,10 @@ class Tracker:
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines not yet in the file
         self._run = run
+        # A new run says where it starts, too: TensorBoard takes the first start that it reads for the
+        # beginning of the run, and drops later points only at the second.
         self._writer: SummaryWriter | None = SummaryWriter(
-            str(run), purge_step=step + 1 if step else None
+            str(run), purge_step=step + 1 if step else 0
         )
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
@@ -92,6 +98,10 @@ class Tracker:
         """Log a picture, (height, width, 3) uint8."""
         shown = picture_tag(tag)
         self._show(lambda writer: writer.add_image(shown, pixels, step, dataformats="HWC"))
+
+    def summary(self, step: int, summary: Summary) -> None:
+        """Log a summary that is complete, with its own tags, such as what a plugin shows."""
+        self._show(lambda writer: writer._get_file_writer().add_summary(summary, step))
 
     def text(self, tag: str, words: str) -> None:
         """Log a text in Markdown."""

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from tqdm import tqdm
 
@@ -40,7 +41,7 @@ class Loop:
         training: The training images; in memory, they are on the device.
         batch_size: Images per step, over all processes.
         evaluators: What to measure and draw; each knows the steps after which it runs.
-        tracker: Logs numbers and pictures; None in all processes but the main one.
+        tracker: Logs numbers, pictures and summaries; None in all processes but the main one.
         save: Writes a checkpoint; called in the main process after each epoch and when stopping.
         stop: Asked after each step whether a signal has arrived.
         log_every: Steps between two points of the training curves.
@@ -159,7 +160,9 @@ class Loop:
         for evaluator in due:
             try:
                 for tag, value in evaluator.run(classifier, step):
-                    if isinstance(value, np.ndarray) and value.ndim == 3:
+                    if isinstance(value, Summary):
+                        self.tracker.summary(step, value)
+                    elif isinstance(value, np.ndarray) and value.ndim == 3:
                         self.tracker.picture(step, tag, value)
                     else:
                         numbers[tag] = float(value)
