@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from models import PLAIN
 from vit.classifier import Classifier
@@ -26,6 +27,8 @@ from vit.reporting.attention_logging import (
     AttentionLogging,
     MapFaithfulness,
 )
+from vit.reporting.attention_records import attention_records
+from vit.tensorboard_plugin.encoding import decode_details, summaries
 
 IMAGES = load("shapes", ".", train=False, count=60)
 PROBES = choose_probes(IMAGES, 3, 7)
@@ -75,13 +78,47 @@ def test_statistics_come_first_and_in_order(classifier, tmp_path):
         for name in ("entropy", "distance", "sink", "patch_norm")
         for layer in range(2)
     ]
-    pictures = [tag for tag in yielded if tag not in numbers]
+    pictures = [tag for tag, value in yielded.items() if isinstance(value, np.ndarray)]
     assert pictures == [
         "attention/statistics", "attention/heads/probe_00",
         *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
     ]  # fmt: skip
     for tag in pictures:
         assert yielded[tag].dtype == np.uint8 and yielded[tag].shape[2] == 3
+
+
+def test_records_come_last_and_are_those_of_the_probes(classifier, tmp_path):
+    (yielded,) = look(classifier, tmp_path, [5])
+    assert [*yielded][-3:] == [f"attention/probe_{number:02d}" for number in range(3)]
+    ((attention, records),) = attention_records(classifier, PROBES, weighted=3)
+    for number, record in enumerate(records):
+        tag = f"attention/probe_{number:02d}"
+        assert yielded[tag] == summaries(tag, record)
+        assert [value.tag for value in yielded[tag].value] == [tag, f"{tag}/weights"]
+    assert attention.logits.shape == (3, 10)
+
+
+def test_settings_choose_what_the_records_contain(classifier, tmp_path):
+    evaluator = AttentionLogging(tmp_path, PROBES, STEPS, judged=[5], weighted=2, pictures=False)
+    for step, judged in ((0, False), (5, True)):
+        yielded = dict(evaluator.run(classifier, step))
+        assert not any(isinstance(value, np.ndarray) for value in yielded.values())
+        sums = [value for value in yielded.values() if isinstance(value, Summary)]
+        assert [len(found.value) for found in sums] == [2, 2, 1]
+        for found in sums:
+            details = decode_details(found.value[0].tensor.string_val[0])
+            measured = {shown.kind for shown in details.maps if shown.faithfulness is not None}
+            assert measured == ({"rollout", "relevance"} if judged else set())
+    assert len([*tmp_path.glob("step_*.npy")]) == 2
+
+
+def test_maps_that_are_not_finite_cost_only_the_records(classifier, tmp_path, capsys):
+    with torch.no_grad():
+        classifier.model.head.bias.fill_(float("nan"))
+    (yielded,) = look(classifier, tmp_path, [5])
+    assert not any(isinstance(value, Summary) for value in yielded.values())
+    assert "attention/filmstrip" in yielded
+    assert "the Attention tab misses images of step 5" in capsys.readouterr().err
 
 
 def test_faithfulness_of_each_kind_is_measured_on_the_same_images(classifier):

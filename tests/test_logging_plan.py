@@ -11,15 +11,29 @@ from small_runs import make_loop, make_step, small
 from vit.config import Config
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
+from vit.reporting import attention_records
 from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
+from vit.reporting.attention_records import images_with_weights
 from vit.tracking import milestones
 from vit.training import logging_plan
-from vit.training.logging_plan import LoggingPlan, plan_logging, thin_out
+from vit.training.logging_plan import (
+    EXPLAINING_PASSES,
+    FIRST_DRAWING_SECONDS,
+    RECORD_SECONDS,
+    SECONDS_PER_WEIGHT,
+    LoggingPlan,
+    plan_logging,
+    thin_out,
+)
 from vit.training.messages import end_text, start_text
 from vit.training.step import TrainingStep
 
 HELD_OUT = load("shapes", ".", train=False, count=60)
 QUICK_PASS = 0.25e-3 + 0.082e9 / 300e9  # seconds, of 0.082 GFLOPs
+QUICK_WEIGHTS = 4 * 3 * 64**2  # of four layers, three heads and 8 x 8 patches
+QUICK_RECORD = (
+    RECORD_SECONDS + QUICK_WEIGHTS * SECONDS_PER_WEIGHT + (1 + 10 * EXPLAINING_PASSES) * QUICK_PASS
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +64,24 @@ def test_quick_logs_at_all_ten_milestones(quick: TrainingStep) -> None:
 
 @pytest.mark.parametrize("num_images", [300, 2000, 10_000])
 @pytest.mark.parametrize("epochs", [1, 3, 10, 30, 100, 300])
-def test_logging_costs_a_tenth_or_is_one_drawing(
+def test_logging_costs_a_tenth_or_is_the_record_of_an_image(
     quick: TrainingStep, num_images: int, epochs: int
 ) -> None:
     found = plan(quick, num_images, epochs)
     size = 32 if num_images < 1000 else 128
     steps = epochs * (num_images // size)
     seconds = 3 * size * quick.schedule.work(1000) / 1000 * steps * QUICK_PASS
-    # 32 images, five levels, from both ends, four kinds of map; and the maps.
-    cost = 0.32 * len(found.drawn) + 32 * (5 * 2 * 4 + 3) * QUICK_PASS * len(found.judged)
+    cost = found.probes * QUICK_RECORD * len(found.drawn)
+    if found.pictures:
+        cost += FIRST_DRAWING_SECONDS + (0.06 + 0.012 * 8) * len(found.drawn)
+    # 32 images, five levels, from both ends, four kinds of map; and the maps. 8 images, two kinds.
+    cost += (32 * (5 * 2 * 4 + 3) + 8 * 5 * 2 * 2) * QUICK_PASS * len(found.judged)
     assert found.drawn[-1] == steps
-    assert cost <= 0.101 * seconds or (len(found.drawn), found.judged) == (1, [])
+    assert cost <= 0.101 * seconds or (len(found.drawn), found.probes, found.judged) == (1, 1, [])
     if len(found.drawn) > 1:
         assert found.drawn[0] == 0
-    assert {*found.judged} <= {*milestones(steps)} >= {*found.drawn}
+    assert {*found.judged} <= {*found.drawn} <= {*milestones(steps)}
+    assert found.pictures or found.judged == []
     assert (found.describe() is None) == (found.judged == found.drawn == milestones(steps))
     assert found == plan(quick, num_images, epochs)  # the same each time
 
@@ -80,14 +98,39 @@ def test_limit_can_be_changed_or_lifted(quick: TrainingStep) -> None:
     assert len(usual.drawn) < len(half.drawn) and len(usual.judged) < len(half.judged)
     lifted = plan(quick, 2000, 10, max_cost=None)
     assert lifted.drawn == lifted.judged == milestones(150) and lifted.describe() is None
-    assert plan(quick, 2000, 10, max_cost=0.0).drawn == [150]
+    least = plan(quick, 2000, 10, max_cost=0.0)
+    assert (least.drawn, least.probes, least.pictures) == ([150], 1, False)
 
 
 def test_start_says_what_is_left_out(quick: TrainingStep) -> None:
-    assert plan(quick, 300, 3).describe() == (
-        "attention is drawn at 1 of 9 milestones, the faithfulness of its maps is measured at 0; "
+    assert plan(quick, 2000, 10).describe() == (
+        "attention is drawn at 3 of 10 milestones, the faithfulness of its maps is measured at 1; "
         "more would take over 10% of the training time (track.max_cost)"
     )
+    assert plan(quick, 300, 3).describe() == (
+        "attention is logged without pictures for 4 of 8 images at 1 of 9 milestones, the "
+        "faithfulness of its maps is measured at 0; more would take over 10% of the training time "
+        "(track.max_cost)"
+    )
+
+
+def test_weights_of_a_run_have_a_budget(
+    quick: TrainingStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan(quick, 49_000, 10).weighted == 8
+    monkeypatch.setattr(attention_records, "WEIGHT_BYTES", 10 * 3 * QUICK_WEIGHTS + 1)
+    found = plan(quick, 49_000, 10)
+    assert found.weighted == 3 and found.probes == 8 and len(found.drawn) == 10
+    assert found.describe() == (
+        "the Attention tab has the attention weights of 3 of 8 images (at most 1 MB in all and "
+        "16.8 MB for each, before compression), and the maps of all"
+    )
+    assert plan(quick, 49_000, 10, max_cost=None).weighted == 3
+
+
+def test_weights_of_vit_b_16_at_224_pixels_fit_for_half_of_the_probes() -> None:
+    assert images_with_weights(12 * 12 * 197**2, count=8, steps=10) == 4
+    assert images_with_weights(12 * 12 * 577**2, count=8) == 0  # more than the tab takes
 
 
 def test_thinned_steps_are_spread_out() -> None:
@@ -105,7 +148,9 @@ def test_thinned_steps_are_spread_out() -> None:
 def test_loop_follows_the_plan(tmp_path: Path) -> None:
     loop = make_loop(small(tmp_path, track={"max_cost": 0.1}))
     plans = {type(evaluator): evaluator.steps for evaluator in loop.evaluators}
-    assert plans[AttentionLogging] == [30] and plans[MapFaithfulness] == []
+    assert plans[AttentionLogging] == [0, 30] and plans[MapFaithfulness] == []
+    logging = next(found for found in loop.evaluators if isinstance(found, AttentionLogging))
+    assert not logging.pictures and len(logging.probes) == logging.weighted == 3
 
 
 def test_flops_are_those_of_one_image(quick: TrainingStep) -> None:
@@ -133,7 +178,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -
     assert "each epoch leaves out 36 of 100 images" in text
     assert "6 with 64 images each" in text
     assert "few for training from scratch: --train.epochs 1000 makes 1,000" in text
-    assert "\nlogging  attention is drawn at 1 of " in text
+    assert "\nlogging  attention is logged without pictures for 2 of 3 images at 1 of " in text
     text = start_of(quick, 128, 0, data={"balance": "sampler"}, train={"epochs": 500})
     assert "none held out, so there are no validation curves" in text
     assert "every class is drawn equally often" in text

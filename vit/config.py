@@ -431,8 +431,8 @@ class TrackConfig:
         every: number of steps between two points of the training curves
         probes: number of validation images whose attention maps are logged during training
         max_cost: fraction of the training time that logging attention may take, by an estimate; in
-            short runs it is logged at fewer than ten steps, and at least at the last; null logs at
-            all of them
+            short runs it is logged at fewer than ten steps, and at least at the last, in the
+            shortest without pictures; null logs at all of them
     """
 
     every: Count = 50
@@ -489,8 +489,8 @@ class EvalConfig:
         batch_size: images per forward pass
         probes: number of randomly chosen test images whose attention maps are drawn
         seed: random seed for choosing images
-        attention: draw and save every kind of attention map for some test images, and measure how
-            faithful the maps are to the model
+        attention: draw and save every kind of attention map for some test images, also for the
+            Attention tab of TensorBoard, and measure how faithful the maps are to the model
         indices: with --attention, indices of the test images to draw, instead of random ones
         target: with --attention or --image, name of the class to explain; null explains the
             predicted class

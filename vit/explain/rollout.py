@@ -201,7 +201,7 @@ def raw_attention(
 
 
 def attention_gradients(
-    logits: Tensor, weights: Sequence[Tensor], target: Tensor
+    logits: Tensor, weights: Sequence[Tensor], target: Tensor, keep_graph: bool = False
 ) -> tuple[Tensor, ...]:
     """Differentiate one logit per image with respect to the attention weights.
 
@@ -212,11 +212,13 @@ def attention_gradients(
         logits: (B, C), from a model in evaluation mode.
         weights: L tensors (B, H, N, N) from which the logits were computed.
         target: (B,) int64, the class to differentiate for each image.
+        keep_graph: Whether to keep the graph, for another class.
 
     Returns:
         L tensors (B, H, N, N).
     """
-    return torch.autograd.grad(logits.gather(1, target[:, None]).sum(), list(weights))
+    chosen = logits.gather(1, target[:, None]).sum()
+    return torch.autograd.grad(chosen, list(weights), retain_graph=keep_graph)
 
 
 def _through_layer(row: Tensor, matrix: Tensor) -> Tensor:
@@ -267,6 +269,45 @@ def readout_of(model: AttentionModel) -> Readout:
     return "class_token" if model.global_pool == "token" else "mean"
 
 
+def scaled_map(
+    kind: str,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    grid: tuple[int, int],
+    *,
+    readout: Readout,
+    num_prefix_tokens: int,
+    **rollout: Any,
+) -> Tensor:
+    """Compute a map of one kind in units of uniform attention, see `attention_maps`.
+
+    Args:
+        kind: Key of `MAP_KINDS`.
+        weights: L attention weights (B, H, N, N).
+        gradients: Of the class's logit, see `attention_gradients`; may be empty if `kind` is
+            class-agnostic.
+        grid: Rows and columns of patches.
+        readout: "class_token" or "mean", see `attention_rollout`.
+        num_prefix_tokens: Tokens before the patches.
+        **rollout: Options of `attention_rollout`, for kind "rollout".
+
+    Returns:
+        (B, rows, columns) float32.
+    """
+    layout: Any = {"readout": readout, "num_prefix_tokens": num_prefix_tokens}
+    if kind == "rollout":
+        fractions = attention_rollout(weights, **layout, **rollout)
+    elif kind == "raw":
+        fractions = raw_attention(weights, **layout)
+    elif kind == "gradient_rollout":
+        fractions = gradient_rollout(weights, gradients, **layout)
+    else:
+        relevance = class_relevance(weights, gradients, **layout)
+        fractions = relevance / relevance.sum(dim=1, keepdim=True).clamp(min=1e-30)
+    units = fractions.shape[-1] if kind == "relevance" else weights[0].shape[-1]
+    return (fractions * units).unflatten(1, grid)
+
+
 def attention_maps(
     model: nn.Module,
     images: Tensor,
@@ -311,6 +352,7 @@ def attention_maps(
     differentiate = any(kind in CLASS_SPECIFIC for kind in kinds)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
     images = images.detach().requires_grad_(differentiate)
+    gradients: tuple[Tensor, ...] = ()
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
             logits, weights, _ = reader.forward_intermediates(images)
@@ -318,22 +360,10 @@ def attention_maps(
         if differentiate:
             target = logits.argmax(dim=1) if target is None else target
             gradients = attention_gradients(logits, weights, target)
-    layout: Any = {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
-    maps = {}
+    options: Any = {
+        "head_fusion": head_fusion, "discard_ratio": discard_ratio, "start_layer": start_layer,
+        "readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens,
+    }  # fmt: skip
     with torch.no_grad():
-        for kind in kinds:
-            if kind == "rollout":
-                fractions = attention_rollout(
-                    weights, **layout, head_fusion=head_fusion, discard_ratio=discard_ratio,
-                    start_layer=start_layer,
-                )  # fmt: skip
-            elif kind == "raw":
-                fractions = raw_attention(weights, **layout)
-            elif kind == "gradient_rollout":
-                fractions = gradient_rollout(weights, gradients, **layout)
-            else:
-                relevance = class_relevance(weights, gradients, **layout)
-                fractions = relevance / relevance.sum(dim=1, keepdim=True).clamp(min=1e-30)
-            units = fractions.shape[-1] if kind == "relevance" else weights[0].shape[-1]
-            maps[kind] = (fractions * units).unflatten(1, grid)
+        maps = {kind: scaled_map(kind, weights, gradients, grid, **options) for kind in kinds}
     return logits.detach(), maps

@@ -1,6 +1,7 @@
 """Attention of test images: sheets, maps and an index, and the faithfulness of each kind of map."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,15 @@ from vit.explain.figures import attention_picture, captions_of
 from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
+from vit.reporting.attention_records import (
+    attention_records,
+    count_weights,
+    images_with_weights,
+    left_out_text,
+)
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.run_folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
+from vit.tensorboard_plugin.summary import add_record
 from vit.tracking import picture_tag
 
 BASELINES = {"random": "random", "centred": "centred Gaussian"}
@@ -66,9 +74,13 @@ def explain_run(run: str, options: EvalConfig) -> None:
     folder = results_folder(saved, options) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
-    _write_maps(saved, test, indices, target, rollout, folder)
+    levels = () if options.faithfulness == 0 else LEVELS
+    _write_maps(saved, test, indices, target, rollout, levels, folder)
     sheets = f"{len(indices)} sheet{'s' if len(indices) != 1 else ''}"
-    print(f"wrote {sheets}, maps (.npy) and {INDEX_FILE} to {folder}/")
+    print(
+        f"wrote {sheets}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
+        f"see them in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
+    )
     if options.faithfulness_images:
         count = min(options.faithfulness_images, len(test))
         print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
@@ -137,6 +149,7 @@ def _write_maps(
     indices: Tensor,
     target: int | None,
     rollout: dict[str, Any],
+    levels: Sequence[float],
     folder: Path,
 ) -> None:
     """Write a sheet and an index entry for each image, and a file for each kind of map."""
@@ -183,8 +196,32 @@ def _write_maps(
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")
+        _write_records(writer, saved, chosen, indices.tolist(), target, rollout, levels)
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
+
+
+def _write_records(
+    writer: SummaryWriter,
+    saved: SavedModel,
+    images: ImageSet,
+    indices: list[int],
+    target: int | None,
+    rollout: dict[str, Any],
+    levels: Sequence[float],
+) -> None:
+    """Write what the Attention tab shows of each image; with levels, each map's faithfulness."""
+    classifier = saved.classifier
+    num_weights = count_weights(classifier.model, classifier.normalize(images.pixels()[:1]))
+    weighted = images_with_weights(num_weights, len(images))
+    if weighted < len(images):
+        print(left_out_text(weighted, len(images)))
+    number = iter(indices)
+    for _, records in attention_records(
+        classifier, images, weighted=weighted, levels=levels, target=target, **rollout
+    ):
+        for record in records:
+            add_record(writer, f"attention/image_{next(number):05d}", record, saved.step)
 
 
 def measure_maps(

@@ -1,4 +1,4 @@
-"""Evaluators that follow attention through training: pictures, statistics and faithfulness."""
+"""Evaluators that follow attention through training: numbers, pictures and records."""
 
 import io
 from collections.abc import Container, Iterator
@@ -19,7 +19,7 @@ from vit.explain.figures import (
     heads_picture,
     rollout_pictures,
 )
-from vit.explain.rollout import attention_rollout, head_maps, readout_of
+from vit.explain.rollout import head_maps, readout_of
 from vit.explain.statistics import (
     attention_distance,
     attention_entropy,
@@ -28,67 +28,120 @@ from vit.explain.statistics import (
 )
 from vit.files import write_atomically
 from vit.model.attention_model import require_attention
-from vit.tracking import ROLLOUT_TAG
+from vit.reporting.attention_records import attention_records
+from vit.tensorboard_plugin.encoding import summaries
+from vit.tracking import ROLLOUT_TAG, Logged
 
+RECORD_TAG = "attention/probe_{:02d}"
 JUDGED = 32  # number of images for measuring faithfulness during training
 JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
 JUDGED_KINDS = ("rollout", "relevance")
 
 
 class AttentionLogging:
-    """Evaluator that draws the attention of a few images and measures statistics of all heads.
+    """Evaluator that shows the attention of a few images and measures statistics of all heads.
 
-    The model is one whose attention can be read, see `Classifier.has_maps`.
+    The model is one whose attention can be read, see `Classifier.has_maps`. At each step it yields
+    statistics, pictures and, for the Attention tab, a record of each image.
 
     The rollout maps are saved as step_*.npy, (probes, rows, columns) in units of uniform attention.
     The filmstrip is drawn from these files, so it is complete even after an interruption.
 
     Args:
         folder: Folder for the maps.
-        probes: The images; if there are none, nothing is drawn.
+        probes: The images; if there are none, nothing is shown.
         steps: The steps after which it runs.
+        judged: Those of the steps at which the records contain the faithfulness of the maps.
+        weighted: Number of probes whose records contain attention weights; None means all.
+        pictures: Whether to draw pictures.
     """
 
-    def __init__(self, folder: Path, probes: ImageSet, steps: Container[int]) -> None:
-        self.folder, self.probes, self.steps = folder, probes, steps
+    def __init__(
+        self,
+        folder: Path,
+        probes: ImageSet,
+        steps: Container[int],
+        judged: Container[int] = (),
+        weighted: int | None = None,
+        pictures: bool = True,
+    ) -> None:
+        self.folder, self.probes, self.steps, self.judged = folder, probes, steps, judged
+        self.weighted = len(probes) if weighted is None else weighted
+        self.pictures = pictures
 
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
-        """Yield attention/STATISTIC/layer_NN, and pictures of statistics, heads and rollout."""
+    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
+        """Yield attention/STATISTIC/layer_NN, pictures, and a record of each probe."""
         if len(self.probes) == 0:
             return
-        model = require_attention(classifier.model)
-        with torch.no_grad():
-            logits, weights, tokens = model.forward_intermediates(
-                classifier.normalize(self.probes.pixels())
+        levels = JUDGED_LEVELS if step in self.judged else ()
+        parts = [
+            *attention_records(
+                classifier, self.probes, weighted=self.weighted, levels=levels,
+                scored=JUDGED_KINDS, predicted_only=True,
             )
-        grid = model.patch_embed.grid(*self.probes.images.shape[-2:])
-        prefix = model.num_prefix_tokens
-        statistics = {
-            "entropy": attention_entropy(weights),
-            "distance": attention_distance(weights, grid, model.patch_embed.patch_size, prefix),
-            "sink": sink_mass(weights),
-        }
+        ]  # fmt: skip
+        attentions = [attention for attention, _ in parts]
+        weights = [torch.cat(layer) for layer in zip(*(a.weights for a in attentions), strict=True)]
+        tokens = [torch.cat(layer) for layer in zip(*(a.tokens for a in attentions), strict=True)]
+        statistics = self._statistics(classifier, weights)
         layers = {name: values.mean(dim=1) for name, values in statistics.items()}
+        prefix = require_attention(classifier.model).num_prefix_tokens
         layers["patch_norm"] = largest_patch_norm(tokens, prefix)
         for name, values in layers.items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
+        rollout = torch.cat([a.maps[a.kinds.index("rollout")] for a in attentions]).cpu()
+        kept = self._save(rollout, step)
+        if self.pictures:
+            logits = torch.cat([attention.logits for attention in attentions])
+            yield from self._draw(classifier, logits, weights, statistics, kept)
+        if not all(attention.finite for attention in attentions):
+            warn(f"the Attention tab misses images of step {step}: their maps are not finite")
+        first = 0
+        for attention, records in parts:
+            for number, record in enumerate(records, start=first):
+                tag = RECORD_TAG.format(number)
+                yield tag, summaries(tag, record)
+            first += len(attention.logits)
+
+    def _statistics(self, classifier: Classifier, weights: list[Tensor]) -> dict[str, Tensor]:
+        """Measure the heads, (L, H) each, as the mean over the probes."""
+        model = require_attention(classifier.model)
+        grid = model.patch_embed.grid(*self.probes.images.shape[-2:])
+        size, prefix = model.patch_embed.patch_size, model.num_prefix_tokens
+        return {
+            "entropy": attention_entropy(weights),
+            "distance": attention_distance(weights, grid, size, prefix),
+            "sink": sink_mass(weights),
+        }
+
+    def _draw(
+        self,
+        classifier: Classifier,
+        logits: Tensor,
+        weights: list[Tensor],
+        statistics: dict[str, Tensor],
+        maps: dict[int, np.ndarray],
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Draw statistics, heads, rollout, and the maps of all steps so far."""
+        model, pixels = require_attention(classifier.model), self.probes.pixels()
         titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
         chart = heads_chart(dict(zip(titles, statistics.values(), strict=True)))
         yield "attention/statistics", chart
-        num_tokens, readout = weights[0].shape[-1], readout_of(model)
-        heads = head_maps([w[:1] for w in weights], readout=readout, num_prefix_tokens=prefix)
-        heads = (heads[:, 0] * num_tokens).unflatten(2, grid)
+        heads = head_maps(
+            [layer[:1] for layer in weights], readout=readout_of(model),
+            num_prefix_tokens=model.num_prefix_tokens,
+        )  # fmt: skip
+        grid = model.patch_embed.grid(*pixels.shape[-2:])
+        heads = (heads[:, 0] * weights[0].shape[-1]).unflatten(2, grid)
         name = self.probes.classes[self.probes.labels[0]]
-        yield "attention/heads/probe_00", heads_picture(self.probes.pixels()[0], heads, name)
-        rollout = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
-        maps = (rollout * num_tokens).unflatten(1, grid).cpu()
+        yield "attention/heads/probe_00", heads_picture(pixels[0], heads, name)
         captions = captions_of(logits, self.probes.labels, self.probes.classes)
-        for number, picture in enumerate(rollout_pictures(self.probes.pixels(), maps, captions)):
+        latest = torch.from_numpy(maps[max(maps)])
+        for number, picture in enumerate(rollout_pictures(pixels, latest, captions)):
             yield ROLLOUT_TAG.format(number), picture
-        kept = self._save(maps, step)
-        strip = torch.from_numpy(np.stack(list(kept.values())))
-        yield "attention/filmstrip", filmstrip_picture(self.probes.pixels(), strip, list(kept))
+        strip = torch.from_numpy(np.stack(list(maps.values())))
+        yield "attention/filmstrip", filmstrip_picture(pixels, strip, list(maps))
 
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:
         """Save the maps of a step; return the maps of all steps so far.
@@ -121,7 +174,7 @@ class MapFaithfulness:
     def __init__(self, images: ImageSet, seed: int, steps: Container[int]) -> None:
         self.images, self.seed, self.steps = images, seed, steps
 
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float | np.ndarray]]:
+    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
         """Yield faithfulness/KIND, -0.5 to 0.5, for two kinds of map and two baselines."""
         if len(self.images) == 0:
             return

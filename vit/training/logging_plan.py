@@ -8,82 +8,162 @@ fraction of a run.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import Config
+from vit.model.attention_model import attention_model
 from vit.reporting.attention_logging import JUDGED, JUDGED_KINDS, JUDGED_LEVELS
+from vit.reporting.attention_records import (
+    ALL_CLASSES,
+    BEST_CLASSES,
+    count_weights,
+    images_with_weights,
+    left_out_text,
+)
 from vit.tracking import milestones
 from vit.training.step import TrainingStep
 
 # Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the models of quick and shapes.
 PASS_SECONDS = 0.25e-3  # of the forward pass of an image, in addition to
 SECONDS_PER_FLOP = 1 / 300e9
-DRAWING_SECONDS = 0.2  # of the pictures of a milestone, in addition to
-PROBE_SECONDS = 0.015  # of the pictures of a probe
+FIRST_DRAWING_SECONDS = 0.1  # of the first picture, for which matplotlib draws the colour bar
+DRAWING_SECONDS = 0.06  # of the pictures of a milestone, in addition to
+PROBE_SECONDS = 0.012  # of the picture of a probe
+RECORD_SECONDS = 0.006  # of the record of a probe, in addition to
+SECONDS_PER_WEIGHT = 1 / 35e6  # to compress its attention weights
 TRAINING_PASSES = 3  # a forward and a backward pass, in forward passes
+EXPLAINING_PASSES = 2  # the maps that explain a class
 # Deletion and insertion for each kind of map and two baselines; and the maps themselves.
 JUDGING_PASSES = 2 * len(JUDGED_LEVELS) * (len(JUDGED_KINDS) + 2) + 3
+SCORING_PASSES = 2 * len(JUDGED_LEVELS) * len(JUDGED_KINDS)  # for the record of a probe
 
 
 @dataclass(frozen=True)
 class LoggingPlan:
-    """When attention is logged.
+    """When attention is logged, and what.
 
     Attributes:
         drawn: The steps after which attention is drawn.
         judged: The steps after which the faithfulness of the maps is measured.
         complete: Number of steps after which both would be done in a longer run.
         limit: Fraction of the run's time that logging may take, 0 to 1.
+        probes: Number of images.
+        wanted: Number of images in a longer run.
+        pictures: Whether there are pictures, besides numbers and records for the Attention tab.
+        weighted: Number of images whose records contain attention weights.
     """
 
     drawn: list[int]
     judged: list[int]
     complete: int
     limit: float
+    probes: int
+    wanted: int
+    pictures: bool
+    weighted: int
 
     def describe(self) -> str | None:
         """Say what is left out, or return None if nothing is."""
+        texts = []
         drawn, judged = len(self.drawn), len(self.judged)
-        if drawn == judged == self.complete:
-            return None
-        return (
-            f"attention is drawn at {drawn} of {self.complete} milestones, the faithfulness of its "
-            f"maps is measured at {judged}; more would take over {100 * self.limit:.3g}% of the "
-            "training time (track.max_cost)"
-        )
+        if not drawn == judged == self.complete:
+            what = "attention is drawn" if self.pictures else "attention is logged without pictures"
+            few = f" for {self.probes} of {self.wanted} images"
+            texts.append(
+                f"{what}{few if self.probes < self.wanted else ''} at {drawn} of {self.complete} "
+                f"milestones, the faithfulness of its maps is measured at {judged}; more would "
+                f"take over {100 * self.limit:.3g}% of the training time (track.max_cost)"
+            )
+        if self.weighted < self.probes:
+            texts.append(left_out_text(self.weighted, self.probes))
+        return "; ".join(texts) or None
 
 
 def plan_logging(config: Config, step: TrainingStep, available: int) -> LoggingPlan:
     """Choose the steps at which attention is logged.
 
-    Attention is drawn at the last step, however short the run, and if possible at the first. Beyond
-    that, drawing and measuring faithfulness may each take half of what logging may take in all, and
-    what the other one leaves.
+    Attention is logged at the last step, however short the run, and if possible at the first.
+    Beyond that, drawing and measuring faithfulness may each take half of what logging may take in
+    all, and what the other one leaves. Where the pictures of one step would take too long, there
+    are none, and the records are of as many images and steps as fit.
 
     Args:
         config: The run.
         step: The training step, with model and schedule.
         available: Number of images to choose from.
     """
-    schedule, limit = step.schedule, config.track.max_cost
-    everywhere = milestones(schedule.total_steps)
-    complete = len(everywhere)
-    if limit is None or config.track.probes == 0:
-        return LoggingPlan(everywhere, everywhere, complete, 1.0)
+    everywhere, limit = milestones(step.schedule.total_steps), config.track.max_cost
+    wanted = probes = min(config.track.probes, available)
+    model = step.state.evaluated()
+    has_maps = attention_model(model) is not None
+    num_weights = count_weights(model, _blank_image(step)) if has_maps else 1
+    drawn = judged = everywhere
+    pictures = True
+    if limit is not None and probes:
+        cost = estimate_costs(config, step, available, num_weights)
+        affordable = limit * cost.training - FIRST_DRAWING_SECONDS
+        milestone = cost.pictures + probes * cost.record
+        pictures = affordable >= milestone
+        if pictures:
+            left = affordable - len(everywhere) * cost.judging
+            draws = int(max(affordable / 2, left, min(affordable, 2 * milestone)) / milestone)
+            drawn = thin_out(everywhere, draws)
+            left = affordable - len(drawn) * milestone
+            judged = thin_out(drawn, int(left / cost.judging))
+        else:
+            records = int(limit * cost.training / cost.record)
+            probes = max(1, min(probes, records))
+            drawn, judged = thin_out(everywhere, max(1, records // probes)), []
+    return LoggingPlan(
+        drawn, judged, len(everywhere), limit or 0.0, probes, wanted, pictures,
+        images_with_weights(num_weights, probes, len(drawn)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Estimated seconds.
+
+    Attributes:
+        training: Of the whole run without logging.
+        pictures: Of the pictures of a milestone, after the first one.
+        record: Of the record of an image.
+        judging: Of measuring the faithfulness of maps at a milestone.
+    """
+
+    training: float
+    pictures: float
+    record: float
+    judging: float
+
+
+def estimate_costs(config: Config, step: TrainingStep, available: int, num_weights: int) -> Costs:
+    """Estimate what training and logging cost on two CPU cores.
+
+    Args:
+        config: The run.
+        step: The training step, with model and schedule.
+        available: Number of images to choose from.
+        num_weights: Attention weights of an image.
+    """
+    schedule, probes = step.schedule, min(config.track.probes, available)
     seconds = PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step)
     passes = config.train.batch_size * schedule.work(schedule.total_steps)
     if step.features is not None:  # each image passes through the frozen model once
         passes = available
     elif not step.state.frozen:
         passes *= TRAINING_PASSES
-    drawing = DRAWING_SECONDS + PROBE_SECONDS * min(config.track.probes, available)
-    judging = JUDGING_PASSES * min(JUDGED, available) * seconds
-    affordable = limit * passes * seconds
-    for_drawing = (affordable / 2, affordable - complete * judging, min(affordable, 2 * drawing))
-    draws = int(max(for_drawing) / drawing)
-    drawn = thin_out(everywhere, max(draws, 1))
-    judged = thin_out(everywhere, max(int((affordable - len(drawn) * drawing) / judging), 0))
-    return LoggingPlan(drawn, judged, complete, limit)
+    classes = len(step.classes)
+    explained = classes if classes <= ALL_CLASSES else BEST_CLASSES
+    recording = (1 + EXPLAINING_PASSES * explained) * seconds
+    judging = JUDGING_PASSES * min(JUDGED, available) + SCORING_PASSES * probes
+    return Costs(
+        training=passes * seconds,
+        pictures=DRAWING_SECONDS + PROBE_SECONDS * probes,
+        record=RECORD_SECONDS + SECONDS_PER_WEIGHT * num_weights + recording,
+        judging=judging * seconds,
+    )
 
 
 def thin_out(steps: list[int], count: int) -> list[int]:
@@ -98,9 +178,11 @@ def thin_out(steps: list[int], count: int) -> list[int]:
 
 def forward_flops(step: TrainingStep) -> int:
     """Count the FLOPs of the forward pass of one image of full size."""
-    device = next(step.state.model.parameters()).device
-    shape = (1, step.preprocess.channels, *step.schedule.full_size)
-    image = torch.zeros(shape, device=device)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        step.state.evaluated()(image)
+        step.state.evaluated()(_blank_image(step))
     return counter.get_total_flops()
+
+
+def _blank_image(step: TrainingStep) -> Tensor:
+    device = next(step.state.model.parameters()).device
+    return torch.zeros(1, step.preprocess.channels, *step.schedule.full_size, device=device)

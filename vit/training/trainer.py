@@ -154,10 +154,12 @@ def build_loop(
         # Training images may be stored larger than the model takes them.
         probes, judged = (
             choose_probes(looked_at, count, seed).resized(step.preprocess)
-            for count in (config.track.probes, JUDGED)
+            for count in (plan.probes, JUDGED)
         )
         evaluators += [
-            AttentionLogging(run / MAPS_FOLDER, probes, plan.drawn),
+            AttentionLogging(
+                run / MAPS_FOLDER, probes, plan.drawn, plan.judged, plan.weighted, plan.pictures
+            ),
             MapFaithfulness(judged, seed, plan.judged),
         ]
     about: dict[str, Any] = {

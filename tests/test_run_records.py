@@ -1,0 +1,126 @@
+"""What a run and eval.py --attention write for the Attention tab."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+from small_runs import StopAt, make_loop, small
+from vit.checkpoint import checkpoint_steps
+from vit.config import Config, EvalConfig
+from vit.data.datasets import load
+from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.model.attention_model import require_attention
+from vit.model_file import load_model, save_model
+from vit.reporting.attention import explain_run
+from vit.reporting.attention_logging import AttentionLogging
+from vit.tensorboard_plugin.encoding import decode_details, decode_weights
+from vit.tracking import Tracker, milestones
+from vit.training.stopping import Stopped
+
+VIT = {"name": "timm:vit_tiny_patch16_224"}
+TIMM_ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+STEPS = 10
+
+
+def records_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:
+    """Return the records in a folder as TensorBoard reads them, by tag: step and content."""
+    events = EventAccumulator(str(folder), tensor_size_guidance={"attention": 0}).Reload()
+    return {
+        tag: [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
+        for tag in events.PluginTagToContent("attention")
+    }
+
+
+def train(config: Config, stop_at: int = 0) -> None:
+    """Train in a folder, resumed if it has a checkpoint, and log records without pictures."""
+    Path(config.out).mkdir(exist_ok=True)
+    stop = StopAt(stop_at)
+    loop = make_loop(config, stop=stop)
+    stop.state = loop.step.state
+    (logging,) = (found for found in loop.evaluators if isinstance(found, AttentionLogging))
+    logging.pictures = False
+    loop.evaluators = [logging]
+    loop.tracker = Tracker(Path(config.out), loop.step.state.step)
+    try:
+        loop.run()
+    finally:
+        loop.tracker.close()
+
+
+def test_resumed_run_has_the_records_of_each_step_once(tmp_path: Path) -> None:
+    changes = {"train": {"epochs": 2}, "track": {"probes": 2}}
+    alone, stopped = (small(tmp_path / name, **changes) for name in ("alone", "stopped"))
+    train(alone)
+    with pytest.raises(Stopped):
+        train(stopped, stop_at=7)
+    newest = tmp_path / "stopped/checkpoints/step_00000007.pt"
+    newest.unlink()  # as if it had been killed before it could write a checkpoint
+    assert checkpoint_steps(tmp_path / "stopped") == [5]
+    train(stopped)
+    expected = records_in(tmp_path / "alone")
+    names = [f"attention/probe_{number:02d}" for number in range(2)]
+    assert sorted(expected) == sorted([*names, *(f"{name}/weights" for name in names)])
+    for found in expected.values():
+        assert [step for step, _ in found] == milestones(STEPS)
+        assert len({content for _, content in found}) == len(found)  # attention changes
+    assert records_in(tmp_path / "stopped") == expected
+
+
+@pytest.mark.parametrize("model", [{}, {**VIT, "timm_args": TIMM_ARGS}], ids=["ours", "timm"])
+def test_eval_writes_records_of_the_images_asked_for(
+    tmp_path: Path, model: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    config = small(run)
+    if model:
+        config = Config(data=config.data, train=config.train, model=model, out=str(run))  # type: ignore[arg-type]
+    save_model(run / "model.safetensors", make_loop(config).classifier(), config, 7)
+    options = EvalConfig(attention=True, indices=(1, 4), device="cpu", precision="float32")
+    for _ in range(2):  # the second time replaces what the first wrote
+        explain_run(str(run), options)
+    folder = run / "eval/attention"
+    assert f"tensorboard --logdir {folder}" in capsys.readouterr().out
+    found, test = records_in(folder), load("shapes", "", train=False)
+    saved = load_model(run, "cpu", "float32")
+    classifier = saved.classifier
+    reader = require_attention(classifier.model)
+    assert len(found) == 4
+    for index in options.indices:
+        tag = f"attention/image_{index:05d}"
+        ((step, content),), ((_, packed),) = found[tag], found[f"{tag}/weights"]
+        details, (codes, scale) = decode_details(content), decode_weights(packed)
+        assert step == 7 and details.label == test.labels[index]
+        assert {shown.kind for shown in details.maps} == {*MAP_KINDS}
+        assert all(shown.faithfulness is not None for shown in details.maps)
+        inputs = classifier.normalize(test.pixels()[index : index + 1])
+        with torch.no_grad():
+            _, weights, _ = reader.forward_intermediates(inputs)
+        expected = torch.stack(weights)[:, 0].numpy()
+        error = np.abs(codes * scale[..., None] - expected) / expected.max(axis=-1, keepdims=True)
+        assert error.max() <= 1 / 510 + 1e-6
+        _, maps = attention_maps(classifier.model, inputs)
+        np.testing.assert_allclose(
+            details.maps[0].values, maps["rollout"][0].flatten(), rtol=1e-3, atol=1e-4
+        )
+
+
+def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
+    save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
+    monkeypatch.setattr("vit.reporting.attention_records.WEIGHT_BYTES", 2 * 65**2 + 1)
+    options = EvalConfig(attention=True, indices=(3, 5), device="cpu", faithfulness=0)
+    explain_run(str(tmp_path), options)
+    found = records_in(tmp_path / "eval/attention")
+    assert [*found] == ["attention/image_00003", "attention/image_00003/weights",
+                        "attention/image_00005"]  # fmt: skip
+    for tag in ("attention/image_00003", "attention/image_00005"):
+        details = decode_details(found[tag][0][1])
+        assert all(shown.faithfulness is None for shown in details.maps)
+    assert "has the attention weights of 1 of 2 images (at most" in capsys.readouterr().out

@@ -1,0 +1,298 @@
+"""Records for the Attention tab: everything that it shows of images and a Classifier.
+
+A batch takes one forward pass, whose graph is kept, and one backward pass for each explained class.
+
+Shapes: M maps of each image, K explained classes, L layers, B batch, H heads, N tokens (prefix,
+then patches), C classes.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet
+from vit.explain.drawing import as_pixels
+from vit.explain.faithfulness import faithfulness, hiding_curves
+from vit.explain.lens import logit_lens
+from vit.explain.rollout import (
+    CLASS_SPECIFIC,
+    MAP_KINDS,
+    attention_gradients,
+    readout_of,
+    scaled_map,
+)
+from vit.model.attention_model import prefix_names, require_attention
+from vit.tensorboard_plugin.records import (
+    LENS_CLASSES,
+    MAX_WEIGHTS,
+    TOP_CLASSES,
+    Details,
+    Lens,
+    Map,
+    Record,
+    image_url,
+)
+from vit.tensorboard_plugin.summary import image_statistics
+
+BATCH_SIZE = 16  # images whose graph is kept at the same time
+ALL_CLASSES = 10  # up to so many classes, each is explained
+BEST_CLASSES = 6  # of more: the most probable ones, among them the label
+AGNOSTIC = [kind for kind in MAP_KINDS if kind not in CLASS_SPECIFIC]
+WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a model attends to in a batch of images.
+
+    Attributes:
+        logits: (B, C) float32.
+        weights: L attention weights (B, H, N, N).
+        tokens: L outputs of the blocks, (B, N, D).
+        kinds: M keys of `vit.explain.rollout.MAP_KINDS`.
+        targets: (M, B) int64, the class that a map explains; -1 if it is class-agnostic.
+        maps: (M, B, rows, columns) float32, in units of uniform attention.
+    """
+
+    logits: Tensor
+    weights: list[Tensor]
+    tokens: list[Tensor]
+    kinds: list[str]
+    targets: Tensor
+    maps: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are finite, which a model that diverges does not guarantee."""
+        return bool(self.logits.isfinite().all() and self.maps.isfinite().all())
+
+
+def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
+    """Choose the classes to explain: all if there are at most ten, else six for each image.
+
+    Args:
+        logits: (B, C).
+        wanted: Classes (B,) that are among the six; the most probable classes are the others.
+
+    Returns:
+        (K, B) int64, on the device of the logits.
+    """
+    count, num_classes = logits.shape
+    if num_classes <= ALL_CLASSES:
+        return torch.arange(num_classes, device=logits.device)[:, None].expand(-1, count)
+    best = logits.topk(BEST_CLASSES).indices
+    rows = torch.cat([*(part.to(best)[:, None] for part in wanted), best], dim=1).tolist()
+    return torch.tensor([list(dict.fromkeys(row))[:BEST_CLASSES] for row in rows]).T.to(best)
+
+
+@torch.enable_grad()
+def read_attention(
+    classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], **rollout: Any
+) -> Attention:
+    """Run a model on a batch of images, in float32, and compute maps of every kind.
+
+    Args:
+        classifier: A model with maps.
+        images: (B, channels, H, W) uint8.
+        wanted: Classes to explain in any case, (B,) int64 each.
+        **rollout: Options of `vit.explain.rollout.attention_rollout`.
+    """
+    model = require_attention(classifier.model)
+    # The images require gradients, so that the weights do too even if all parameters are frozen.
+    inputs = classifier.normalize(images).requires_grad_()
+    logits, weights, tokens = model.forward_intermediates(inputs)
+    layout: Any = {
+        "grid": model.patch_embed.grid(*images.shape[-2:]),
+        "readout": readout_of(model),
+        "num_prefix_tokens": model.num_prefix_tokens,
+    }
+    classes = explained_classes(logits.detach(), wanted)
+    detached = [layer.detach() for layer in weights]
+    maps = [scaled_map(kind, detached, (), **layout, **rollout) for kind in AGNOSTIC]
+    kinds, none = list(AGNOSTIC), torch.full_like(classes[0], -1)
+    targets = [none] * len(AGNOSTIC)
+    for number, target in enumerate(classes, start=1):
+        gradients = attention_gradients(logits, weights, target, number < len(classes))
+        for kind in CLASS_SPECIFIC:
+            maps.append(scaled_map(kind, detached, gradients, **layout))
+            kinds.append(kind)
+            targets.append(target)
+    return Attention(
+        logits.detach().float(), detached, [layer.detach() for layer in tokens],
+        kinds, torch.stack(targets), torch.stack(maps),
+    )  # fmt: skip
+
+
+def score_each_map(
+    classifier: Classifier,
+    images: Tensor,
+    attention: Attention,
+    levels: Sequence[float],
+    kinds: Collection[str],
+    predicted_only: bool,
+) -> Tensor:
+    """Measure how faithful each map of each image is to the class that it explains.
+
+    Class-agnostic maps are measured for the predicted class.
+
+    Args:
+        classifier: The model.
+        images: (B, channels, H, W) uint8.
+        attention: From `read_attention`.
+        levels: Fractions of hidden patches, see `vit.explain.faithfulness.hiding_curves`.
+        kinds: The kinds of map to measure.
+        predicted_only: Whether to leave out maps that explain other classes than the predicted one.
+
+    Returns:
+        (LeRF - MoRF) / 2, (M, B) float32 on the CPU; NaN where it was not measured.
+    """
+    predicted = attention.logits.argmax(dim=1)
+    targets = attention.targets.where(attention.targets >= 0, predicted)
+    measured = torch.tensor([kind in kinds for kind in attention.kinds], device=targets.device)
+    chosen = measured[:, None] & ((targets == predicted) | (not predicted_only))
+    rows = chosen.nonzero()[:, 1]
+    curves = hiding_curves(
+        classifier.forward, classifier.normalize(images)[rows], attention.maps[chosen],
+        targets[chosen], levels,
+    )  # fmt: skip
+    scores = torch.full(targets.shape, math.nan)
+    scores[chosen.cpu()] = faithfulness(*curves)["lerf_morf"].cpu()
+    return scores
+
+
+def attention_records(
+    classifier: Classifier,
+    images: ImageSet,
+    *,
+    weighted: int,
+    levels: Sequence[float] = (),
+    scored: Collection[str] = tuple(MAP_KINDS),
+    predicted_only: bool = False,
+    target: int | None = None,
+    **rollout: Any,
+) -> Iterator[tuple[Attention, list[Record]]]:
+    """Read the attention of images batch by batch, and make their records.
+
+    Args:
+        classifier: A model with maps.
+        images: The images, in memory.
+        weighted: Number of images, the first ones, whose records contain attention weights, see
+            `images_with_weights`.
+        levels: Levels of `score_each_map`; without any, faithfulness is not measured.
+        scored: The kinds of map whose faithfulness is measured.
+        predicted_only: See `score_each_map`.
+        target: A class to explain in any case.
+        **rollout: Options of `vit.explain.rollout.attention_rollout`.
+
+    Yields:
+        The attention of up to 16 images, and a record of each; no records if it is not finite.
+    """
+    for start in range(0, len(images), BATCH_SIZE):
+        part = images.select(torch.arange(start, min(start + BATCH_SIZE, len(images))))
+        pixels, labels = part.pixels(), part.labels
+        aims = [] if target is None else [torch.full_like(labels, target)]
+        attention = read_attention(classifier, pixels, [labels, *aims], **rollout)
+        if not attention.finite:
+            yield attention, []
+            continue
+        scores = torch.full(attention.targets.shape, math.nan)
+        if levels:
+            scores = score_each_map(classifier, pixels, attention, levels, scored, predicted_only)
+        yield attention, _records(classifier, part, attention, scores, weighted - start)
+
+
+def _records(
+    classifier: Classifier, images: ImageSet, attention: Attention, scores: Tensor, weighted: int
+) -> list[Record]:
+    """Make the record of each image of a batch; the first `weighted` contain attention weights."""
+    model, classes = require_attention(classifier.model), classifier.classes
+    lens = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
+    num_tokens = attention.tokens[0].shape[1]
+    alone = lens.classes.shape[2] == 1 + num_tokens
+    heads = attention.weights[0].shape[1]
+    grid = model.patch_embed.grid(*images.pixels().shape[-2:])
+    best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))
+    records = []
+    for row, image in enumerate(images.pixels()):
+        pixels = as_pixels(image)
+        size = pixels.shape[0], pixels.shape[1]
+        weights = [layer[row] for layer in attention.weights]
+        details = Details(
+            image=image_url(pixels),
+            image_size=size,
+            grid=grid,
+            prefix=prefix_names(classifier.model),
+            layers=len(weights),
+            heads=heads,
+            readout=readout_of(model),
+            classes=list(classes),
+            label=int(images.labels[row]),
+            top=list(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)),
+            statistics=image_statistics(weights, grid, model.num_prefix_tokens, size),
+            maps=_maps(attention, scores, row),
+            lens=Lens(
+                classes=lens.classes[:, row].tolist(),
+                probabilities=lens.probabilities[:, row].tolist(),
+            )
+            if alone
+            else None,
+        )
+        stored = torch.stack(weights).float().cpu().numpy() if row < weighted else None
+        records.append(Record(details=details, weights=stored))
+    return records
+
+
+def _maps(attention: Attention, scores: Tensor, row: int) -> list[Map]:
+    """Return the maps of an image of a batch."""
+    columns = attention.targets[:, row], attention.maps[:, row].flatten(1), scores[:, row]
+    return [
+        Map(
+            kind=kind,
+            title=MAP_KINDS[kind],
+            target=None if target < 0 else target,
+            values=values,
+            faithfulness=None if math.isnan(score) else score,
+        )
+        for kind, target, values, score in zip(
+            attention.kinds, *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+@torch.no_grad()
+def count_weights(model: nn.Module, image: Tensor) -> int:
+    """Count the attention weights of an image, L * H * N * N.
+
+    Args:
+        model: In evaluation mode, with maps.
+        image: (1, channels, H, W), normalized, on the model's device.
+    """
+    _, weights, _ = require_attention(model).forward_intermediates(image)
+    return sum(layer.numel() for layer in weights)
+
+
+def images_with_weights(num_weights: int, count: int, steps: int = 1) -> int:
+    """Return how many of `count` images can have their attention weights logged at so many steps.
+
+    Args:
+        num_weights: Of an image, see `count_weights`.
+        count: Number of images.
+        steps: Number of steps.
+    """
+    if num_weights > MAX_WEIGHTS:
+        return 0
+    return min(count, WEIGHT_BYTES // (num_weights * steps))
+
+
+def left_out_text(weighted: int, count: int) -> str:
+    """Say that not all images have attention weights in the Attention tab."""
+    return (
+        f"the Attention tab has the attention weights of {weighted} of {count} images (at most "
+        f"{WEIGHT_BYTES / 1e6:.0f} MB in all and {MAX_WEIGHTS / 1e6:.3g} MB for each, before "
+        "compression), and the maps of all"
+    )
