@@ -70,8 +70,8 @@ class Tracker:
         self._metrics = path.open("ab", buffering=0)
         self._pending = b""  # lines not yet in the file
         self._run = run
-        # A new run says where it starts, too: TensorBoard takes the first start that it reads for the
-        # beginning of the run, and drops later points only at the second.
+        # A new run says where it starts, too: TensorBoard takes the first start that it reads for
+        # the beginning of the run, and drops later points only at the second.
         self._writer: SummaryWriter | None = SummaryWriter(
             str(run), purge_step=step + 1 if step else 0
         )
