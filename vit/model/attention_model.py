@@ -60,6 +60,14 @@ class AttentionModel(Protocol):
             read it alone; None if it cannot.
         """
 
+    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return the input of the first block, (B, N, D), and the grid (rows, columns)."""
+
+    def forward_tokens(
+        self, x: Tensor, grid: tuple[int, int]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Do what `forward_intermediates` does after `embed`, whose results x and grid are."""
+
 
 def attention_model(model: nn.Module) -> AttentionModel | None:
     """Return a model, or an adapter for it, with which its attention can be read; None if none."""

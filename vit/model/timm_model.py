@@ -239,14 +239,22 @@ class TimmAttentionModel:
             As `VisionTransformer.forward_intermediates`. A block with several attention modules
             side by side counts as one layer with the heads of all.
         """
-        model = self._model
-        x = _embed(model, images)
+        return self.forward_tokens(*self.embed(images))
+
+    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Turn images into the input of the first block, as `VisionTransformer.embed` does."""
+        return _embed(self._model, images), self.patch_embed.grid(*images.shape[-2:])
+
+    def forward_tokens(
+        self, x: Tensor, grid: tuple[int, int]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Do what `forward_intermediates` does after `embed`; the grid is not used."""
         weights, tokens = [], []
         for block in self.blocks:
             x, attention = _run_block(block, x)
             weights.append(attention)
             tokens.append(x)
-        return model.forward_head(model.norm(x)), weights, tokens
+        return self._model.forward_head(self._model.norm(x)), weights, tokens
 
     def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Classify the output of any block with the final norm and the head.

@@ -240,7 +240,7 @@ class VisionTransformer(nn.Module):
         """Return the normalized tokens after the last block, (B, N, D); arguments as `forward`."""
         x, grid = self.embed(images)
         for block in self.blocks:
-            if self.grad_checkpointing:  # without gradients, this is the same as calling the block
+            if self.grad_checkpointing and self.training:
                 x = checkpoint(block, x, grid, mask, use_reentrant=False)
             else:
                 x = block(x, grid, mask)
@@ -260,7 +260,12 @@ class VisionTransformer(nn.Module):
             the blocks, (B, N, D) each. All are part of the graph, so the logits can be
             differentiated with respect to the weights and tokens.
         """
-        x, grid = self.embed(images)
+        return self.forward_tokens(*self.embed(images), mask)
+
+    def forward_tokens(
+        self, x: Tensor, grid: tuple[int, int], mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Do what `forward_intermediates` does after `embed`, whose results x and grid are."""
         weights, tokens = [], []
         for block in self.blocks:
             x, attention = block(x, grid, mask, need_weights=True)

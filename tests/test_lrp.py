@@ -1,0 +1,442 @@
+"""Layer-wise relevance compared with the papers' formulas, frozen models and what it conserves."""
+
+import copy
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from models import PLAIN
+from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
+from vit.model.attention import MultiHeadSelfAttention, causal_mask, padding_mask
+from vit.model.attention_model import require_attention
+from vit.model.encoder import ACTIVATIONS
+from vit.model.vit import VisionTransformer
+
+VARIANTS = {
+    "class token": {},
+    "class token and registers": {"reg_tokens": 2},
+    "mean": {"class_token": False, "global_pool": "avg"},
+    "mean beside class token": {"global_pool": "avg", "fc_norm": False},
+    "convolutional stem": {"stem": "conv", "mlp_conv": True, "reg_tokens": 1},
+    "ours": {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "avg"},
+    "norms and scales": {"qk_norm": True, "init_values": 0.5, "pre_norm": True},
+    "no biases": {"qkv_bias": False, "pos_embed": "none"},
+    "tanh": {"act_layer": "gelu_tanh", "pos_embed": "sincos"},
+    "CLIP": {"act_layer": "quick_gelu", "no_embed_class": True},
+    "math kernel": {"attn_kernel": "math"},
+    "fused kernel": {"attn_kernel": "fused", "head_dim": 5},
+}
+with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def draw_vit(variant: dict, std: float = 0.6) -> VisionTransformer:
+    torch.manual_seed(0)
+    sizes = {"img_size": (8, 12), "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+    vit = VisionTransformer(**(PLAIN | sizes | variant))
+    for parameter in vit.parameters():
+        nn.init.normal_(parameter, std=std)
+    for module in vit.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=std)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    return vit.double().eval()
+
+
+def draw_images(count: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, 8, 12, generator=generator, dtype=torch.float64)
+
+
+def classify_tokens(vit: Any, images: Tensor, *mask: Tensor):
+    """The tokens of images, and the function from them to the logits."""
+    with torch.no_grad():
+        tokens, grid = vit.embed(images)
+    return tokens, lambda x: vit.forward_tokens(x, grid, *mask)[0]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+# The rules.
+
+
+def pass_back(function, inputs: Tensor, relevance: Tensor) -> Tensor:
+    """Pass the relevance of a function's outputs back to its inputs."""
+    inputs = inputs.detach().requires_grad_()
+    with LayerwiseRules():
+        outputs = function(inputs)
+    (gradient,) = torch.autograd.grad(outputs, inputs, relevance / outputs.detach())
+    return inputs.detach() * gradient
+
+
+def test_a_linear_layer_passes_relevance_on_in_proportion_to_its_terms():
+    linear, x, relevance = nn.Linear(4, 3).double(), draw(4), draw(3, seed=1)
+    terms = linear.weight * x  # (3, 4)
+    shares = terms / (terms.sum(dim=1) + linear.bias)[:, None]
+    expected = (shares * relevance[:, None]).sum(dim=0)
+    torch.testing.assert_close(pass_back(linear, x, relevance), expected)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_keeps_the_relevance_of_each_value(name):
+    x, relevance = draw(50), draw(50, seed=1)
+    torch.testing.assert_close(pass_back(ACTIVATIONS[name](), x, relevance), relevance)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_at_zero_is_the_line_through_zero(name):
+    x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    with LayerwiseRules():
+        y = ACTIVATIONS[name]()(x)
+    assert y.tolist() == [0, 0]
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(slope, torch.full((2,), 0.5, dtype=torch.float64))
+
+
+def test_a_layer_norm_by_hand():
+    norm = nn.LayerNorm(2, eps=0.0).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([2.0, 4.0]))
+    x = torch.tensor([1.0, 5.0], dtype=torch.float64, requires_grad=True)
+    with LayerwiseRules():
+        y = norm(x)
+    assert y.tolist() == [-2, 4]  # mean 3, deviation 2
+    (gradient,) = torch.autograd.grad(y[1], x)
+    # The second output is (x2 - (x1 + x2) / 2) / 2 * 4 = x2 - x1: of its 4, 5 come from x2.
+    assert (x.detach() * gradient).tolist() == [-1, 5]
+
+
+def test_a_layer_norm_is_linear_once_its_deviation_is_fixed():
+    norm, x = nn.LayerNorm((3, 4), eps=1e-2).double(), draw(2, 3, 4)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    deviation = (x.var(dim=(1, 2), correction=0) + 1e-2).sqrt()[:, None, None]
+
+    def fixed(y: Tensor) -> Tensor:
+        return (y - y.mean(dim=(1, 2), keepdim=True)) / deviation * norm.weight + norm.bias
+
+    expected = torch.autograd.functional.jacobian(fixed, x)
+
+    def ruled(y: Tensor) -> Tensor:
+        with LayerwiseRules():
+            return norm(y)
+
+    torch.testing.assert_close(ruled(x), fixed(x))
+    torch.testing.assert_close(torch.autograd.functional.jacobian(ruled, x), expected)
+
+
+@pytest.mark.parametrize("kernel", ["math", "fused"])
+@pytest.mark.parametrize("mask", [None, causal_mask(5), padding_mask(torch.tensor([3, 5]), 5)])
+def test_attention_passes_relevance_to_the_values_only(kernel, mask):
+    torch.manual_seed(0)
+    attention = MultiHeadSelfAttention(6, 2, qk_norm=True, kernel=kernel).double().eval()
+    x = draw(2, 5, 6)
+    _, weights = attention(x, mask, need_weights=True)
+    value_weight, value_bias = attention.qkv.weight[12:], attention.qkv.bias[12:]
+
+    def fixed(tokens: Tensor) -> Tensor:
+        value = (tokens @ value_weight.T + value_bias).unflatten(2, (2, 3)).transpose(1, 2)
+        return attention.proj((weights.detach() @ value).transpose(1, 2).flatten(2))
+
+    relevance = draw(2, 5, 6, seed=1)
+    expected = torch.autograd.grad(
+        fixed(inputs := x.clone().requires_grad_()), inputs, relevance / fixed(x)
+    )[0]
+    found = pass_back(lambda tokens: attention(tokens, mask), x, relevance)
+    torch.testing.assert_close(found, x * expected)
+
+
+# Whole models.
+
+
+class Frozen(TorchFunctionMode):
+    """Keeps what the rules hold fixed at the first input, and takes it for all later inputs.
+
+    A rule that multiplies a fixed factor is written out here: nothing is differentiated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.replay: int | None = None
+
+    def fixed(self, value: Tensor) -> Tensor:
+        if self.replay is None:
+            self.kept.append(value)
+            return value
+        self.replay += 1
+        return self.kept[self.replay - 1]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (Tensor.softmax, torch.sigmoid):
+            return self.fixed(func(*args, **kwargs))
+        if func is F.relu:
+            return args[0] * self.fixed((args[0] > 0).double())
+        if func is F.gelu:
+            return args[0] * self.fixed(func(*args, **kwargs) / args[0])
+        if func is F.layer_norm:
+            x, eps = args[0], kwargs["eps"]
+            deviation = self.fixed((x.var(dim=-1, keepdim=True, correction=0) + eps).sqrt())
+            centred = (x - x.mean(dim=-1, keepdim=True)) / deviation
+            return centred * kwargs["weight"] + kwargs["bias"]
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def leave_out(classify, inputs: Tensor, target: int) -> Tensor:
+    """By how much a frozen model's logit falls without each value of one input, (1, ...)."""
+    with Frozen() as frozen:
+        whole = classify(inputs)[0, target]
+        found = torch.zeros(inputs.numel(), dtype=inputs.dtype)
+        for place in range(inputs.numel()):
+            without = inputs.clone()
+            without.view(-1)[place] = 0
+            frozen.replay = 0
+            found[place] = whole - classify(without)[0, target]
+    return found.view(inputs.shape)
+
+
+@with_variants
+def test_relevance_is_what_a_frozen_model_loses_without_a_value(variant):
+    vit, image = draw_vit(variant | {"attn_kernel": "math"}), draw_images(1)
+    tokens, classify = classify_tokens(vit, image)
+    _, found = propagate(classify, tokens, torch.tensor([3]))
+    torch.testing.assert_close(found, leave_out(classify, tokens, 3), rtol=1e-8, atol=1e-10)
+    _, found = propagate(vit, image, torch.tensor([3]))
+    torch.testing.assert_close(found, leave_out(vit, image, 3), rtol=1e-8, atol=1e-10)
+
+
+def bias_relevance(vit: VisionTransformer, logit: Tensor, layer: int) -> Tensor:
+    """What the biases of the pixels' path (-1) or of the layers from one on contribute to a logit.
+
+    Position embeddings and prefix tokens are biases to the pixels.
+    """
+    parts = [vit.norm, vit.fc_norm, vit.head, *vit.blocks[max(layer, 0) :]]
+    pairs = []
+    if layer < 0:
+        parts += [vit.patch_embed, vit.norm_pre]
+        fixed = (vit.cls_token, vit.reg_token, vit.pos_embed)
+        pairs = [(p, p) for p in fixed if isinstance(p, nn.Parameter)]
+    for module in (m for part in parts for m in part.modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            slope = module.weight / (module.running_var + module.eps).sqrt()
+            pairs.append((module.bias, module.bias - module.running_mean * slope))
+        elif isinstance(getattr(module, "bias", None), nn.Parameter):
+            pairs.append((module.bias, module.bias))
+    gradients = torch.autograd.grad(
+        logit, [p for p, _ in pairs], retain_graph=True, allow_unused=True
+    )
+    products = zip(pairs, gradients, strict=True)
+    return sum((value * g).sum() for (_, value), g in products if g is not None).detach()
+
+
+@with_variants
+def test_relevance_and_biases_add_up_to_the_logit_in_every_layer(variant):
+    if variant.get("pos_embed") == "sincos":
+        variant = variant | {"pos_embed": "learned"}  # to differentiate by
+    vit, images = draw_vit(variant), draw_images(1).requires_grad_()
+    with LayerwiseRules():
+        x, grid = vit.embed(images)
+        inputs = [images, x]
+        for block in vit.blocks:
+            x = block(x, grid)
+            inputs.append(x)
+        logit = vit.forward_head(vit.norm(x))[0, 2]
+    gradients = torch.autograd.grad(logit, inputs, retain_graph=True)
+    for layer, (values, gradient) in enumerate(zip(inputs, gradients, strict=True), start=-1):
+        total = (values * gradient).sum() + bias_relevance(vit, logit, layer)
+        assert total.item() == pytest.approx(logit.item(), rel=1e-10)
+    assert abs(logit.item()) > 0.01
+
+
+@with_variants
+def test_without_biases_relevance_is_conserved(variant):
+    vit = draw_vit(variant)
+    for name, parameter in vit.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    tokens, classify = classify_tokens(vit, draw_images())
+    logits, relevance = propagate(classify, tokens)
+    torch.testing.assert_close(relevance.sum(dim=(1, 2)), logits.amax(dim=1), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("mask", [causal_mask(7), padding_mask(torch.tensor([4, 6, 7]), 7)])
+def test_a_mask_hides_tokens_from_relevance(mask):
+    vit = draw_vit({"mlp_conv": False, "class_token": True})
+    tokens, classify = classify_tokens(vit, draw_images(), mask)
+    logits, relevance = propagate(classify, tokens)
+    torch.testing.assert_close(logits, classify(tokens).detach())
+    # Under the causal mask the class token, which comes first, sees only itself.
+    hidden = ~mask[0].expand(3, 7) if mask.ndim == 2 else ~mask[:, 0]
+    assert hidden.any() and (relevance[hidden] == 0).all()
+    assert (relevance[~hidden].abs().sum(dim=-1) > 1e-6).all()
+
+
+@with_variants
+def test_the_rules_do_not_change_the_logits(variant):
+    vit, images = draw_vit(variant), draw_images()
+    expected = vit(images)
+    logits, relevance = propagate(vit, images)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    assert relevance.shape == images.shape and not relevance.requires_grad
+    _, predicted = propagate(vit, images, expected.argmax(dim=1))
+    assert torch.equal(relevance, predicted)
+    _, other = propagate(vit, images, expected.argmin(dim=1))
+    assert (other - relevance).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+
+
+@with_variants
+def test_a_batch_has_the_relevances_of_its_images(variant):
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    _, whole = propagate(vit, images, target)
+    for number in range(3):
+        part = slice(number, number + 1)
+        _, alone = propagate(vit, images[part], target[part])
+        torch.testing.assert_close(alone[0], whole[number], rtol=1e-10, atol=1e-12)
+
+
+@with_variants
+def test_float32_is_close_to_float64(variant):
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    _, exact = propagate(vit, images, target)
+    _, found = propagate(vit.float(), images.float(), target)
+    assert found.dtype == torch.float32
+    scale = exact.abs().amax(dim=(1, 2, 3), keepdim=True)
+    assert ((found - exact).abs() / scale).max() < 1e-4
+
+
+def test_the_rules_leave_no_trace():
+    vit, images = draw_vit(VARIANTS["ours"]), draw_images().requires_grad_()
+    state = copy.deepcopy(vit.state_dict())
+    (before,) = torch.autograd.grad(vit(images).sum(), images)
+    propagate(vit, images)
+    with pytest.raises(ValueError, match="patch_size"):
+        propagate(vit, images[..., :7])
+    (after,) = torch.autograd.grad(vit(images).sum(), images)
+    assert torch.equal(after, before)
+    with LayerwiseRules():
+        (ruled,) = torch.autograd.grad(vit(images).sum(), images)
+    assert (ruled - before).abs().max() > 1e-3
+    for name, value in vit.state_dict().items():
+        assert torch.equal(value, state[name])
+    for parameter in vit.parameters():
+        assert parameter.grad is None and parameter.requires_grad
+
+
+def test_the_rules_hold_for_one_thread():
+    vit, images = draw_vit(VARIANTS["class token"]), draw_images().requires_grad_()
+    (expected,) = torch.autograd.grad(vit(images).sum(), images)
+    found = []
+    with LayerwiseRules():
+        thread = threading.Thread(
+            target=lambda: found.extend(torch.autograd.grad(vit(images).sum(), images))
+        )
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_frozen_and_checkpointed_models_have_the_same_relevance(frozen, checkpointing):
+    vit, images = draw_vit(VARIANTS["ours"]), draw_images()
+    _, expected = propagate(vit, images)
+    vit.requires_grad_(not frozen).set_grad_checkpointing(checkpointing)
+    with torch.no_grad():
+        _, found = propagate(vit, images)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+# Maps.
+
+
+@with_variants
+def test_tokens_of_every_layer_have_the_relevance_that_is_passed_back_to_them(variant):
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    logits, found, weights = token_relevance(vit, images, target)
+    torch.testing.assert_close(logits, vit(images).detach())
+    with torch.no_grad():
+        x, grid = vit.embed(images)
+    for number, block in enumerate(vit.blocks):
+
+        def rest(x: Tensor, number: int = number) -> Tensor:
+            for later in vit.blocks[number:]:
+                x = later(x, grid)
+            return vit.forward_head(vit.norm(x))
+
+        _, expected = propagate(rest, x, target)
+        torch.testing.assert_close(found[number], expected.sum(dim=-1))
+        with torch.no_grad():
+            x, attention = block(x, grid, need_weights=True)
+        torch.testing.assert_close(weights[number], attention)
+    assert len(found) == len(weights) == len(vit.blocks)
+
+
+def test_smoothing_by_hand():
+    maps = torch.zeros(2, 3, 4)
+    maps[0, 1, 2] = 1
+    maps[1] = 5
+    found = smooth(maps)
+    near, far = math.exp(-0.5), math.exp(-2)
+    middle = torch.tensor([near / (1 + near + far), 1 / (1 + 2 * near), near / (1 + near + far)])
+    ends = 1 + near + far + math.exp(-4.5), 1 + 2 * near + far
+    across = torch.tensor([far / ends[0], near / ends[1], 1 / ends[1], near / ends[0]])
+    torch.testing.assert_close(found[0], middle[:, None] * across)
+    torch.testing.assert_close(found[1], maps[1])
+
+
+# Models of timm.
+
+
+def test_a_timm_model_with_our_weights_has_our_relevance():
+    import timm
+
+    settings = {"embed_dim": 12, "depth": 2, "num_heads": 3, "reg_tokens": 2, "num_classes": 5}
+    theirs = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, **settings
+    ).double()
+    ours = draw_vit({"reg_tokens": 2, "patch_size": 4})
+    theirs.load_state_dict(ours.state_dict())
+    images, reader = draw_images(), require_attention(theirs.eval())
+    for fused in (True, False):
+        for block in theirs.blocks:
+            block.attn.fused_attn = fused
+        tokens, classify = classify_tokens(reader, images)
+        _, found = propagate(classify, tokens)
+        own_tokens, own = classify_tokens(ours, images)
+        torch.testing.assert_close(found, propagate(own, own_tokens)[1])
+
+
+@pytest.mark.parametrize("name", ["vit_relpos", "respost", "parallel", "clip"])
+def test_timm_models_conserve_relevance(name):
+    import timm
+    from timm.models import vision_transformer as vits
+
+    arguments = {
+        "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
+        "parallel": {"block_fn": vits.ParallelThingsBlock},
+        "clip": {"act_layer": "quick_gelu", "pre_norm": True, "global_pool": "map"},
+        "vit_relpos": {"qk_norm": True, "class_token": False, "global_pool": "avg"},
+    }[name]
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=3,
+        num_classes=5, **arguments,
+    ).double()  # fmt: skip
+    for parameter_name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.3)
+        if parameter_name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    reader = require_attention(model.eval())
+    tokens, classify = classify_tokens(reader, draw_images()[..., :8])
+    logits, relevance = propagate(classify, tokens)
+    torch.testing.assert_close(relevance.sum(dim=(1, 2)), logits.amax(dim=1), rtol=1e-8, atol=0)

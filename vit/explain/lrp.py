@@ -1,0 +1,163 @@
+"""Layer-wise relevance propagation (LRP): how much each token or pixel contributes to a logit.
+
+Relevance starts as a logit at the output and is passed back layer by layer to the input, without
+gain or loss (arXiv 1604.00825). A linear layer z = W x + b passes relevance R on in proportion to
+the terms of its sums,
+
+    R_j = Σ_k x_j W_kj / z_k · R_k.
+
+Divided by the values they belong to, G = R / z, relevances are passed on as gradients are:
+G_j = Σ_k W_kj G_k. So R is the input times its gradient, for every layer that is linear in its
+input (with ReLU: piecewise). The other layers become linear if a factor is held fixed at its value:
+
+    layer           written as              held fixed      rule
+    attention       A V                     A, the weights  arXiv 2202.07304, section 4
+    layer norm      (x - mean(x)) / σ · γ   σ               arXiv 2402.05602, prop. 3.4
+    GELU            x · (GELU(x) / x)       the ratio       arXiv 2402.05602, eq. 9
+
+`LayerwiseRules` replaces the gradients of these functions while a model runs. The model is then
+linear in its input and its biases, so their relevances add up to the logit exactly. Position
+embeddings, class token and registers are inputs of the first block, and biases to the pixels.
+
+Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, C classes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vit.model.attention_model import AttentionModel
+
+
+def fixed_result(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Hold the result fixed: attention weights, and the gate σ(1.702 x) of QuickGELU."""
+    return function(*args, **kwargs).detach()
+
+
+def fixed_weights(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Hold the weights of torch's fused attention fixed: only values get relevance."""
+    return attend(query.detach(), key.detach(), *args, **kwargs)
+
+
+def fixed_deviation(
+    _: Callable[..., Tensor],
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Apply a layer norm whose standard deviation is held fixed."""
+    axes = tuple(range(-len(normalized_shape), 0))
+    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    y = (x - mean) * (variance + eps).rsqrt().detach()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def fixed_ratio(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply an activation with f(0) = 0, as a product with f(x) / x, which is held fixed."""
+    nonzero = x.detach().masked_fill(x == 0, torch.finfo(x.dtype).eps)  # f'(0) at x = 0
+    return x * (function(nonzero, *args, **kwargs) / nonzero)
+
+
+RULES: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: fixed_weights,
+    F.softmax: fixed_result,
+    torch.softmax: fixed_result,
+    Tensor.softmax: fixed_result,
+    F.layer_norm: fixed_deviation,
+    F.gelu: fixed_ratio,
+    torch.sigmoid: fixed_result,
+    Tensor.sigmoid: fixed_result,
+}
+
+
+class LayerwiseRules(TorchFunctionMode):
+    """A context in which gradients, times their inputs, are relevances.
+
+    Inside, the functions in `RULES` return the same values, but have other gradients. This holds
+    for the current thread only; no module, parameter or function is changed. The model must be in
+    evaluation mode. Gated MLPs (SwiGLU) have no rule: their relevances do not add up.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, by its rule if it has one."""
+        call = partial(RULES[func], func) if func in RULES else func
+        return call(*args, **(kwargs or {}))
+
+
+def propagate(
+    classify: Callable[[Tensor], Tensor], inputs: Tensor, target: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Classify inputs and distribute one logit of each over its input.
+
+    Args:
+        classify: Maps inputs to logits (B, C), such as a model.
+        inputs: (B, ...), such as normalized images (B, channels, height, width).
+        target: (B,) int64, the class whose logit is explained; None explains the predicted class.
+
+    Returns:
+        Logits (B, C), and the relevance of each input value, in the shape of inputs and in units of
+        the logit: positive for the class, negative against it. Relevance and what biases
+        contribute add up to the logit.
+    """
+    inputs = inputs.detach().requires_grad_()
+    with torch.enable_grad(), LayerwiseRules():
+        logits = classify(inputs)
+    return logits.detach(), _relevances(logits, [inputs], target)[0]
+
+
+def token_relevance(
+    model: AttentionModel, images: Tensor, target: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Classify images and distribute one logit of each over the tokens that enter each block.
+
+    Args:
+        model: In evaluation mode.
+        images: (B, channels, height, width), normalized.
+        target: (B,) int64, as for `propagate`.
+
+    Returns:
+        Logits (B, C); relevances of the tokens, (L, B, N), in units of the logit; and L attention
+        weights, (B, H, N, N). In every layer, the relevances of the tokens and what the biases of
+        this and later layers contribute add up to the logit.
+    """
+    with torch.no_grad():
+        tokens, grid = model.embed(images)
+    tokens.requires_grad_()
+    with torch.enable_grad(), LayerwiseRules():
+        logits, weights, outputs = model.forward_tokens(tokens, grid)
+    layers = _relevances(logits, [tokens, *outputs[:-1]], target)
+    return logits.detach(), torch.stack([layer.sum(dim=-1) for layer in layers]), weights
+
+
+@torch.enable_grad()
+def _relevances(logits: Tensor, values: list[Tensor], target: Tensor | None) -> list[Tensor]:
+    """Return values times their gradients.
+
+    A single backward pass serves the whole batch, because in evaluation mode an image's logits do
+    not depend on the other images.
+    """
+    target = logits.argmax(dim=1) if target is None else target
+    gradients = torch.autograd.grad(logits.gather(1, target[:, None]).sum(), values)
+    return [x.detach() * gradient for x, gradient in zip(values, gradients, strict=True)]
+
+
+def smooth(maps: Tensor) -> Tensor:
+    """Average maps (B, rows, columns) over neighbours, by a Gaussian with a deviation of one patch.
+
+    At the border the weights of the neighbours that exist are scaled to sum to 1.
+    """
+    rows, columns = (torch.arange(n, device=maps.device).float() for n in maps.shape[1:])
+    down, across = (
+        (-0.5 * (places[:, None] - places) ** 2).softmax(dim=1) for places in (rows, columns)
+    )
+    return down @ maps @ across.T
