@@ -16,7 +16,7 @@ from models import PLAIN
 from vit.classifier import Classifier
 from vit.config import DataConfig
 from vit.data.preprocess import Preprocess
-from vit.explain.drawing import colour_map, overlay
+from vit.explain.drawing import bar_of, colour_map, overlay
 from vit.explain.explanation import Explanation
 from vit.explain.rollout import MAP_KINDS, attention_maps
 from vit.explain.sheet import BAR_COLOUR, GAP, HEADER, NARROWEST, PANEL, TITLE, ZOOM
@@ -199,7 +199,7 @@ def test_sheet_has_a_row_for_each_kind(classifier, size, kinds):
 
 @pytest.mark.parametrize("size", [(32, 32), (300, 40), (40, 300), (600, 900)])
 def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size):
-    found = classifier.explain(draw_photo(*size), ("rollout", "relevance"))
+    found = classifier.explain(draw_photo(*size), ("rollout", "lrp"))
     drawn, side = sheet(found), ZOOM * PANEL
     width = min(2 * PANEL, PANEL * size[1] / size[0])
     left = ZOOM * (3 * GAP + max(round(width), NARROWEST))
@@ -207,14 +207,16 @@ def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size):
     small = 2 * crop.height <= side
     how = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
     crop = np.asarray(crop.resize((side, side), how))
-    for row, heat in enumerate(found.maps.values()):
+    for row, (kind, heat) in enumerate(found.maps.items()):
         top = ZOOM * (HEADER + TITLE + row * (TITLE + PANEL))
+        bar = bar_of(kind)
         second = left + side + ZOOM * GAP
-        far = drawn[top : top + side, second : second + side].astype(int) - overlay(crop, heat)
+        laid = drawn[top : top + side, second : second + side].astype(int)
+        far = laid - overlay(crop, heat, bar)
         assert np.abs(far).max() <= 1
         colours = drawn[top : top + side, left : left + side]
         middles = colours[side // 16 :: side // 8, side // 16 :: side // 8]
-        np.testing.assert_array_equal(middles, colour_map(heat))
+        np.testing.assert_array_equal(middles, colour_map(heat, bar))
 
 
 def photo_panel(drawn: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -13,7 +13,19 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation import wilson_interval
 from vit.explain import charts, drawing, fonts
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.drawing import BAR, COLOURS, SCALE, framed, overlay, shorten, text_width
+from vit.explain.drawing import (
+    BAR,
+    COLOURS,
+    SCALE,
+    SIGNED,
+    UNIFORM,
+    bar_of,
+    colour_map,
+    framed,
+    overlay,
+    shorten,
+    text_width,
+)
 from vit.explain.figures import attention_picture as draw_attention
 from vit.explain.figures import (
     captions_of,
@@ -23,7 +35,7 @@ from vit.explain.figures import (
     heads_chart,
     heads_picture,
 )
-from vit.explain.rollout import map_title
+from vit.explain.rollout import MAP_KINDS, SIGNED_KINDS, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import draw_probes
 
@@ -92,6 +104,28 @@ def overlay_panel(picture: np.ndarray, levels: list[float]) -> np.ndarray:
     right = left + np.argmax(white[left:])
     assert bottom - top > 150 and right - left > 150
     return picture[top : bottom + 1, left:right].astype(int)
+
+
+def test_signed_maps_are_red_for_and_blue_against_the_class():
+    heat = torch.tensor([[3.0, 0.0], [-0.5, -3.0]])
+    picture = draw_attention(
+        blue_images(2), torch.stack([heat, heat.abs()]), ["cat"] * 2,
+        [map_title("lrp", "cat"), map_title("rollout", "")], [bar_of("lrp"), bar_of("rollout")],
+    )  # fmt: skip
+    assert picture.shape == (512, 706 + BAR, 3)  # one colour bar for each scale
+    (red, none), (weak, blue) = colour_map(heat, SIGNED).astype(int)
+    for colour in (red, none, weak, blue):
+        assert len(places(picture, colour)) > 3000
+    assert red[0] > 90 > red[2] and blue[2] > 90 > blue[0]
+    assert np.ptp(none) < 5 and none.min() > 240
+    grey = np.full((2, 2, 3), 100, np.uint8)
+    laid = overlay(grey, heat, SIGNED).astype(int)
+    assert laid[0, 0, 0] > laid[0, 0, 2] and laid[1, 1, 2] > laid[1, 1, 0]
+
+
+def test_only_signed_kinds_have_two_colours():
+    assert {kind for kind in MAP_KINDS if bar_of(kind) == SIGNED} == set(SIGNED_KINDS)
+    assert {kind for kind in MAP_KINDS if bar_of(kind) == UNIFORM} == {*MAP_KINDS} - {*SIGNED_KINDS}
 
 
 def test_the_overlay_is_the_brighter_the_more_is_attended_to():

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from models import PLAIN
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
+from vit.explain.rollout import attention_maps, attention_rollout, readout_of
 from vit.model.attention import MultiHeadSelfAttention, causal_mask, padding_mask
 from vit.model.attention_model import require_attention
 from vit.model.encoder import ACTIVATIONS
@@ -392,6 +393,26 @@ def test_smoothing_by_hand():
     across = torch.tensor([far / ends[0], near / ends[1], 1 / ends[1], near / ends[0]])
     torch.testing.assert_close(found[0], middle[:, None] * across)
     torch.testing.assert_close(found[1], maps[1])
+
+
+@with_variants
+def test_maps_by_rules_of_a_model(variant):
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    _, relevance, weights = token_relevance(vit, images, target)
+    prefix = vit.num_prefix_tokens
+    patches = relevance[..., prefix:].unflatten(2, (2, 3)).float()
+    rolled = attention_rollout(weights, readout=readout_of(vit), num_prefix_tokens=prefix)
+    expected = {
+        "lrp": patches[0],
+        "lrp_rollout": smooth(patches.mean(dim=0).clamp(min=0)) * rolled.unflatten(1, (2, 3)),
+    }
+    _, found = attention_maps(vit.float(), images.float(), ["rollout", *expected], target)
+    for kind, values in expected.items():
+        maps = found[kind]
+        empty = (values == 0).all(dim=2).all(dim=1)  # nothing speaks for the class
+        torch.testing.assert_close(maps.abs().mean(dim=(1, 2)), 1 - empty.float())
+        scaled = values / values.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+        torch.testing.assert_close(maps, scaled, rtol=1e-3, atol=1e-3)
 
 
 # Models of timm.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.explain.rollout import (
+    BY_RULES,
     CLASS_SPECIFIC,
     MAP_KINDS,
     attention_gradients,
@@ -54,6 +55,7 @@ ROLLOUTS = {
     "rollout of later layers": {"start_layer": 1},
 }
 VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
+OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")  # the others: test_lrp.py
 with_variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -297,8 +299,9 @@ def test_what_speaks_against_a_class_is_no_relevance():
 def test_relevance_grows_with_the_logit_and_gradient_rollout_does_not():
     weights = draw_weights(1, 2, 3, 6)
     gradients = draw_gradients(weights)
-    once = {name: make_maps(name, weights, gradients, "mean", 1) for name in CLASS_SPECIFIC}
-    twice = {name: make_maps(name, weights, 2 * gradients, "mean", 1) for name in CLASS_SPECIFIC}
+    kinds = ("gradient_rollout", "relevance")
+    once = {name: make_maps(name, weights, gradients, "mean", 1) for name in kinds}
+    twice = {name: make_maps(name, weights, 2 * gradients, "mean", 1) for name in kinds}
     torch.testing.assert_close(twice["relevance"], 2 * once["relevance"])
     torch.testing.assert_close(twice["gradient_rollout"], once["gradient_rollout"])
 
@@ -581,7 +584,7 @@ def test_rollout_of_a_model_takes_options(variant, options):
     expected = fractions.reshape(3, 4, 4) * (16 + vit.num_prefix_tokens)
     torch.testing.assert_close(found["rollout"], expected, rtol=0, atol=1e-5)
     _, plain = attention_maps(vit, images, tuple(MAP_KINDS))
-    for kind in ("gradient_rollout", "relevance", "raw"):
+    for kind in set(MAP_KINDS) - {"rollout"}:
         assert torch.equal(found[kind], plain[kind])
     if options:
         assert (found["rollout"] - plain["rollout"]).abs().max() > 1e-3
@@ -598,6 +601,8 @@ def test_maps_have_the_grid_of_the_image(variant, size, extra):
     logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
     torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
     prefix = vit.num_prefix_tokens
+    for kind in BY_RULES:
+        assert found.pop(kind).shape == (2, rows, columns)
     for kind, maps in found.items():
         assert maps.shape == (2, rows, columns)
         for number in range(2):
@@ -659,7 +664,7 @@ def differentiate_one(vit: VisionTransformer, image: Tensor, target: int):
 @with_models
 def test_all_kinds_of_map_of_a_model_are_the_papers_formulas(variant):
     vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
-    found = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
+    found = attention_maps(vit, images, OF_WEIGHTS, target)[1]
     assert list(found) == ["rollout", "gradient_rollout", "relevance", "raw"]
     readout = "mean" if variant.get("global_pool") == "avg" else "class_token"
     assert readout_of(vit) == readout
@@ -695,7 +700,7 @@ def test_the_predicted_class_is_explained_unless_another_is_chosen(variant):
         chosen = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
         for kind in ("rollout", "raw"):
             assert torch.equal(chosen[kind], predicted[kind])
-        for kind in ("gradient_rollout", "relevance"):
+        for kind in CLASS_SPECIFIC:
             difference = (chosen[kind] - predicted[kind]).abs().amax((1, 2))
             assert (difference == 0).all() if same else (difference > 0.05).all()
 
@@ -707,10 +712,11 @@ def test_relevance_adds_up_to_the_number_of_patches(variant):
     torch.testing.assert_close(maps.sum((1, 2)), torch.full((3,), 16.0), rtol=0, atol=1e-4)
 
 
-def test_a_model_that_attends_for_no_class_has_no_relevance():
+@pytest.mark.parametrize("kind", ["relevance", *BY_RULES])
+def test_a_model_that_attends_for_no_class_has_no_relevance(kind):
     vit = draw_vit(MODELS["mean"])
     torch.nn.init.zeros_(vit.head.weight)
-    maps = attention_maps(vit, draw_images(), ["relevance"])[1]["relevance"]
+    maps = attention_maps(vit, draw_images(), [kind])[1][kind]
     assert torch.equal(maps, torch.zeros(3, 4, 4))
 
 
@@ -726,7 +732,7 @@ def test_only_the_kinds_asked_for_are_made():
     vit, images = draw_vit(MODELS["mean"]), draw_images()
     every = attention_maps(vit, images, tuple(MAP_KINDS))[1]
     assert list(attention_maps(vit, images)[1]) == ["rollout"]
-    for kinds in (["raw", "relevance"], ["relevance", "raw"], ["gradient_rollout"], []):
+    for kinds in (["raw", "relevance"], ["lrp", "raw"], ["gradient_rollout"], ["lrp_rollout"], []):
         found = attention_maps(vit, images, kinds)[1]
         assert list(found) == kinds
         for kind in kinds:
@@ -735,7 +741,7 @@ def test_only_the_kinds_asked_for_are_made():
 
 @pytest.mark.parametrize("kinds", [["lime"], ["rollout", "lime"]])
 def test_kinds_that_cannot_be(kinds):
-    message = "^kinds: 'lime' is not one of rollout, gradient_rollout, relevance, raw$"
+    message = f"^kinds: 'lime' is not one of {', '.join(MAP_KINDS)}$"
     with pytest.raises(ValueError, match=message):
         attention_maps(draw_vit(MODELS["mean"]), draw_images(), kinds)
 

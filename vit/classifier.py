@@ -120,8 +120,8 @@ class Classifier:
             **options: Options of `vit.explain.rollout.attention_maps`.
 
         Returns:
-            Logits (N, C) float32, and for each kind maps (N, rows, columns) in units of uniform
-            attention; all on the device.
+            Logits (N, C) float32, and for each kind maps (N, rows, columns) in the units of
+            `attention_maps`; all on the device.
 
         Raises:
             ValueError: The model has no maps, see `has_maps`, or a kind is unknown.
@@ -196,7 +196,8 @@ class Classifier:
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
                 size; or a list of them.
-            kind: One kind of map or several: "rollout", "gradient_rollout", "relevance", "raw".
+            kind: One kind of map or several: "rollout", "gradient_rollout", "relevance", "raw",
+                "lrp", "lrp_rollout".
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Returns:

@@ -46,6 +46,7 @@ ATTENTION_FILES = (  # the index comes last: it says that the folder may be empt
     TABLE_FILE,
     f"image_{'[0-9]' * 5}.png",
     *(f"{kind}.npy" for kind in ("rollout", "gradient_rollout", "relevance", "raw")),
+    *(f"{kind}.npy" for kind in ("lrp", "lrp_rollout")),
     "events.out.tfevents.*",
     INDEX_FILE,
 )

@@ -1,7 +1,8 @@
 """Drawing: pixels, coloured maps, text and colour bars on a canvas.
 
-A canvas is a (height, width, 3) uint8 array. Maps are in units of uniform attention and coloured on
-one fixed scale, so figures can be compared. Pixels and patches are enlarged without smoothing.
+A canvas is a (height, width, 3) uint8 array. Maps are in units of uniform attention, or signed in
+units of their mean absolute value. Each unit has one fixed scale of colours, so figures can be
+compared. Pixels and patches are enlarged without smoothing.
 """
 
 import bisect
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from vit.explain.charts import DPI, pixels_of
 from vit.explain.fonts import font_families
+from vit.explain.rollout import SIGNED_KINDS
 
 COLOURS = "inferno"
 SCALE = (0.0, 3.0)  # units of uniform attention
@@ -33,31 +35,39 @@ LINE = 14.5  # pixels from one line of a text to the next
 Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
 Bar = tuple[str, tuple[float, float], str]  # colour map, scale, label
 UNIFORM: Bar = (COLOURS, SCALE, "× uniform")
+SIGNED: Bar = ("RdBu_r", (-SCALE[1], SCALE[1]), "against ← → for, × mean")
 
 
-def overlay(pixels: np.ndarray, heat: Tensor) -> np.ndarray:
+def bar_of(kind: str) -> Bar:
+    """Return the colours and scale of a kind of map."""
+    return SIGNED if kind in SIGNED_KINDS else UNIFORM
+
+
+def overlay(pixels: np.ndarray, heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
     """Lay a map over a picture.
 
-    The picture turns grey, so every colour is the map's; the more attention, the more opaque.
+    The picture turns grey, so every colour is the map's; the farther from 0, the more opaque.
 
     Args:
         pixels: (H, W, 3) uint8, of any size.
         heat: (rows, columns) map.
+        bar: Colours and scale of the map.
 
     Returns:
         (H, W, 3) uint8.
     """
-    low, high = SCALE
-    strength = ((heat.cpu().numpy() - low) / (high - low)).clip(0, 1)
+    low, high = bar[1]
+    strength = np.abs(heat.cpu().numpy().clip(low, high)) / high
     opacity = enlarge((255 * (0.1 + 0.65 * strength)).astype(np.uint8), pixels.shape[:2]) / 255
     grey = pixels.mean(axis=-1, dtype=np.float32)[..., None]
-    colours = enlarge(colour_map(heat), pixels.shape[:2]).astype(np.float32)
+    colours = enlarge(colour_map(heat, bar), pixels.shape[:2]).astype(np.float32)
     return (grey + (colours - grey) * opacity[..., None]).round().astype(np.uint8)
 
 
-def colour_map(heat: Tensor) -> np.ndarray:
+def colour_map(heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
     """Colour a map (rows, columns): (rows, columns, 3) uint8."""
-    return matplotlib.colormaps[COLOURS](Normalize(*SCALE)(heat.cpu().numpy()), bytes=True)[..., :3]
+    colours, scale, _ = bar
+    return matplotlib.colormaps[colours](Normalize(*scale)(heat.cpu().numpy()), bytes=True)[..., :3]
 
 
 def as_pixels(image: Tensor) -> np.ndarray:

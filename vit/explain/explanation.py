@@ -18,8 +18,8 @@ class Explanation:
     Attributes:
         photo: (height, width, channels) uint8, of any size.
         seen: Rows and columns of the photo that the model sees.
-        maps: By kind, (rows, columns) float32 on the CPU in units of uniform attention: 1 is what
-            each token gets if all get the same.
+        maps: By kind, (rows, columns) float32 on the CPU, in the units of
+            `vit.explain.rollout.attention_maps`.
         probabilities: Probability of each class by name, 0 to 1, best first.
         target: The class that class-specific maps explain.
         name: The name of the photo, for the sheet.
@@ -53,7 +53,7 @@ class Explanation:
 
     def sheet(self) -> Image.Image:
         """Draw the photo, its maps and their overlays, with captions and a colour bar."""
-        from vit.explain.drawing import as_rgb  # late: only drawing needs matplotlib
+        from vit.explain.drawing import as_rgb, bar_of  # late: only drawing needs matplotlib
         from vit.explain.sheet import photo_sheet
 
         height, width = self.photo.shape[:2]
@@ -68,10 +68,10 @@ class Explanation:
         if self.target != self.predicted:
             header += f", explained for {self.target} {self.probabilities[self.target]:.1%}"
         titles = [map_title(kind, self.target) for kind in self.maps]
-        maps = list(self.maps.values())
+        maps, bars = list(self.maps.values()), [bar_of(kind) for kind in self.maps]
         return Image.fromarray(
             photo_sheet(
-                as_rgb(self.photo), self.seen, maps, titles, header, self.probabilities,
+                as_rgb(self.photo), self.seen, maps, titles, bars, header, self.probabilities,
                 self.padding, as_rgb(np.array(self.fill, np.uint8)),
             )
         )  # fmt: skip

@@ -18,6 +18,7 @@ from vit.explain.drawing import (
     FONT_SIZE,
     GAP,
     UNIFORM,
+    Bar,
     Text,
     as_pixels,
     colour_map,
@@ -52,7 +53,11 @@ def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[
 
 
 def attention_picture(
-    images: Tensor, maps: Tensor, captions: Sequence[str], titles: Sequence[str]
+    images: Tensor,
+    maps: Tensor,
+    captions: Sequence[str],
+    titles: Sequence[str],
+    bars: Sequence[Bar] | None = None,
 ) -> np.ndarray:
     """Draw images, their attention maps and the overlays of both, one row per image.
 
@@ -61,26 +66,29 @@ def attention_picture(
         maps: (B, rows, columns).
         captions: B captions above the images, of up to two lines of 30 characters.
         titles: B titles above the maps, of up to two lines of 30 characters.
+        bars: Colours and scales of the B maps; None means `UNIFORM`.
 
     Returns:
-        A picture, 706 pixels wide and 256 high per row.
+        A picture, 256 pixels high per row and 706 wide; 58 wider with two different scales.
     """
+    bars = [UNIFORM] * len(images) if bars is None else bars
     panel, title = 208, 48
     canvas = paper((panel + title) * len(images), 3 * panel + 4 * GAP)
     texts: list[Text] = []
-    for row, (image, heat, caption, kind) in enumerate(
-        zip(images, maps, captions, titles, strict=True)
+    for row, (image, heat, caption, kind, bar) in enumerate(
+        zip(images, maps, captions, titles, bars, strict=True)
     ):
         top = row * (panel + title) + title - GAP
         pixels = as_pixels(image)
-        for column, part in enumerate((pixels, colour_map(heat), overlay(pixels, heat))):
+        for column, part in enumerate((pixels, colour_map(heat, bar), overlay(pixels, heat, bar))):
             paste(canvas, part, top, GAP + column * (panel + GAP), panel)
         for column, (align, words) in enumerate(
             (("left", caption), ("center", kind), ("center", "overlay"))
         ):
             left = GAP + column * (panel + GAP) + (panel / 2 if align == "center" else 0)
             texts.append((left, top - 5, align, shorten(words, panel)))
-    return framed(canvas, texts, [UNIFORM], length=panel - 12, top=title - GAP + 4)
+    scales = list(dict.fromkeys(bars))
+    return framed(canvas, texts, scales, length=panel - 12, top=title - GAP + 4)
 
 
 def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vit.explain.lrp import smooth, token_relevance
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
 
@@ -24,8 +25,12 @@ MAP_KINDS = {
     "gradient_rollout": "gradient rollout",
     "relevance": "class relevance",
     "raw": "last layer's attention",
+    "lrp": "layer-wise relevance",
+    "lrp_rollout": "relevance × rollout",
 }
-CLASS_SPECIFIC = ("gradient_rollout", "relevance")
+CLASS_SPECIFIC = ("gradient_rollout", "relevance", "lrp", "lrp_rollout")
+SIGNED_KINDS = ("lrp",)  # positive for the class, negative against it
+BY_RULES = ("lrp", "lrp_rollout")  # need a pass with the rules of vit.explain.lrp
 
 
 def map_title(kind: str, class_name: str) -> str:
@@ -282,7 +287,7 @@ def scaled_map(
     """Compute a map of one kind in units of uniform attention, see `attention_maps`.
 
     Args:
-        kind: Key of `MAP_KINDS`.
+        kind: Key of `MAP_KINDS` that is not in `BY_RULES`.
         weights: L attention weights (B, H, N, N).
         gradients: Of the class's logit, see `attention_gradients`; may be empty if `kind` is
             class-agnostic.
@@ -319,7 +324,10 @@ def attention_maps(
     discard_ratio: float = 0.0,
     start_layer: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Classify images and compute attention maps of any kinds in one forward pass.
+    """Classify images and compute attention maps of any kinds.
+
+    One forward pass serves all kinds, except that "lrp" and "lrp_rollout" share another with the
+    rules of `vit.explain.lrp`.
 
     Args:
         model: In evaluation mode; ours, or one of timm's with attention that can be read, see
@@ -338,7 +346,9 @@ def attention_maps(
     Returns:
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
         units of uniform attention: 1 is the value if all tokens received the same. Prefix tokens
-        have no relevance, so for kind "relevance" it is the mean over patches.
+        have no relevance, so for the kinds "relevance" and "lrp_rollout" it is the mean over
+        patches. Maps of kind "lrp" are positive for the class and negative against it, and 1 is the
+        mean of their absolute values.
 
     Raises:
         ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
@@ -348,10 +358,63 @@ def attention_maps(
     if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(MAP_KINDS)}")
     _check_rollout_options(head_fusion, discard_ratio, start_layer, len(reader.blocks))
-    grid = reader.patch_embed.grid(*images.shape[-2:])
+    reader.patch_embed.grid(*images.shape[-2:])  # raises if they are no multiples
+    images = images.detach()
+    by_rules = [kind for kind in kinds if kind in BY_RULES]
+    of_weights = [kind for kind in kinds if kind not in BY_RULES]
+    maps: dict[str, Tensor] = {}
+    if by_rules:
+        logits, maps = _maps_by_rules(reader, images, by_rules, target, precision)
+    if of_weights or not kinds:
+        logits, others = _maps_of_weights(
+            reader, images, of_weights, target, precision,
+            head_fusion=head_fusion, discard_ratio=discard_ratio, start_layer=start_layer,
+        )  # fmt: skip
+        maps |= others
+    return logits, {kind: maps[kind] for kind in kinds}
+
+
+def _maps_by_rules(
+    reader: AttentionModel,
+    images: Tensor,
+    kinds: Sequence[str],
+    target: Tensor | None,
+    precision: torch.dtype,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the maps that need layer-wise relevance; arguments as for `attention_maps`."""
+    with autocast(images.device, precision):
+        logits, relevance, weights = token_relevance(reader, images, target)
+    prefix, grid = reader.num_prefix_tokens, reader.patch_embed.grid(*images.shape[-2:])
+    patches = relevance[..., prefix:].float().unflatten(2, grid)  # (L, B, rows, columns)
+    maps = {}
+    for kind in kinds:
+        if kind == "lrp":
+            found = patches[0]
+        else:
+            rollout = attention_rollout(
+                weights, readout=readout_of(reader), num_prefix_tokens=prefix
+            )
+            found = smooth(patches.mean(dim=0).relu()) * rollout.unflatten(1, grid)
+        maps[kind] = found / found.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    return logits.float(), maps
+
+
+def _maps_of_weights(
+    reader: AttentionModel,
+    images: Tensor,
+    kinds: Sequence[str],
+    target: Tensor | None,
+    precision: torch.dtype,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the maps that combine attention weights; arguments as for `attention_maps`.
+
+    Args:
+        **options: Options of `attention_rollout`.
+    """
     differentiate = any(kind in CLASS_SPECIFIC for kind in kinds)
     # The images require gradients, so that the weights do too even if all parameters are frozen.
-    images = images.detach().requires_grad_(differentiate)
+    images = images.requires_grad_(differentiate)
     gradients: tuple[Tensor, ...] = ()
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
@@ -360,10 +423,8 @@ def attention_maps(
         if differentiate:
             target = logits.argmax(dim=1) if target is None else target
             gradients = attention_gradients(logits, weights, target)
-    options: Any = {
-        "head_fusion": head_fusion, "discard_ratio": discard_ratio, "start_layer": start_layer,
-        "readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens,
-    }  # fmt: skip
+    grid = reader.patch_embed.grid(*images.shape[-2:])
+    options |= {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
     with torch.no_grad():
         maps = {kind: scaled_map(kind, weights, gradients, grid, **options) for kind in kinds}
     return logits.detach(), maps

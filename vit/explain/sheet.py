@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vit.explain.drawing import (
     GAP,
-    UNIFORM,
+    Bar,
     Text,
     colour_map,
     enlarge,
@@ -32,6 +32,7 @@ def photo_sheet(
     seen: tuple[slice, slice],
     maps: Sequence[Tensor],
     titles: Sequence[str],
+    bars: Sequence[Bar],
     header: str,
     probabilities: dict[str, float],
     padding: tuple[tuple[int, int], tuple[int, int]],
@@ -44,6 +45,7 @@ def photo_sheet(
         seen: Rows and columns of the photo that the model sees; they are framed.
         maps: (rows, columns) each.
         titles: A text for each map, of up to two lines.
+        bars: Colours and scale of each map.
         header: Two lines above everything.
         probabilities: Probability of each class, best first; the first five are listed below the
             photo if there is room, that is with two maps or more.
@@ -72,16 +74,19 @@ def photo_sheet(
     shown = ZOOM * size[0], ZOOM * size[1]
     _place(canvas, _framed_part(_resize(photo, shown), seen, photo.shape), top, GAP)
     crop = _padded(part, padding, view, panel, fill)
-    for row, (heat, title) in enumerate(zip(maps, titles, strict=True)):
+    for row, (heat, title, bar) in enumerate(zip(maps, titles, bars, strict=True)):
         top = HEADER + TITLE + row * pitch
-        parts = (enlarge(colour_map(heat), crop.shape), overlay(crop, heat))
+        parts = (enlarge(colour_map(heat, bar), crop.shape), overlay(crop, heat, bar))
         for column, (part, words) in enumerate(zip(parts, (title, "overlay"), strict=True)):
             x = left + column * (panel[1] + GAP)
             _place(canvas, part, top, x)
             texts.append((x + panel[1] / 2, top - 5, "center", shorten(words, panel[1])))
     if len(maps) > 1:
         texts += _list_classes(canvas, probabilities, list_top)
-    return framed(canvas, texts, [UNIFORM], length=panel[0] - 12, top=HEADER + TITLE + 4, zoom=ZOOM)
+    return framed(
+        canvas, texts, list(dict.fromkeys(bars)), length=panel[0] - 12, top=HEADER + TITLE + 4,
+        zoom=ZOOM,
+    )  # fmt: skip
 
 
 def _list_classes(canvas: np.ndarray, probabilities: dict[str, float], top: int) -> list[Text]:

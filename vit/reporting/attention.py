@@ -16,6 +16,7 @@ from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
+from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import (
     LEVELS,
     mask_iou,
@@ -175,7 +176,8 @@ def _write_maps(
         "split": "test",
         "readout": readout_of(require_attention(saved.classifier.model)),
         "rollout": rollout,
-        "unit": "1 is the value of every token (relevance: patch) under uniform attention",
+        "unit": "1 is the value of every token under uniform attention; relevance and lrp_rollout: "
+        "the mean of all patches; lrp: that of their absolute values",
         "maps": {
             kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
         },
@@ -191,6 +193,7 @@ def _write_maps(
                 torch.stack([found[row] for found in maps.values()]),
                 [captions[row]] * len(maps),
                 [map_title(kind, classes[explained[row]]) for kind in maps],
+                [bar_of(kind) for kind in maps],
             )
             name = f"image_{index:05d}"
             Image.fromarray(sheet).save(folder / f"{name}.png")

@@ -20,6 +20,7 @@ from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
 from vit.explain.rollout import (
+    BY_RULES,
     CLASS_SPECIFIC,
     MAP_KINDS,
     attention_gradients,
@@ -43,6 +44,7 @@ BATCH_SIZE = 16  # images whose graph is kept at the same time
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
 AGNOSTIC = [kind for kind in MAP_KINDS if kind not in CLASS_SPECIFIC]
+SPECIFIC = [kind for kind in CLASS_SPECIFIC if kind not in BY_RULES]
 WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 
@@ -94,7 +96,7 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
 def read_attention(
     classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], **rollout: Any
 ) -> Attention:
-    """Run a model on a batch of images, in float32, and compute maps of every kind.
+    """Run a model on a batch of images, in float32, and compute the maps that need no rules.
 
     Args:
         classifier: A model with maps.
@@ -118,7 +120,7 @@ def read_attention(
     targets = [none] * len(AGNOSTIC)
     for number, target in enumerate(classes, start=1):
         gradients = attention_gradients(logits, weights, target, number < len(classes))
-        for kind in CLASS_SPECIFIC:
+        for kind in SPECIFIC:
             maps.append(scaled_map(kind, detached, gradients, **layout))
             kinds.append(kind)
             targets.append(target)
