@@ -2,8 +2,9 @@
 
     python benchmarks/attention.py [--rounds 7] [--images 1000]
 
-1. Attention rollout of 1,000 images over all layers, compared with plain forward passes of the same
-   quick model with torch's fused kernel and with the hand-written one, taking turns (A B C A B C).
+1. Attention rollout and layer-wise relevance of 1,000 images, compared with plain forward passes of
+   the same quick model with torch's fused kernel and with the hand-written one, and with a forward
+   and a backward pass, taking turns (A B C A B C).
 2. All logging of a run of configs/quick.yaml as a fraction of its training time: the measured cost
    of a training step and of each kind of logging, times how often it happens.
 
@@ -58,19 +59,31 @@ def forward(model: VisionTransformer, images: Tensor, precision: torch.dtype) ->
             model(part)
 
 
-def rollout(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
-    """Classify images in batches and compute their attention rollout."""
+def backward(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
+    """Classify images in batches and differentiate the largest logits by the pixels."""
     for part in images.split(250):
-        attention_maps(model, part, precision=precision)
+        part = part.clone().requires_grad_()
+        with autocast(CPU, precision):
+            logits = model(part)
+        torch.autograd.grad(logits.amax(dim=1).sum(), part)
 
 
-def compare_rollout(images: Tensor, precision: torch.dtype, rounds: int) -> None:
-    """Print how long rollout takes compared with plain forward passes."""
+def maps(model: VisionTransformer, images: Tensor, precision: torch.dtype, kind: str) -> None:
+    """Classify images in batches and compute their maps."""
+    for part in images.split(250):
+        attention_maps(model, part, [kind], precision=precision)
+
+
+def compare_maps(images: Tensor, precision: torch.dtype, rounds: int) -> None:
+    """Print how long maps take compared with plain forward passes."""
     fused, math = quick_model("fused"), quick_model("math")
     works: dict[str, Callable[[], object]] = {
         "fused forward": lambda: forward(fused, images, precision),
         "math forward": lambda: forward(math, images, precision),
-        "forward and rollout": lambda: rollout(math, images, precision),
+        "forward and backward": lambda: backward(fused, images, precision),
+        "forward and rollout": lambda: maps(math, images, precision, "rollout"),
+        "layer-wise relevance": lambda: maps(math, images, precision, "lrp"),
+        "relevance × rollout": lambda: maps(math, images, precision, "lrp_rollout"),
     }
     with torch.no_grad(), autocast(CPU, precision):
         _, weights, _ = math.forward_intermediates(images[:250])
@@ -78,7 +91,7 @@ def compare_rollout(images: Tensor, precision: torch.dtype, rounds: int) -> None
         attention_rollout(weights, readout="mean", num_prefix_tokens=0)
         for _ in range(0, len(images), 250)
     ]
-    print(f"\nrollout of {len(images):,} images, {str(precision)[6:]}, median of {rounds} rounds")
+    print(f"\nmaps of {len(images):,} images, {str(precision)[6:]}, median of {rounds} rounds")
     for name, timing in take_turns(works, rounds).items():
         print(
             f"  {name:<22}{1000 * timing.seconds:8.0f} ms   {1 / timing.ratio:.2f} x the fused "
@@ -140,7 +153,7 @@ def main() -> None:
     print(f"{describe(CPU)}, torch {torch.__version__}")
     images = torch.randn(arguments.images, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for each in dict.fromkeys((precision, torch.float32)):
-        compare_rollout(images, each, arguments.rounds)
+        compare_maps(images, each, arguments.rounds)
     measure_logging(precision, arguments.rounds)
 
 
