@@ -449,7 +449,7 @@ def test_photos_leave_a_sheet_each_and_nothing_else(classified):
 @pytest.mark.parametrize("name", PHOTOS)
 def test_sheet_is_the_one_that_python_draws(classified, opened, name):
     photos, folder, printed = classified
-    explanation = opened.classifier.explain(photos / name, ("rollout", "relevance"))
+    explanation = opened.classifier.explain(photos / name, ("rollout", "lrp"))
     assert blocks(printed)[str(photos / name)][0][0] == explanation.predicted
     drawn = picture(folder / f"{Path(name).stem}_sheet.png")
     np.testing.assert_array_equal(drawn, np.asarray(explanation.sheet()))
@@ -483,7 +483,7 @@ def test_photos_of_one_name_keep_apart(call, demo, tmp_path):
     explain = load_model(demo, "cpu", "float32").classifier.explain
     for path, name in zip(paths, ("same", "same_", "same__"), strict=True):
         drawn = picture(tmp_path / f"out/photos/{name}_sheet.png")
-        sheet = explain(path, ("rollout", "relevance")).sheet()
+        sheet = explain(path, ("rollout", "lrp")).sheet()
         np.testing.assert_array_equal(drawn, np.asarray(sheet))
     assert len(list((tmp_path / "out/photos").iterdir())) == 3
 
@@ -510,7 +510,7 @@ def test_target_explains_another_class_of_a_photo(call, demo, opened, tmp_path):
         words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
         assert call(demo, *words, *SAME).code == 0
         drawn[target] = picture(tmp_path / target / "photos/photo_sheet.png")
-        found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "relevance"), target)
+        found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "lrp"), target)
         np.testing.assert_array_equal(drawn[target], np.asarray(found.sheet()))
     assert (drawn["star"] != drawn["circle"]).any()
 

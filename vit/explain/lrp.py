@@ -19,7 +19,7 @@ input (with ReLU: piecewise). The other layers become linear if a factor is held
 linear in its input and its biases, so their relevances add up to the logit exactly. Position
 embeddings, class token and registers are inputs of the first block, and biases to the pixels.
 
-Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, C classes.
+Shapes: B batch, N tokens (prefix, then patches), H heads, L layers, C classes.
 """
 
 from collections.abc import Callable, Sequence
