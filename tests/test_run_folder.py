@@ -22,9 +22,10 @@ from vit.run_folder import (
     OWNER_FILE,
     check_run,
     extend_config,
+    finish_extension,
     lock_run,
     prepare_run,
-    write_config,
+    stored_config,
 )
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
@@ -126,7 +127,7 @@ def test_flags_that_give_a_run_its_own_values_are_named(unfinished: Config) -> N
     values["data"]["val_size"] = 1000
     file.write_text(yaml.safe_dump(values))
     words = (
-        "other data or another model, seed, optimizer or time budget (data.val_size: 1000 -> None);"
+        "seed, optimizer, batch size or time budget (data.val_size: 1000 -> None);"
         " resume it with its own values (--data.val_size 1000), train in another folder with --out"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -199,10 +200,15 @@ def test_extension_leaves_the_config_of_the_finished_run_until_it_is_finished(
     prepare_run(config, resume=True, step=7)
     assert file.read_text() == before
     assert extend_config(longer(finished)) == config  # the same command again
-    write_config(config, step=7)
-    assert file.read_text().startswith(
-        "# changed after step 7: train.epochs: 10 -> 20; train.restarts: () -> (10,)\n"
-    )
+    slower = replace(config, optim=replace(config.optim, lr=1e-4))
+    prepare_run(slower, resume=True, step=9)
+    finish_extension(Path(finished.out))
+    assert file.read_text().splitlines()[:2] == [
+        "# changed after step 7: train.epochs: 10 -> 20; train.restarts: () -> (10,)",
+        "# changed after step 9: optim.lr: 0.002 -> 0.0001",
+    ]
+    assert stored_config(Path(finished.out)) == to_dict(slower)
+    assert not file.with_name("extension.yaml").exists()
     assert extend_config(longer(finished, 30)).train.restarts == (10, 20)
 
 
@@ -270,6 +276,12 @@ def test_extension_without_a_checkpoint_is_refused(finished: Config) -> None:
         path.unlink()
     with pytest.raises(ValueError, match=r"^resume\.extend: .* no checkpoint"):
         check_run(extend_config(longer(finished)), False, HOW, extend=True)
+
+
+def test_other_batch_size_is_refused_because_checkpoints_count_steps(unfinished: Config) -> None:
+    other = replace(unfinished, train=replace(unfinished.train, batch_size=64))
+    with pytest.raises(ValueError, match=r"batch size .*\(train\.batch_size: 128 -> 64\)"):
+        check_run(other, overwrite=False, environment=HOW, allow_changes=True)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,15 @@ from vit.config import Config, changed_keys, from_dict, to_dict
 from vit.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
+EXTENSION_FILE = "extension.yaml"  # config of an extension, until it is finished
 MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
 OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
 # Settings that must not change when a run is resumed.
 FIXED = (
     *("data.", "model.", "optim.name:", "optim.layer_decay:"),
-    *("train.budget_minutes:", "train.freeze:", "train.restarts:", "train.seed:"),
+    *("train.batch_size:", "train.budget_minutes:", "train.freeze:", "train.restarts:"),
+    "train.seed:",
 )
 METRICS_FILE = "metrics.jsonl"
 MAPS_FOLDER = "attention"
@@ -75,6 +77,7 @@ _WRITTEN = (
     f"{EXPORT_FOLDER}/model.onnx",
     f"{EXPORT_FOLDER}/model.pt2",
     ".*.tmp",
+    EXTENSION_FILE,
     CONFIG_FILE,
 )
 
@@ -176,13 +179,11 @@ def check_run(
     before = {**_lasting(stored), **newest.environment}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
     own = _own_values(_lasting(stored), _lasting(to_dict(config)))
-    fixed = (*FIXED, "train.batch_size:") if extend else FIXED
-    if any(change.startswith(fixed) for change in changes):
+    if any(change.startswith(FIXED) for change in changes):
         raise ValueError(
-            f"out: {run} contains {kind} with other data or another model, seed, "
-            f"optimizer{', batch size' if extend else ''} or time budget ({'; '.join(changes)}); "
-            f"resume it with its own values{own}, train in another folder with --out, or start "
-            f"over with --overwrite"
+            f"out: {run} contains {kind} with other data or another model, seed, optimizer, batch "
+            f"size or time budget ({'; '.join(changes)}); resume it with its own values{own}, "
+            "train in another folder with --out, or start over with --overwrite"
         )
     if changes and not allow_changes:
         raise ValueError(
@@ -263,10 +264,14 @@ def _before_extension(stored: dict[str, Any], newest: Checkpoint, config: Config
     return latest
 
 
-def stored_config(run: Path) -> dict[str, Any] | None:
-    """Read the config of a run; return None if the folder has no config of this project."""
+def stored_config(path: Path) -> dict[str, Any] | None:
+    """Read the config of a run; return None if there is none of this project.
+
+    Args:
+        path: The run folder, or a config file in it.
+    """
     try:
-        stored = yaml.safe_load((run / CONFIG_FILE).read_text())
+        stored = yaml.safe_load((path / CONFIG_FILE if path.is_dir() else path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     groups = {"data", "model", "optim", "train"}
@@ -306,7 +311,7 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     """Create the run folder and write the config; unless resuming, delete an earlier run first.
 
     Only files that this project writes are deleted. The config of a finished run that is being
-    extended stays, see `extend_config`.
+    extended stays until `finish_extension`.
 
     Args:
         config: The run.
@@ -319,25 +324,33 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
                 path.unlink()
-    if not (run / MODEL_FILE).exists():
-        write_config(config, step)
+    extends = (run / MODEL_FILE).exists()
+    write_config(config, step, run / (EXTENSION_FILE if extends else CONFIG_FILE))
     return run
 
 
-def write_config(config: Config, step: int) -> None:
-    """Write config.yaml, with a comment about what the steps so far were trained with.
+def write_config(config: Config, step: int, path: Path) -> None:
+    """Write a config, with comments about what earlier steps were trained with.
 
     Args:
         config: The run.
         step: Optimizer steps done with the config that is there now.
+        path: config.yaml, or the file that will replace it when an extension is finished.
     """
-    path, values = Path(config.out) / CONFIG_FILE, to_dict(config)
-    stored = stored_config(path.parent)
+    values = to_dict(config)
+    before = path if path.exists() else path.with_name(CONFIG_FILE)
+    stored = stored_config(before)
     comments = []
     if stored is not None:
-        comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        comments = [line for line in before.read_text().splitlines() if line.startswith("#")]
         changes = changed_keys(_lasting(stored), _lasting(values))
         if changes:
             comments.append(f"# changed after step {step}: {'; '.join(changes)}")
     text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])
     write_atomically(path, text.encode())
+
+
+def finish_extension(run: Path) -> None:
+    """Let the config of an extension take the place of that of the run, if there is one."""
+    if (run / EXTENSION_FILE).exists():
+        (run / EXTENSION_FILE).replace(run / CONFIG_FILE)

@@ -26,7 +26,7 @@ from vit.model.attention_model import attention_model
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, prepare_run, write_config
+from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
 from vit.tracking import Tracker
 from vit.training.build import build_step
 from vit.training.environment import Environment, claim_run, start_environment
@@ -204,9 +204,7 @@ def finish_run(
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step, fingerprint)
-    if config.train.restarts:  # an extension, which is finished when its config is there
-        before = state.total_steps * config.train.restarts[-1] // config.train.epochs
-        write_config(config, before)
+    finish_extension(run)
     say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
