@@ -158,6 +158,7 @@ def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
         ("--predict photo.png --out folder/a.csv", "out: folder/a.csv is a folder"),
         ("--predict photo.png --out photo.png/a.csv", "out: photo.png is a file"),
         ("--predict photo.png --out other.csv", "out: other.csv exists and is not a table of pre"),
+        ("--predict photo.png --out own.csv", "out: own.csv exists and is not a table of pre"),
         ("--predict photo.png --attention", "predict: not together with --attention"),
         ("--predict photo.png --target ship", "target: only with --attention or --image"),
     ],
@@ -165,6 +166,10 @@ def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
 def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
     save_photo(tmp_path / "photo.png", 0)
     (tmp_path / "other.csv").write_text("file,size\n")
+    own = (
+        "file,class,probability,class_1,probability_1,notes\n"  # a table with a column of one's own
+    )
+    (tmp_path / "own.csv").write_text(own)
     (tmp_path / "folder/a.csv").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     ended = call(*words.split())
@@ -172,6 +177,7 @@ def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
     assert ended.error.startswith(f"error: {part}") and ended.error.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "other.csv").read_text() == "file,size\n"
+    assert (tmp_path / "own.csv").read_text() == own
 
 
 def test_interrupted_command_leaves_the_old_table(call, photos, monkeypatch):

@@ -107,6 +107,7 @@ def test_logits_are_timms_where_nothing_changes(name: str, form: str, tmp_path: 
     assert expected.std() > 0.01
     assert (source.mean is None) == (form != "folder")
     assert ("images are normalized as its own were" in account) == (form == "folder")
+    assert ("not in the file: mean and std" in account) == (form != "folder")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # in timm's resampling of relative positions
@@ -234,6 +235,10 @@ def test_weights_of_another_architecture_are_one_line(
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         resolve_pretrained(config(name, tmp_path / "w.pth"), overwrite=False)
     assert "\n" not in str(error.value)
+    # The folder's own arguments, such as global_pool=token, are not those of this model.
+    save(draw(model, **own_size(model)), tmp_path / "folder", model, **own_size(model))
+    with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}"):
+        resolve_pretrained(config(name, tmp_path / "folder"), overwrite=False)
 
 
 def test_weights_of_another_width_are_one_line(tmp_path: Path) -> None:

@@ -270,6 +270,11 @@ def account(
     if source.mean is not None and source.std is not None:
         mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (source.mean, source.std))
         lines.append(f"images are normalized as its own were: mean {mean}; std {std}")
+    else:
+        lines.append(
+            "not in the file: mean and std of the images, so those of the data set are used; "
+            "timm's config.json of these weights has them: pass a folder with both files"
+        )
     return "\n         ".join(lines)
 
 

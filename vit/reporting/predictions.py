@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -154,8 +155,8 @@ def _require_own_table(path: Path) -> None:
     """
     if not path.exists():
         return
-    start = ",".join(COLUMNS).encode()
     with path.open("rb") as file:
-        ours = file.read(len(start)) == start
-    if not ours:
+        header = file.readline(10_000).decode(errors="replace").strip()
+    pattern = ",".join(COLUMNS) + r"(,class_\d+,probability_\d+)*"
+    if not re.fullmatch(pattern, header):
         raise ValueError(f"out: {path} exists and is not a table of predictions; use another --out")

@@ -14,6 +14,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.model.architecture import settings_of_timm, settings_of_weights
 from vit.model.pretrained import ARCHITECTURE, Source, check_weights
+from vit.model.timm_model import architecture_of
 from vit.model.timm_weights import TimmSource, own_arguments
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, bundled_models, is_own_file, load_model
@@ -40,7 +41,11 @@ def find_source(name: str, model: ModelConfig) -> Source | TimmSource:
     source: Source | TimmSource
     if name.startswith(TIMM) or (path / TIMM_CONFIG).is_file():
         timm_name = name.removeprefix(TIMM) if name.startswith(TIMM) else f"{LOCAL}{name}"
-        source = _ours_from_timm(name, timm_name) if ours else _theirs_from_timm(name, timm_name)
+        source = (
+            _ours_from_timm(name, timm_name)
+            if ours
+            else _theirs_from_timm(name, timm_name, architecture_of(model.name).partition(".")[0])
+        )
     elif path.is_file() and not is_own_file(path):
         weights = _read_file(name, path)
         source = _ours_from_file(name, weights, model) if ours else TimmSource(name, {}, weights)
@@ -126,15 +131,16 @@ def _ours_from_timm(name: str, timm_name: str) -> Source:
     return Source(name, settings, model.state_dict(), model.patch_embed.grid_size, **_about(model))
 
 
-def _theirs_from_timm(name: str, timm_name: str) -> TimmSource:
+def _theirs_from_timm(name: str, timm_name: str, architecture: str) -> TimmSource:
     _require_weights(timm_name)
     model = _create(name, timm_name, pretrained=True)
     arguments, about = model.pretrained_model_args, model.pretrained_cfg
+    same = about["architecture"] == architecture
     size = arguments.get("img_size", about["input_size"][1:])
     rows, columns = (size, size) if isinstance(size, int) else size
     return TimmSource(
         name,
-        own_arguments(arguments),
+        own_arguments(arguments) if same else {},  # those of another model may not exist
         model.state_dict(),
         (arguments.get("in_chans", about["input_size"][0]), rows, columns),
         **_about(model),
