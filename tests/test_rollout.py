@@ -24,6 +24,7 @@ from vit.explain.rollout import (
     head_maps,
     raw_attention,
     readout_of,
+    rollout_title,
 )
 from vit.model import attention
 from vit.model.vit import VisionTransformer
@@ -840,3 +841,10 @@ def test_gradients_are_finite_differences(variant, monkeypatch):
                 slope = (logit(layer, place, 1e-5) - logit(layer, place, -1e-5)) / 2e-5
                 assert found[0][place].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
     assert all(layer.abs().max() > 1e-2 for layer in gradients)
+
+
+def test_title_of_rollout_names_what_is_not_the_default() -> None:
+    assert rollout_title() == rollout_title("mean", 0.0, 0) == "attention rollout"
+    assert rollout_title("max", 0.9, 2) == (
+        "attention rollout (max over heads, lowest 90% discarded, from layer 2)"
+    )

@@ -51,6 +51,18 @@ def train(config: Config, stop_at: int = 0) -> None:
         loop.tracker.close()
 
 
+def test_fewer_probes_are_the_first_of_all(tmp_path: Path) -> None:
+    """So that two runs on the same data show the same image under the same name."""
+    shown = []
+    for cost in (None, 0.02):
+        loop = make_loop(small(tmp_path / "run", track={"probes": 4, "max_cost": cost}))
+        (logging,) = (found for found in loop.evaluators if isinstance(found, AttentionLogging))
+        shown.append(logging.probes.pixels())
+    every, few = shown
+    assert len(every) == 4 and 0 < len(few) < 4
+    assert torch.equal(few, every[: len(few)])
+
+
 def test_resumed_run_has_the_records_of_each_step_once(tmp_path: Path) -> None:
     changes = {"train": {"epochs": 2}, "track": {"probes": 2}}
     alone, stopped = (small(tmp_path / name, **changes) for name in ("alone", "stopped"))
@@ -115,7 +127,9 @@ def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
     config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
     save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
     monkeypatch.setattr("vit.reporting.attention_records.WEIGHT_BYTES", 2 * 65**2 + 1)
-    options = EvalConfig(attention=True, indices=(3, 5), device="cpu", faithfulness=0)
+    options = EvalConfig(
+        attention=True, indices=(3, 5), device="cpu", faithfulness=0, head_fusion="max"
+    )
     explain_run(str(tmp_path), options)
     found = records_in(tmp_path / "eval/attention")
     assert [*found] == ["attention/image_00003", "attention/image_00003/weights",
@@ -123,4 +137,5 @@ def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
     for tag in ("attention/image_00003", "attention/image_00005"):
         details = decode_details(found[tag][0][1])
         assert all(shown.faithfulness is None for shown in details.maps)
+        assert details.maps[0].title == "attention rollout (max over heads)"
     assert "has the attention weights of 1 of 2 images (at most" in capsys.readouterr().out

@@ -39,6 +39,18 @@ def map_title(kind: str, class_name: str) -> str:
     return f"{MAP_KINDS[kind]}\n{explained}"
 
 
+def rollout_title(
+    head_fusion: HeadFusion = "mean", discard_ratio: float = 0.0, start_layer: int = 0
+) -> str:
+    """Return the title of attention rollout, with the options that are not the default."""
+    options = [
+        *([f"{head_fusion} over heads"] if head_fusion != "mean" else []),
+        *([f"lowest {100 * discard_ratio:.3g}% discarded"] if discard_ratio else []),
+        *([f"from layer {start_layer}"] if start_layer else []),
+    ]
+    return MAP_KINDS["rollout"] + (f" ({', '.join(options)})" if options else "")
+
+
 def fuse_heads(
     layer: Tensor, num_prefix_tokens: int, head_fusion: HeadFusion, discard_ratio: float
 ) -> Tensor:

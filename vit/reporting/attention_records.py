@@ -7,7 +7,7 @@ then patches), C classes.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from vit.explain.rollout import (
     MAP_KINDS,
     attention_gradients,
     readout_of,
+    rollout_title,
     scaled_map,
 )
 from vit.model.attention_model import prefix_names, require_attention
@@ -205,11 +206,17 @@ def attention_records(
         scores = torch.full(attention.targets.shape, math.nan)
         if levels:
             scores = score_each_map(classifier, pixels, attention, levels, scored, predicted_only)
-        yield attention, _records(classifier, part, attention, scores, weighted - start)
+        titles = {**MAP_KINDS, "rollout": rollout_title(**rollout)}
+        yield attention, _records(classifier, part, attention, scores, weighted - start, titles)
 
 
 def _records(
-    classifier: Classifier, images: ImageSet, attention: Attention, scores: Tensor, weighted: int
+    classifier: Classifier,
+    images: ImageSet,
+    attention: Attention,
+    scores: Tensor,
+    weighted: int,
+    titles: Mapping[str, str],
 ) -> list[Record]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
@@ -236,7 +243,7 @@ def _records(
             label=int(images.labels[row]),
             top=list(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)),
             statistics=image_statistics(weights, grid, model.num_prefix_tokens, size),
-            maps=_maps(attention, scores, row),
+            maps=_maps(attention, scores, row, titles),
             lens=Lens(
                 classes=lens.classes[:, row].tolist(),
                 probabilities=lens.probabilities[:, row].tolist(),
@@ -249,13 +256,13 @@ def _records(
     return records
 
 
-def _maps(attention: Attention, scores: Tensor, row: int) -> list[Map]:
+def _maps(attention: Attention, scores: Tensor, row: int, titles: Mapping[str, str]) -> list[Map]:
     """Return the maps of an image of a batch."""
     columns = attention.targets[:, row], attention.maps[:, row].flatten(1), scores[:, row]
     return [
         Map(
             kind=kind,
-            title=MAP_KINDS[kind],
+            title=titles[kind],
             target=None if target < 0 else target,
             values=values,
             faithfulness=None if math.isnan(score) else score,

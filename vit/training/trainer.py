@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from vit.checkpoint import Checkpoint, save_checkpoint
@@ -151,11 +152,13 @@ def build_loop(
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
     if config.track.probes and attention_model(step.state.model) is not None:
-        # Training images may be stored larger than the model takes them.
+        # Training images may be stored larger than the model takes them. Fewer probes are the first
+        # of all, so that probe 0 is the same image in every run on these data with this seed.
         probes, judged = (
             choose_probes(looked_at, count, seed).resized(step.preprocess)
-            for count in (plan.probes, JUDGED)
+            for count in (config.track.probes, JUDGED)
         )
+        probes = probes.select(torch.arange(min(plan.probes, len(probes))))
         evaluators += [
             AttentionLogging(
                 run / MAPS_FOLDER, probes, plan.drawn, plan.judged, plan.weighted, plan.pictures
