@@ -310,6 +310,32 @@ def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) 
     assert wait_until(frame, "step", 0, pane=1)["step"] == 0
 
 
+def test_panes_with_different_images_say_so(page: Page, address: str) -> None:
+    frame = show(page, address, run2="square", step2=STEPS[-1])
+    notice = frame.locator(".notice")
+    expect(notice).to_be_hidden()  # the same image on both sides
+    frame.get_by_label("compare with").select_option(label="other")  # its probe_01 is another one
+    expect(notice).to_have_text(
+        f"These are different images: {TAG} (cat) of square on the left, "
+        f"{TAG} (cat) of other on the right."
+    )
+    menu = frame.get_by_label("Image of the second pane")
+    menu.select_option(label="attention/probe_00, cat")
+    wait_until(frame, "image", "attention/probe_00", pane=1)
+    assert numbers(frame)["image"] == TAG
+    page.wait_for_function("() => location.hash.includes('p.attention.image2=')")
+    menu.select_option(index=0)  # the same name
+    wait_until(frame, "image", TAG, pane=1)
+
+
+def test_a_missing_image_of_the_second_run_can_be_replaced(page: Page, address: str) -> None:
+    frame = show(page, address, image="attention/probe_00", run2=HOSTILE)
+    expect(frame.get_by_text("has no image attention/probe_00")).to_be_visible()
+    frame.get_by_label("Image of the second pane").select_option(index=1)
+    assert wait_until(frame, "image", TAG, pane=1)["run"] == HOSTILE
+    expect(frame.locator(".notice")).to_contain_text("different images, or one image at")
+
+
 def test_a_step_written_meanwhile_appears_and_the_patch_stays(
     page: Page, address: str, logs: Path
 ) -> None:

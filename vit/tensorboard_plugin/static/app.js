@@ -2,6 +2,7 @@
 
 import { fetchImages, fetchRuns } from "./api.js";
 import { Chooser } from "./chooser.js";
+import { differenceOf } from "./comparison.js";
 import { make, write } from "./dom.js";
 import { emptyState } from "./empty.js";
 import { readAddress, watchAddress, watchTheme, writeAddress } from "./host.js";
@@ -32,7 +33,9 @@ export class App {
     this.toolbar = new Toolbar(this);
     this.banner = make("p", { class: "banner", role: "alert", hidden: true });
     this.live = make("p", { class: "unseen", "aria-live": "polite" });
-    this.main = make("main", { id: "panes" }, ...this.panes.map((pane) => pane.element));
+    this.notice = make("p", { class: "notice", role: "status", hidden: true });
+    const panes = this.panes.map((pane) => pane.element);
+    this.main = make("main", { id: "panes" }, this.notice, ...panes);
     this.body = make("div", { class: "body" }, this.chooser.element, this.main);
     this.empty = emptyState();
     this.waiting = make("p", { class: "empty quiet" }, "Loading …");
@@ -83,13 +86,12 @@ export class App {
 
   /** Take over new images of a run; a pane that shows the newest step goes on to the newest. */
   #follow(run, list) {
-    const stepsOf = ({ images }) =>
-      (images.find((image) => image.tag === this.state.image)?.steps ?? []).map((one) => one.step);
-    const [before, after] = [stepsOf(this.#lists.get(run)), stepsOf(list)];
     const { state } = this;
-    const next = (step) => (step === before.at(-1) ? (after.at(-1) ?? step) : step);
-    if (state.run === run) state.step = next(state.step);
-    if (state.run2 === run) state.step2 = next(state.step2);
+    const lastOf = ({ images }, tag) => images.find((one) => one.tag === tag)?.steps.at(-1)?.step;
+    const next = (step, tag) =>
+      step === lastOf(this.#lists.get(run), tag) ? (lastOf(list, tag) ?? step) : step;
+    if (state.run === run) state.step = next(state.step, state.image);
+    if (state.run2 === run) state.step2 = next(state.step2, state.image2 || state.image);
     this.#lists.set(run, list);
   }
 
@@ -129,11 +131,12 @@ export class App {
     if (turn !== this.#turn) return;
     const images = this.#lists.get(state.run)?.images ?? [];
     if (!state.image && images.length) state.image = images[0].tag;
-    const first = this.#wanted(state.run, state.step, problems);
+    const first = this.#wanted(state.run, state.image, state.step, problems);
     state.step = first.at?.step ?? state.step;
     let otherStep = state.step2;
     if (otherStep === null && state.linked === "yes") otherStep = state.step;
-    const second = state.run2 && this.#wanted(state.run2, otherStep, problems);
+    const other = state.image2 || state.image;
+    const second = state.run2 && this.#wanted(state.run2, other, otherStep, problems);
     if (second) state.step2 = second.at?.step ?? state.step2;
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;
@@ -142,21 +145,25 @@ export class App {
     this.toolbar.render();
     this.#remember();
     await shown;
+    if (turn !== this.#turn) return;
     this.toolbar.render(); // with the classes of what has been loaded
+    const difference = second ? differenceOf(...this.panes.map((pane) => pane.record)) : "";
+    write(this.notice, difference);
+    this.notice.hidden = difference === "";
   }
 
   /** Return what a pane is to show: the step, or the nearest that exists. */
-  #wanted(run, step, problems) {
-    if (problems.has(run)) return { run, problem: problems.get(run) };
+  #wanted(run, tag, step, problems) {
+    if (problems.has(run)) return { run, images: [], problem: problems.get(run) };
     const { images, problems: damaged = [] } = this.#lists.get(run);
-    const image = images.find((one) => one.tag === this.state.image);
+    const image = images.find((one) => one.tag === tag);
     if (!image) {
-      const problem = `Run ${run} has no image ${this.state.image}; choose another one.`;
-      return { run, problem: [problem, ...damaged].join(" ") };
+      const problem = `Run ${run} has no image ${tag}; choose another one.`;
+      return { run, images, problem: [problem, ...damaged].join(" ") };
     }
     const steps = image.steps.map((one) => one.step);
     const at = steps.indexOf(step === null ? steps.at(-1) : nearest(steps, step));
-    return { run, image, at: image.steps[at] };
+    return { run, images, image, at: image.steps[at] };
   }
 
   #remember() {
@@ -228,7 +235,7 @@ export class App {
   /** Show another run beside this one, or this run at another step; null shows one pane. */
   compare(run) {
     const same = run === this.state.run;
-    this.set({ run2: run ?? "", step2: same ? 0 : null, linked: same ? "no" : "yes" });
+    this.set({ run2: run ?? "", image2: "", step2: same ? 0 : null, linked: same ? "no" : "yes" });
   }
 
   chooseStep(side, step) {

@@ -1,12 +1,14 @@
 // A pane: one image of one run at one step. Two panes stand side by side to be compared.
 
 import { fetchRecord } from "./api.js";
+import { captionOf } from "./caption.js";
 import { ColourBar } from "./colour_bar.js";
+import { ImageMenu } from "./comparison.js";
 import { make, write } from "./dom.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
-import { MEAN, percent, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, range, tokenName, tokenOf } from "./maths.js";
 import { numbersOf } from "./numbers.js";
 import { Picture } from "./picture.js";
 import { describe, show, valuesOf } from "./scene.js";
@@ -91,6 +93,9 @@ export class Pane {
       ),
       this.host,
     );
+    this.images = new ImageMenu(this.side, (tag) =>
+      this.app.set({ [this.side === "a" ? "image" : "image2"]: tag }),
+    );
     this.message = make("p", { class: "message", role: "status" });
     this.element = make(
       "section",
@@ -102,6 +107,7 @@ export class Pane {
         make("div", { class: "steps", "data-noexport": "" }, this.play, this.slider),
         this.step,
       ),
+      this.images.element,
       this.message,
       this.content,
     );
@@ -110,11 +116,12 @@ export class Pane {
   /**
    * Show an image at a step, as soon as it is loaded; until then what was shown before.
    *
-   * @param {{run: string, image: ?object, at: ?object, problem: ?string}} wanted
+   * @param {{run: string, images: object[], image: ?object, at: ?object, problem: ?string}} wanted
    */
   async show(wanted) {
     const turn = ++this.#turn;
     this.#writeSteps(wanted);
+    this.images.render(wanted.images, this.app.state);
     if (wanted.problem) return this.#fail(wanted.problem);
     if (!this.record) this.#say("Loading …");
     const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
@@ -187,33 +194,9 @@ export class Pane {
 
   #writeCaption() {
     const { details, className } = this.record;
-    const { label, top } = details;
-    const parts = [];
-    if (label !== null) parts.push(make("span", {}, "true ", make("strong", {}, className(label))));
-    if (top.length) {
-      const [index, probability] = top[0];
-      const mark = label === null ? "" : index === label ? "✓" : "✗";
-      parts.push(
-        make("span", {}, "predicted ", make("strong", {}, className(index))),
-        make(
-          "span",
-          { class: "fixed" },
-          `${percent(probability)} `,
-          make(
-            "b",
-            {
-              class: mark === "✓" ? "right" : "wrong",
-              "aria-label": { "✓": "right", "✗": "wrong" }[mark],
-            },
-            mark,
-          ),
-        ),
-      );
-    }
-    if (!parts.length) parts.push(make("span", {}, this.record.tag));
-    this.caption.replaceChildren(...parts);
+    this.caption.replaceChildren(...captionOf(this.record));
     this.top.forEach((line, rank) => {
-      const [index, probability] = top[rank] ?? [null, 0];
+      const [index, probability] = details.top[rank] ?? [null, 0];
       fill(line, index === null ? "" : className(index), probability);
     });
   }

@@ -17,6 +17,7 @@ const PARAMETERS = {
   image: ["", anyText],
   step: [null, count], // null: the newest
   run2: ["", anyText], // empty: nothing to compare with
+  image2: ["", anyText], // empty: the same as in the first pane
   step2: [null, count],
   linked: ["yes", oneOf({ yes: 1, no: 1 })], // whether both panes' steps move together
   token: ["", anyText], // the pinned one, see `tokenName`; empty: none

@@ -1,0 +1,43 @@
+// Two panes side by side: which image each of them shows, and whether it is the same one.
+
+import { make, menu, offer } from "./dom.js";
+
+/** The menu of a pane's images. A pane that compares shows the same image unless told otherwise. */
+export class ImageMenu {
+  /** @param {("a"|"b")} side @param {function(string): void} choose - Called with a tag, or "". */
+  constructor(side, choose) {
+    this.side = side;
+    this.select = menu(`Image of the ${side === "a" ? "first" : "second"} pane`, choose);
+    this.element = make("label", { class: "which", "data-noexport": "" }, "image ", this.select);
+  }
+
+  /**
+   * Offer the images of the pane's run.
+   *
+   * @param {object[]} images - As listed by the server.
+   * @param {{image: string, image2: string}} state
+   */
+  render(images, { image, image2 }) {
+    const options = images.map(({ tag, label }) => [tag, label === null ? tag : `${tag}, ${label}`]);
+    const chosen = this.side === "a" ? image : image2;
+    const there = images.some(({ tag }) => tag === chosen);
+    if (this.side === "b") options.unshift(["", `same name, ${image}`]);
+    if (chosen !== "" && !there) options.push([chosen, `${chosen} (not found)`]);
+    offer(this.select, options, chosen);
+  }
+}
+
+/** Say that two records show different images; nothing if they show the same. */
+export function differenceOf(first, second) {
+  if (!first || !second || first.details.image === second.details.image) return "";
+  const sizes = [first, second].map(({ details }) => details.image_size.join(" × "));
+  const same = sizes[0] === sizes[1];
+  const what = same
+    ? "These are different images"
+    : `These are different images, or one image at ${sizes.join(" and ")} pixels`;
+  const names = [first, second].map(({ run, tag, details, className }) => {
+    const label = details.label === null ? "" : ` (${className(details.label)})`;
+    return `${tag}${label} of ${run}`;
+  });
+  return `${what}: ${names[0]} on the left, ${names[1]} on the right.`;
+}
