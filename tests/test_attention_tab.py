@@ -18,6 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from attention_tab import HOSTILE, STEPS, event_file, make_record, serve, write_record
+from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
 chromium = shutil.which("chromium")
@@ -53,6 +54,10 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.add_event(Event(step=0, summary=loss))  # so that there is another tab
     with event_file(folder / HOSTILE) as writer:
         write_record(writer, TAG, Record(details=make_record().details, weights=None), 0)
+    with event_file(folder / "damaged") as writer:
+        summary = summaries(TAG, make_record())
+        summary.value[1].tensor.string_val[0] = b"damaged"
+        writer.add_event(Event(step=0, wall_time=1.7e9, summary=summary))
     return folder
 
 
@@ -457,6 +462,23 @@ def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
         make_record().details.maps[1].values, rel=1e-3
     )
     expect(card).to_be_focused()
+
+
+def test_damaged_weights_are_asked_for_once(browser: Browser, address: str) -> None:
+    page = browser.new_page(viewport=VIEWPORT)
+    complaints, asked = complaints_of(page), []
+    page.on("request", lambda request: asked.append(request.url))
+    frame = show(page, address, run="damaged")
+    expect(frame.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
+    page.wait_for_timeout(3500)  # longer than between two polls
+    assert sum("/weights?" in url for url in asked) == 1
+    assert sum("/runs" in url for url in asked) > 1
+    frame.get_by_role("tab", name="Maps").click()
+    assert wait_until(frame, "view", "maps")["values"] == pytest.approx(
+        make_record().details.maps[0].values, rel=1e-3
+    )
+    assert len(complaints) == 1 and "400" in complaints[0]  # the browser's line for the answer
+    page.close()
 
 
 def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:

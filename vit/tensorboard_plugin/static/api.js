@@ -3,6 +3,7 @@
 import { Weights } from "./maths.js";
 
 const PNG = "data:image/png;base64,";
+const BAD_REQUEST = 400; // for a record that is damaged or of another version, too
 const CACHE_BYTES = 2 ** 28; // 40 records of a ViT-B/16 at 224 pixels
 
 /** Ask the server; an error is one line that says what to do. */
@@ -17,7 +18,8 @@ async function get(route, parameters, read) {
   }
   if (response.ok) return response[read]();
   const answer = await response.json().catch(() => ({}));
-  throw new Error(answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`);
+  const reason = answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`;
+  throw Object.assign(new Error(reason), { permanent: response.status === BAD_REQUEST });
 }
 
 export const fetchRuns = async () => (await get("runs", {}, "json")).runs;
@@ -72,14 +74,14 @@ export function fetchRecord(run, image, at) {
 
 async function load(run, image, at) {
   const parameters = { run, tag: image.tag, step: at.step };
-  const [details, buffer] = await Promise.all([
+  const [details, stored] = await Promise.all([
     get("details", parameters, "json"),
-    image.has_weights ? get("weights", parameters, "arrayBuffer") : null,
+    image.has_weights ? get("weights", parameters, "arrayBuffer").catch(keepPermanent) : null,
   ]);
   const [rows, columns] = details.grid;
   const { layers, heads, prefix } = details;
   const tokens = prefix.length + rows * columns;
-  const shape = { layers, heads, tokens, prefix: prefix.length };
+  const read = readWeights(stored, { layers, heads, tokens, prefix: prefix.length });
   const [height, width] = details.image_size;
   return {
     run,
@@ -93,10 +95,31 @@ async function load(run, image, at) {
     columns,
     tokens,
     className: (index) => details.classes[index] ?? `class ${index}`,
-    weights: buffer && new Weights(buffer, shape),
+    ...read,
     ...(await decodeImage(details.image)),
-    bytes: (buffer?.byteLength ?? 0) + 8 * width * height + 1e5, // roughly
+    bytes: (stored?.byteLength ?? 0) + 8 * width * height + 1e5, // roughly
   };
+}
+
+/** Return an error that asking again does not change; throw any other. */
+function keepPermanent(error) {
+  if (!error.permanent) throw error;
+  return error;
+}
+
+/** Return the weights, or null and why they are missing: maps and predictions remain. */
+function readWeights(stored, shape) {
+  if (stored === null) {
+    const missing = "The attention weights of this image were not stored: it has too many tokens.";
+    return { weights: null, missing };
+  }
+  try {
+    if (stored instanceof Error) throw stored;
+    return { weights: new Weights(stored, shape), missing: null };
+  } catch (error) {
+    const missing = `The attention weights of this step cannot be read: ${error.message.replace(/\.$/, "")}.`;
+    return { weights: null, missing };
+  }
 }
 
 /** Return the source of an image, which must be a PNG file within the address. */

@@ -71,8 +71,8 @@ export class App {
 
   async #update(runs) {
     const known = JSON.stringify(runs);
-    const failed = this.panes.some((pane) => pane.failed && !pane.element.hidden);
-    if (known === this.#known && !failed) return;
+    const retry = this.panes.some((pane) => pane.retry && !pane.element.hidden);
+    if (known === this.#known && !retry) return;
     const before = new Map(this.runs.map((run) => [run.name, JSON.stringify(run)]));
     for (const run of runs) {
       if (!this.#lists.has(run.name) || before.get(run.name) === JSON.stringify(run)) continue;

@@ -19,6 +19,7 @@ const SLOW = 300; // milliseconds until a pane says that it is loading
 export class Pane {
   record = null;
   failed = false;
+  retry = false; // whether asking again may help
   #turn = 0;
   #probe = null; // map and token under the pointer in the layers x heads
   #memory = {};
@@ -128,13 +129,13 @@ export class Pane {
     try {
       const record = await fetchRecord(wanted.run, wanted.image, wanted.at);
       if (turn !== this.#turn) return undefined;
-      this.failed = false;
+      this.failed = this.retry = false;
       this.record = record;
       this.#probe = null;
       this.#say("");
       this.layout();
     } catch (error) {
-      if (turn === this.#turn) this.#fail(error.message);
+      if (turn === this.#turn) this.#fail(error.message, !error.permanent);
     } finally {
       clearTimeout(slow);
       if (turn === this.#turn) this.element.classList.remove("loading");
@@ -142,8 +143,9 @@ export class Pane {
     return undefined;
   }
 
-  #fail(problem) {
+  #fail(problem, retry = true) {
     this.failed = true;
+    this.retry = retry;
     this.record = null;
     this.#say(problem);
   }
@@ -182,12 +184,7 @@ export class Pane {
     if (usable) view.layout(record, this.#seen(), this.host.clientWidth, app.viewHeight());
     else
       this.host.replaceChildren(
-        make(
-          "p",
-          { class: "note" },
-          "The attention weights of this image were not stored: it has too many tokens. " +
-            "See Maps and Predictions.",
-        ),
+        make("p", { class: "note" }, `${record.missing} See Maps and Predictions.`),
       );
     this.paint();
   }
