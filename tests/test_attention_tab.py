@@ -12,12 +12,14 @@ from urllib.parse import quote
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from attention_tab import HOSTILE, STEPS, event_file, make_record, serve, write_record
+from vit.explain.statistics import attention_distance
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
@@ -449,6 +451,33 @@ def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
         row = frame.locator(".lens-row").nth(1 + layer)
         for index in (details.lens.classes[layer][0][0], details.lens.classes[layer][1 + 5][0]):
             expect(row).to_contain_text(details.classes[index])
+
+
+def test_statistics_over_all_images(page: Page, address: str) -> None:
+    frame = show(page, address, statistic="distance", order="lowest")
+    seeds = (1000 * number + STEPS[-1] for number in range(2))
+    each = [make_record(seed, **RUNS["square"]).details.statistics for seed in seeds]
+    note = frame.locator(".heads .note").first
+    uniform = attention_distance([torch.full((1, 1, 64, 64), 1 / 64)], (8, 8), 4, 0).item()
+    expect(note).to_have_text(
+        f"Below each map: layer/head, distance. Uniform attention: {uniform:.1f} px."
+    )
+    frame.get_by_label("Images of the statistic").select_option(label="mean over images")
+    expect(note).to_contain_text("mean distance over 2 images")
+    shown = numbers(frame)["statistics"]
+    assert shown["images"] == 2
+    means = {}
+    for name in ("entropy", "distance", "sink"):
+        means[name] = np.mean([getattr(one, name) for one in each], axis=0)
+        np.testing.assert_allclose(shown[name], means[name], rtol=1e-3)
+    places = [
+        frame.evaluate(
+            "([l, h]) => window.attentionTab.panes[0].views.heads.place(l, h)",
+            [int(index) // 2, int(index) % 2],
+        )
+        for index in np.argsort(means["distance"], axis=None)
+    ]
+    assert places == sorted(places, key=lambda place: (place["top"], place["left"]))
 
 
 def test_without_weights_the_maps_remain(page: Page, address: str) -> None:

@@ -59,6 +59,16 @@ class Cache {
 }
 
 const records = new Cache();
+const someDetails = new Cache();
+
+/** Load the details of an image at a step; see `fetchRecord`. */
+export function fetchDetails(run, image, at) {
+  const key = JSON.stringify([run, image.tag, at.step, at.wall_time]);
+  return someDetails.get(key, async () => {
+    const found = await get("details", { run, tag: image.tag, step: at.step }, "json");
+    return { ...found, bytes: 1e5 }; // roughly
+  });
+}
 
 /**
  * Load what is known about an image at a step.

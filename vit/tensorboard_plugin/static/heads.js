@@ -4,7 +4,8 @@ import { heatPixels } from "./colours.js";
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
 import { MARK, Raster, resize } from "./raster.js";
-import { FUSED } from "./state.js";
+import { FUSED, STATISTICS } from "./state.js";
+import { uniformDistance } from "./statistics.js";
 
 const TITLE = 16; // CSS pixels for the names of the columns
 const LINE = 12; // of text below a map
@@ -53,7 +54,7 @@ export class HeadsView {
     this.record = record;
     const { layers, heads, rows, columns, prefix } = record;
     const strip = prefix.length; // the prefix tokens are in a row above the patches
-    const statistic = record.details.statistics[state.statistic];
+    const statistic = state.statistics[state.statistic];
     const inOrder = state.order === "layer" || !statistic;
     const wide = Math.max(columns, prefix.length);
     const perRow = heads + FUSED.length;
@@ -98,19 +99,22 @@ export class HeadsView {
     this.#describe(state, inOrder);
   }
 
-  #describe({ statistic }, inOrder) {
-    const { statistics } = this.record.details;
-    const means = Object.entries(statistics)
-      .filter(([, values]) => values !== null)
-      .map(([name, values]) => {
-        const all = values.flat();
+  #describe({ statistic, statistics }, inOrder) {
+    const means = Object.keys(STATISTICS)
+      .filter((name) => statistics[name] !== null)
+      .map((name) => {
+        const all = statistics[name].flat();
         const mean = all.reduce((sum, value) => sum + value) / all.length;
         return `${name} ${digits(mean)}${name === "distance" ? " px" : ""}`;
       });
+    const { images } = statistics;
+    const what = images > 1 ? `mean ${statistic} over ${images} images` : statistic;
+    const uniform = statistic === "distance" ? uniformDistance(this.record) : null;
+    const reference = uniform === null ? "" : ` Uniform attention: ${digits(uniform)} px.`;
     const below =
       statistics[statistic] === null
         ? `This model's patches have no ${statistic}.`
-        : `Below each map: ${inOrder ? "" : "layer/head, "}${statistic}.`;
+        : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.${reference}`;
     write(this.notes[0], below);
     write(this.notes[1], `Mean over all heads: ${means.join(", ")}.`);
   }

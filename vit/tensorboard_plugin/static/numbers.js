@@ -22,21 +22,21 @@ export function numbersOf(record, { state, token, attention }, shown) {
     head: state.head,
     unit: "uniform attention",
     values: plain(shown.values),
-    ...ofView(record, state.view, attention),
+    ...ofView(record, state, attention),
     classes: record.details.classes,
     label: record.details.label,
     top: record.details.top,
   };
 }
 
-function ofView({ details }, view, attention) {
+function ofView({ details }, { view, statistics }, attention) {
   if (view === "maps") return { maps: details.maps };
   if (view === "lens") return { lens: details.lens };
   if (attention === null) return {};
   return {
     heads: attention.heads.map((layer) => layer.map(plain)),
     ...Object.fromEntries(FUSED.map((name) => [name, attention[name].map(plain)])),
-    statistics: details.statistics,
+    statistics,
   };
 }
 

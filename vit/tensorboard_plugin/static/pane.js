@@ -12,6 +12,7 @@ import { MEAN, range, tokenName, tokenOf } from "./maths.js";
 import { numbersOf } from "./numbers.js";
 import { Picture } from "./picture.js";
 import { describe, show, valuesOf } from "./scene.js";
+import { statisticsOf } from "./statistics.js";
 import { FUSED } from "./state.js";
 
 const SLOW = 300; // milliseconds until a pane says that it is loading
@@ -128,9 +129,11 @@ export class Pane {
     const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
     try {
       const record = await fetchRecord(wanted.run, wanted.image, wanted.at);
+      const statistics = await statisticsOf(record, wanted.images, this.app.state.over);
       if (turn !== this.#turn) return undefined;
       this.failed = this.retry = false;
       this.record = record;
+      this.statistics = statistics;
       this.#probe = null;
       this.#say("");
       this.layout();
@@ -230,7 +233,7 @@ export class Pane {
     const { state } = this.app;
     const layer = Math.min(state.layer ?? record.layers - 1, record.layers - 1);
     const head = FUSED.includes(state.head) || state.head < record.heads ? state.head : "mean";
-    return { ...state, layer, head };
+    return { ...state, layer, head, statistics: this.statistics };
   }
 
   /** Return everything that the next painting shows. */

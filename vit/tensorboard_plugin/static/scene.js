@@ -40,11 +40,12 @@ function nameHead(layer, head) {
   return `layer ${layer}, ${FUSED_NAMES[head] ?? `head ${head}`}`;
 }
 
-function describeStatistics({ entropy, distance, sink }, layer, head) {
+function describeStatistics({ entropy, distance, sink, images }, layer, head) {
   if (head in FUSED_NAMES) return "";
   const parts = [`entropy ${digits(entropy[layer][head])}`];
   if (distance) parts.push(`distance ${digits(distance[layer][head])} px`);
   parts.push(`sink ${digits(sink[layer][head])}`);
+  if (images > 1) parts.push(`mean over ${images} images`);
   return parts.join(" · ");
 }
 
@@ -72,7 +73,7 @@ function showHead(record, { state, token, pointer, probe, attention, values }) {
     lines: [
       `${nameHead(layer, head)}: ${describe(token, record)} ${verb}`,
       describeValue(record, looked, token, other),
-      describeStatistics(record.details.statistics, layer, head),
+      describeStatistics(state.statistics, layer, head),
     ],
     marked: looked[other ?? indexOfLargest(looked)],
     largest: values[indexOfLargest(values)],

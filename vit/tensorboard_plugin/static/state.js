@@ -3,6 +3,7 @@
 export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions" };
 export const DIRECTIONS = { to: "where it attends", from: "who attends to it" };
 export const STATISTICS = { entropy: "entropy", distance: "distance", sink: "sink" };
+export const OVER = { image: "of this image", run: "mean over images" };
 export const ORDERS = { layer: "by layer", lowest: "lowest first", highest: "highest first" };
 export const FUSED = ["mean", "max", "rollout"]; // instead of a head
 
@@ -26,6 +27,7 @@ const PARAMETERS = {
   head: ["mean", headOrFused],
   view: ["heads", oneOf(VIEWS)],
   statistic: ["entropy", oneOf(STATISTICS)],
+  over: ["image", oneOf(OVER)], // what the statistics are of
   order: ["layer", oneOf(ORDERS)],
   map: ["", anyText], // kind of map that is enlarged; empty: the first
   target: [null, count], // class that the maps explain; null: the first

@@ -4,7 +4,7 @@ import { copyLink, saveNumbers, savePicture } from "./exporting.js";
 import { make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
-import { DIRECTIONS, ORDERS, STATISTICS, VIEWS } from "./state.js";
+import { DIRECTIONS, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
 
 const EXPLAINED = [
   "entropy: 0 if every token attends to a single token, 1 if attention is uniform",
@@ -53,6 +53,7 @@ export class Toolbar {
     this.statistics = menu("Statistic of the heads", (statistic) => app.set({ statistic }), {
       title: EXPLAINED,
     });
+    this.over = menu("Images of the statistic", (over) => app.set({ over }));
     this.orders = menu("Order of the heads", (order) => app.set({ order }));
     this.targets = menu("Class that the maps explain", (target) =>
       app.set({ target: Number(target) }),
@@ -103,6 +104,7 @@ export class Toolbar {
         ...this.directions.map((one) => one.label),
       ),
       make("label", {}, "statistic ", this.statistics),
+      this.over,
       make("label", {}, "order ", this.orders),
     );
     this.forMaps = make("div", { class: "group" }, make("label", {}, "class ", this.targets));
@@ -174,6 +176,7 @@ export class Toolbar {
     });
     this.directions.forEach(({ input }) => (input.checked = input.value === state.direction));
     offer(this.statistics, Object.entries(STATISTICS), state.statistic);
+    offer(this.over, Object.entries(OVER), state.over);
     offer(this.orders, Object.entries(ORDERS), state.order);
     this.forHeads.hidden = state.view !== "heads";
     this.forMaps.hidden = state.view !== "maps";
