@@ -420,6 +420,19 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     expect(spoken).to_contain_text("class token receives attention from")
 
 
+def test_keys_work_after_a_link_and_after_a_menu(new_page: Page, address: str) -> None:
+    frame = show(new_page, address)
+    new_page.keyboard.press("x")
+    wait_until(frame, "direction", "from")
+    menu = frame.get_by_label("Order of the heads")
+    menu.select_option(index=1)  # as with the mouse
+    expect(frame.locator("canvas.picture").first).to_be_focused()
+    menu.focus()
+    new_page.keyboard.press("ArrowDown")
+    expect(menu).to_be_focused()
+    expect(menu).to_have_value("highest")
+
+
 def test_a_class_name_is_never_html(page: Page, address: str) -> None:
     frame = show(page, address, run="rectangle")
     expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")

@@ -127,7 +127,8 @@ function readWeights(stored, shape) {
     if (stored instanceof Error) throw stored;
     return { weights: new Weights(stored, shape), missing: null };
   } catch (error) {
-    const missing = `The attention weights of this step cannot be read: ${error.message.replace(/\.$/, "")}.`;
+    const reason = error.message.replace(/\.$/, "");
+    const missing = `The attention weights of this step cannot be read: ${reason}.`;
     return { weights: null, missing };
   }
 }

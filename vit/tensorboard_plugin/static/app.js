@@ -5,7 +5,7 @@ import { Chooser } from "./chooser.js";
 import { differenceOf } from "./comparison.js";
 import { make, write } from "./dom.js";
 import { emptyState } from "./empty.js";
-import { readAddress, watchAddress, watchTheme, writeAddress } from "./host.js";
+import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
 import { nearest } from "./maths.js";
 import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
@@ -39,6 +39,8 @@ export class App {
     this.body = make("div", { class: "body" }, this.chooser.element, this.main);
     this.empty = emptyState();
     this.waiting = make("p", { class: "empty quiet" }, "Loading …");
+    const { canvas } = this.panes[0].picture;
+    root.addEventListener("chosen", () => canvas.focus({ preventScroll: true }));
     root.append(this.toolbar.element, this.body, this.empty, this.waiting, this.banner, this.live);
     this.toolbar.element.hidden = this.body.hidden = this.empty.hidden = true;
   }
@@ -48,9 +50,11 @@ export class App {
     watchAddress((parameters) => {
       this.state = parseState(parameters);
       this.refresh();
+      takeFocus();
     });
     new ResizeObserver(() => this.layout()).observe(this.main);
     listen(this, this.toolbar.help);
+    takeFocus();
     window.attentionTab = this;
     await this.#poll();
   }

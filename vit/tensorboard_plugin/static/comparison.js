@@ -18,7 +18,8 @@ export class ImageMenu {
    * @param {{image: string, image2: string}} state
    */
   render(images, { image, image2 }) {
-    const options = images.map(({ tag, label }) => [tag, label === null ? tag : `${tag}, ${label}`]);
+    const nameOf = ({ tag, label }) => (label === null ? tag : `${tag}, ${label}`);
+    const options = images.map((one) => [one.tag, nameOf(one)]);
     const chosen = this.side === "a" ? image : image2;
     const there = images.some(({ tag }) => tag === chosen);
     if (this.side === "b") options.unshift(["", `same name, ${image}`]);

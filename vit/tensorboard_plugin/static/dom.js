@@ -22,12 +22,25 @@ export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Make a labelled menu. `choose` is called with the value of the chosen option. */
+/**
+ * Make a labelled menu. `choose` is called with the value of the chosen option.
+ *
+ * A choice in the open list, by mouse or Enter, is final, and "chosen" is dispatched, so that the
+ * focus can move on; arrow keys and letters change a closed menu, and more of them may follow.
+ */
 export function menu(label, choose, properties = {}) {
+  let key = null; // the last one pressed; those in the open list are not reported
   const select = make("select", {
     "aria-label": label,
     ...properties,
-    change: () => choose(select.options[select.selectedIndex].value),
+    focus: () => (key = null),
+    pointerdown: () => (key = null),
+    keydown: (event) => (key = event.key),
+    change: () => {
+      choose(select.options[select.selectedIndex].value);
+      if ([null, "Enter", " "].includes(key))
+        select.dispatchEvent(new CustomEvent("chosen", { bubbles: true }));
+    },
   });
   return select;
 }

@@ -60,6 +60,12 @@ export function writeAddress(parameters) {
   host.history.replaceState(host.history.state, "", addressOf(parameters));
 }
 
+/** Let keys reach this tab, as after opening a link, unless the focus is somewhere already. */
+export function takeFocus() {
+  const { activeElement, body } = host.document;
+  if (host !== window && (activeElement === null || activeElement === body)) window.focus();
+}
+
 /** Call a function with the parameters when somebody changes the address, as by pasting a link. */
 export function watchAddress(changed) {
   host.addEventListener("hashchange", ({ newURL }) => {

@@ -45,8 +45,7 @@ function describeStatistics({ entropy, distance, sink, images }, layer, head) {
   const parts = [`entropy ${digits(entropy[layer][head])}`];
   if (distance) parts.push(`distance ${digits(distance[layer][head])} px`);
   parts.push(`sink ${digits(sink[layer][head])}`);
-  if (images > 1) parts.push(`mean over ${images} images`);
-  return parts.join(" · ");
+  return (images > 1 ? `${images} images: ` : "") + parts.join(" · ");
 }
 
 /** Say what the token gives to another one, or to which it gives most; "from" the other way. */
