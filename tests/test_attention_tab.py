@@ -56,6 +56,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.add_event(Event(step=0, summary=loss))  # so that there is another tab
     with event_file(folder / HOSTILE) as writer:
         write_record(writer, TAG, Record(details=make_record().details, weights=None), 0)
+    with event_file(folder / "mixed") as writer:
+        for number, label in enumerate((0, 0, 1, 1)):
+            write_record(writer, f"attention/probe_{number:02d}", make_record(label=label), 0)
     with event_file(folder / "damaged") as writer:
         summary = summaries(TAG, make_record())
         summary.value[1].tensor.string_val[0] = b"damaged"
@@ -431,6 +434,15 @@ def test_keys_work_after_a_link_and_after_a_menu(new_page: Page, address: str) -
     new_page.keyboard.press("ArrowDown")
     expect(menu).to_be_focused()
     expect(menu).to_have_value("highest")
+
+
+def test_a_filter_moves_to_an_image_that_it_shows(page: Page, address: str) -> None:
+    frame = show(page, address, run="mixed")
+    frame.get_by_label("Class", exact=True).select_option(label="dog")
+    wait_until(frame, "image", "attention/probe_02")
+    expect(frame.locator("[role=option]")).to_have_count(2)
+    frame.get_by_label("Class", exact=True).select_option(label="all classes")
+    assert numbers(frame)["image"] == "attention/probe_02"
 
 
 def test_a_class_name_is_never_html(page: Page, address: str) -> None:

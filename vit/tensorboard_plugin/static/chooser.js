@@ -22,6 +22,7 @@ export class Chooser {
     const again = (change) => (value) => {
       change(value);
       this.render(this.images, this.state);
+      if (!this.#tags.includes(this.state.image)) this.step(0); // to the first that remains
     };
     this.labels = menu(
       "Class",
@@ -114,7 +115,7 @@ export class Chooser {
     } else this.list.removeAttribute("aria-activedescendant");
   }
 
-  /** Choose another image of the list, `by` places further. */
+  /** Choose another image of the list, `by` places further; the first, if none of it is shown. */
   step(by) {
     const at = this.#tags.indexOf(this.state.image);
     const next = this.#tags[at < 0 ? 0 : at + by];
