@@ -40,5 +40,5 @@ export function differenceOf(first, second) {
     const label = details.label === null ? "" : ` (${className(details.label)})`;
     return `${tag}${label} of ${run}`;
   });
-  return `${what}: ${names[0]} on the left, ${names[1]} on the right.`;
+  return `${what}: ${names.join(" and ")}.`;
 }

@@ -103,8 +103,7 @@ export class Toolbar {
         { class: "segments", role: "radiogroup", "aria-label": "Direction" },
         ...this.directions.map((one) => one.label),
       ),
-      make("label", {}, "statistic ", this.statistics),
-      this.over,
+      make("div", { class: "group" }, make("label", {}, "statistic ", this.statistics), this.over),
       make("label", {}, "order ", this.orders),
     );
     this.forMaps = make("div", { class: "group" }, make("label", {}, "class ", this.targets));
