@@ -32,10 +32,11 @@ export class ImageMenu {
 export function differenceOf(first, second) {
   if (!first || !second || first.details.image === second.details.image) return "";
   const sizes = [first, second].map(({ details }) => details.image_size.join(" × "));
-  const same = sizes[0] === sizes[1];
-  const what = same
-    ? "These are different images"
-    : `These are different images, or one image at ${sizes.join(" and ")} pixels`;
+  const labels = [first, second].map(({ details }) => details.classes[details.label]);
+  const what =
+    sizes[0] === sizes[1] || labels[0] !== labels[1]
+      ? "These are different images"
+      : `These are different images, or one image at ${sizes.join(" and ")} pixels`;
   const names = [first, second].map(({ run, tag, details, className }) => {
     const label = details.label === null ? "" : ` (${className(details.label)})`;
     return `${tag}${label} of ${run}`;
