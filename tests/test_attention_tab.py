@@ -519,7 +519,8 @@ def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
 
 def test_damaged_weights_are_asked_for_once(browser: Browser, address: str) -> None:
     page = browser.new_page(viewport=VIEWPORT)
-    complaints, asked = complaints_of(page), []
+    complaints = complaints_of(page)
+    asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     frame = show(page, address, run="damaged")
     expect(frame.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
