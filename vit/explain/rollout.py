@@ -339,7 +339,8 @@ def attention_maps(
     """Classify images and compute attention maps of any kinds.
 
     One forward pass serves all kinds, except that "lrp" and "lrp_rollout" share another with the
-    rules of `vit.explain.lrp`.
+    rules of `vit.explain.lrp`. The options are those of kind "rollout"; "lrp_rollout" always uses
+    the defaults.
 
     Args:
         model: In evaluation mode; ours, or one of timm's with attention that can be read, see
@@ -370,16 +371,16 @@ def attention_maps(
     if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(MAP_KINDS)}")
     _check_rollout_options(head_fusion, discard_ratio, start_layer, len(reader.blocks))
-    reader.patch_embed.grid(*images.shape[-2:])  # raises if they are no multiples
+    grid = reader.patch_embed.grid(*images.shape[-2:])
     images = images.detach()
     by_rules = [kind for kind in kinds if kind in BY_RULES]
     of_weights = [kind for kind in kinds if kind not in BY_RULES]
     maps: dict[str, Tensor] = {}
     if by_rules:
-        logits, maps = _maps_by_rules(reader, images, by_rules, target, precision)
+        logits, maps = _maps_by_rules(reader, images, grid, by_rules, target, precision)
     if of_weights or not kinds:
         logits, others = _maps_of_weights(
-            reader, images, of_weights, target, precision,
+            reader, images, grid, of_weights, target, precision,
             head_fusion=head_fusion, discard_ratio=discard_ratio, start_layer=start_layer,
         )  # fmt: skip
         maps |= others
@@ -389,6 +390,7 @@ def attention_maps(
 def _maps_by_rules(
     reader: AttentionModel,
     images: Tensor,
+    grid: tuple[int, int],
     kinds: Sequence[str],
     target: Tensor | None,
     precision: torch.dtype,
@@ -396,7 +398,7 @@ def _maps_by_rules(
     """Compute the maps that need layer-wise relevance; arguments as for `attention_maps`."""
     with autocast(images.device, precision):
         logits, relevance, weights = token_relevance(reader, images, target)
-    prefix, grid = reader.num_prefix_tokens, reader.patch_embed.grid(*images.shape[-2:])
+    prefix = reader.num_prefix_tokens
     patches = relevance[..., prefix:].float().unflatten(2, grid)  # (L, B, rows, columns)
     maps = {}
     for kind in kinds:
@@ -414,6 +416,7 @@ def _maps_by_rules(
 def _maps_of_weights(
     reader: AttentionModel,
     images: Tensor,
+    grid: tuple[int, int],
     kinds: Sequence[str],
     target: Tensor | None,
     precision: torch.dtype,
@@ -435,7 +438,6 @@ def _maps_of_weights(
         if differentiate:
             target = logits.argmax(dim=1) if target is None else target
             gradients = attention_gradients(logits, weights, target)
-    grid = reader.patch_embed.grid(*images.shape[-2:])
     options |= {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
     with torch.no_grad():
         maps = {kind: scaled_map(kind, weights, gradients, grid, **options) for kind in kinds}
