@@ -28,7 +28,8 @@ from vit.config import Config, DataConfig, TrainConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.splits import HELD_OUT
-from vit.explain.rollout import attention_maps, attention_rollout
+from vit.explain.maps import attention_maps
+from vit.explain.rollout import attention_rollout
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report

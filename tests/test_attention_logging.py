@@ -19,7 +19,7 @@ from vit.explain.faithfulness import (
     hiding_curves,
     random_maps,
 )
-from vit.explain.rollout import attention_maps
+from vit.explain.maps import attention_maps
 from vit.model.vit import VisionTransformer
 from vit.reporting.attention_logging import (
     JUDGED,

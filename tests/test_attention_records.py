@@ -20,7 +20,7 @@ from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.rollout import BY_RULES, CLASS_SPECIFIC, MAP_KINDS, attention_maps
+from vit.explain.maps import BY_RULES, CLASS_SPECIFIC, MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer

@@ -31,7 +31,8 @@ from vit.data.photos import to_photo
 from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
-from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, attention_maps, attention_rollout
+from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, attention_maps
+from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
 from vit.reporting.attention import measure_maps
 

@@ -18,7 +18,7 @@ from vit.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.drawing import bar_of, colour_map, overlay
 from vit.explain.explanation import Explanation
-from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.sheet import BAR_COLOUR, GAP, HEADER, NARROWEST, PANEL, TITLE, ZOOM
 from vit.model.vit import VisionTransformer
 

@@ -35,7 +35,7 @@ from vit.explain.figures import (
     heads_chart,
     heads_picture,
 )
-from vit.explain.rollout import MAP_KINDS, SIGNED_KINDS, map_title
+from vit.explain.maps import MAP_KINDS, SIGNED_KINDS, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import draw_probes
 

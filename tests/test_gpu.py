@@ -17,7 +17,7 @@ from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.config import Config, DataConfig
 from vit.data.preprocess import Preprocess
-from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from models import PLAIN
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
-from vit.explain.rollout import attention_maps, attention_rollout, readout_of
+from vit.explain.maps import attention_maps, readout_of
+from vit.explain.rollout import attention_rollout
 from vit.model.attention import MultiHeadSelfAttention, causal_mask, padding_mask
 from vit.model.attention_model import require_attention
 from vit.model.encoder import ACTIVATIONS

@@ -23,7 +23,7 @@ from vit import load
 from vit.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.config import Config, DataConfig, ModelConfig, from_dict, to_dict
 from vit.data.preprocess import Preprocess
-from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
 from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
 from vit.model.vit import VisionTransformer

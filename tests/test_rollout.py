@@ -11,20 +11,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models import PLAIN
-from vit.explain.rollout import (
+from vit.explain.maps import (
     BY_RULES,
     CLASS_SPECIFIC,
     MAP_KINDS,
-    attention_gradients,
     attention_maps,
+    readout_of,
+    rollout_title,
+)
+from vit.explain.rollout import (
+    attention_gradients,
     attention_rollout,
     class_relevance,
     fuse_heads,
     gradient_rollout,
     head_maps,
     raw_attention,
-    readout_of,
-    rollout_title,
 )
 from vit.model import attention
 from vit.model.vit import VisionTransformer

@@ -15,7 +15,7 @@ import yaml
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.config import Config, to_dict
-from vit.explain.rollout import MAP_KINDS
+from vit.explain.maps import MAP_KINDS
 from vit.run_folder import (
     ATTENTION_FILES,
     LOCK_FILE,

@@ -12,7 +12,7 @@ from small_runs import StopAt, make_loop, small
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config, EvalConfig
 from vit.data.datasets import load
-from vit.explain.rollout import BY_RULES, MAP_KINDS, attention_maps
+from vit.explain.maps import BY_RULES, MAP_KINDS, attention_maps
 from vit.model.attention_model import require_attention
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run

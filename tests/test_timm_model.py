@@ -22,7 +22,7 @@ from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, t
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import mcnemar
-from vit.explain.rollout import MAP_KINDS, SIGNED_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, SIGNED_KINDS, attention_maps
 from vit.model.attention_model import attention_model
 from vit.model.embed import whiten
 from vit.model.timm_model import TimmAttentionModel, build_timm_model

@@ -15,7 +15,7 @@ from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
-from vit.explain.rollout import MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.attention_model import attention_model
 from vit.model.timm_model import build_timm_model
@@ -112,12 +112,12 @@ class Classifier:
 
         Args:
             images: (N, channels, H, W) uint8, on any device.
-            kinds: Kinds of map, keys of `vit.explain.rollout.MAP_KINDS`.
+            kinds: Kinds of map, keys of `vit.explain.maps.MAP_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the forward pass.
             batch_size: Images per forward pass.
-            **options: Options of `vit.explain.rollout.attention_maps`.
+            **options: Options of `vit.explain.maps.attention_maps`.
 
         Returns:
             Logits (N, C) float32, and for each kind maps (N, rows, columns) in the units of

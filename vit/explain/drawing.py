@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vit.explain.charts import DPI, pixels_of
 from vit.explain.fonts import font_families
-from vit.explain.rollout import SIGNED_KINDS
+from vit.explain.maps import SIGNED_KINDS
 
 COLOURS = "inferno"
 SCALE = (0.0, 3.0)  # units of uniform attention

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vit.explain.rollout import map_title
+from vit.explain.maps import map_title
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,7 @@ class Explanation:
         photo: (height, width, channels) uint8, of any size.
         seen: Rows and columns of the photo that the model sees.
         maps: By kind, (rows, columns) float32 on the CPU, in the units of
-            `vit.explain.rollout.attention_maps`.
+            `vit.explain.maps.attention_maps`.
         probabilities: Probability of each class by name, 0 to 1, best first.
         target: The class that class-specific maps explain.
         name: The name of the photo, for the sheet.

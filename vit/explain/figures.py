@@ -30,7 +30,7 @@ from vit.explain.drawing import (
     paste,
     shorten,
 )
-from vit.explain.rollout import map_title
+from vit.explain.maps import map_title
 
 DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
 

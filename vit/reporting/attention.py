@@ -26,7 +26,7 @@ from vit.explain.faithfulness import (
     with_baselines,
 )
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.rollout import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
+from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.reporting.attention_records import (

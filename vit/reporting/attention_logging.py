@@ -19,7 +19,8 @@ from vit.explain.figures import (
     heads_picture,
     rollout_pictures,
 )
-from vit.explain.rollout import head_maps, readout_of
+from vit.explain.maps import readout_of
+from vit.explain.rollout import head_maps
 from vit.explain.statistics import (
     attention_distance,
     attention_entropy,

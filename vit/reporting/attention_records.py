@@ -19,15 +19,15 @@ from vit.data.datasets import ImageSet
 from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.rollout import (
+from vit.explain.maps import (
     BY_RULES,
     CLASS_SPECIFIC,
     MAP_KINDS,
-    attention_gradients,
     readout_of,
     rollout_title,
     scaled_map,
 )
+from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import prefix_names, require_attention
 from vit.tensorboard_plugin.records import (
     LENS_CLASSES,
@@ -57,7 +57,7 @@ class Attention:
         logits: (B, C) float32.
         weights: L attention weights (B, H, N, N).
         tokens: L outputs of the blocks, (B, N, D).
-        kinds: M keys of `vit.explain.rollout.MAP_KINDS`.
+        kinds: M keys of `vit.explain.maps.MAP_KINDS`.
         targets: (M, B) int64, the class that a map explains; -1 if it is class-agnostic.
         maps: (M, B, rows, columns) float32, in units of uniform attention.
     """

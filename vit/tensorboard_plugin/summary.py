@@ -271,7 +271,8 @@ def _maps(
     readout: Literal["class_token", "mean"] | None,
 ) -> list[list[Map]]:
     """Return the maps of each image; where none are given, attention rollout."""
-    from vit.explain.rollout import MAP_KINDS, attention_rollout
+    from vit.explain.maps import MAP_KINDS
+    from vit.explain.rollout import attention_rollout
 
     if maps is None:
         maps = {}
