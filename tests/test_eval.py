@@ -133,7 +133,8 @@ def test_attention_writes_sheets_maps_and_index_and_nothing_else(explained):
 @pytest.mark.parametrize("kind", MAP_KINDS)
 def test_saved_maps_are_those_computed_directly(explained, opened, shapes, kind):
     saved = np.load(explained[0] / f"{kind}.npy")
-    assert saved.shape == (len(CHOSEN), 8, 8) and saved.dtype == np.float32
+    grid = (32, 32) if kind == "lrp_pixels" else (8, 8)
+    assert saved.shape == (len(CHOSEN), *grid) and saved.dtype == np.float32
     _, maps = map_images(opened, shapes.images[list(CHOSEN)])
     np.testing.assert_allclose(saved, maps[kind].numpy(), rtol=1e-4, atol=1e-5)
 
@@ -202,7 +203,9 @@ def test_measures_fit_together(explained):
 
 def test_maps_are_measured_the_same_in_small_batches(opened, shapes):
     few = shapes.select(torch.arange(10))
-    whole, parts = (measure_maps(opened.classifier, few, size, seed=0) for size in (10, 3))
+    whole, parts = (
+        measure_maps(opened.classifier, few, MAP_KINDS, size, seed=0) for size in (10, 3)
+    )
     for kind, row in whole.items():
         for metric, pair in row.items():
             assert parts[kind][metric] == pytest.approx(pair, abs=1e-4)
@@ -837,7 +840,7 @@ def test_progress_of_faithfulness_is_shown_on_a_terminal(opened, shapes, monkeyp
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    measure_maps(opened.classifier, shapes.select(torch.arange(4)), 2, seed=0)
+    measure_maps(opened.classifier, shapes.select(torch.arange(4)), ["raw"], 2, seed=0)
     assert ("faithfulness: " in screen.getvalue()) == terminal
 
 
@@ -870,7 +873,7 @@ def test_rollout_takes_its_options_and_they_are_recorded(call, demo, opened, sha
 
 def test_options_of_rollout_change_its_faithfulness_alone(opened, shapes):
     few = shapes.select(torch.arange(20))
-    usual = measure_maps(opened.classifier, few, 10, seed=0)
-    other = measure_maps(opened.classifier, few, 10, seed=0, start_layer=2)
+    usual = measure_maps(opened.classifier, few, MAP_KINDS, 10, seed=0)
+    other = measure_maps(opened.classifier, few, MAP_KINDS, 10, seed=0, start_layer=2)
     assert usual.pop("rollout")["deletion"] != other.pop("rollout")["deletion"]
     assert usual == other

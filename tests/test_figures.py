@@ -35,7 +35,7 @@ from vit.explain.figures import (
     heads_chart,
     heads_picture,
 )
-from vit.explain.maps import MAP_KINDS, SIGNED_KINDS, map_title
+from vit.explain.maps import ALL_KINDS, SIGNED_KINDS, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import draw_probes
 
@@ -124,8 +124,8 @@ def test_signed_maps_are_red_for_and_blue_against_the_class():
 
 
 def test_only_signed_kinds_have_two_colours():
-    assert {kind for kind in MAP_KINDS if bar_of(kind) == SIGNED} == set(SIGNED_KINDS)
-    assert {kind for kind in MAP_KINDS if bar_of(kind) == UNIFORM} == {*MAP_KINDS} - {*SIGNED_KINDS}
+    assert {kind for kind in ALL_KINDS if bar_of(kind) == SIGNED} == {*SIGNED_KINDS}
+    assert {kind for kind in ALL_KINDS if bar_of(kind) == UNIFORM} == {*ALL_KINDS} - {*SIGNED_KINDS}
 
 
 def test_the_overlay_is_the_brighter_the_more_is_attended_to():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import fuse_conv_bn_eval, fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
 
 from models import PLAIN
@@ -156,6 +157,66 @@ def test_attention_passes_relevance_to_the_values_only(kernel, mask):
     torch.testing.assert_close(found, x * expected)
 
 
+def test_a_convolution_by_hand():
+    conv = nn.Conv2d(1, 1, (1, 3)).double()
+    with torch.no_grad():
+        conv.weight.copy_(torch.tensor([2.0, -1.0, 1.0])[None, None, None])
+        conv.bias.fill_(2.0)
+    # 2 * 1 + (-1) * 3 + 1 * (-2) + 2 = -1: of its -1, the terms -3 and -2 get three and two fifths.
+    x = torch.tensor([[[[1.0, 3.0, -2.0]]]], dtype=torch.float64)
+    found = pass_back(conv, x, torch.tensor([[[[-1.0]]]], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([[[[0, -0.6, -0.4]]]], dtype=torch.float64))
+    # 2 * 1 + 1 * 3 + 2 = 7 less 1 * 1: of 6, the terms get 2, 3 and the bias 2 sevenths.
+    x = torch.tensor([[[[1.0, 1.0, 3.0]]]], dtype=torch.float64)
+    found = pass_back(conv, x, torch.tensor([[[[7.0]]]], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([[[[2.0, 0, 3]]]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_batch_norm_is_part_of_its_convolution(affine, inplace):
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=affine), nn.ReLU(inplace)
+    ).double()
+    nn.init.normal_(layers[1].running_mean)
+    nn.init.uniform_(layers[1].running_var, 0.5, 2)
+    if affine:
+        nn.init.normal_(layers[1].weight)
+        nn.init.normal_(layers[1].bias)
+    layers.eval()
+    fused = nn.Sequential(fuse_conv_bn_eval(layers[0], layers[1]), nn.ReLU())
+    x = draw(2, 3, 8, 8)
+    relevance = fused(x).detach()  # nothing where the ReLU cuts off
+    relevance *= draw(*relevance.shape, seed=1)
+    found = pass_back_of_positive(layers, x, relevance)
+    torch.testing.assert_close(found, pass_back_of_positive(fused, x, relevance))
+    plain = x * torch.autograd.functional.vjp(fused, x, relevance / fused(x).clamp(min=1e-9))[1]
+    assert (found - plain).abs().max() > 0.1
+
+
+def pass_back_of_positive(function, inputs: Tensor, relevance: Tensor) -> Tensor:
+    """Pass the relevance of a function's outputs, where they are positive, back to its inputs."""
+    inputs = inputs.detach().requires_grad_()
+    with LayerwiseRules():
+        outputs = function(inputs)
+    (gradient,) = torch.autograd.grad(outputs, inputs, relevance / outputs.detach().clamp(min=1e-9))
+    return inputs.detach() * gradient
+
+
+def test_a_batch_norm_after_something_else_is_a_linear_layer():
+    norm, x = nn.BatchNorm2d(3).double().eval(), draw(2, 3, 4, 4)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    relevance = draw(2, 3, 4, 4, seed=1)
+    expected = relevance * (x * norm.weight[:, None, None] / (1 + norm.eps) ** 0.5) / norm(x)
+    torch.testing.assert_close(pass_back(norm, x, relevance), expected)
+    conv = nn.Conv2d(3, 3, 1).double()
+    after = nn.Sequential(conv, nn.ReLU(inplace=True), norm)
+    apart = nn.Sequential(conv, nn.ReLU(), norm)
+    torch.testing.assert_close(pass_back(after, x, relevance), pass_back(apart, x, relevance))
+
+
 # Whole models.
 
 
@@ -177,12 +238,34 @@ class Frozen(TorchFunctionMode):
         self.replay += 1
         return self.kept[self.replay - 1]
 
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """Sum the terms that had the sign of their sum at the first input, and scale the sum."""
+        rising, falling = (self.fixed(signs.double()) for signs in (x > 0, x < 0))
+        up, down = kernel.clamp(min=0), kernel.clamp(max=0)
+        none = torch.zeros(len(kernel), dtype=x.dtype)
+        above, below = (none, none) if bias is None else (bias.clamp(min=0), bias.clamp(max=0))
+        positive = F.conv2d(x * rising, up, above, *rest) + F.conv2d(x * falling, down, None, *rest)
+        negative = F.conv2d(x * rising, down, below, *rest) + F.conv2d(x * falling, up, None, *rest)
+        chosen = self.fixed((positive + negative > 0).double())
+        part = chosen * positive + (1 - chosen) * negative
+        return part * self.fixed((positive + negative) / part)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (Tensor.softmax, torch.sigmoid):
             return self.fixed(func(*args, **kwargs))
-        if func is F.relu:
+        if func in (F.relu, F.relu_):
             return args[0] * self.fixed((args[0] > 0).double())
+        if func is F.conv2d:
+            self.convolution = args
+            return self.convolve(*args)
+        if func is F.batch_norm:  # folded into the convolution before it
+            _, mean, variance = args
+            x, kernel, shift, *rest = self.convolution
+            folded = fuse_conv_bn_weights(
+                kernel, shift, mean, variance, kwargs["eps"], kwargs["weight"], kwargs["bias"]
+            )
+            return self.convolve(x, *folded, *rest)
         if func is F.gelu:
             return args[0] * self.fixed(func(*args, **kwargs) / args[0])
         if func is F.layer_norm:
@@ -406,6 +489,7 @@ def test_maps_by_rules_of_a_model(variant):
     expected = {
         "lrp": patches[0],
         "lrp_rollout": smooth(patches.mean(dim=0).clamp(min=0)) * rolled.unflatten(1, (2, 3)),
+        "lrp_pixels": propagate(vit, images, target)[1].sum(dim=1).float(),
     }
     _, found = attention_maps(vit.float(), images.float(), ["rollout", *expected], target)
     for kind, values in expected.items():

@@ -102,7 +102,8 @@ def assert_equal_model(name: str, size: int, maps: bool = True, **arguments: Any
         logits, found = attention_maps(ours, images[:1], tuple(MAP_KINDS))
         assert_close(logits, expected[:1], rtol=0, atol=1e-4)
         for kind, values in found.items():
-            assert values.shape == (1, *theirs.patch_embed.grid_size), kind
+            grid = theirs.patch_embed.grid_size
+            assert values.shape[1:] == (images.shape[2:] if kind == "lrp_pixels" else grid), kind
             assert values.isfinite().all() and values.max() > values.min(), kind
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.config import Config, to_dict
-from vit.explain.maps import MAP_KINDS
+from vit.explain.maps import ALL_KINDS
 from vit.run_folder import (
     ATTENTION_FILES,
     LOCK_FILE,
@@ -324,7 +324,7 @@ def test_time_budget_is_never_changed(unfinished: Config) -> None:
 
 
 def test_maps_of_every_kind_are_known_to_overwrite() -> None:
-    assert {f"{kind}.npy" for kind in MAP_KINDS} <= set(ATTENTION_FILES)
+    assert {f"{kind}.npy" for kind in ALL_KINDS} <= set(ATTENTION_FILES)
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

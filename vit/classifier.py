@@ -15,7 +15,7 @@ from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
-from vit.explain.maps import MAP_KINDS, attention_maps
+from vit.explain.maps import ALL_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.attention_model import attention_model
 from vit.model.timm_model import build_timm_model
@@ -112,7 +112,7 @@ class Classifier:
 
         Args:
             images: (N, channels, H, W) uint8, on any device.
-            kinds: Kinds of map, keys of `vit.explain.maps.MAP_KINDS`.
+            kinds: Kinds of map, keys of `vit.explain.maps.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the forward pass.
@@ -209,7 +209,7 @@ class Classifier:
         """
         kinds = [kind] if isinstance(kind, str) else list(kind)
         if not kinds:
-            raise ValueError(f"kind: none given; it must be one or more of {', '.join(MAP_KINDS)}")
+            raise ValueError(f"kind: none given; it must be one or more of {', '.join(ALL_KINDS)}")
         aim = None if target is None else torch.tensor([self.class_index(target)])
         if isinstance(photos, list | tuple):
             return [self._explain(photo, kinds, aim) for photo in photos]

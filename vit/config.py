@@ -44,6 +44,10 @@ DataName = Literal[
 ]  # fmt: skip
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
+MapKind = Literal[
+    "rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout", "lrp_pixels",
+    "occlusion", "integrated_gradients", "rise",
+]  # fmt: skip
 TIMM = "timm:"  # how the name of a model of timm begins
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
@@ -494,6 +498,9 @@ class EvalConfig:
         indices: with --attention, indices of the test images to draw, instead of random ones
         target: with --attention or --image, name of the class to explain; null explains the
             predicted class
+        kinds: with --attention or --image, kinds of map to draw, and to measure; none means every
+            kind that takes a few passes at most; with --image, rollout and lrp_pixels. occlusion,
+            integrated_gradients and rise are references that take 16 to 1,000 passes
         faithfulness: with --attention, number of test images on which the faithfulness of the maps
             is measured; 0 skips the measurement; null means 500, or 0 with --indices
         head_fusion: with --attention, how rollout combines the attention heads
@@ -520,6 +527,7 @@ class EvalConfig:
     attention: Switch = False
     indices: tuple[int, ...] = ()
     target: Text | None = None
+    kinds: tuple[MapKind, ...] = ()
     faithfulness: int | None = None
     head_fusion: Literal["mean", "max", "min"] = "mean"
     discard_ratio: FractionBelow1 = 0.0
@@ -556,8 +564,9 @@ class EvalConfig:
         for name, value in of_attention.items():
             if value and not self.attention:
                 raise ValueError(f"{name}: only with --attention")
-        if self.target is not None and not (self.attention or self.image):
-            raise ValueError("target: only with --attention or --image")
+        for name, given in {"target": self.target is not None, "kinds": self.kinds}.items():
+            if given and not (self.attention or self.image):
+                raise ValueError(f"{name}: only with --attention or --image")
         if self.export is not None:  # the model is written and checked in float32 on the CPU
             allowed = {"device": ("auto", "cpu"), "precision": ("auto", "float32")}
             for name, values in allowed.items():

@@ -48,7 +48,8 @@ ATTENTION_FILES = (  # the index comes last: it says that the folder may be empt
     TABLE_FILE,
     f"image_{'[0-9]' * 5}.png",
     *(f"{kind}.npy" for kind in ("rollout", "gradient_rollout", "relevance", "raw")),
-    *(f"{kind}.npy" for kind in ("lrp", "lrp_rollout")),
+    *(f"{kind}.npy" for kind in ("lrp", "lrp_rollout", "lrp_pixels")),
+    *(f"{kind}.npy" for kind in ("occlusion", "integrated_gradients", "rise")),
     "events.out.tfevents.*",
     INDEX_FILE,
 )

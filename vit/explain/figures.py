@@ -54,7 +54,7 @@ def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[
 
 def attention_picture(
     images: Tensor,
-    maps: Tensor,
+    maps: Tensor | Sequence[Tensor],
     captions: Sequence[str],
     titles: Sequence[str],
     bars: Sequence[Bar] | None = None,
@@ -63,7 +63,7 @@ def attention_picture(
 
     Args:
         images: (B, channels, H, W) uint8.
-        maps: (B, rows, columns).
+        maps: B maps (rows, columns), which may differ in size.
         captions: B captions above the images, of up to two lines of 30 characters.
         titles: B titles above the maps, of up to two lines of 30 characters.
         bars: Colours and scales of the B maps; None means `UNIFORM`.

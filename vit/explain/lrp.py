@@ -15,6 +15,10 @@ input (with ReLU: piecewise). The other layers become linear if a factor is held
     layer norm      (x - mean(x)) / σ · γ   σ               arXiv 2402.05602, prop. 3.4
     GELU            x · (GELU(x) / x)       the ratio       arXiv 2402.05602, eq. 9
 
+In a convolution, large terms of both signs cancel, which would make the relevance of pixels noise.
+There, only the terms that have the sign of their sum get relevance, in proportion: the z+ rule
+(arXiv 1512.02479), for inputs and sums of either sign.
+
 `LayerwiseRules` replaces the gradients of these functions while a model runs. The model is then
 linear in its input and its biases, so their relevances add up to the logit exactly. Position
 embeddings, class token and registers are inputs of the first block, and biases to the pixels.
@@ -68,6 +72,54 @@ def fixed_ratio(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs
     return x * (function(nonzero, *args, **kwargs) / nonzero)
 
 
+def terms_of_same_sign(
+    convolve: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Convolve, with relevance only for terms that have the sign of their sum."""
+    y = convolve(x, weight, bias, *args, **kwargs)
+    size = convolve(x.abs(), weight.abs(), bias if bias is None else bias.abs(), *args, **kwargs)
+    return _same_sign(y, size)
+
+
+def scaled_terms(
+    normalize: Callable[..., Tensor],
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Apply the batch norm of a model in evaluation mode, as part of the convolution before it."""
+    terms = getattr(x, "terms", None)
+    if terms is None or terms[2] != x._version:  # x is not, or no longer, that of a convolution
+        return normalize(x, mean, variance, weight, bias, training, momentum, eps)
+    scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * scale
+    scale, shift = (each.to(x.dtype)[:, None, None] for each in (scale, shift))
+    return _same_sign(terms[0] * scale + shift, terms[1] * scale.abs() + shift.abs())
+
+
+def _same_sign(y: Tensor, size: Tensor) -> Tensor:
+    """Return sums y, with relevance only for terms of their sign.
+
+    Args:
+        y: Sums of terms.
+        size: Sums of the absolute values of the same terms.
+    """
+    twice = y + y.detach().sign() * size  # the other terms cancel
+    result = twice * (y / twice).detach().nan_to_num(0.5)
+    result.terms = y, size, result._version  # type: ignore[attr-defined]  # for a batch norm
+    return result
+
+
 RULES: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: fixed_weights,
     F.softmax: fixed_result,
@@ -77,6 +129,8 @@ RULES: dict[Any, Callable[..., Tensor]] = {
     F.gelu: fixed_ratio,
     torch.sigmoid: fixed_result,
     Tensor.sigmoid: fixed_result,
+    F.conv2d: terms_of_same_sign,
+    F.batch_norm: scaled_terms,
 }
 
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.explain.lrp import smooth, token_relevance
+from vit.explain.lrp import propagate, smooth, token_relevance
+from vit.explain.references import integrated_gradients, occlusion, rise
 from vit.explain.rollout import (
     HeadFusion,
     Readout,
@@ -22,6 +24,7 @@ from vit.explain.rollout import (
 )
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
+from vit.seeding import generator
 
 MAP_KINDS = {
     "rollout": "attention rollout",
@@ -30,16 +33,25 @@ MAP_KINDS = {
     "raw": "last layer's attention",
     "lrp": "layer-wise relevance",
     "lrp_rollout": "relevance × rollout",
+    "lrp_pixels": "layer-wise relevance of pixels",
 }
-CLASS_SPECIFIC = ("gradient_rollout", "relevance", "lrp", "lrp_rollout")
-SIGNED_KINDS = ("lrp",)  # positive for the class, negative against it
-BY_RULES = ("lrp", "lrp_rollout")  # need a pass with the rules of vit.explain.lrp
+REFERENCES = {  # take many passes, and need no attention weights
+    "occlusion": "occlusion",
+    "integrated_gradients": "integrated gradients",
+    "rise": "RISE",
+}
+ALL_KINDS = MAP_KINDS | REFERENCES
+CLASS_AGNOSTIC = ("rollout", "raw")
+CLASS_SPECIFIC = tuple(kind for kind in ALL_KINDS if kind not in CLASS_AGNOSTIC)
+BY_RULES = ("lrp", "lrp_rollout", "lrp_pixels")  # need passes with the rules of vit.explain.lrp
+SIGNED_KINDS = ("lrp", "lrp_pixels", *REFERENCES)  # for the class and, where negative, against it
+RISE_MASKS = 1000
 
 
 def map_title(kind: str, class_name: str) -> str:
     """Return a two-line title: the kind of map, and the class it explains, if any."""
     explained = f"(for {class_name})" if kind in CLASS_SPECIFIC else "(class-agnostic)"
-    return f"{MAP_KINDS[kind]}\n{explained}"
+    return f"{ALL_KINDS[kind]}\n{explained}"
 
 
 def rollout_title(
@@ -111,16 +123,16 @@ def attention_maps(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Classify images and compute attention maps of any kinds.
 
-    One forward pass serves all kinds, except that "lrp" and "lrp_rollout" share another with the
-    rules of `vit.explain.lrp`. The options are those of kind "rollout"; "lrp_rollout" always uses
-    the defaults.
+    One forward pass serves all kinds, except that those in `BY_RULES` take up to two more with the
+    rules of `vit.explain.lrp`, and those in `REFERENCES` many. The options are those of kind
+    "rollout"; "lrp_rollout" always uses the defaults.
 
     Args:
         model: In evaluation mode; ours, or one of timm's with attention that can be read, see
             `vit.model.attention_model`.
         images: (B, channels, height, width), normalized, on the model's device. Height and width
             are multiples of the patch size.
-        kinds: Kinds of map, keys of `MAP_KINDS`.
+        kinds: Kinds of map, keys of `ALL_KINDS`.
         target: (B,) int64, the class that class-specific maps explain; None explains the predicted
             class.
         precision: Precision of the model's matrix products: float32 or bfloat16. Maps are computed
@@ -133,30 +145,32 @@ def attention_maps(
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
         units of uniform attention: 1 is the value if all tokens received the same. Prefix tokens
         have no relevance, so for the kinds "relevance" and "lrp_rollout" it is the mean over
-        patches. Maps of kind "lrp" are positive for the class and negative against it, and 1 is the
-        mean of their absolute values.
+        patches. Maps of `SIGNED_KINDS` are positive for the class and negative against it, and 1 is
+        the mean of their absolute values. Those of kind "lrp_pixels" are (B, height, width).
 
     Raises:
         ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
             multiple of the patch size, or the model's attention cannot be read.
     """
     reader = require_attention(model)
-    if unknown := [kind for kind in kinds if kind not in MAP_KINDS]:
-        raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(MAP_KINDS)}")
+    if unknown := [kind for kind in kinds if kind not in ALL_KINDS]:
+        raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(ALL_KINDS)}")
     check_rollout_options(head_fusion, discard_ratio, start_layer, len(reader.blocks))
     grid = reader.patch_embed.grid(*images.shape[-2:])
     images = images.detach()
-    by_rules = [kind for kind in kinds if kind in BY_RULES]
-    of_weights = [kind for kind in kinds if kind not in BY_RULES]
     maps: dict[str, Tensor] = {}
-    if by_rules:
-        logits, maps = _maps_by_rules(reader, images, grid, by_rules, target, precision)
-    if of_weights or not kinds:
-        logits, others = _maps_of_weights(
+    of_weights = [kind for kind in kinds if kind not in (*BY_RULES, *REFERENCES)]
+    if of_weights or not any(kind in BY_RULES for kind in kinds):
+        logits, maps = _maps_of_weights(
             reader, images, grid, of_weights, target, precision,
             head_fusion=head_fusion, discard_ratio=discard_ratio, start_layer=start_layer,
         )  # fmt: skip
+    if by_rules := [kind for kind in kinds if kind in BY_RULES]:
+        logits, others = _maps_by_rules(reader, images, grid, by_rules, target, precision)
         maps |= others
+    if references := [kind for kind in kinds if kind in REFERENCES]:
+        target = logits.argmax(dim=1) if target is None else target
+        maps |= _reference_maps(model, images, grid, references, target, precision)
     return logits, {kind: maps[kind] for kind in kinds}
 
 
@@ -169,21 +183,59 @@ def _maps_by_rules(
     precision: torch.dtype,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the maps that need layer-wise relevance; arguments as for `attention_maps`."""
+    maps = {}
     with autocast(images.device, precision):
-        logits, relevance, weights = token_relevance(reader, images, target)
-    prefix = reader.num_prefix_tokens
-    patches = relevance[..., prefix:].float().unflatten(2, grid)  # (L, B, rows, columns)
+        if "lrp_pixels" in kinds:
+            logits, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
+            maps["lrp_pixels"] = pixels.sum(dim=1)
+        if "lrp" in kinds or "lrp_rollout" in kinds:
+            logits, relevance, weights = token_relevance(reader, images, target)
+            prefix = reader.num_prefix_tokens
+            patches = relevance[..., prefix:].float().unflatten(2, grid)  # (L, B, rows, columns)
+            maps["lrp"] = patches[0]
+    if "lrp_rollout" in kinds:
+        rollout = attention_rollout(weights, readout=readout_of(reader), num_prefix_tokens=prefix)
+        maps["lrp_rollout"] = smooth(patches.mean(dim=0).relu()) * rollout.unflatten(1, grid)
+    return logits.float(), {kind: _of_mean_size_1(maps[kind]) for kind in kinds}
+
+
+def _reference_maps(
+    model: nn.Module,
+    images: Tensor,
+    grid: tuple[int, int],
+    kinds: Sequence[str],
+    target: Tensor,
+    precision: torch.dtype,
+) -> dict[str, Tensor]:
+    """Compute maps of `vit.explain.references`; arguments as for `attention_maps`."""
+
+    def classify(inputs: Tensor) -> Tensor:
+        with autocast(images.device, precision):
+            logits: Tensor = model(inputs)
+        return logits.float()
+
     maps = {}
     for kind in kinds:
-        if kind == "lrp":
-            found = patches[0]
+        if kind == "occlusion":
+            maps[kind] = occlusion(classify, images, grid, target)
+        elif kind == "integrated_gradients":
+            pixels = integrated_gradients(classify, images, target).sum(dim=1)
+            maps[kind] = to_patches(pixels, grid)
         else:
-            rollout = attention_rollout(
-                weights, readout=readout_of(reader), num_prefix_tokens=prefix
-            )
-            found = smooth(patches.mean(dim=0).relu()) * rollout.unflatten(1, grid)
-        maps[kind] = found / found.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
-    return logits.float(), maps
+            random = generator(0, "rise")
+            maps[kind] = rise(classify, images, grid, target, RISE_MASKS, random)
+    return {kind: _of_mean_size_1(found) for kind, found in maps.items()}
+
+
+def to_patches(maps: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Average maps of pixels (B, height, width) over each patch; leave (B, rows, columns) as is."""
+    return F.adaptive_avg_pool2d(maps[:, None], grid)[:, 0]
+
+
+def _of_mean_size_1(maps: Tensor) -> Tensor:
+    """Scale maps (B, rows, columns) to a mean absolute value of 1, as float32."""
+    maps = maps.float()
+    return maps / maps.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
 
 
 def _maps_of_weights(

@@ -26,7 +26,15 @@ from vit.explain.faithfulness import (
     with_baselines,
 )
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, map_title, readout_of
+from vit.explain.maps import (
+    ALL_KINDS,
+    CLASS_SPECIFIC,
+    MAP_KINDS,
+    SIGNED_KINDS,
+    map_title,
+    readout_of,
+    to_patches,
+)
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.reporting.attention_records import (
@@ -70,13 +78,14 @@ def explain_run(run: str, options: EvalConfig) -> None:
         raise ValueError(f"{no_maps_text(classifier.model)}; leave out --attention")
     target = None if options.target is None else classifier.class_index(options.target)
     rollout = rollout_options(classifier, options)
+    kinds = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options)
     indices = _choose_images(test, options)
     folder = results_folder(saved, options) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     levels = () if options.faithfulness == 0 else LEVELS
-    _write_maps(saved, test, indices, target, rollout, levels, folder)
+    _write_maps(saved, test, indices, kinds, target, rollout, levels, folder)
     sheets = f"{len(indices)} sheet{'s' if len(indices) != 1 else ''}"
     print(
         f"wrote {sheets}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
@@ -87,7 +96,7 @@ def explain_run(run: str, options: EvalConfig) -> None:
         print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
         chosen = balanced_subset(test.labels, count, options.seed, "eval.faithfulness")
         table = measure_maps(
-            classifier, test.select(chosen), options.batch_size, options.seed, **rollout
+            classifier, test.select(chosen), kinds, options.batch_size, options.seed, **rollout
         )
         content = {"images": count, "rollout": rollout, "maps": table}
         (folder / TABLE_FILE).write_text(json.dumps(content, indent=1))
@@ -148,6 +157,7 @@ def _write_maps(
     saved: SavedModel,
     test: ImageSet,
     indices: Tensor,
+    kinds: Sequence[str],
     target: int | None,
     rollout: dict[str, Any],
     levels: Sequence[float],
@@ -156,7 +166,7 @@ def _write_maps(
     """Write a sheet and an index entry for each image, and a file for each kind of map."""
     chosen, classes = test.select(indices).in_memory(), saved.classifier.classes
     aims = None if target is None else torch.full_like(indices, target)
-    logits, maps = saved.classifier.maps(chosen.pixels(), list(MAP_KINDS), aims, **rollout)
+    logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
     probabilities, predicted = logits.softmax(dim=1).cpu().max(dim=1)
     explained = predicted if target is None else torch.full_like(predicted, target)
     entries = [
@@ -177,7 +187,7 @@ def _write_maps(
         "readout": readout_of(require_attention(saved.classifier.model)),
         "rollout": rollout,
         "unit": "1 is the value of every token under uniform attention; relevance and lrp_rollout: "
-        "the mean of all patches; lrp: that of their absolute values",
+        f"the mean of all patches; {', '.join(SIGNED_KINDS)}: that of the absolute values",
         "maps": {
             kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
         },
@@ -190,7 +200,7 @@ def _write_maps(
         for row, index in enumerate(indices.tolist()):
             sheet = attention_picture(
                 chosen.pixels()[row].expand(len(maps), -1, -1, -1),
-                torch.stack([found[row] for found in maps.values()]),
+                [found[row] for found in maps.values()],
                 [captions[row]] * len(maps),
                 [map_title(kind, classes[explained[row]]) for kind in maps],
                 [bar_of(kind) for kind in maps],
@@ -228,15 +238,22 @@ def _write_records(
 
 
 def measure_maps(
-    classifier: Classifier, images: ImageSet, batch_size: int, seed: int, **rollout: Any
+    classifier: Classifier,
+    images: ImageSet,
+    kinds: Sequence[str],
+    batch_size: int,
+    seed: int,
+    **rollout: Any,
 ) -> Table:
-    """Measure the faithfulness of every kind of map, and of two baselines, on the same images.
+    """Measure the faithfulness of kinds of map, and of two baselines, on the same images.
 
-    The maps explain the predicted class. A progress bar is shown on terminals.
+    The maps explain the predicted class. Those of pixels are summed over each patch before patches
+    are hidden. A progress bar is shown on terminals.
 
     Args:
         classifier: The model.
         images: Test images; if they have masks, the maps are compared with the masks too.
+        kinds: Keys of `vit.explain.maps.ALL_KINDS`.
         batch_size: Images per forward pass.
         seed: Seed of the random maps.
         **rollout: Options of `vit.explain.rollout.attention_rollout`.
@@ -247,12 +264,14 @@ def measure_maps(
     """
     pixels = images.pixels()
     logits, maps = classifier.maps(
-        pixels, list(MAP_KINDS), precision=classifier.precision, batch_size=batch_size,
-        **rollout,
+        pixels, kinds, precision=classifier.precision, batch_size=batch_size, **rollout
     )  # fmt: skip
-    maps = with_baselines({kind: found.cpu() for kind, found in maps.items()}, seed)
+    model = require_attention(classifier.model)
+    grid = model.patch_embed.grid(*pixels.shape[-2:])
+    by_patch = {kind: to_patches(found.cpu(), grid) for kind, found in maps.items()}
+    by_patch = with_baselines(by_patch, seed)
     inputs = classifier.normalize(pixels)
-    passes = 2 * len(LEVELS) * len(maps) * len(images)
+    passes = 2 * len(LEVELS) * len(by_patch) * len(images)
     # disable=None shows the bar on terminals only.
     with tqdm(total=passes, desc="faithfulness", unit="image", leave=False, disable=None) as bar:
 
@@ -260,13 +279,14 @@ def measure_maps(
             bar.update(len(part))
             return classifier.forward(part)
 
-        scores = score_maps(classify, inputs, maps, logits.argmax(dim=1), batch_size=batch_size)
+        scores = score_maps(classify, inputs, by_patch, logits.argmax(dim=1), batch_size=batch_size)
     for kind, values in scores.items():
         if kind != "centred":
             values["over_centred"] = values["lerf_morf"] - scores["centred"]["lerf_morf"]
         if images.masks is not None:
-            values["pointing"] = pointing_game(maps[kind], images.masks)
-            values["iou"] = mask_iou(maps[kind], images.masks)
+            found = maps[kind].cpu() if kind in maps else by_patch[kind]
+            values["pointing"] = pointing_game(found, images.masks)
+            values["iou"] = mask_iou(found, images.masks)
     return {
         kind: {metric: mean_interval(found) for metric, found in values.items()}
         for kind, values in scores.items()
@@ -286,8 +306,8 @@ def as_table(table: Table, count: int) -> str:
             "{:.3f} ± {:.3f}".format(*values[metric]) if metric in values else "–"
             for metric in metrics
         )
-        name = MAP_KINDS.get(kind) or f"{BASELINES[kind]} (baseline)"
-        if kind in MAP_KINDS and kind not in CLASS_SPECIFIC:
+        name = ALL_KINDS.get(kind) or f"{BASELINES[kind]} (baseline)"
+        if kind in ALL_KINDS and kind not in CLASS_SPECIFIC:
             name += ", class-agnostic"
         lines.append(name.ljust(40) + "".join(cell.rjust(17) for cell in cells))
     return "\n".join(lines)

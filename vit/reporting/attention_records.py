@@ -45,7 +45,7 @@ BATCH_SIZE = 16  # images whose graph is kept at the same time
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
 AGNOSTIC = [kind for kind in MAP_KINDS if kind not in CLASS_SPECIFIC]
-SPECIFIC = [kind for kind in CLASS_SPECIFIC if kind not in BY_RULES]
+SPECIFIC = [kind for kind in MAP_KINDS if kind in CLASS_SPECIFIC and kind not in BY_RULES]
 WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 

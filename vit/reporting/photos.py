@@ -30,6 +30,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     photos = find_photos(options.image, "image")
     saved = load_run(run, options)
     classifier, has_maps = saved.classifier, saved.classifier.has_maps
+    kinds = tuple(dict.fromkeys(options.kinds)) or KINDS
     channels = classifier.preprocess.channels
     for path in photos:  # before a file is written
         to_photo(path, channels, "image")
@@ -44,7 +45,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     for path, sheet in zip(photos, sheets, strict=True):
         photo = to_photo(path, channels, "image")
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
-        explanation = classifier.explain(photo, KINDS, options.target) if has_maps else None
+        explanation = classifier.explain(photo, kinds, options.target) if has_maps else None
         best = explanation.probabilities if explanation else classifier.predict(photo, BEST)
         for name, probability in list(best.items())[:BEST]:
             print(f"  {name:<{width}}{probability:7.2%}")

@@ -1,0 +1,132 @@
+"""Occlusion, integrated gradients and RISE, compared with captum and with direct computations."""
+
+import itertools
+
+import captum.attr
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import PLAIN
+from vit.explain.maps import ALL_KINDS, REFERENCES, SIGNED_KINDS, attention_maps, to_patches
+from vit.explain.references import integrated_gradients, occlusion, rise
+from vit.model.vit import VisionTransformer
+
+GRID = (2, 3)  # of patches of 4 pixels
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    torch.manual_seed(0)
+    vit = VisionTransformer(**(PLAIN | {"img_size": (8, 12), "embed_dim": 12, "num_classes": 5}))
+    for parameter in vit.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return vit.eval()
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.randn(3, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+
+
+TARGET = torch.tensor([2, 0, 4])
+
+
+def patch_numbers() -> Tensor:
+    """The number of each pixel's patch, (1, 1, 8, 12)."""
+    numbers = torch.arange(6).view(GRID)
+    return numbers.repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None]
+
+
+def test_occlusion_is_feature_ablation_of_captum(model, images):
+    found = occlusion(model, images, GRID, TARGET)
+    oracle = captum.attr.FeatureAblation(model)
+    expected = oracle.attribute(images, target=TARGET, feature_mask=patch_numbers())
+    torch.testing.assert_close(found, expected[:, 0, ::4, ::4], rtol=1e-4, atol=1e-5)
+    assert found.abs().min() > 1e-4 and (found < 0).any()
+
+
+@pytest.mark.parametrize("steps", [2, 16])
+def test_integrated_gradients_are_those_of_captum(model, images, steps):
+    found = integrated_gradients(model, images, TARGET, steps)
+    expected = captum.attr.IntegratedGradients(model).attribute(
+        images, target=TARGET, n_steps=steps, method="riemann_middle"
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert not found.requires_grad
+
+
+def test_integrated_gradients_add_up_to_the_change_of_the_logit(model, images):
+    found = integrated_gradients(model, images, TARGET, 300).sum(dim=(1, 2, 3))
+    with torch.no_grad():
+        change = model(images) - model(torch.zeros_like(images))
+    torch.testing.assert_close(found, change.gather(1, TARGET[:, None])[:, 0], rtol=0, atol=2e-3)
+
+
+@torch.no_grad()
+def banzhaf(model, images: Tensor) -> Tensor:
+    """The mean change of the probability by each patch, over all sets of the other patches."""
+    values = {}
+    for shown in itertools.product([False, True], repeat=6):
+        mask = torch.tensor(shown).view(GRID).repeat_interleave(4, 0).repeat_interleave(4, 1)
+        share = model(images * mask).softmax(dim=1)
+        values[shown] = share.gather(1, TARGET[:, None])[:, 0]
+    changes = torch.zeros(len(images), 6)
+    for shown, value in values.items():
+        for patch, present in enumerate(shown):
+            changes[:, patch] += (value if present else -value) / 2**5
+    return changes.unflatten(1, GRID)
+
+
+def test_rise_approaches_banzhaf_values(model, images):
+    expected = banzhaf(model, images)
+    errors = []
+    for count in (10, 3000):
+        found = rise(model, images, GRID, TARGET, count, torch.Generator().manual_seed(0))
+        errors.append((found - expected).abs().mean().item())
+    assert errors[1] < 0.02 * expected.abs().max() and errors[1] < errors[0] / 5
+
+
+def test_rise_goes_on_with_its_generator(model, images):
+    random = torch.Generator().manual_seed(1)
+    parts = [rise(model, images, GRID, TARGET, 20, random) for _ in range(2)]
+    whole = rise(model, images, GRID, TARGET, 40, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(whole, (parts[0] + parts[1]) / 2)
+    assert not torch.equal(*parts)
+
+
+def test_rise_of_an_image_does_not_depend_on_the_others(model, images):
+    whole = rise(model, images, GRID, TARGET, 20, torch.Generator().manual_seed(1))
+    alone = rise(model, images[1:2], GRID, TARGET[1:2], 20, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(alone, whole[1:2])
+
+
+@pytest.mark.parametrize("count", [0, -2, 3])
+def test_rise_needs_pairs_of_masks(model, images, count):
+    with pytest.raises(ValueError, match=f"^num_masks: {count} is not an even number from 2$"):
+        rise(model, images, GRID, TARGET, count, torch.Generator())
+
+
+def test_references_are_kinds_of_map(model, images, monkeypatch):
+    monkeypatch.setattr("vit.explain.maps.RISE_MASKS", 20)
+    assert set(REFERENCES) <= {*SIGNED_KINDS} & {*ALL_KINDS}
+    logits, maps = attention_maps(model, images, [*REFERENCES, "rollout"], TARGET)
+    torch.testing.assert_close(logits, model(images).detach())
+    expected = {
+        "occlusion": occlusion(model, images, GRID, TARGET),
+        "integrated_gradients": to_patches(
+            integrated_gradients(model, images, TARGET).sum(dim=1), GRID
+        ),
+    }
+    for kind in REFERENCES:
+        assert maps[kind].shape == (3, *GRID)
+        torch.testing.assert_close(maps[kind].abs().mean(dim=(1, 2)), torch.ones(3))
+        if kind in expected:
+            ratio = maps[kind] / expected[kind]
+            torch.testing.assert_close(ratio, ratio[:, :1, :1].expand_as(ratio))
+    predicted = attention_maps(model, images, list(REFERENCES))[1]
+    aimed = attention_maps(model, images, list(REFERENCES), logits.argmax(dim=1))[1]
+    for kind in REFERENCES:
+        assert torch.equal(predicted[kind], aimed[kind])
+    alone = attention_maps(model, images[:1], ["rise"], TARGET[:1])[1]["rise"]
+    torch.testing.assert_close(alone, maps["rise"][:1])

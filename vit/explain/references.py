@@ -1,0 +1,118 @@
+"""References for attention maps: what calling a model many times tells about an image.
+
+None of them reads attention. They take from 16 to thousands of passes and show what a map could
+achieve. Hidden patches have the mean colour of the training images, which is 0 after normalization.
+
+Shapes: B images, C classes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+
+@torch.no_grad()
+def occlusion(
+    classify: Callable[[Tensor], Tensor], images: Tensor, grid: tuple[int, int], target: Tensor
+) -> Tensor:
+    """Measure by how much a class's logit falls when a single patch is hidden (arXiv 1311.2901).
+
+    Args:
+        classify: Maps normalized images to logits (B, C).
+        images: (B, channels, height, width), normalized.
+        grid: Rows and columns of patches.
+        target: (B,) int64, the class.
+
+    Returns:
+        (B, rows, columns), in units of the logit; negative where the class gains.
+    """
+    before = _of_class(classify(images), target)
+    patches = torch.eye(grid[0] * grid[1], device=images.device).bool().unflatten(1, grid)
+    falls = [
+        before - _of_class(classify(images.masked_fill(part, 0.0)), target)
+        for part in _to_pixels(patches, images)
+    ]
+    return torch.stack(falls, dim=1).unflatten(1, grid)
+
+
+@torch.enable_grad()
+def integrated_gradients(
+    classify: Callable[[Tensor], Tensor], images: Tensor, target: Tensor, steps: int = 16
+) -> Tensor:
+    """Compute integrated gradients from the mean colour to the image (arXiv 1703.01365).
+
+    Args:
+        classify: Maps normalized images to logits (B, C).
+        images: (B, channels, height, width), normalized.
+        target: (B,) int64, the class.
+        steps: Number of gradients, in the middle of as many equal parts of the way.
+
+    Returns:
+        (B, channels, height, width). With many steps, the values of an image add up to the
+        difference between its logit and that of an image of the mean colour.
+    """
+    total = torch.zeros_like(images)
+    for step in range(steps):
+        inputs = (images.detach() * ((step + 0.5) / steps)).requires_grad_()
+        (gradient,) = torch.autograd.grad(_of_class(classify(inputs), target).sum(), inputs)
+        total += gradient
+    return images.detach() * total / steps
+
+
+@torch.no_grad()
+def rise(
+    classify: Callable[[Tensor], Tensor],
+    images: Tensor,
+    grid: tuple[int, int],
+    target: Tensor,
+    num_masks: int,
+    generator: Generator,
+) -> Tensor:
+    """Estimate how much a patch raises a class's probability if others are hidden at random.
+
+    Each mask hides every patch with probability 1/2. A patch gets the mean probability of the class
+    where it is shown, minus that where it is hidden. This orders patches like RISE (arXiv
+    1806.07421), which is the first of the two means, but with less noise; its expected value is
+    the patch's Banzhaf value (arXiv 2205.15466). Masks come in pairs, one the inverse of the other,
+    and are the same for all images.
+
+    Args:
+        classify: Maps normalized images to logits (B, C).
+        images: (B, channels, height, width), normalized.
+        grid: Rows and columns of patches.
+        target: (B,) int64, the class.
+        num_masks: Number of masks, even, at least 2.
+        generator: Random numbers on the CPU. Maps of n masks and of the next n masks have those of
+            2n masks as their mean.
+
+    Returns:
+        (B, rows, columns), -1 to 1.
+
+    Raises:
+        ValueError: num_masks is not even, or less than 2.
+    """
+    if num_masks < 2 or num_masks % 2:
+        raise ValueError(f"num_masks: {num_masks} is not an even number from 2")
+    total = torch.zeros(len(images), *grid, device=images.device)
+    for _ in range(num_masks // 2):
+        hidden = (torch.rand(1, *grid, generator=generator) < 0.5).to(images.device)
+        part = _to_pixels(hidden, images)
+        shown, inverse = (
+            _of_class(classify(images.masked_fill(mask, 0.0)).softmax(dim=1), target)
+            for mask in (part, ~part)
+        )
+        total += (shown - inverse)[:, None, None] * (1 - 2 * hidden.float())
+    return total * 2 / num_masks
+
+
+def _of_class(values: Tensor, target: Tensor) -> Tensor:
+    """Return the value of the target class, (B,) float32."""
+    return values.float().gather(1, target[:, None])[:, 0]
+
+
+def _to_pixels(patches: Tensor, images: Tensor) -> Tensor:
+    """Enlarge (n, rows, columns) to the size of images, (n, height, width)."""
+    rows, columns = patches.shape[1:]
+    tall = patches.repeat_interleave(images.shape[-2] // rows, dim=1)
+    return tall.repeat_interleave(images.shape[-1] // columns, dim=2)
