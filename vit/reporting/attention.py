@@ -78,7 +78,7 @@ def explain_run(run: str, options: EvalConfig) -> None:
         raise ValueError(f"{no_maps_text(classifier.model)}; leave out --attention")
     target = None if options.target is None else classifier.class_index(options.target)
     rollout = rollout_options(classifier, options)
-    kinds = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
+    kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options)
     indices = _choose_images(test, options)
     folder = results_folder(saved, options) / ATTENTION_FOLDER
