@@ -85,6 +85,7 @@ def compare_maps(images: Tensor, precision: torch.dtype, rounds: int) -> None:
         "forward and rollout": lambda: maps(math, images, precision, "rollout"),
         "layer-wise relevance": lambda: maps(math, images, precision, "lrp"),
         "relevance × rollout": lambda: maps(math, images, precision, "lrp_rollout"),
+        "relevance of pixels": lambda: maps(math, images, precision, "lrp_pixels"),
     }
     with torch.no_grad(), autocast(CPU, precision):
         _, weights, _ = math.forward_intermediates(images[:250])
