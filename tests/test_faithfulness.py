@@ -18,7 +18,9 @@ from vit.explain.faithfulness import (
     mean_interval,
     pointing_game,
     random_maps,
+    score_maps,
 )
+from vit.explain.filling import FILLINGS, make_filling, mean_colour
 
 GRID, PATCH = (2, 3), (4, 5)  # not square on purpose: pictures of 8 x 15 pixels
 IMPORTANCE = [[0.5, 3.0, -1.0], [2.0, 0.0, 1.0]]  # of the patches to the toy's class 1
@@ -263,6 +265,32 @@ def test_curves_in_bfloat16_are_close_to_those_in_float32():
     for curve, other in zip(found, exact, strict=True):
         assert curve.dtype == torch.float32 and not torch.equal(curve, other)
         torch.testing.assert_close(curve, other, rtol=0, atol=0.01)
+
+
+def test_hidden_patches_get_the_filling():
+    images, maps, target = draw_images(5), draw_maps(5), torch.arange(5) % 3
+    for name in FILLINGS:
+        fill = make_filling(name, images)
+        morf, lerf = hiding_curves(Toy(), images, maps, target, [1 / 3], batch_size=2, fill=fill)
+        for b in range(5):
+            hidden = torch.zeros(5, 1, 8, 15, dtype=torch.bool)
+            for row, column in ranking(maps[b])[:2]:
+                hidden[b, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5] = True
+            filled = fill(images, hidden)[b]
+            assert morf[0, b].item() == pytest.approx(
+                probability(Toy(), filled, int(target[b])), abs=1e-4
+            )
+        other = hiding_curves(Toy(), images, -maps, target, [1 / 3], fill=fill)
+        torch.testing.assert_close(lerf, other[0], rtol=0, atol=1e-5)
+
+
+def test_the_mean_colour_is_the_default_filling():
+    images, maps, target = draw_images(4), draw_maps(4), torch.tensor([0, 1, 2, 1])
+    found = score_maps(Toy(), images, {"a": maps}, target, fill=mean_colour)["a"]
+    for name, values in score_maps(Toy(), images, {"a": maps}, target)["a"].items():
+        assert torch.equal(values, found[name])
+    other = score_maps(Toy(), images, {"a": maps}, target, fill=make_filling("other", images))
+    assert (other["a"]["deletion"] != found["deletion"]).all()
 
 
 def test_faithfulness_by_hand():

@@ -1,9 +1,10 @@
 """Faithfulness of maps: how the prediction changes when important patches are hidden.
 
-Hidden patches get the mean colour of the training images, which is 0 after normalization. Inserting
-the k most important patches into an empty image is the same as deleting all others, so one set of
-forward passes gives both the deletion and the insertion curve. Compare every map with the baselines
-`random_maps` and `centred_map`: the object of a photo is usually in the middle.
+Hidden patches get the mean colour of the training images, which is 0 after normalization, or
+another filling of `vit.explain.filling`. Inserting the k most important patches into an image that
+is filled everywhere is the same as deleting all others, so one set of forward passes gives both the
+deletion and the insertion curve. Compare every map with the baselines `random_maps` and
+`centred_map`: the object of a photo is usually in the middle.
 
 Shapes: B images, K levels, P patches.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from vit.explain.filling import Filling, mean_colour
 from vit.hardware import device_for
 from vit.seeding import generator
 
@@ -44,6 +46,7 @@ def hiding_curves(
     target: Tensor,
     levels: Sequence[float] = LEVELS,
     batch_size: int = 500,
+    fill: Filling = mean_colour,
 ) -> tuple[Tensor, Tensor]:
     """Measure the probability of a class while more and more patches are hidden.
 
@@ -55,6 +58,7 @@ def hiding_curves(
         target: (B,) int64, the class whose probability is measured.
         levels: K fractions of the patches to hide, 0 to 1.
         batch_size: Images per forward pass.
+        fill: Replaces hidden pixels, see `vit.explain.filling`. It is called with all B images.
 
     Returns:
         The target's probability with the most important patches hidden first (MoRF), and with the
@@ -68,13 +72,10 @@ def hiding_curves(
     target = target.to(images.device)
 
     def probability(hidden: Tensor) -> Tensor:
+        filled = fill(images, hidden).split(batch_size)
         parts = []
-        for part, mask, aim in zip(
-            images.split(batch_size), hidden.split(batch_size), target.split(batch_size),
-            strict=True,
-        ):  # fmt: skip
-            logits = classify(part.masked_fill(mask, 0.0))
-            parts.append(logits.softmax(dim=1).gather(1, aim[:, None])[:, 0])
+        for part, aim in zip(filled, target.split(batch_size), strict=True):
+            parts.append(classify(part).softmax(dim=1).gather(1, aim[:, None])[:, 0])
         return torch.cat(parts)
 
     hidden = [round(level * count) for level in levels]
@@ -122,6 +123,7 @@ def score_maps(
     target: Tensor,
     levels: Sequence[float] = LEVELS,
     batch_size: int = 500,
+    fill: Filling = mean_colour,
 ) -> dict[str, dict[str, Tensor]]:
     """Compute `faithfulness` for each kind of map, on the CPU.
 
@@ -129,7 +131,7 @@ def score_maps(
     """
     scores = {}
     for kind, found in maps.items():
-        curves = hiding_curves(classify, images, found, target, levels, batch_size)
+        curves = hiding_curves(classify, images, found, target, levels, batch_size, fill)
         scores[kind] = {name: values.cpu() for name, values in faithfulness(*curves).items()}
     return scores
 

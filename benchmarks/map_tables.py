@@ -1,0 +1,231 @@
+"""Markdown tables of the scores that map_faithfulness.py measures.
+
+Scores are deletion and insertion of every image, by run, filling and kind of map.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import timing  # noqa: F401  (so that `vit` is found from any folder)
+import torch
+from scipy.stats import kendalltau
+from scipy.stats import t as students_t
+from torch import Tensor
+
+from vit.explain.faithfulness import mean_interval
+from vit.explain.filling import FILLINGS
+from vit.explain.maps import ALL_KINDS
+from vit.reporting.attention import BASELINES, METRICS
+
+SHOWN = ("deletion", "insertion", "lerf_morf", "over_centred")
+RISE = "rise_"  # before the number of masks
+
+Scores = Mapping[str, Mapping[str, Tensor]]  # by kind and metric, (images,) each
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Format all tables of the results of one or several runs."""
+    runs = {
+        run: {filling: with_differences(kinds) for filling, kinds in entry["fillings"].items()}
+        for run, entry in results["runs"].items()
+    }
+    parts = []
+    for run, fillings in runs.items():
+        count = len(next(iter(fillings.values()))["centred"]["deletion"])
+        parts.append(f"## {run}, {count:,} test images, mean ± 95% interval over them")
+        for filling, scores in fillings.items():
+            passes = results["runs"][run]["passes"]
+            parts += [f"### {run}, {FILLINGS[filling]}", score_table(scores, passes)]
+            if any(kind.startswith(RISE) for kind in scores):
+                parts.append(rise_table(scores))
+        if len(fillings) > 1:
+            parts += [f"### {run}, by filling", *comparison(fillings)]
+    if len(runs) > 1:
+        parts.append(f"## mean ± 95% interval over {len(runs)} runs")
+        for filling in shared(runs.values()):
+            each = [scores[filling] for scores in runs.values()]
+            parts += [f"### {FILLINGS[filling]}", table_over_runs(each)]
+    return "\n\n".join(parts)
+
+
+def with_differences(kinds: Mapping[str, Mapping[str, Sequence[float]]]) -> Scores:
+    """Compute all metrics of each image from its deletion and insertion; baselines come last."""
+    scores: dict[str, dict[str, Tensor]] = {}
+    for kind in sorted(kinds, key=_place):
+        deletion, insertion = (
+            torch.tensor(kinds[kind][name], dtype=torch.float64)
+            for name in ("deletion", "insertion")
+        )
+        scores[kind] = {
+            "deletion": deletion, "insertion": insertion, "lerf_morf": (insertion - deletion) / 2,
+        }  # fmt: skip
+    for kind, found in scores.items():
+        if kind != "centred":
+            found["over_centred"] = found["lerf_morf"] - scores["centred"]["lerf_morf"]
+    return scores
+
+
+def _place(kind: str) -> tuple[int, int]:
+    """Return the place of a kind in tables: those of maps, RISE by its masks, baselines."""
+    if kind.startswith(RISE):
+        return 1, number_of_masks(kind)
+    order = [*ALL_KINDS, *BASELINES]
+    return 2 * (kind in BASELINES), order.index(kind)
+
+
+def score_table(scores: Scores, passes: Mapping[str, float]) -> str:
+    """Format every metric of one run and filling, with the cost of each map."""
+    rows = []
+    for kind, values in scores.items():
+        cells = [
+            plus_minus(*mean_interval(values[name])) if name in values else "–" for name in SHOWN
+        ]
+        cost = f"{passes[kind]:,.{0 if passes[kind] >= 10 else 1}f}" if kind in passes else "–"
+        rows.append([title(kind), *cells, cost])
+    return markdown(["map", *(METRICS[name] for name in SHOWN), "cost (forward passes)"], rows)
+
+
+def rise_table(scores: Scores) -> str:
+    """Format how the score of RISE grows with its masks, and that of layer-wise relevance by it."""
+    rows = []
+    for kind in [kind for kind in scores if kind.startswith(RISE)]:
+        found = scores[kind]
+        row = [f"{number_of_masks(kind):,}", plus_minus(*mean_interval(found["lerf_morf"]))]
+        row.append(plus_minus(*mean_interval(found["over_centred"])))
+        for other in ("lrp", "lrp_rollout"):
+            if other in scores:
+                row.append(
+                    plus_minus(*ratio_interval(scores[other]["lerf_morf"], found["lerf_morf"]), 2)
+                )
+        rows.append(row)
+    others = [kind for kind in ("lrp", "lrp_rollout") if kind in scores]
+    titles = [f"{title(kind)} / RISE" for kind in others]
+    return markdown(["masks of RISE", METRICS["lerf_morf"], METRICS["over_centred"], *titles], rows)
+
+
+def comparison(fillings: Mapping[str, Scores]) -> Iterator[str]:
+    """Format the ranks of the kinds by filling, the fillings' agreement, and reversed pairs."""
+    kinds = ranked_kinds(list(fillings.values()))
+    ranks = {name: ranks_of(scores, kinds) for name, scores in fillings.items()}
+    rows = [
+        [
+            title(kind),
+            *(
+                f"{ranks[name][kind]}" + (
+                    f" ({mean_interval(scores[kind]['over_centred'])[0]:+.3f})"
+                    if "over_centred" in scores[kind] else ""
+                )
+                for name, scores in fillings.items()
+            ),
+        ]
+        for kind in kinds
+    ]  # fmt: skip
+    heads = [FILLINGS[name] for name in fillings]
+    yield "Rank by (LeRF−MoRF)/2, and the difference to the centred Gaussian:"
+    yield markdown(["map", *heads], rows)
+    yield "Agreement of the fillings, Kendall's tau of the mean scores (1: the same order):"
+    means = {
+        name: [scores[kind]["lerf_morf"].mean().item() for kind in kinds]
+        for name, scores in fillings.items()
+    }
+    yield markdown(
+        ["", *heads],
+        [
+            [FILLINGS[a], *(f"{kendalltau(means[a], means[b]).statistic:.2f}" for b in fillings)]
+            for a in fillings
+        ],
+    )
+    found = [f"- {line}" for line in reversals(fillings, kinds)]
+    yield "What depends on the filling (both differences are significant at the 5% level):"
+    yield "\n".join(found) if found else "- No two maps change places."
+
+
+def reversals(fillings: Mapping[str, Scores], kinds: Sequence[str]) -> Iterator[str]:
+    """Yield pairs of maps of which each is significantly better than the other by some filling."""
+    for a, b in itertools.combinations(kinds, 2):
+        better: dict[bool, list[str]] = {True: [], False: []}
+        for name, scores in fillings.items():
+            mean, half = mean_interval(scores[a]["lerf_morf"] - scores[b]["lerf_morf"])
+            if abs(mean) > half:
+                better[mean > 0].append(f"{FILLINGS[name]} ({abs(mean):.3f} ± {half:.3f})")
+        if better[True] and better[False]:
+            yield (
+                f"{title(a)} is above {title(b)} with {', '.join(better[True])}, and below it "
+                f"with {', '.join(better[False])}"
+            )
+
+
+def table_over_runs(runs: Sequence[Scores]) -> str:
+    """Format the mean of every metric over runs, and the ranks in each of them."""
+    kinds = shared(runs)
+    order = ranked_kinds(runs)
+    ranks = [ranks_of(scores, order) for scores in runs]
+    rows = []
+    for kind in kinds:
+        cells = []
+        for name in SHOWN:
+            means = [scores[kind][name].mean().item() for scores in runs if name in scores[kind]]
+            cells.append(plus_minus(*interval_over_runs(means)) if means else "–")
+        places = ", ".join(str(rank[kind]) for rank in ranks) if kind in order else "–"
+        rows.append([title(kind), *cells, places])
+    return markdown(["map", *(METRICS[name] for name in SHOWN), "rank in each run"], rows)
+
+
+def interval_over_runs(means: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of two or more values and half the width of its 95% t interval."""
+    values = torch.tensor(means, dtype=torch.float64)
+    quantile = float(students_t.ppf(0.975, len(means) - 1))
+    return values.mean().item(), quantile * values.std().item() / math.sqrt(len(means))
+
+
+def ratio_interval(above: Tensor, below: Tensor) -> tuple[float, float]:
+    """Return the ratio of two means over the same images, and half its 95% interval.
+
+    The interval is that of the delta method.
+    """
+    ratio = (above.mean() / below.mean()).item()
+    return ratio, mean_interval((above - ratio * below) / below.mean())[1]
+
+
+def ranks_of(scores: Scores, kinds: Sequence[str]) -> dict[str, int]:
+    """Rank kinds by their mean (LeRF - MoRF) / 2; 1 is the best."""
+    best = sorted(kinds, key=lambda kind: -scores[kind]["lerf_morf"].mean().item())
+    return {kind: rank for rank, kind in enumerate(best, start=1)}
+
+
+def ranked_kinds(parts: Sequence[Scores]) -> list[str]:
+    """Return the kinds that all parts have, without random maps, and of RISE the most masks."""
+    kinds = shared(parts)
+    most = max((k for k in kinds if k.startswith(RISE)), key=number_of_masks, default=None)
+    return [k for k in kinds if k != "random" and (not k.startswith(RISE) or k == most)]
+
+
+def shared(parts: Any) -> list[str]:
+    """Return the keys that all dictionaries have, in the order of the first."""
+    first, *others = parts
+    return [key for key in first if all(key in other for other in others)]
+
+
+def number_of_masks(kind: str) -> int:
+    """Return the number in a name such as rise_500."""
+    return int(kind.removeprefix(RISE))
+
+
+def title(kind: str) -> str:
+    """Return a map's or baseline's name for tables."""
+    if kind.startswith(RISE):
+        return f"RISE, {number_of_masks(kind):,} masks"
+    return BASELINES.get(kind) or ALL_KINDS[kind]
+
+
+def plus_minus(mean: float, half: float, digits: int = 3) -> str:
+    """Format a mean and half the width of its interval."""
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

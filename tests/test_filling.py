@@ -1,0 +1,190 @@
+"""Fillings compared with a sparse solver, a loop over pixels and cases computed by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csc_matrix
+from scipy.sparse.linalg import spsolve
+from torch import Tensor
+
+from vit.explain.filling import (
+    FILLINGS,
+    NOISE,
+    blurred,
+    derangement,
+    impute,
+    make_filling,
+    mean_colour,
+)
+
+SIZE = (10, 14)
+
+
+def draw_images(count: int, size: tuple[int, int] = SIZE, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_hidden(fractions: list[float], size: tuple[int, int] = SIZE, seed: int = 1) -> Tensor:
+    """Hide a fraction of the pixels of each image, (B, 1, H, W)."""
+    chances = torch.rand(len(fractions), 1, *size, generator=torch.Generator().manual_seed(seed))
+    return chances < torch.tensor(fractions)[:, None, None, None]
+
+
+def solve_by_scipy(image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """Solve ROAD's linear system for one channel (H, W), with the weights of arXiv 2202.00449."""
+    rows, columns = image.shape
+    unknown = {(int(r), int(c)): n for n, (r, c) in enumerate(np.argwhere(hidden))}
+    matrix, right = np.zeros((len(unknown), len(unknown))), np.zeros(len(unknown))
+    for (row, column), n in unknown.items():
+        for down, across in np.ndindex(3, 3):
+            place = row + down - 1, column + across - 1
+            if place == (row, column) or not (0 <= place[0] < rows and 0 <= place[1] < columns):
+                continue
+            weight = 1 / 6 if down == 1 or across == 1 else 1 / 12
+            matrix[n, n] += weight
+            if place in unknown:
+                matrix[n, unknown[place]] -= weight
+            else:
+                right[n] += weight * image[place]
+    filled = image.copy()
+    filled[hidden] = spsolve(csc_matrix(matrix), right)
+    return filled
+
+
+@pytest.mark.parametrize("size", [SIZE, (9, 5)])
+def test_imputation_solves_the_published_system(size):
+    images, hidden = draw_images(5, size), draw_hidden([0.05, 0.3, 0.5, 0.8, 0.95], size)
+    hidden[2] = False
+    hidden[2, :, : size[0] // 2] = True  # half the image, with three of its borders
+    found = impute(images, hidden)
+    for b in range(5):
+        for channel in range(3):
+            one = images[b, channel].double().numpy()
+            expected = torch.from_numpy(solve_by_scipy(one, hidden[b, 0].numpy())).float()
+            torch.testing.assert_close(found[b, channel], expected, rtol=0, atol=2e-3)
+    exact = impute(images.double(), hidden, tolerance=1e-12)
+    one = solve_by_scipy(images[3, 1].double().numpy(), hidden[3, 0].numpy())
+    torch.testing.assert_close(exact[3, 1], torch.from_numpy(one), rtol=0, atol=1e-9)
+
+
+def test_imputation_by_hand():
+    image = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 6.0], [7.0, 8.0, 0.0]])[None, None]
+    hidden = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    hidden[0, 0, 1, 1] = True
+    found = impute(image, hidden)[0, 0]
+    assert found[1, 1].item() == pytest.approx((2 + 4 + 6 + 8) / 6 + (1 + 3 + 7 + 0) / 12)
+    assert found[0].tolist() == [1, 2, 3]
+    # A corner has two direct neighbours and a diagonal one, which share its weight.
+    corner = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    corner[0, 0, 2, 2] = True
+    value = (6 / 6 + 8 / 6 + 9 / 12) / (1 / 6 + 1 / 6 + 1 / 12)
+    assert impute(image, corner)[0, 0, 2, 2].item() == pytest.approx(value)
+
+
+def test_imputed_pixels_lie_between_the_visible_ones():
+    images, hidden = draw_images(4), draw_hidden([0.2, 0.5, 0.8, 0.9])
+    found = impute(images, hidden)
+    visible = images.masked_fill(hidden, math.nan)
+    for b in range(4):
+        for channel in range(3):
+            known = visible[b, channel][~hidden[b, 0]]
+            assert known.min() - 1e-3 <= found[b, channel].min()
+            assert found[b, channel].max() <= known.max() + 1e-3
+    flat = torch.full((1, 3, *SIZE), 0.7)
+    torch.testing.assert_close(impute(flat, hidden[3:]), flat, rtol=0, atol=1e-3)
+
+
+def test_imputation_without_hidden_or_without_visible_pixels():
+    images = draw_images(3)
+    hidden = draw_hidden([0.0, 0.5, 1.1])
+    found = impute(images, hidden)
+    assert torch.equal(found[0], images[0])
+    assert torch.equal(found[2], torch.zeros_like(images[2]))
+
+
+def test_images_are_imputed_alone_and_in_parts():
+    images, hidden = draw_images(70, (4, 6)), draw_hidden([0.5] * 70, (4, 6))
+    found = impute(images, hidden, tolerance=1e-6)
+    for b in (0, 63, 64, 69):
+        alone = impute(images[b : b + 1], hidden[b : b + 1], tolerance=1e-6)
+        torch.testing.assert_close(found[b : b + 1], alone, rtol=0, atol=1e-4)
+
+
+def test_a_smaller_tolerance_is_closer():
+    images, hidden = draw_images(3).double(), draw_hidden([0.5, 0.7, 0.9])
+    exact = impute(images, hidden, tolerance=1e-12)
+    coarse, fine = (
+        (impute(images, hidden, tolerance) - exact).abs().max() for tolerance in (0.1, 1e-3)
+    )
+    assert fine < 0.05 * coarse and fine < 5e-3
+
+
+@pytest.mark.parametrize("name", FILLINGS)
+def test_a_filling_changes_hidden_pixels_only(name):
+    images, hidden = draw_images(6), draw_hidden([0.1, 0.3, 0.5, 0.7, 0.9, 0.9])
+    before = images.clone()
+    fill = make_filling(name, images, seed=3)
+    found = fill(images, hidden)
+    everywhere = hidden.expand_as(images)
+    assert found.shape == images.shape and found.dtype == torch.float32
+    assert torch.equal(images, before)
+    assert torch.equal(found[~everywhere], images[~everywhere])
+    assert (found[everywhere] != images[everywhere]).all()
+    assert torch.equal(make_filling(name, images, seed=3)(images, hidden), found)
+    assert torch.equal(fill(images, hidden & False), images)
+
+
+def test_mean_colour_is_zero():
+    images, hidden = draw_images(2), draw_hidden([0.5, 0.5])
+    assert make_filling("mean", images) is mean_colour
+    assert torch.equal(mean_colour(images, hidden), images * ~hidden)
+
+
+def test_hidden_pixels_show_another_image_at_the_same_place():
+    images = torch.arange(5.0)[:, None, None, None] + torch.zeros(5, 3, 4, 6)
+    images += torch.arange(24).reshape(4, 6) / 100
+    found = make_filling("other", images, seed=0)(images, torch.ones(5, 1, 4, 6).bool())
+    others = derangement(5, seed=0)
+    assert torch.equal(found, images[others])
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 101])
+def test_a_derangement_moves_everything(count):
+    for seed in range(5):
+        other = derangement(count, seed)
+        assert sorted(other.tolist()) == list(range(count))
+        assert (other != torch.arange(count)).all()
+        assert torch.equal(derangement(count, seed), other)
+    if count > 3:
+        assert not torch.equal(derangement(count, 0), derangement(count, 1))
+
+
+def test_blur_by_hand():
+    # An eighth of each side: 1 pixel down, 2 across.
+    image = torch.zeros(1, 1, 8, 16)
+    image[0, 0, 4, 8] = 1
+    found = blurred(image)[0, 0]
+    assert found.sum().item() == pytest.approx(1, abs=0.01)  # the borders are mirrored
+    assert (found[5, 8] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
+    assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
+    smooth = blurred(draw_images(2, (32, 32)))
+    assert 0.02 < smooth.std() < 0.1  # of 1: a strong blur leaves little
+
+
+def test_noise_is_that_of_the_paper_and_of_the_seed():
+    images, hidden = draw_images(3, (32, 32)), draw_hidden([0.6, 0.6, 0.6], (32, 32))
+    noise = make_filling("linear", images, seed=0)(images, hidden) - impute(images, hidden)
+    inside = noise[hidden.expand_as(noise)]
+    assert inside.std().item() == pytest.approx(NOISE, rel=0.05) and NOISE == 0.01
+    assert abs(inside.mean().item()) < 1e-3
+    other = make_filling("linear", images, seed=1)(images, hidden) - impute(images, hidden)
+    assert (other[hidden.expand_as(noise)] - inside).abs().mean() > 0.005
+
+
+def test_fillings_that_cannot_be():
+    with pytest.raises(ValueError, match=r"^filling: 'grey' is not allowed; it must be mean, "):
+        make_filling("grey", draw_images(2))
+    with pytest.raises(ValueError, match=r"^filling: 'other' takes patches of other images; use "):
+        make_filling("other", draw_images(1))
