@@ -28,7 +28,9 @@ TOKENS = torch.tensor([[4.0, -2]])
 
 def failures(page: str) -> list[str]:
     """Run the Python sessions of a page, one after the other; report results that differ."""
-    runner, names, messages = doctest.DocTestRunner(verbose=False), {}, []
+    runner = doctest.DocTestRunner(verbose=False)
+    names: dict[str, Any] = {}
+    messages: list[str] = []
     for block in re.finditer(r"^```pycon\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
         line = page[: block.start(1)].count("\n")
         session = doctest.DocTestParser().get_doctest(block[1], names, PAGE.name, str(PAGE), line)
