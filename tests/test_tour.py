@@ -36,7 +36,15 @@ def test_notebook_runs_and_shows_what_it_says(tmp_path, monkeypatch):
         return any("image/png" in output.get("data", {}) for output in outputs[cell])
 
     assert "(4, 1, 3, 64, 64)" in text("weights") and "sums to 1: True" in text("weights")
-    for cell in ("map-code", "map-target", "heads-code", "rollout-code", "draw", "trained"):
+    for cell in (
+        "map-code",
+        "map-target",
+        "map-signed-code",
+        "heads-code",
+        "rollout-code",
+        "draw",
+        "trained",
+    ):
         assert shows_picture(cell), cell
     accuracy = float(text("trained").split()[2].rstrip("%"))
     assert accuracy > 60  # chance is 33
