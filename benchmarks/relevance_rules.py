@@ -1,16 +1,17 @@
-"""Rules of layer-wise relevance compared on held-out training images: why vit.explain.lrp has its own.
+"""Rules of layer-wise relevance, compared on held-out training images.
 
     python benchmarks/relevance_rules.py RUN ... [--images 400]
 
-For each run and variant of the rules: (LeRF - MoRF) / 2 over a centred Gaussian, image by image, of the
-relevance of the tokens as it is and averaged over neighbours, of relevance x rollout, and of the
+For each run and variant of the rules: (LeRF - MoRF) / 2 over a centred Gaussian, image by image, of
+the relevance of tokens as it is and averaged over neighbours, of relevance x rollout, and of the
 relevance of pixels, summed over patches; for data with masks, the pointing game too. A gamma rule
-adds gamma times the terms that have the sign of their sum to all terms (arXiv 1910.09840, section 2).
+adds gamma times the terms that have the sign of their sum to all terms (arXiv 1910.09840).
 """
 
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +34,14 @@ def gamma_rule(gamma: float) -> Rule:
     """Return a rule for linear layers and convolutions; 0 is plain proportion."""
     emphasis = gamma / (2 + gamma)  # terms of one sign are half of all terms and their sizes
 
-    def rule(function: Rule, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args, **kwargs):
+    def rule(
+        function: Rule,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         y = function(x, weight, bias, *args, **kwargs)
         size = function(
             x.abs(), weight.abs(), bias if bias is None else bias.abs(), *args, **kwargs
