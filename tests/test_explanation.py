@@ -199,7 +199,7 @@ def test_sheet_has_a_row_for_each_kind(classifier, size, kinds):
 
 @pytest.mark.parametrize("size", [(32, 32), (300, 40), (40, 300), (600, 900)])
 def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size):
-    found = classifier.explain(draw_photo(*size), ("rollout", "lrp"))
+    found = classifier.explain(draw_photo(*size), ("rollout", "lrp", "lrp_pixels"))
     drawn, side = sheet(found), ZOOM * PANEL
     width = min(2 * PANEL, PANEL * size[1] / size[0])
     left = ZOOM * (3 * GAP + max(round(width), NARROWEST))
@@ -215,7 +215,8 @@ def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size):
         far = laid - overlay(crop, heat, bar)
         assert np.abs(far).max() <= 1
         colours = drawn[top : top + side, left : left + side]
-        middles = colours[side // 16 :: side // 8, side // 16 :: side // 8]
+        rows, columns = (((np.arange(n) + 0.5) / n * side).astype(int) for n in heat.shape)
+        middles = colours[np.ix_(rows, columns)]  # of patches or pixels
         np.testing.assert_array_equal(middles, colour_map(heat, bar))
 
 

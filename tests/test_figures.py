@@ -355,6 +355,33 @@ def test_overlay_knows_no_colour_but_the_maps():
     np.testing.assert_array_equal(overlay(red, heat), overlay(green, heat))
 
 
+def test_signed_overlay_shows_the_picture_pale_and_the_stronger_the_more_opaque():
+    levels = torch.tensor([[0.0, 1.0, -1.5], [3.0, -3.0, 50.0]])
+    photo = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    drawn, colours = overlay(photo, levels, SIGNED), colour_map(levels, SIGNED)
+    for (row, column), level in np.ndenumerate(levels.numpy()):
+        part = np.s_[10 * row : 10 * row + 10, 10 * column : 10 * column + 10]
+        pale = (255 + photo[part].mean(axis=-1, keepdims=True)) / 2
+        share = 0.75 * min(abs(level), 3) / 3
+        expected = (1 - share) * pale + share * colours[row, column]
+        assert np.abs(drawn[part] - expected).max() < 2
+
+
+@pytest.mark.parametrize(("channels", "size"), [(3, (32, 32)), (1, (16, 48))])
+def test_a_sheet_takes_maps_of_patches_and_of_pixels(channels, size):
+    maps = {"rollout": torch.full((2, 2), 1.5), "lrp_pixels": torch.zeros(size)}
+    maps["lrp_pixels"][: size[0] // 2] = 1.0
+    images = torch.full((2, channels, *size), 90, dtype=torch.uint8)
+    titles, bars = [map_title(kind, "cat") for kind in maps], [bar_of(kind) for kind in maps]
+    picture = draw_attention(images, list(maps.values()), ["cat"] * 2, titles, bars)
+    assert picture.shape == (512, 706 + BAR, 3)
+    assert len(places(picture[:256], colour_of(1.5))) > 200 * 200
+    pixels = places(picture[256:, 216:430], colour_map(torch.ones(1, 1), SIGNED)[0, 0])
+    height, width = np.ptp(pixels, axis=0) + 1
+    assert width == pytest.approx(208, abs=2)
+    assert height == pytest.approx(104 * size[0] / size[1], abs=2)  # its upper half
+
+
 def test_overlay_is_full_at_the_end_of_the_scale():
     photo = np.full((20, 20, 3), 90, dtype=np.uint8)
     end, beyond = (overlay(photo, torch.full((2, 2), level)) for level in (3.0, 50.0))
@@ -440,31 +467,47 @@ def test_words_of_heads_picture_are_not_cut_off(layers, heads, name):
 @pytest.mark.parametrize(("count", "columns"), [(5, 2), (3, 4), (4, 4), (1, 4)])
 def test_gallery_sets_overlays_beside_their_images_row_by_row(count, columns):
     images, colours = tinted_images(count)
-    heats = flat_maps(torch.linspace(1.0, 2.8, count))
-    captions = ["true cat\nas dog 99%"] * count
-    picture = gallery_picture("mistakes", images, heats, captions, columns)
+    levels = torch.stack([torch.linspace(1.0, 2.8, count), -torch.linspace(1.0, 2.8, count)], 1)
+    captions, headings = ["true cat\nas dog 99%"] * count, [["for dog", "for cat"]] * count
+    picture = gallery_picture("mistakes", images, captions, flat_maps(levels), headings, columns)
     assert_is_picture(picture)
     assert_not_cut_off(picture)
     first = middle(picture, colours[0])
     for number in range(count):
         image = middle(picture, colours[number])
-        laid = overlay(images[number].permute(1, 2, 0).numpy(), heats[number])[0, 0]
-        assert np.abs(middle(picture, laid) - image - [0, 96]).max() < 1
-        row, column = np.rint((image - first) / (142, 204))
+        for column, level in enumerate(levels[number], start=1):
+            pixels = images[number].permute(1, 2, 0).numpy()
+            laid = overlay(pixels, flat_maps(level), SIGNED)[0, 0]
+            assert np.abs(middle(picture, laid) - image - [0, 112 * column]).max() < 1
+        row, column = np.rint((image - first) / (158, 354))
         assert (row, column) == (number // columns, number % columns)
-        assert np.abs(image - first - (142 * row, 204 * column)).max() < 1
+        assert np.abs(image - first - (158 * row, 354 * column)).max() < 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_gallery_without_maps_has_the_images_alone(count):
+    images, colours = tinted_images(count)
+    picture = gallery_picture("mistakes", images, ["true cat\nas dog 99%"] * count)
+    assert_not_cut_off(picture)
+    assert picture.shape[1] == 4 * (112 + 64 + 18)  # no colour bar
+    for colour in colours:
+        middle(np.pad(picture, ((0, 0), (0, BAR), (0, 0)), constant_values=255), colour)
 
 
 def test_gallery_says_what_it_shows_and_what_each_image_is():
-    def draw(title: str, second: str) -> np.ndarray:
-        return gallery_picture(title, blue_images(2), torch.ones(2, 2, 2), ["cat", second])
+    def draw(title: str, second: str, heading: str) -> np.ndarray:
+        return gallery_picture(
+            title, blue_images(2), ["cat", second], torch.ones(2, 1, 2, 2), [["a"], [heading]]
+        )
 
-    plain = draw("first", "dog")
-    titled = np.argwhere((draw("other", "dog") != plain).any(-1))
-    captioned = np.argwhere((draw("first", "ape") != plain).any(-1))
-    assert len(titled) and titled[:, 0].max() < 24 and titled[:, 1].max() < 100
-    assert len(captioned) and captioned[:, 0].min() > 24 and captioned[:, 0].max() < 60
-    assert captioned[:, 1].min() > 200 and captioned[:, 1].max() < 300
+    plain = draw("first", "dog", "for dog")
+    titled = np.argwhere((draw("other", "dog", "for dog") != plain).any(-1))
+    captioned = np.argwhere((draw("first", "ape", "for dog") != plain).any(-1))
+    headed = np.argwhere((draw("first", "dog", "for ape") != plain).any(-1))
+    assert len(titled) and titled[:, 0].max() < 38 and titled[:, 1].max() < 100
+    for found, left in ((captioned, 248), (headed, 360)):
+        assert len(found) and found[:, 0].min() > 38 and found[:, 0].max() < 84
+        assert found[:, 1].min() >= left and found[:, 1].max() < left + 112
 
 
 def compare_flat(one: float, other: float) -> np.ndarray:

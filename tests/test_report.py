@@ -1,16 +1,30 @@
 """The report: mistakes and precision-recall curves."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
+from torch import Tensor
 
 from models import PLAIN
 from vit.classifier import Classifier
 from vit.config import DataConfig
 from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
+from vit.explain.drawing import BAR
+from vit.explain.lrp import propagate
 from vit.model.vit import VisionTransformer
-from vit.reporting.report import FRAME, class_frames, worst_mistakes, write_report
+from vit.reporting.report import (
+    FRAME,
+    class_frames,
+    contrast,
+    draw_gallery,
+    worst_mistakes,
+    write_report,
+)
 
 CPU = torch.device("cpu")
 
@@ -21,6 +35,55 @@ def test_worst_mistakes_are_wrong_and_the_surest_first():
     assert worst_mistakes(logits, labels, 2).tolist() == [2, 3]
     assert worst_mistakes(logits, labels, 10).tolist() == [2, 3, 1]
     assert worst_mistakes(logits, logits.argmax(dim=1), 10).tolist() == []
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> tuple[Classifier, ImageSet]:
+    """A classifier of grey images that are not square, and images it classifies."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        **{**PLAIN, "in_chans": 1}, img_size=(16, 24), num_classes=3, embed_dim=12, depth=2
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    preprocess = Preprocess((16, 24), (0.5,), (0.25,))
+    classifier = Classifier(model.eval(), preprocess, ("a", "b", "c"), CPU, torch.float32)
+    images = torch.randint(256, (3, 1, 16, 24), dtype=torch.uint8)
+    return classifier, ImageSet(images, torch.tensor([0, 1, 2]), classifier.classes)
+
+
+def test_relevance_for_predicted_and_true_class_has_one_unit(mistakes):
+    """So their difference is the relevance of the difference of the two logits."""
+    classifier, images = mistakes
+    inputs = classifier.normalize(images.pixels())
+    logits, maps = contrast(classifier, images.pixels(), images.labels)
+    torch.testing.assert_close(logits, classifier.forward(inputs))
+    assert maps.shape == (3, 2, 16, 24)
+    torch.testing.assert_close(maps[:, 0].abs().mean(dim=(1, 2)), torch.ones(3))
+    right = logits.argmax(dim=1) == images.labels
+    assert 0 < right.sum() < 3 and torch.equal(maps[right, 0], maps[right, 1])
+
+    def difference(x: Tensor) -> Tensor:
+        found = classifier.model(x)
+        return (found.max(dim=1).values - found[torch.arange(3), images.labels])[:, None]
+
+    expected = propagate(difference, inputs)[1].sum(dim=1)[~right]
+    found = (maps[:, 0] - maps[:, 1])[~right]
+    units = expected.norm(dim=(1, 2), keepdim=True) / found.norm(dim=(1, 2), keepdim=True)
+    torch.testing.assert_close(units * found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_gallery_shows_both_classes_and_leaves_out_maps_that_do_not_exist(mistakes, monkeypatch):
+    classifier, images = mistakes
+    with_maps = draw_gallery(classifier, images)
+    assert with_maps.shape == (38 + 158, 4 * (3 * 112 + 18) + BAR, 3)
+    swapped = draw_gallery(classifier, replace(images, labels=images.labels.flip(0)))
+    changed = np.argwhere((swapped != with_maps).any(-1))
+    assert changed[:, 1].min() < 112  # the caption of the first image and its last map
+    first = changed[changed[:, 1] < 3 * 112]
+    assert first[:, 1].max() > 2 * 112 and not ((first[:, 1] >= 112) & (first[:, 1] < 224)).any()
+    monkeypatch.setattr(Classifier, "has_maps", False)
+    assert draw_gallery(classifier, images).shape == (38 + 158, 4 * (112 + 64 + 18), 3)
 
 
 def test_precision_recall_curves_count_their_own_class(tmp_path):

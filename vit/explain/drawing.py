@@ -46,7 +46,8 @@ def bar_of(kind: str) -> Bar:
 def overlay(pixels: np.ndarray, heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
     """Lay a map over a picture.
 
-    The picture turns grey, so every colour is the map's; the farther from 0, the more opaque.
+    The picture turns grey, so every colour is the map's; the farther from 0, the more opaque. Under
+    a signed map it also turns pale, because both ends of such a scale are dark.
 
     Args:
         pixels: (H, W, 3) uint8, of any size.
@@ -57,11 +58,14 @@ def overlay(pixels: np.ndarray, heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
         (H, W, 3) uint8.
     """
     low, high = bar[1]
+    least, most, white = (0.1, 0.75, 0.0) if low == 0 else (0.0, 0.75, 0.5)
     strength = np.abs(heat.cpu().numpy().clip(low, high)) / high
-    opacity = enlarge((255 * (0.1 + 0.65 * strength)).astype(np.uint8), pixels.shape[:2]) / 255
-    grey = pixels.mean(axis=-1, dtype=np.float32)[..., None]
+    opacity = (255 * (least + (most - least) * strength)).astype(np.uint8)
+    opacity = enlarge(opacity, pixels.shape[:2])[..., None] / np.float32(255)
+    grey = pixels.mean(axis=-1, dtype=np.float32, keepdims=True)
+    grey += white * (255 - grey)
     colours = enlarge(colour_map(heat, bar), pixels.shape[:2]).astype(np.float32)
-    return (grey + (colours - grey) * opacity[..., None]).round().astype(np.uint8)
+    return (grey + (colours - grey) * opacity).round().astype(np.uint8)
 
 
 def colour_map(heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:

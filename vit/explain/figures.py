@@ -17,6 +17,7 @@ from torch import Tensor
 from vit.explain.drawing import (
     FONT_SIZE,
     GAP,
+    SIGNED,
     UNIFORM,
     Bar,
     Text,
@@ -184,32 +185,42 @@ def _write_upwards(picture: Image.Image, word: str, left: int, middle: int) -> N
 
 
 def gallery_picture(
-    title: str, images: Tensor, maps: Tensor | None, captions: Sequence[str], columns: int = 4
+    title: str,
+    images: Tensor,
+    captions: Sequence[str],
+    maps: Tensor | None = None,
+    headings: Sequence[Sequence[str]] = (),
+    columns: int = 4,
 ) -> np.ndarray:
-    """Draw images, next to their overlays if there are maps, several per row.
+    """Draw images, each followed by its overlays if there are maps, several images per row.
 
     Args:
-        title: What the overlays show.
+        title: What the gallery shows, up to two lines.
         images: (B, channels, H, W) uint8.
-        maps: (B, rows, columns), or None.
-        captions: B captions, of up to two lines of 30 characters.
+        captions: B captions, of up to two lines of 18 characters.
+        maps: (B, M, rows, columns) signed maps to lay over each image, or None.
+        headings: For each image, M headings above its overlays, like the captions.
         columns: Images per row.
     """
-    panel, space, first = 96, 46, 20
-    width = panel + (panel if maps is not None else 80)  # without maps, room for the captions
+    panel, space, first = 112, 46, 38
+    count = maps.shape[1] if maps is not None else 0
+    width = panel * (1 + count) if count else panel + 64  # without maps, room for the captions
     rows = -(-len(images) // columns)
-    canvas = paper(first + rows * (panel + space), columns * (width + 2 * GAP) + GAP)
-    texts: list[Text] = [(GAP, first, "left", title)]
+    canvas = paper(first + rows * (panel + space), columns * (width + 3 * GAP))
+    texts: list[Text] = [(GAP, first - 6, "left", title)]
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         top = first + number // columns * (panel + space) + space - GAP
-        left = GAP + number % columns * (width + 2 * GAP)
-        pixels = as_pixels(image)
-        paste(canvas, pixels, top, left, panel)
+        left = GAP + number % columns * (width + 3 * GAP)
+        parts, words = [as_pixels(image)], [caption]
         if maps is not None:
-            paste(canvas, overlay(pixels, maps[number]), top, left + panel, panel)
-        texts.append((left, top - 4, "left", shorten(caption, width)))
+            parts += [overlay(parts[0], heat, SIGNED) for heat in maps[number]]
+            words += headings[number]
+        for column, (part, text) in enumerate(zip(parts, words, strict=True)):
+            x = left + column * panel
+            paste(canvas, part, top, x, panel)
+            texts.append((x, top - 4, "left", shorten(text, (panel if count else width) - 4)))
     length = min(160, rows * (panel + space) - 60)
-    bars = [] if maps is None else [UNIFORM]
+    bars = [SIGNED] if count else []
     return framed(canvas, texts, bars, length=length, top=first + space)
 
 

@@ -12,7 +12,7 @@ from vit.reporting.loading import load_run, results_folder
 from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 BEST = 5  # number of classes printed
-KINDS = ("rollout", "lrp")
+KINDS = ("rollout", "lrp_pixels")
 
 
 def classify_photos(run: str, options: EvalConfig) -> None:
@@ -54,9 +54,8 @@ def classify_photos(run: str, options: EvalConfig) -> None:
             print(f"  wrote {sheet}")
     if has_maps:
         print(
-            f"\ncolour scale: {SCALE[0]:g} to {SCALE[1]:g} × uniform attention; layer-wise "
-            f"relevance: {-SCALE[1]:g} to {SCALE[1]:g} × its mean size, red for the class, blue "
-            "against it"
+            f"\ncolour scales: {SCALE[0]:g} to {SCALE[1]:g} × uniform attention; signed maps "
+            f"{-SCALE[1]:g} to {SCALE[1]:g} × their mean size, red for the class, blue against it"
         )
     else:
         print(f"\nno sheets: {no_maps_text(classifier.model)}")

@@ -19,6 +19,7 @@ from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.drawing import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
+from vit.explain.lrp import propagate
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
 from vit.reporting.loading import load_run, load_test, results_folder
@@ -121,19 +122,51 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet) -> np.ndarray:
-    """Draw misclassified images, next to their relevance for the predicted class if it has maps."""
-    title, relevance = "most confident mistakes", None
+    """Draw misclassified images with what speaks for and against the predicted and the true class.
+
+    A model without maps gets the images alone.
+    """
+    pixels, classes, title = mistakes.pixels(), mistakes.classes, "most confident mistakes"
     if classifier.has_maps:
-        logits, maps = classifier.maps(mistakes.pixels(), ["relevance"])
-        title, relevance = (
-            f"{title}, with class relevance for the predicted class",
-            maps["relevance"],
-        )
+        logits, maps = contrast(classifier, pixels, mistakes.labels)
     else:
-        logits = classifier.logits(mistakes.pixels())
-    captions = captions_of(logits, mistakes.labels, mistakes.classes)
+        logits, maps = classifier.logits(pixels), None
+    captions = captions_of(logits, mistakes.labels, classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
-    return gallery_picture(title, mistakes.pixels(), relevance, captions)
+    if maps is None:
+        return gallery_picture(title, pixels, captions)
+    title += (
+        ", with what speaks for (red) and against (blue) the predicted and the true class\n"
+        "layer-wise relevance of pixels, in units of its mean size for the predicted class"
+    )
+    headings = [
+        [f"for {classes[guess]}\n(predicted)", f"for {classes[label]}\n(true)"]
+        for guess, label in zip(logits.argmax(dim=1), mistakes.labels, strict=True)
+    ]
+    return gallery_picture(title, pixels, captions, maps, headings)
+
+
+def contrast(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Classify images, and map what speaks for and against the predicted and the true class.
+
+    Unlike the maps of `Classifier.maps`, both have the same unit, so they can be compared: their
+    difference is the relevance of the difference of the two logits.
+
+    Args:
+        classifier: A model with maps.
+        images: (B, channels, H, W) uint8.
+        labels: (B,) int64.
+
+    Returns:
+        Logits (B, C) float32, and layer-wise relevance of pixels for the predicted and for the
+        true class, (B, 2, H, W), in units of the former's mean absolute value.
+    """
+    inputs = classifier.normalize(images)
+    logits, predicted = propagate(classifier.model, inputs)
+    _, true = propagate(classifier.model, inputs, labels.to(inputs.device))
+    maps = torch.stack([predicted.sum(dim=1), true.sum(dim=1)], dim=1)
+    unit = maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
+    return logits, maps / unit
 
 
 def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
