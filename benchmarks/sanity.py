@@ -1,0 +1,296 @@
+"""Sanity checks of the maps of a run: what do they depend on?
+
+    python benchmarks/sanity.py RUN [--other RUN] [--images 300] [--kinds lrp ...] [--data data]
+
+Compares maps of test images by their mean rank correlation. All maps of an image explain the same
+class, the one that RUN predicts.
+
+1. Random weights (arXiv 1810.03292): the weights of RUN are replaced from the head down to the
+   stem, by those of an untrained model, and by its own in random order. A map that explains what
+   the model has learned becomes unrelated to that of RUN.
+2. Random labels (the same paper): the recipe of RUN is trained on a few of its images until it has
+   memorised them, with their labels and with the same labels in random order. `--other` is a run of
+   the same recipe with another seed, to see how far maps of well trained models agree.
+3. Shifted inputs (arXiv 1711.00867): the images get brighter by a constant that the first layer
+   subtracts. The logits are the same, and so is a map of what the model computes. This needs
+   model.stem=linear.
+
+Two columns show what is chance: the correlation of RUN's maps with those of the random model for
+other images, and with RUN's own for other images. A map fails if it is above chance by more than
+0.1. Intervals are those of the mean over images (95%).
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import timing  # noqa: F401  # so that vit is found from any folder
+import torch
+from torch import Tensor, nn
+
+from vit.classifier import Classifier, build_model
+from vit.config import AugmentConfig, EvalConfig, EvalDataConfig
+from vit.data.batches import epoch_batches
+from vit.data.datasets import ImageSet, load_training
+from vit.data.splits import balanced_subset
+from vit.explain.faithfulness import mean_interval
+from vit.explain.maps import ALL_KINDS, MAP_KINDS, SIGNED_KINDS, attention_maps
+from vit.explain.sanity import cascade, for_shifted_inputs, rank_correlation, shuffled_weights
+from vit.model_file import SavedModel
+from vit.reporting.loading import load_run, load_test
+from vit.seeding import fold_in, generator
+from vit.training.build import build_step
+from vit.training.distributed import World
+from vit.training.environment import Environment
+from vit.training.stopping import StopRequest
+
+SEED = 100  # added to that of RUN, so that nothing but the images is the same
+BATCH = 100  # images per forward pass
+MARGIN = 0.1  # correlation above chance at which a map fails a test with random weights or labels
+TRAINED_CHANCE = "trained, other image"
+SHIFT = 1.0  # in standard deviations of the training images
+UNAUGMENTED = AugmentConfig(crop_padding=0, flip=False)
+
+Maps = dict[str, Tensor]  # (B, rows, columns) by name of the row in a table
+Rows = dict[str, Tensor]  # (B,) by name of the row
+Columns = dict[str, Rows]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the maps are to explain.
+
+    Attributes:
+        images: B test images, in memory.
+        target: (B,) int64, the class of each that all models are asked about.
+        kinds: Kinds of map.
+    """
+
+    images: ImageSet
+    target: Tensor
+    kinds: Sequence[str]
+
+    def ask(self, model: nn.Module, inputs: Tensor) -> Maps:
+        """Return a model's maps; those of signed kinds also without their signs.
+
+        Args:
+            model: In evaluation mode.
+            inputs: (B, channels, H, W), the images as the model takes them.
+        """
+        parts = [
+            attention_maps(model, part, self.kinds, aim)[1]
+            for part, aim in zip(inputs.split(BATCH), self.target.split(BATCH), strict=True)
+        ]
+        maps: Maps = {}
+        for kind in self.kinds:
+            maps[ALL_KINDS[kind]] = found = torch.cat([part[kind] for part in parts])
+            if kind in SIGNED_KINDS:
+                maps[f"{ALL_KINDS[kind]}, absolute"] = found.abs()
+        return maps
+
+    def ask_trained(self, classifier: Classifier) -> Maps:
+        """Return the maps of a trained model."""
+        return self.ask(classifier.model, classifier.normalize(self.images.pixels()))
+
+
+def correlations(maps: Maps, others: Maps) -> Rows:
+    """Correlate each kind of map, image by image."""
+    return {name: rank_correlation(found, others[name]) for name, found in maps.items()}
+
+
+def of_next_image(maps: Maps) -> Maps:
+    """Give each image the maps of another one."""
+    return {name: found.roll(1, dims=0) for name, found in maps.items()}
+
+
+def untrained_weights(saved: SavedModel, seed: int) -> dict[str, Tensor]:
+    """Return the weights of an untrained model.
+
+    No layer is zero, as the recipes have it: maps of blocks that do nothing would be empty.
+    """
+    classifier, config = saved.classifier, saved.config.model
+    torch.manual_seed(fold_in(seed, "untrained"))
+    config = dataclasses.replace(config, zero_init=False) if config.name == "vit" else config
+    return build_model(config, classifier.preprocess, len(classifier.classes)).state_dict()
+
+
+def random_weights(
+    saved: SavedModel, question: Question, maps: Maps, shuffle: bool, draws: int
+) -> Columns:
+    """Correlate maps with those of models with more and more random weights.
+
+    Returns:
+        Correlations, means over `draws` random models, by stage; and with all weights random, those
+        with the maps of another image.
+    """
+    model, found = saved.classifier.model, []
+    inputs = saved.classifier.normalize(question.images.pixels())
+    for seed in range(draws):
+        weights = shuffled_weights(model, seed) if shuffle else untrained_weights(saved, seed)
+        columns: Columns = {}
+        for stage, changed in cascade(model, weights):
+            others = question.ask(changed, inputs)
+            columns[stage] = correlations(maps, others)
+        columns["stem, other image"] = correlations(maps, of_next_image(others))
+        found.append(columns)
+    return {
+        stage: {
+            name: torch.stack([columns[stage][name] for columns in found]).mean(dim=0)
+            for name in maps
+        }
+        for stage in found[0]
+    }
+
+
+def load_few(saved: SavedModel, options: EvalConfig, count: int) -> ImageSet:
+    """Load some of the training images of a run.
+
+    Raises:
+        ValueError: The images cannot be read, or a class has none among so few.
+    """
+    data, classifier = saved.config.data, saved.classifier
+    data = dataclasses.replace(data, root=options.data.root or data.root, train_size=count)
+    return load_training(data, saved.config.train.seed, classifier.preprocess)[0].in_memory()
+
+
+def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
+    """Train the recipe of a run on a few images, without augmentation, from other weights."""
+    train = dataclasses.replace(
+        saved.config.train, seed=saved.config.train.seed + SEED, epochs=epochs,
+        batch_size=max(1, len(training) // 10), small_share=0, budget_minutes=None, restarts=(),
+        accumulate=1,
+    )  # fmt: skip
+    config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
+    device, precision = saved.classifier.device, saved.classifier.precision
+    env = Environment(device, precision, World(), StopRequest())
+    step = build_step(config, None, training, env)
+    for epoch in range(epochs):
+        order = epoch_batches(len(training), train.batch_size, train.seed, epoch)
+        for images, labels in training.batches(order):
+            step(images, labels)
+    model = step.state.evaluated()
+    return Classifier(model, step.preprocess, training.classes, device, precision)
+
+
+def accuracy(classifier: Classifier, images: ImageSet) -> float:
+    """Return the fraction of images that are classified correctly."""
+    predicted = classifier.logits(images.pixels()).argmax(dim=1).cpu()
+    return (predicted == images.labels.cpu()).float().mean().item()
+
+
+def random_labels(
+    saved: SavedModel, question: Question, maps: Maps, training: ImageSet, epochs: int
+) -> Columns:
+    """Correlate maps with those of models that have memorised true and random labels."""
+    order = torch.randperm(len(training), generator=generator(0, "random labels"))
+    columns: Columns = {}
+    for name, labels in (("true", training.labels), ("random", training.labels[order])):
+        few = dataclasses.replace(training, labels=labels)
+        trained = memorise(saved, few, epochs)
+        print(
+            f"{name} labels: {accuracy(trained, few):.1%} training accuracy, "
+            f"{accuracy(trained, question.images):.1%} test accuracy",
+            flush=True,
+        )
+        others = question.ask_trained(trained)
+        columns[f"{name} labels"] = correlations(maps, others)
+    columns["random labels, other image"] = correlations(maps, of_next_image(others))
+    return columns
+
+
+def shifted_inputs(classifier: Classifier, question: Question, maps: Maps) -> Columns:
+    """Compare maps with those of brighter images by the model for them.
+
+    Returns:
+        Correlations, and differences in units of the largest absolute value of each map.
+    """
+    changed = for_shifted_inputs(classifier.model, SHIFT)
+    inputs = classifier.normalize(question.images.pixels())
+    with torch.no_grad():
+        difference = (changed(inputs + SHIFT) - classifier.model(inputs)).abs().max()
+    print(f"logits differ by at most {difference:.1g}", flush=True)
+    others = question.ask(changed, inputs + SHIFT)
+    return {
+        "rank correlation": correlations(maps, others),
+        "largest relative difference": {
+            name: (found - others[name]).flatten(1).abs().amax(dim=1)
+            / found.flatten(1).abs().amax(dim=1).clamp(min=1e-30)
+            for name, found in maps.items()
+        },
+    }
+
+
+def table(columns: Columns) -> Iterator[str]:
+    """Yield the lines of a table in Markdown: mean and 95% interval of each cell."""
+    yield "| map | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for name in next(iter(columns.values())):
+        cells = (
+            "{:.2f} ± {:.2f}".format(*mean_interval(found[name])) for found in columns.values()
+        )
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def show(title: str, columns: Columns) -> None:
+    """Print a table."""
+    print(f"\n{title}\n", *table(columns), "", sep="\n", flush=True)
+
+
+def related(columns: Columns, column: str, chance: str) -> str:
+    """Name the rows that are above chance by more than `MARGIN`, on average over the images."""
+    names = [
+        name
+        for name, found in columns[column].items()
+        if (found - columns[chance][name]).mean() > MARGIN
+    ]
+    return ", ".join(names) or "none"
+
+
+def main() -> None:
+    """Run the three checks."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", help="run folder, model file or the name of a bundled model")
+    parser.add_argument("--other", help="the same, of another seed, to compare with")
+    parser.add_argument("--images", type=int, default=300, help="test images")
+    parser.add_argument("--draws", type=int, default=3, help="random models per stage")
+    parser.add_argument("--few", type=int, default=500, help="images to memorise")
+    parser.add_argument("--epochs", type=int, default=60, help="epochs to memorise them")
+    parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=list(MAP_KINDS))
+    parser.add_argument("--data", help="folder of the data set; default: that of the run")
+    arguments = parser.parse_args()
+    options = EvalConfig(data=EvalDataConfig(root=arguments.data))
+    try:
+        saved = load_run(arguments.run, options)
+        training, test = load_few(saved, options, arguments.few), load_test(saved, options)
+        another = load_run(arguments.other, options).classifier if arguments.other else None
+    except ValueError as error:
+        parser.error(str(error))
+    classifier = saved.classifier
+    images = test.select(balanced_subset(test.labels, arguments.images, 0, "sanity")).in_memory()
+    target = classifier.logits(images.pixels()).argmax(dim=1)
+    question = Question(images, target, arguments.kinds)
+    maps = question.ask_trained(classifier)
+    other = {TRAINED_CHANCE: correlations(maps, of_next_image(maps))}
+    print(f"{saved.describe()}, {len(images)} test images, maps in float32")
+
+    for how, shuffle in (("those of an untrained model", False), ("its own, shuffled", True)):
+        columns = random_weights(saved, question, maps, shuffle, arguments.draws)
+        columns |= other
+        show(f"weights replaced by {how}, {arguments.draws} draws", columns)
+        print(f"fail without the trained head: {related(columns, 'head', TRAINED_CHANCE)}")
+        print(f"fail without any trained weights: {related(columns, 'stem', 'stem, other image')}")
+    columns = random_labels(saved, question, maps, training, arguments.epochs)
+    if another:
+        columns = {"another seed": correlations(maps, question.ask_trained(another))} | columns
+    show(f"models trained on {arguments.few} images", columns | other)
+    failing = related(columns, "random labels", "random labels, other image")
+    print(f"fail with random labels: {failing}")
+    try:
+        show("shifted inputs", shifted_inputs(classifier, question, maps))
+    except ValueError as error:
+        print(f"no shifted inputs: {error}")
+
+
+if __name__ == "__main__":
+    main()

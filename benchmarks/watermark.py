@@ -1,0 +1,274 @@
+"""Which maps find the mark that a model relies on?
+
+    python benchmarks/watermark.py [--images 500] [--seed 0] [--control runs/shapes]
+
+Draws shapes, of which every eleventh, whatever it shows, gets a small magenta square in a random
+corner and a class of its own, "marked". So nothing but the square tells this class. Trains the
+recipe configs/shapes.yaml on them, unless that is done already, and measures on new images:
+
+1. whether the model needs the mark: its predictions with the mark, with the pixels that were there
+   before, and with the mean colour in its place;
+2. for each kind of map, how often its strongest patch is the mark, how much of the positive
+   relevance is on it, and its value for "marked" and for the class of the object beside it. With
+   `--control`, a run of configs/shapes.yaml, also how often the strongest patch is the mark if the
+   model has never seen one.
+
+The figure is OUT/seed_0/watermark.png, the run OUT/seed_0, the images OUT/images.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import timing  # noqa: F401  # so that vit is found from any folder
+import torch
+import torch.nn.functional as F
+from finetuning import run, write_folder
+from PIL import Image
+from torch import Tensor
+
+import vit
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet
+from vit.data.shapes import KINDS, draw_shapes
+from vit.explain.drawing import (
+    GAP,
+    Text,
+    as_pixels,
+    bar_of,
+    framed,
+    overlay,
+    paper,
+    paste,
+    shorten,
+)
+from vit.explain.faithfulness import mean_interval, pointing_game
+from vit.explain.maps import ALL_KINDS, MAP_KINDS
+from vit.seeding import fold_in, generator
+
+MARKED = "marked"
+CLASSES = (*KINDS, MARKED)
+SIDE = 4  # of the mark, in pixels: a patch of the model
+COLOUR = (255, 0, 255)
+TRAIN, TEST = 11_000, 2_200  # images
+
+COLUMNS = {
+    "points": "strongest patch is the mark ↑",
+    "share": "positive relevance on the mark ↑",
+    "without": "strongest patch is there without the mark ↓",
+    "control": "strongest patch is the mark, model that does not know it ↓",
+    "marked": "value of the mark for *marked*",
+    "object": "and for the object's class",
+}
+VALUES = ("marked", "object")  # in units of the map; the others are fractions
+
+Pairs = tuple[ImageSet, ImageSet]
+Interval = tuple[float, float]  # mean and half the width of its 95% interval
+
+
+def add_marks(images: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:
+    """Paint a square into a corner of each image.
+
+    Args:
+        images: (N, 3, H, W) uint8.
+        corners: (N,) int64: 0 top left, 1 top right, 2 bottom left, 3 bottom right.
+
+    Returns:
+        The painted images, and masks (N, H, W) bool that are True on the squares.
+    """
+    rows, columns = (torch.arange(n) for n in images.shape[2:])
+    bottom, right = (corners >= 2)[:, None], (corners % 2 == 1)[:, None]
+    across = torch.where(right, columns >= len(columns) - SIDE, columns < SIDE)
+    down = torch.where(bottom, rows >= len(rows) - SIDE, rows < SIDE)
+    masks = down[:, :, None] & across[:, None]
+    colour = torch.tensor(COLOUR, dtype=torch.uint8)[:, None, None]
+    return torch.where(masks[:, None], colour, images), masks
+
+
+def draw_pairs(count: int, purpose: str) -> Pairs:
+    """Draw images without a mark, labelled by their objects, and the same images with one.
+
+    The masks of the latter are True on the mark.
+    """
+    images, labels, _ = draw_shapes(count, fold_in(0, "watermark", purpose))
+    corners = torch.randint(4, (count,), generator=generator(0, "corners", purpose))
+    painted, masks = add_marks(images, corners)
+    marked = torch.full_like(labels, CLASSES.index(MARKED))
+    return ImageSet(images, labels, CLASSES), ImageSet(painted, marked, CLASSES, masks)
+
+
+def draw_set(count: int, purpose: str) -> ImageSet:
+    """Draw images of which every eleventh, chosen at random, has the mark and its class."""
+    plain, marked = draw_pairs(count, purpose)
+    chosen = torch.randperm(count, generator=generator(0, "marked", purpose)) % len(CLASSES) == 0
+    return ImageSet(
+        torch.where(chosen[:, None, None, None], marked.pixels(), plain.pixels()),
+        torch.where(chosen, marked.labels, plain.labels),
+        CLASSES,
+    )
+
+
+def targets(classifier: Classifier, images: ImageSet) -> Tensor:
+    """Return the labels of images as the model counts its classes."""
+    return torch.tensor([classifier.class_index(CLASSES[label]) for label in images.labels])
+
+
+def accuracy(classifier: Classifier, images: ImageSet, labels: Tensor) -> float:
+    """Return the fraction of images that are predicted as labels say."""
+    predicted = classifier.logits(images.pixels()).argmax(dim=1).cpu()
+    return (predicted == labels).float().mean().item()
+
+
+def predictions(classifier: Classifier, pairs: Pairs) -> dict[str, tuple[float, float, float]]:
+    """Compare predictions with and without the mark.
+
+    Returns:
+        The fraction of images that are predicted to be marked, the fraction predicted as the class
+        of their object, and the mean probability of "marked"; by what is in the place of the mark.
+    """
+    plain, marked = pairs
+    fill = torch.tensor(classifier.preprocess.fill, dtype=torch.uint8)[:, None, None]
+    assert marked.masks is not None
+    shown = {
+        "the mark": marked.pixels(),
+        "the pixels that were there before": plain.pixels(),
+        "the mean colour": torch.where(marked.masks[:, None], fill, marked.pixels()),
+    }
+    mark, objects = classifier.class_index(MARKED), targets(classifier, plain)
+    found = {}
+    for name, images in shown.items():
+        probabilities = classifier.logits(images).softmax(dim=1).cpu()
+        best = probabilities.argmax(dim=1)
+        found[name] = (
+            (best == mark).float().mean().item(),
+            (best == objects).float().mean().item(),
+            probabilities[:, mark].mean().item(),
+        )
+    return found
+
+
+def measure(classifier: Classifier, pairs: Pairs, kind: str) -> dict[str, Interval]:
+    """Measure what a kind of map says about the mark.
+
+    Returns:
+        "points": fraction of the marked images whose strongest patch (of maps with a value for each
+        pixel: whose strongest pixel) is the mark, if "marked" is explained. "share": fraction of
+        the positive values that are on the mark. "without": as points, in the same image and the
+        same corner without the mark. "marked" and "object": mean value on the mark if "marked" or
+        the class of the object is explained, in units of the map.
+    """
+    plain, marked = pairs
+    assert marked.masks is not None
+    aims = {"marked": targets(classifier, marked), "object": targets(classifier, plain)}
+
+    def maps(images: ImageSet, aim: str) -> Tensor:
+        return classifier.maps(images.pixels(), [kind], aims[aim], batch_size=100)[1][kind].cpu()
+
+    found = {aim: maps(marked, aim) for aim in aims}
+    rows, columns = found["marked"].shape[1:]
+    cover = F.adaptive_avg_pool2d(marked.masks.float()[:, None], (rows, columns))[:, 0]
+    positive = found["marked"].relu()
+    values = {
+        "points": pointing_game(found["marked"], marked.masks),
+        "share": (positive * cover).sum(dim=(1, 2)) / positive.sum(dim=(1, 2)).clamp(min=1e-30),
+        "without": pointing_game(maps(plain, "marked"), marked.masks),
+    }
+    for aim, each in found.items():
+        values[aim] = (each * cover).sum(dim=(1, 2)) / cover.sum(dim=(1, 2))
+    return {name: mean_interval(each) for name, each in values.items()}
+
+
+def measure_control(classifier: Classifier, pairs: Pairs, kind: str) -> Interval:
+    """Return how often maps of a model that does not know the mark point at it.
+
+    The maps explain the class of the object.
+    """
+    plain, marked = pairs
+    assert marked.masks is not None
+    aim = targets(classifier, plain)
+    maps = classifier.maps(marked.pixels(), [kind], aim, batch_size=100)[1][kind].cpu()
+    return mean_interval(pointing_game(maps, marked.masks))
+
+
+def as_table(rows: dict[str, dict[str, Interval]]) -> str:
+    """Format what `measure` and `measure_control` return for each kind of map as Markdown."""
+    columns = [name for name in COLUMNS if name in next(iter(rows.values()))]
+    lines = ["| map | " + " | ".join(COLUMNS[name] for name in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for kind, values in rows.items():
+        cells = [("{:+.1f}" if name in VALUES else "{:.1%}") for name in columns]
+        cells = [f"{cell} ± {cell.replace('+', '')}" for cell in cells]
+        cells = [cell.format(*values[name]) for cell, name in zip(cells, columns, strict=True)]
+        lines.append(f"| {ALL_KINDS[kind]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw_figure(classifier: Classifier, pairs: Pairs, chosen: Sequence[int]) -> Image.Image:
+    """Draw marked images with three kinds of map, the last also for the class of the object."""
+    plain, marked = (images.select(torch.tensor(chosen)) for images in pairs)
+    mark, objects = targets(classifier, marked), targets(classifier, plain)
+    logits, maps = classifier.maps(marked.pixels(), ["rollout", "relevance", "lrp_pixels"], mark)
+    against = classifier.maps(marked.pixels(), ["lrp_pixels"], objects)[1]["lrp_pixels"]
+    before = classifier.logits(plain.pixels()).argmax(dim=1)
+    panel, head, zoom = 130, 50, 2  # 802 pixels wide, drawn twice as large
+    pitch = panel + GAP
+    canvas = paper(zoom * len(chosen) * (panel + head), zoom * (5 * pitch + GAP))
+    texts: list[Text] = []
+    for row, pixels in enumerate(map(as_pixels, marked.pixels())):
+        top, names = row * (panel + head) + head - GAP, classifier.classes
+        shown = [
+            (ALL_KINDS["rollout"], "(class-agnostic)", maps["rollout"][row], bar_of("rollout")),
+            (ALL_KINDS["relevance"], MARKED, maps["relevance"][row], bar_of("relevance")),
+            ("relevance of pixels", MARKED, maps["lrp_pixels"][row], bar_of("lrp_pixels")),
+            ("relevance of pixels", names[int(objects[row])], against[row], bar_of("lrp_pixels")),
+        ]
+        paste(canvas, pixels, zoom * top, zoom * GAP, zoom * panel)
+        words = f"predicted: {names[int(logits[row].argmax())]}"
+        words += f"\nwithout mark: {names[int(before[row])]}"
+        texts.append((GAP, top - 4, "left", shorten(words, panel + GAP)))
+        for column, (kind, name, heat, bar) in enumerate(shown, start=1):
+            left = GAP + column * pitch
+            paste(canvas, overlay(pixels, heat.cpu(), bar), zoom * top, zoom * left, zoom * panel)
+            title = shorten(kind, panel) + "\n" + (name if name[0] == "(" else f"for {name}")
+            texts.append((left + panel / 2, top - 4, "center", title))
+    bars = [bar_of("rollout"), bar_of("lrp_pixels")]
+    length = 2 * panel
+    return Image.fromarray(framed(canvas, texts, bars, length=length, top=head, zoom=zoom))
+
+
+def main() -> None:
+    """Draw the data, train, measure and draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the training")
+    parser.add_argument("--control", help="a run of configs/shapes.yaml")
+    parser.add_argument("--out", type=Path, default=Path("runs/watermark"))
+    parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=list(MAP_KINDS))
+    arguments = parser.parse_args()
+    training, test = draw_set(TRAIN, "train"), draw_set(TEST, "test")
+    images = write_folder(arguments.out / "images", training, test)
+    trained = arguments.out / f"seed_{arguments.seed}"
+    flags = {"data.name": "folder", "data.root": images, "train.seed": arguments.seed}
+    run(trained, "shapes", flags)
+    classifier = vit.load(trained)
+    pairs = draw_pairs(arguments.images, "pairs")
+    print(f"\n{arguments.images} new images\n")
+    print("| in the corner | predicted marked | predicted as their object | p(marked) |")
+    print("|---|---|---|---|")
+    for name, (share, right, probability) in predictions(classifier, pairs).items():
+        print(f"| {name} | {share:.1%} | {right:.1%} | {probability:.3f} |")
+    rows = {kind: measure(classifier, pairs, kind) for kind in arguments.kinds}
+    if arguments.control:
+        control = vit.load(arguments.control)
+        objects = targets(control, pairs[0])
+        without, with_mark = (accuracy(control, images, objects) for images in pairs)
+        print(f"\ncontrol: {without:.1%} accuracy without the mark, {with_mark:.1%} with it")
+        for kind, values in rows.items():
+            values["control"] = measure_control(control, pairs, kind)
+    print(f"\n{as_table(rows)}")
+    draw_figure(classifier, pairs, range(3)).save(trained / "watermark.png", optimize=True)
+    print(f"\nwrote {trained / 'watermark.png'}")
+
+
+if __name__ == "__main__":
+    main()

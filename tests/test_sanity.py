@@ -1,0 +1,271 @@
+"""Sanity checks of maps: correlations, randomised copies, shifted inputs; the planted mark."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from models import PLAIN
+from vit.classifier import Classifier, build_model
+from vit.config import from_dict
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS, draw_shapes
+from vit.explain.maps import attention_maps
+from vit.explain.sanity import (
+    cascade,
+    for_shifted_inputs,
+    rank_correlation,
+    shuffled_weights,
+    stages,
+)
+from vit.model.timm_model import build_timm_model
+from vit.model.vit import VisionTransformer
+from vit.model_file import save_model
+from vit.seeding import fold_in
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+KINDS_OF_TOKENS = ("rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_vit(seed: int = 0, **changes) -> VisionTransformer:
+    torch.manual_seed(seed)
+    sizes = {"img_size": 32, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
+    vit = VisionTransformer(**(PLAIN | sizes | changes))
+    for parameter in vit.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return vit.eval()
+
+
+def test_rank_correlation_is_that_of_scipy():
+    maps, others = draw(20, 4, 6).round(decimals=1), draw(20, 4, 6, seed=1)  # with ties
+    pairs = zip(maps.flatten(1), others.flatten(1), strict=True)
+    expected = [spearmanr(*pair).statistic for pair in pairs]
+    torch.testing.assert_close(rank_correlation(maps, others), torch.tensor(expected))
+    torch.testing.assert_close(rank_correlation(maps, maps.exp()), torch.ones(20).double())
+    torch.testing.assert_close(rank_correlation(maps, -maps), -torch.ones(20).double())
+    assert rank_correlation(torch.ones(1, 2, 2), torch.rand(1, 2, 2)).item() == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: draw_vit(stem="conv", reg_tokens=1, mlp_conv=True),
+        lambda: build_timm_model("timm:vit_tiny_patch16_224", {"depth": 2}, (32, 32), 3, 5),
+    ],
+    ids=["ours", "timm"],
+)
+def test_a_cascade_replaces_one_stage_after_the_other(model):
+    vit = model().eval()
+    before = copy.deepcopy(vit.state_dict())
+    weights = {name: torch.rand_like(values.float()) for name, values in before.items()}
+    groups = stages(vit)
+    assert list(groups) == ["head", "block 1", "block 0", "stem"]
+    assert sorted(name for names in groups.values() for name in names) == sorted(before)
+    assert {"head.weight", "head.bias"} < {*groups["head"]}
+    assert "pos_embed" in groups["stem"]
+    done: set[str] = set()
+    for stage, changed in cascade(vit, weights):
+        done |= {*groups[stage]}
+        for name, values in changed.state_dict().items():
+            assert torch.equal(values, (weights if name in done else before)[name].to(values)), name
+    assert done == {*before}
+    assert all(torch.equal(values, before[name]) for name, values in vit.state_dict().items())
+
+
+def test_shuffled_weights_are_the_same_values():
+    vit = draw_vit(stem="conv")
+    shuffled = shuffled_weights(vit, 0)
+    for name, values in vit.state_dict().items():
+        assert shuffled[name].shape == values.shape
+        assert torch.equal(shuffled[name].flatten().sort().values, values.flatten().sort().values)
+    name = "blocks.0.mlp.fc1.weight"
+    assert not torch.equal(shuffled[name], vit.state_dict()[name])
+    assert torch.equal(shuffled[name], shuffled_weights(vit, 0)[name])
+    assert not torch.equal(shuffled[name], shuffled_weights(vit, 1)[name])
+
+
+def test_maps_of_a_random_model_are_unrelated_to_those_of_another():
+    vit, images = draw_vit(), draw(60, 3, 32, 32)
+    target = torch.arange(60) % 5
+    (*_, (_, random)) = cascade(vit, draw_vit(seed=1).state_dict())
+    for kind in KINDS_OF_TOKENS:
+        own, same, other = (
+            attention_maps(model, images, [kind], target)[1][kind]
+            for model in (vit, copy.deepcopy(vit), random)
+        )
+        torch.testing.assert_close(rank_correlation(own, same), torch.ones(60).double())
+        assert rank_correlation(own, other).mean().abs() < 0.25, kind
+
+
+def test_class_agnostic_maps_do_not_depend_on_the_head_and_others_do():
+    vit, images, target = draw_vit(), draw(8, 3, 32, 32), torch.arange(8) % 5
+    _, changed = next(cascade(vit, shuffled_weights(vit, 0)))
+    for kind in KINDS_OF_TOKENS:
+        own, other = (
+            attention_maps(model, images, [kind], target)[1][kind] for model in (vit, changed)
+        )
+        same = torch.allclose(rank_correlation(own, other), torch.ones(8).double())
+        assert same == (kind in ("rollout", "raw")), kind
+
+
+@pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])
+def test_shifted_inputs_leave_logits_and_maps_of_tokens_as_they_are(variant):
+    vit, images, target = draw_vit(**variant).double(), draw(4, 3, 32, 32).double(), torch.arange(4)
+    shifted = for_shifted_inputs(vit, 1.5)
+    torch.testing.assert_close(shifted(images + 1.5), vit(images))
+    assert not torch.allclose(shifted(images), vit(images))
+    for kind in KINDS_OF_TOKENS:
+        _, own = attention_maps(vit, images, [kind], target)
+        _, other = attention_maps(shifted, images + 1.5, [kind], target)
+        torch.testing.assert_close(own[kind], other[kind], rtol=1e-4, atol=1e-4)
+    # Relevances of pixels are inputs times gradients, so those of shifted inputs differ.
+    own, other = (
+        attention_maps(model, inputs, ["lrp_pixels"], target)[1]["lrp_pixels"]
+        for model, inputs in ((vit, images), (shifted, images + 1.5))
+    )
+    assert rank_correlation(own, other).max() < 0.95
+
+
+@pytest.mark.parametrize("variant", [{"stem": "conv"}, {"pre_norm": True}])
+def test_inputs_cannot_be_shifted_without_a_linear_stem_with_bias(variant):
+    with pytest.raises(ValueError, match="stem=linear"):
+        for_shifted_inputs(draw_vit(**variant), 1.0)
+
+
+@pytest.fixture
+def watermark(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import watermark
+
+    return watermark
+
+
+def test_nothing_but_the_mark_tells_the_marked_class(watermark):
+    images = watermark.draw_set(1100, "train")
+    plain, kinds, _ = draw_shapes(1100, fold_in(0, "watermark", "train"))
+    differs = (images.pixels() != plain).any(dim=1)
+    marked = images.labels == watermark.CLASSES.index(watermark.MARKED)
+    assert torch.equal(differs.any(dim=(1, 2)), marked)
+    assert torch.equal(images.labels[~marked], kinds[~marked])
+    assert marked.sum() == 100
+    per_kind = torch.bincount(kinds[marked], minlength=len(KINDS))
+    assert per_kind.min() >= 2 and per_kind.max() <= 25  # all kinds: 10 each on average
+    corners = [(rows, columns) for rows in (0, 28) for columns in (0, 28)]
+    places = []
+    for image in images.pixels()[marked]:
+        painted = (image == torch.tensor(watermark.COLOUR)[:, None, None]).all(dim=0)
+        (place,) = [p for p in corners if painted[p[0] : p[0] + 4, p[1] : p[1] + 4].all()]
+        places.append(place)
+    outside = torch.ones(32, 32, dtype=torch.bool)
+    for row, column in corners:
+        outside[row : row + 4, column : column + 4] = False
+        assert places.count((row, column)) >= 12  # 25 on average
+    assert not differs[:, outside].any()
+
+
+def test_pairs_differ_in_the_mark_only_and_sets_share_no_images(watermark):
+    plain, marked = watermark.draw_pairs(50, "pairs")
+    assert marked.masks.sum(dim=(1, 2)).tolist() == [16] * 50
+    differs = (plain.pixels() != marked.pixels()).any(dim=1)
+    assert not (differs & ~marked.masks).any()
+    assert {plain.classes[label] for label in plain.labels} == {*KINDS}
+    assert {marked.classes[label] for label in marked.labels} == {"marked"}
+    assert not torch.equal(plain.pixels(), watermark.draw_pairs(50, "test")[0].pixels())
+
+
+class Reader(nn.Module):
+    """Says "marked" if 16 pixels are magenta, else the first class."""
+
+    def __init__(self, mark: int, classes: int) -> None:
+        super().__init__()
+        self.mark, self.classes = mark, classes
+
+    def forward(self, images: Tensor) -> Tensor:
+        magenta = (images[:, 0] > 0.99) & (images[:, 1] < 0.01) & (images[:, 2] > 0.99)
+        logits = torch.zeros(len(images), self.classes)
+        logits[:, 0] = 5.0
+        logits[:, self.mark] = 10.0 * (magenta.sum(dim=(1, 2)) >= 16)
+        return logits
+
+
+def classifier_of(model: nn.Module, classes: tuple[str, ...]) -> Classifier:
+    preprocess = Preprocess((32, 32), (0.0,) * 3, (1.0,) * 3)
+    return Classifier(model.eval(), preprocess, classes, torch.device("cpu"), torch.float32)
+
+
+def test_a_model_that_reads_the_mark_alone_changes_its_mind_without_it(watermark):
+    classes = tuple(sorted(watermark.CLASSES))  # in another order, as in an image folder
+    pairs = watermark.draw_pairs(30, "pairs")
+    reader = Reader(classes.index("marked"), len(classes))
+    found = watermark.predictions(classifier_of(reader, classes), pairs)
+    objects = (pairs[0].labels == watermark.CLASSES.index(classes[0])).float().mean().item()
+    assert found["the mark"][:2] == (1.0, 0.0)
+    for without in ("the pixels that were there before", "the mean colour"):
+        assert found[without][:2] == pytest.approx((0.0, objects))
+
+
+def test_the_measurement_and_the_figure_of_the_mark(watermark, monkeypatch):
+    classes = tuple(sorted(watermark.CLASSES))
+    classifier = classifier_of(draw_vit(num_classes=len(classes)), classes)
+    pairs = watermark.draw_pairs(12, "pairs")
+
+    def maps(self, images, kinds, target, batch_size=500):
+        """Maps that show nothing but magenta: for "marked", and against any other class."""
+        magenta = (images == torch.tensor(watermark.COLOUR)[:, None, None]).all(dim=1).float()
+        sign = torch.where(target == classes.index("marked"), 1.0, -1.0)
+        found = nn.functional.avg_pool2d(magenta, 4) * sign[:, None, None]
+        return None, dict.fromkeys(kinds, found + 1e-9)
+
+    picture = watermark.draw_figure(classifier, pairs, range(2))
+    assert picture.size == (2 * 802, 2 * 2 * 180)
+    monkeypatch.setattr(Classifier, "maps", maps)
+    found = watermark.measure(classifier, pairs, "lrp")
+    assert found["points"][0] == 1
+    assert found["share"][0] == pytest.approx(1, abs=1e-5)
+    assert found["without"][0] < 0.1  # all values are equal: 1 of 64
+    assert (found["marked"][0], found["object"][0]) == (1, -1)
+    assert watermark.measure_control(classifier, pairs, "lrp")[0] == 0  # it is against the object
+    table = watermark.as_table({"lrp": found})
+    assert "| layer-wise relevance | 100.0% ± 0.0% | 100.0% ± 0.0% | 1.6% ± 0.0% | +1.0" in table
+
+
+def test_the_benchmark_of_a_tiny_model(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import sanity
+
+    saved = save_tiny(tmp_path / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["sanity.py", str(saved), *TINY.split()])
+    sanity.main()
+    out = capsys.readouterr().out
+    assert [title for title in TABLES if title not in out] == []
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| layer-wise")]
+    assert [len(row) for row in rows] == [6, 6, 6, 6, 5, 5, 3, 3]
+    assert rows[6][1:] == ["1.00 ± 0.00", "0.00 ± 0.00 |"]  # shifted inputs
+    rollout = next(line for line in out.splitlines() if line.startswith("| attention rollout"))
+    assert rollout.startswith("| attention rollout | 1.00 ± 0.00 |")  # without the trained head
+
+
+TINY = "--images 10 --draws 1 --few 50 --epochs 1 --kinds lrp rollout"
+TABLES = ("weights replaced by those of an untrained model, 1 draws", "shuffled", "test accuracy")
+
+
+def save_tiny(path: Path) -> Path:
+    config = from_dict({
+        "data": {"name": "shapes"},
+        "model": {"embed_dim": 12, "depth": 1, "num_heads": 2, "stem": "linear"},
+        "train": {"device": "cpu", "precision": "float32"},
+    })  # fmt: skip
+    preprocess = Preprocess.from_config(config.data)
+    torch.manual_seed(0)
+    model = build_model(config.model, preprocess, len(KINDS)).eval()
+    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
+    save_model(path, classifier, config, step=0)
+    return path
