@@ -20,7 +20,7 @@ from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.maps import BY_RULES, CLASS_SPECIFIC, MAP_KINDS, attention_maps
+from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, SIGNED_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
@@ -110,10 +110,12 @@ def check_maps(classifier: Classifier, inputs: Tensor, record: Record) -> None:
     else:
         assert len(explained) == 6 and found.label in explained
         assert {index for index, _ in found.top} <= {*explained}
-    assert len(found.maps) == 2 + 2 * len(explained)
-    assert {shown.kind for shown in found.maps} == {*MAP_KINDS} - {*BY_RULES}
+    assert len(found.maps) == 2 + 4 * len(explained)
+    kinds = {"rollout", "raw", "gradient_rollout", "relevance", "lrp", "lrp_rollout"}
+    assert {shown.kind for shown in found.maps} == kinds
     for shown in found.maps:
         assert (shown.target is None) == (shown.kind not in CLASS_SPECIFIC)
+        assert shown.signed == (shown.kind in SIGNED_KINDS)
         assert shown.title == MAP_KINDS[shown.kind] and shown.faithfulness is None
         target = None if shown.target is None else torch.tensor([shown.target])
         _, maps = attention_maps(classifier.model, inputs, [shown.kind], target)

@@ -184,24 +184,44 @@ def token_relevance(
         weights, (B, H, N, N). In every layer, the relevances of the tokens and what the biases of
         this and later layers contribute add up to the logit.
     """
+    logits, relevances, weights = token_relevances(model, images, [target])
+    return logits, relevances[0], weights
+
+
+def token_relevances(
+    model: AttentionModel, images: Tensor, targets: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Do as `token_relevance` for several targets, with one forward pass.
+
+    Returns:
+        Logits, relevances for each target, and attention weights, as from `token_relevance`.
+    """
     with torch.no_grad():
         tokens, grid = model.embed(images)
     tokens.requires_grad_()
     with torch.enable_grad(), LayerwiseRules():
         logits, weights, outputs = model.forward_tokens(tokens, grid)
-    layers = _relevances(logits, [tokens, *outputs[:-1]], target)
-    return logits.detach(), torch.stack([layer.sum(dim=-1) for layer in layers]), weights
+    entering = [tokens, *outputs[:-1]]
+    relevances = []
+    for number, target in enumerate(targets, start=1):
+        layers = _relevances(logits, entering, target, keep_graph=number < len(targets))
+        relevances.append(torch.stack([layer.sum(dim=-1) for layer in layers]))
+    return logits.detach(), relevances, weights
 
 
 @torch.enable_grad()
-def _relevances(logits: Tensor, values: list[Tensor], target: Tensor | None) -> list[Tensor]:
+def _relevances(
+    logits: Tensor, values: list[Tensor], target: Tensor | None, keep_graph: bool = False
+) -> list[Tensor]:
     """Return values times their gradients.
 
     A single backward pass serves the whole batch, because in evaluation mode an image's logits do
     not depend on the other images.
     """
     target = logits.argmax(dim=1) if target is None else target
-    gradients = torch.autograd.grad(logits.gather(1, target[:, None]).sum(), values)
+    gradients = torch.autograd.grad(
+        logits.gather(1, target[:, None]).sum(), values, retain_graph=keep_graph
+    )
     return [x.detach() * gradient for x, gradient in zip(values, gradients, strict=True)]
 
 

@@ -110,6 +110,37 @@ def scaled_map(
     return (fractions * units).unflatten(1, grid)
 
 
+def relevance_map(
+    kind: str,
+    relevance: Tensor,
+    weights: Sequence[Tensor],
+    grid: tuple[int, int],
+    *,
+    readout: Readout,
+    num_prefix_tokens: int,
+) -> Tensor:
+    """Compute a map of one kind from what `vit.explain.lrp.token_relevance` returns.
+
+    Args:
+        kind: "lrp" or "lrp_rollout".
+        relevance: (L, B, N).
+        weights: L attention weights (B, H, N, N).
+        grid: Rows and columns of patches.
+        readout: "class_token" or "mean", see `attention_rollout`.
+        num_prefix_tokens: Tokens before the patches.
+
+    Returns:
+        (B, rows, columns) float32; 1 is the mean of the absolute values.
+    """
+    patches = relevance[..., num_prefix_tokens:].float().unflatten(2, grid)
+    if kind == "lrp":
+        found = patches[0]
+    else:
+        rollout = attention_rollout(weights, readout=readout, num_prefix_tokens=num_prefix_tokens)
+        found = smooth(patches.mean(dim=0).relu()) * rollout.unflatten(1, grid)
+    return _of_mean_size_1(found)
+
+
 def attention_maps(
     model: nn.Module,
     images: Tensor,
@@ -187,16 +218,14 @@ def _maps_by_rules(
     with autocast(images.device, precision):
         if "lrp_pixels" in kinds:
             logits, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
-            maps["lrp_pixels"] = pixels.sum(dim=1)
-        if "lrp" in kinds or "lrp_rollout" in kinds:
+            maps["lrp_pixels"] = _of_mean_size_1(pixels.sum(dim=1))
+        of_tokens = [kind for kind in kinds if kind != "lrp_pixels"]
+        if of_tokens:
             logits, relevance, weights = token_relevance(reader, images, target)
-            prefix = reader.num_prefix_tokens
-            patches = relevance[..., prefix:].float().unflatten(2, grid)  # (L, B, rows, columns)
-            maps["lrp"] = patches[0]
-    if "lrp_rollout" in kinds:
-        rollout = attention_rollout(weights, readout=readout_of(reader), num_prefix_tokens=prefix)
-        maps["lrp_rollout"] = smooth(patches.mean(dim=0).relu()) * rollout.unflatten(1, grid)
-    return logits.float(), {kind: _of_mean_size_1(maps[kind]) for kind in kinds}
+    layout: Any = {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
+    for kind in of_tokens:
+        maps[kind] = relevance_map(kind, relevance, weights, grid, **layout)
+    return logits.float(), {kind: maps[kind] for kind in kinds}
 
 
 def _reference_maps(

@@ -1,6 +1,7 @@
 """Records for the Attention tab: everything that it shows of images and a Classifier.
 
-A batch takes one forward pass, whose graph is kept, and one backward pass for each explained class.
+A batch takes two forward passes, one of them with the rules of layer-wise relevance, and for each
+explained class a backward pass of both.
 
 Shapes: M maps of each image, K explained classes, L layers, B batch, H heads, N tokens (prefix,
 then patches), C classes.
@@ -19,11 +20,12 @@ from vit.data.datasets import ImageSet
 from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
+from vit.explain.lrp import token_relevances
 from vit.explain.maps import (
-    BY_RULES,
-    CLASS_SPECIFIC,
     MAP_KINDS,
+    SIGNED_KINDS,
     readout_of,
+    relevance_map,
     rollout_title,
     scaled_map,
 )
@@ -44,8 +46,9 @@ from vit.tensorboard_plugin.summary import image_statistics
 BATCH_SIZE = 16  # images whose graph is kept at the same time
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
-AGNOSTIC = [kind for kind in MAP_KINDS if kind not in CLASS_SPECIFIC]
-SPECIFIC = [kind for kind in MAP_KINDS if kind in CLASS_SPECIFIC and kind not in BY_RULES]
+AGNOSTIC = ("rollout", "raw")
+BY_GRADIENTS = ("gradient_rollout", "relevance")
+BY_RELEVANCE = ("lrp", "lrp_rollout")
 WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 
@@ -59,7 +62,7 @@ class Attention:
         tokens: L outputs of the blocks, (B, N, D).
         kinds: M keys of `vit.explain.maps.MAP_KINDS`.
         targets: (M, B) int64, the class that a map explains; -1 if it is class-agnostic.
-        maps: (M, B, rows, columns) float32, in units of uniform attention.
+        maps: (M, B, rows, columns) float32, in the units of `vit.explain.maps.attention_maps`.
     """
 
     logits: Tensor
@@ -97,7 +100,7 @@ def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
 def read_attention(
     classifier: Classifier, images: Tensor, wanted: Sequence[Tensor], **rollout: Any
 ) -> Attention:
-    """Run a model on a batch of images, in float32, and compute the maps that need no rules.
+    """Run a model on a batch of images, in float32, and compute the maps of all classes.
 
     Args:
         classifier: A model with maps.
@@ -116,18 +119,20 @@ def read_attention(
     }
     classes = explained_classes(logits.detach(), wanted)
     detached = [layer.detach() for layer in weights]
-    maps = [scaled_map(kind, detached, (), **layout, **rollout) for kind in AGNOSTIC]
-    kinds, none = list(AGNOSTIC), torch.full_like(classes[0], -1)
-    targets = [none] * len(AGNOSTIC)
+    none = torch.full_like(classes[0], -1)
+    maps = [(kind, none, scaled_map(kind, detached, (), **layout, **rollout)) for kind in AGNOSTIC]
     for number, target in enumerate(classes, start=1):
         gradients = attention_gradients(logits, weights, target, number < len(classes))
-        for kind in SPECIFIC:
-            maps.append(scaled_map(kind, detached, gradients, **layout))
-            kinds.append(kind)
-            targets.append(target)
+        for kind in BY_GRADIENTS:
+            maps.append((kind, target, scaled_map(kind, detached, gradients, **layout)))
+    _, relevances, _ = token_relevances(model, inputs.detach(), list(classes))
+    for target, relevance in zip(classes, relevances, strict=True):
+        for kind in BY_RELEVANCE:
+            maps.append((kind, target, relevance_map(kind, relevance, detached, **layout)))
+    kinds, targets, values = zip(*maps, strict=True)
     return Attention(
         logits.detach().float(), detached, [layer.detach() for layer in tokens],
-        kinds, torch.stack(targets), torch.stack(maps),
+        list(kinds), torch.stack(targets), torch.stack(values),
     )  # fmt: skip
 
 
@@ -266,6 +271,7 @@ def _maps(attention: Attention, scores: Tensor, row: int, titles: Mapping[str, s
             target=None if target < 0 else target,
             values=values,
             faithfulness=None if math.isnan(score) else score,
+            signed=kind in SIGNED_KINDS,
         )
         for kind, target, values, score in zip(
             attention.kinds, *(column.tolist() for column in columns), strict=True

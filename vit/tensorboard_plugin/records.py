@@ -57,8 +57,10 @@ class Map:
         kind: Name of the kind, the same in all records, e.g. "rollout".
         title: What to call it on the page.
         target: Index of the class that the map explains; None if it does not depend on a class.
-        values: A number for each patch, row by row, in units of uniform attention.
+        values: A number for each patch, row by row, in units of uniform attention; of a signed
+            map, in units of the mean of their absolute values.
         faithfulness: (LeRF - MoRF) / 2 of this map on this image, -1 to 1; None if not measured.
+        signed: Whether values are positive for the class and negative against it.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class Map:
     target: Index | None
     values: list[Finite]
     faithfulness: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
+    signed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,9 @@ def add_attention(
         classes: Names of the C classes; if there are none, they are called "class 0", ...
         labels: (B,) indices of the true classes.
         logits: (B, C), for the predictions.
-        maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention.
-            None computes attention rollout.
+        maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention;
+            those named as in `vit.explain.maps.SIGNED_KINDS` are signed, in units of the mean of
+            their absolute values. None computes attention rollout.
 
     Raises:
         ValueError: An argument has a wrong shape or value; nothing has been written.
@@ -271,7 +272,7 @@ def _maps(
     readout: Literal["class_token", "mean"] | None,
 ) -> list[list[Map]]:
     """Return the maps of each image; where none are given, attention rollout."""
-    from vit.explain.maps import MAP_KINDS
+    from vit.explain.maps import ALL_KINDS, SIGNED_KINDS
     from vit.explain.rollout import attention_rollout
 
     if maps is None:
@@ -291,9 +292,10 @@ def _maps(
         [
             Map(
                 kind=kind,
-                title=MAP_KINDS.get(kind, kind),
+                title=ALL_KINDS.get(kind, kind),
                 target=None,
                 values=values[number].float().flatten().tolist(),
+                signed=kind in SIGNED_KINDS,
             )
             for kind, values in maps.items()
         ]
