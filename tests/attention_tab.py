@@ -64,6 +64,7 @@ def make_record(
             probabilities=np.take_along_axis(read, best, axis=-1).tolist(),
         )
     relevance = (patches * softmax(rng.normal(size=patches))).tolist()
+    signed = (2 * rng.normal(size=patches)).tolist()
     details = Details(
         image=image_url(rng.integers(256, size=(*size, 3), dtype=np.uint8)),
         image_size=size,
@@ -90,6 +91,16 @@ def make_record(
             ),
             *(
                 Map(kind="relevance", title="class relevance", target=index, values=relevance)
+                for index, _ in order[:2]
+            ),
+            *(
+                Map(
+                    kind="lrp",
+                    title="layer-wise relevance",
+                    target=index,
+                    values=signed,
+                    signed=True,
+                )
                 for index, _ in order[:2]
             ),
         ],

@@ -1,5 +1,6 @@
 """The Attention tab in a real TensorBoard and a real browser, compared with numpy."""
 
+import base64
 import io
 import json
 import re
@@ -19,6 +20,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from attention_tab import HOSTILE, STEPS, event_file, make_record, serve, write_record
+from vit.explain.drawing import SIGNED, overlay
 from vit.explain.statistics import attention_distance
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
@@ -459,7 +461,7 @@ def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle", view="maps")
     details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
     cards = frame.locator(".card")
-    expect(cards).to_have_count(2)
+    expect(cards).to_have_count(3)
     expect(cards.first).to_contain_text("faithfulness 0.250")
     expect(cards.nth(1)).to_contain_text("faithfulness not measured")
     expect(cards.nth(1)).to_contain_text(f"for {details.classes[details.top[0][0]]}")
@@ -475,6 +477,43 @@ def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
         row = frame.locator(".lens-row").nth(1 + layer)
         for index in (details.lens.classes[layer][0][0], details.lens.classes[layer][1 + 5][0]):
             expect(row).to_contain_text(details.classes[index])
+
+
+def test_a_signed_map_has_colours_and_a_unit_of_its_own(page: Page, address: str) -> None:
+    frame = show(page, address, run="rectangle", view="maps", map="lrp")
+    details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
+    (shown,) = (m for m in details.maps if m.kind == "lrp" and m.target == details.top[0][0])
+    painted = numbers(frame)
+    np.testing.assert_allclose(painted["values"], shown.values, rtol=1e-3)
+    assert painted["unit"] == "mean of absolute values"
+    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(details.image.partition(",")[2]))))
+    expected = overlay(picture, torch.tensor(shown.values).reshape(4, 7), SIGNED)
+    found = frame.evaluate(
+        """() => {
+            const canvas = document.querySelectorAll(".card canvas")[2];
+            const context = canvas.getContext("2d");
+            const read = (row, column) => Array.from(context.getImageData(
+                (column + 0.4) * canvas.width / 7, (row + 0.4) * canvas.height / 4, 1, 1).data);
+            return [0, 1, 2, 3].map((row) => [0, 1, 2, 3, 4, 5, 6].map((column) =>
+                read(row, column).slice(0, 3)));
+        }"""
+    )
+    # The opacity is rounded to 8 bits in both, at different places.
+    np.testing.assert_allclose(found, expected[1::4, 1::4].astype(int), atol=3)
+    bar = frame.locator(".scale").first
+    expect(bar).to_contain_text("−3← against0for →3× mean")
+    values = painted["values"]
+    expect(bar).to_contain_text(f"{min(values):.2f} to {max(values):.2f}".replace("-", "−"))
+    page.mouse.move(*patch_at(frame, 1, 2))
+    value = f"{values[9]:.2f} × mean".replace("-", "−")
+    lines = frame.locator(".readout").first
+    expect(lines).to_contain_text(f"layer-wise relevance (for {details.classes[shown.target]})")
+    expect(lines).to_contain_text(f"patch (1, 2) at {value}")
+    expect(frame.locator(".card").nth(2)).to_contain_text(f"here {value}")
+    frame.locator(".card").first.click()
+    expect(bar).to_contain_text("0123× uniform")
+    assert numbers(frame)["unit"] == "uniform attention"
+    expect(lines).not_to_contain_text("red speaks")
 
 
 def test_statistics_over_all_images(page: Page, address: str) -> None:

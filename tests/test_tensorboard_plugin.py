@@ -112,6 +112,13 @@ def test_a_record_survives_encoding(
     assert (error <= largest / 510 * (1 + 1e-5)).all()
 
 
+def test_maps_of_older_records_are_not_signed() -> None:
+    old = plain(make_record())
+    assert {shown.pop("signed") for shown in old["maps"]} == {False, True}
+    read = decode_details(zlib.compress(json.dumps(old).encode()))
+    assert [shown.signed for shown in read.maps] == [False] * 5
+
+
 def test_rows_of_zeros_and_one_hot_rows_are_exact() -> None:
     weights = np.zeros((1, 2, 3, 3), np.float32)
     weights[0, 1] = np.eye(3)
@@ -685,17 +692,22 @@ def test_add_attention_needs_only_images_and_weights(tmp_path: Path) -> None:
 
 
 def test_add_attention_takes_maps_and_names(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    maps = {"relevance": torch.rand(2, 3, 4), "of my own": torch.rand(2, 3, 4)}
+    maps = {
+        "relevance": torch.rand(2, 3, 4),
+        "lrp": torch.randn(2, 3, 4),
+        "of my own": torch.rand(2, 3, 4),
+    }
     names = ["cat", "dog", HOSTILE, "truck"]
     add_attention(**arguments, maps=maps, classes=names, prefix_names=["CLS"])
     arguments["writer"].close()
     details = read_back(tmp_path)["photo_01"]
-    assert [(shown.kind, shown.title) for shown in details.maps] == [
-        ("relevance", "class relevance"),
-        ("of my own", "of my own"),
+    assert [(shown.kind, shown.title, shown.signed) for shown in details.maps] == [
+        ("relevance", "class relevance", False),
+        ("lrp", "layer-wise relevance", True),
+        ("of my own", "of my own", False),
     ]
     expected = maps["of my own"][1].flatten()
-    torch.testing.assert_close(torch.tensor(details.maps[1].values), expected, rtol=6e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(details.maps[2].values), expected, rtol=6e-4, atol=0)
     assert (details.classes, details.prefix) == (names, ["CLS"])
 
 

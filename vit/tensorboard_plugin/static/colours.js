@@ -1,6 +1,8 @@
 // Colours, the same as in the figures that the project draws with matplotlib.
 
-export const SCALE = 3; // the largest value of the scale, in units of uniform attention
+import { digits, range } from "./maths.js";
+
+const LARGEST = 3; // value of a scale, in its unit
 
 // matplotlib's colour map "inferno" in 256 steps, (255 * colour) rounded down as matplotlib does:
 // by Nathaniel J. Smith, Stefan van der Walt and Eric Firing, published under CC0.
@@ -23,6 +25,26 @@ const INFERNO = [
   "f1e968f1eb6cf1ed70f1ee74f1f079f1f27df2f381f2f485f3f689f4f78df5f891f6fa95f7fb99f9fc9dfafda0fcfea4",
 ].join("");
 
+// The same for "RdBu_r": red and blue by Cynthia Brewer (ColorBrewer), Apache License 2.0.
+const RED_BLUE = [
+  "05306106326307346608366909386c0a3a6f0b3c720c3e750d40780e437b0f457e114781124984134b87144d8a154f8d",
+  "1651901754931856951958981a5a9b1c5c9e1d5ea11e60a41f62a72064aa2166ac2368ad246aae256caf276db0286fb0",
+  "2971b12b73b22c75b32d76b42f78b5307ab6317cb7337db8347fb93581b93783ba3884bb3986bc3b88bd3c8abe3d8bbf",
+  "3f8dc0408fc14191c24393c34694c44996c54c98c64f9ac7529cc8559ec958a0ca5ba2cb5ea4cc61a6cd65a8ce68aacf",
+  "6bacd06eaed171b0d274b2d377b4d57ab6d67db8d780bad884bcd987beda8ac0db8dc2dc90c4dd93c5de95c6df98c8df",
+  "9ac9e09dcae19fcbe1a2cde2a4cee3a7cfe4a9d0e4abd2e5aed3e6b0d4e6b3d5e7b5d7e8b8d8e8bad9e9bddaeabfdceb",
+  "c2ddebc4deecc7dfedc9e1edcce2eecee3efd1e5f0d2e5f0d3e6f0d5e7f0d6e7f1d8e8f1d9e9f1dbe9f1dceaf2deebf2",
+  "dfecf2e1ecf3e2edf3e4eef3e5eef3e7eff4e8f0f4eaf1f4ebf1f4edf2f5eef3f5f0f3f5f1f4f6f3f5f6f4f5f6f6f6f6",
+  "f7f6f6f7f5f4f7f4f2f7f3f0f8f2eef8f0ecf8efeaf8eee8f9ede7f9ece5f9ebe3f9eae1f9e9dffae8ddfae7dbfae5d9",
+  "fae4d7fbe3d6fbe2d4fbe1d2fbe0d0fcdfcefcdeccfcddcafcdcc8fddbc7fcd8c4fcd6c1fbd4befbd2bcfbd0b9faceb6",
+  "faccb4facab1f9c7aef9c5abf9c3a9f8c1a6f8bfa3f8bda1f7bb9ef7b99bf7b799f6b496f6b293f5b090f5ae8ef5ac8b",
+  "f4aa88f4a886f4a683f3a380f2a07ef19e7cef9b7aee9878ed9676ec9374eb9072ea8e70e88b6ee7886ce6856ae58368",
+  "e48065e27d63e17b61e0785fdf755dde725bdd7059db6d57da6a55d96853d86551d7624fd6604dd45d4bd35a4ad15749",
+  "d05447ce5146cd4f45cc4c43ca4942c94641c7433fc6403ec53e3cc33b3bc2383ac03538bf3237be3036bc2d34bb2a33",
+  "b92732b82431b6212fb51f2eb41c2db2192bb0172aad162aaa1529a71429a41328a112289e11279b1027991027960f26",
+  "930e26900d258d0c258a0b24870a248409238108237e07227b06227805217504217203206f02206c011f69001f67001f",
+].join("");
+
 // Paul Tol's colour-blind-safe "muted" scheme; instead of cyan, which outlines patches, blue of his
 // "bright" scheme, and orange of his "vibrant" one.
 const CLASS_COLOURS = [
@@ -39,48 +61,107 @@ const CLASS_COLOURS = [
 ];
 const OTHER_CLASS = "#9e9e9e";
 
-/** Red, green and blue of each step. */
-const STEPS = Array.from({ length: 256 }, (_, step) =>
-  [0, 2, 4].map((at) => parseInt(INFERNO.slice(6 * step + at, 6 * step + at + 2), 16)),
-);
+/** A scale of 256 colours from `low` to 3, and the unit of its values. */
+class Scale {
+  #steps;
+  #pixels;
+  #overlays;
 
-/** Each step as a pixel of an ImageData seen as Uint32Array (little-endian, as every browser is). */
-const PIXELS = Uint32Array.from(STEPS, ([red, green, blue]) => pack(red, green, blue));
+  /**
+   * @param {string} colours - Six hexadecimal digits for each step.
+   * @param {number} low - The least value.
+   * @param {{short: string, long: string}} unit - For the page and for the JSON file.
+   * @param {Array<[number, string]>} ticks - Values and what is written below them.
+   */
+  constructor(colours, low, unit, ticks) {
+    this.low = low;
+    this.unit = unit;
+    this.ticks = ticks;
+    this.#steps = range(256).map((step) =>
+      [0, 2, 4].map((at) => parseInt(colours.slice(6 * step + at, 6 * step + at + 2), 16)),
+    );
+    this.#pixels = Uint32Array.from(this.#steps, (colour) => pack(...colour));
+    // As opaque as `overlay` in vit/explain/drawing.py makes it: the more, the farther from 0.
+    this.#overlays = this.#steps.map((colour, step) => {
+      const strength = Math.abs(low + ((LARGEST - low) * step) / 255) / LARGEST;
+      return `rgba(${colour.join(", ")}, ${0.1 + 0.65 * strength})`;
+    });
+  }
 
-/** Each step as CSS, as opaque over a picture as `overlay` in vit/explain/drawing.py makes it. */
-const OVERLAYS = STEPS.map(
-  ([red, green, blue], step) => `rgba(${red}, ${green}, ${blue}, ${0.1 + (0.65 * step) / 255})`,
-);
+  #stepOf(value) {
+    return Math.min(255, Math.max(0, Math.floor(256 * this.#place(value))));
+  }
 
-function stepOf(value) {
-  return Math.min(255, Math.max(0, Math.floor((256 * value) / SCALE)));
+  #place(value) {
+    return (value - this.low) / (LARGEST - this.low);
+  }
+
+  /** Return where a value is on the scale, 0 to 1; at an end if it is beyond. */
+  placeOf(value) {
+    return Math.min(1, Math.max(0, this.#place(value)));
+  }
+
+  /** Return the pixels of values. */
+  pixelsOf(values) {
+    const pixels = new Uint32Array(values.length);
+    for (let index = 0; index < values.length; index++)
+      pixels[index] = this.#pixels[this.#stepOf(values[index])];
+    return pixels;
+  }
+
+  /** Return a value's colour over a picture, as CSS. */
+  overlay(value) {
+    return this.#overlays[this.#stepOf(value)];
+  }
+
+  /** Return a value's colour, as CSS. */
+  colour(value) {
+    return `rgb(${this.#steps[this.#stepOf(value)].join(", ")})`;
+  }
+
+  /** Return the pixels of a colour bar: those of an ImageData seen as Uint32Array. */
+  barPixels() {
+    return this.#pixels;
+  }
+
+  /** Say that values are beyond the ends of the scale, or nothing. */
+  beyond({ smallest, largest }) {
+    if (this.low < 0 && smallest < this.low) return `${digits(smallest)} to ${digits(largest)}`;
+    return largest > LARGEST ? `▸ up to ${digits(largest)}` : "";
+  }
+
+  /** Write a value with its unit. */
+  write(value) {
+    return `${digits(value)} ${this.unit.short}`;
+  }
 }
 
+/** Return a pixel of an ImageData (little-endian, as every browser is). */
 function pack(red, green, blue, alpha = 255) {
   return ((alpha << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-/** Return the pixels of values in units of uniform attention. */
-export function heatPixels(values) {
-  const pixels = new Uint32Array(values.length);
-  for (let index = 0; index < values.length; index++) pixels[index] = PIXELS[stepOf(values[index])];
-  return pixels;
-}
+/** Attention weights and maps that are at least 0. */
+export const UNIFORM = new Scale(
+  INFERNO,
+  0,
+  { short: "× uniform", long: "uniform attention" },
+  range(LARGEST + 1).map((tick) => [tick, String(tick)]),
+);
 
-/** Return a value's colour over a picture, as CSS. */
-export function heatOverlay(value) {
-  return OVERLAYS[stepOf(value)];
-}
-
-/** Return a value's colour, as CSS. */
-export function heatColour(value) {
-  return `rgb(${STEPS[stepOf(value)].join(", ")})`;
-}
-
-/** Return the pixels of a colour bar, from 0 to the end of the scale. */
-export function barPixels() {
-  return PIXELS;
-}
+/** Maps that are positive for a class and negative against it. */
+export const SIGNED = new Scale(
+  RED_BLUE,
+  -LARGEST,
+  { short: "× mean", long: "mean of absolute values" },
+  [
+    [-3, "−3"],
+    [-1.5, "← against"],
+    [0, "0"],
+    [1.5, "for →"],
+    [3, "3"],
+  ],
+);
 
 /**
  * Choose a colour for each class of a logit lens: the same for the same class as far as possible.

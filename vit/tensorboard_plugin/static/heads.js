@@ -1,6 +1,6 @@
 // Layers x heads: a small map of every head for the token in question, and the heads' statistics.
 
-import { heatPixels } from "./colours.js";
+import { UNIFORM } from "./colours.js";
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
 import { MARK, Raster, resize } from "./raster.js";
@@ -126,9 +126,15 @@ export class HeadsView {
     for (const { layer, head, left, top } of this.#cells) {
       const values = FUSED.includes(head) ? attention[head][layer] : attention.heads[layer][head];
       if (prefix)
-        this.maps.paint(heatPixels(values.subarray(0, prefix)), prefix, left, top, this.stripZoom);
+        this.maps.paint(
+          UNIFORM.pixelsOf(values.subarray(0, prefix)),
+          prefix,
+          left,
+          top,
+          this.stripZoom,
+        );
       this.maps.paint(
-        heatPixels(values.subarray(prefix)),
+        UNIFORM.pixelsOf(values.subarray(prefix)),
         record.columns,
         left,
         top + this.strip,

@@ -1,11 +1,10 @@
 // Kinds of map of the whole image, side by side.
 
-import { heatOverlay } from "./colours.js";
+import { SIGNED, UNIFORM } from "./colours.js";
 import { make, write } from "./dom.js";
-import { digits } from "./maths.js";
 import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
 
-const SIDE = 192; // of the largest picture
+const SIDE = 176; // of the largest picture
 const FAITHFULNESS =
   "(LeRF − MoRF)/2 of this map on this image: how much more the probability of its class falls " +
   "if the patches that the map calls important are hidden first, not last. " +
@@ -40,6 +39,11 @@ export function chosenMap(record, state) {
 /** Say which class a map explains. */
 export function aboutClass(record, map) {
   return map.target === null ? "class-agnostic" : `for ${record.className(map.target)}`;
+}
+
+/** Return the colours and the unit of a map. */
+export function scaleOf(map) {
+  return map.signed ? SIGNED : UNIFORM;
 }
 
 export class MapsView {
@@ -82,7 +86,7 @@ export class MapsView {
       pointerleave: () => this.actions.point(null),
     });
     const context = resize(canvas, this.size.width, this.size.height);
-    drawOverlay(context, record, this.size, (patch) => heatOverlay(map.values[patch]));
+    drawOverlay(context, record, this.size, (patch) => scaleOf(map).overlay(map.values[patch]));
     const plain = context.getImageData(0, 0, canvas.width, canvas.height);
     const value = make("span", { class: "value" });
     const faithfulness =
@@ -114,7 +118,7 @@ export class MapsView {
     for (const { context, plain, value, map } of this.#cards) {
       context.putImageData(plain, 0, 0);
       if (patch !== null) outline(context, patchBox(record, this.size, patch), MARK, 2);
-      write(value, patch === null ? " " : `here ${digits(map.values[patch])} × uniform`);
+      write(value, patch === null ? " " : `here ${scaleOf(map).write(map.values[patch])}`);
     }
   }
 }

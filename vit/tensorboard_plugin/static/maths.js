@@ -161,6 +161,13 @@ export function indexOfLargest(values) {
   return best;
 }
 
+export function endsOf(values) {
+  return {
+    smallest: values.reduce((one, other) => Math.min(one, other)),
+    largest: values.reduce((one, other) => Math.max(one, other)),
+  };
+}
+
 export function range(count) {
   return Array.from({ length: count }, (_, index) => index);
 }
@@ -168,7 +175,7 @@ export function range(count) {
 /** Write a number with about three digits. */
 export function digits(value) {
   const size = Math.abs(value);
-  return value.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0);
+  return value.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0).replace("-", "−");
 }
 
 export function percent(probability) {

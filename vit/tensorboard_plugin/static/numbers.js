@@ -3,7 +3,7 @@
 import { range, tokenName } from "./maths.js";
 import { FUSED } from "./state.js";
 
-/** Return what a pane shows; heat maps are in units of uniform attention. */
+/** Return what a pane shows. */
 export function numbersOf(record, { state, token, attention }, shown) {
   const patches = range(record.rows * record.columns);
   return {
@@ -20,7 +20,7 @@ export function numbersOf(record, { state, token, attention }, shown) {
     direction: state.direction,
     layer: state.layer,
     head: state.head,
-    unit: "uniform attention",
+    unit: shown.scale.unit.long,
     values: plain(shown.values),
     ...ofView(record, state, attention),
     classes: record.details.classes,

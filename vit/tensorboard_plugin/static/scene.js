@@ -1,9 +1,9 @@
 // What the large picture, the chips and the lines below it show in each view.
 
-import { heatColour, heatOverlay } from "./colours.js";
-import { aboutClass, chosenMap } from "./kinds.js";
+import { UNIFORM } from "./colours.js";
+import { aboutClass, chosenMap, scaleOf } from "./kinds.js";
 import { lensColours, lensOf, lensOverlay } from "./lens.js";
-import { MEAN, digits, indexOfLargest, percent, tokenName } from "./maths.js";
+import { MEAN, digits, endsOf, indexOfLargest, percent, tokenName } from "./maths.js";
 import { FUSED } from "./state.js";
 
 /**
@@ -11,9 +11,10 @@ import { FUSED } from "./state.js";
  *
  * @returns {{values: ?ArrayLike<number>, colourOf: ?function(number): string,
  *   swatch: function(number): string, number: function(number): string, lines: string[],
- *   marked: ?number, largest: number}}
+ *   scale: object, marked: ?number, ends: {smallest: number, largest: number}}}
  *   Values of the heat map; a patch's colour over the picture, a token's colour and value on its
- *   chip; lines of text; the value to mark at the colour bar, and the largest.
+ *   chip; lines of text; the scale of the colour bar, the value to mark on it, and the smallest and
+ *   the largest value.
  */
 export function show(record, scene) {
   return { heads: showHead, maps: showMap, lens: showLens }[scene.state.view](record, scene);
@@ -66,16 +67,17 @@ function showHead(record, { state, token, pointer, probe, attention, values }) {
   const verb = state.direction === "to" ? "attends to" : "receives attention from";
   return {
     values,
-    colourOf: (patch) => heatOverlay(values[prefix + patch]),
-    swatch: (one) => (one === MEAN ? "none" : heatColour(values[one])),
+    colourOf: (patch) => UNIFORM.overlay(values[prefix + patch]),
+    swatch: (one) => (one === MEAN ? "none" : UNIFORM.colour(values[one])),
     number: (one) => (one === MEAN ? "" : `${digits(values[one])} ×`),
     lines: [
       `${nameHead(layer, head)}: ${describe(token, record)} ${verb}`,
       describeValue(record, looked, token, other),
       describeStatistics(state.statistics, layer, head),
     ],
+    scale: UNIFORM,
     marked: looked[other ?? indexOfLargest(looked)],
-    largest: values[indexOfLargest(values)],
+    ends: endsOf(values),
   };
 }
 
@@ -85,16 +87,19 @@ function showMap(record, { state, pointer, token }) {
   const prefix = record.prefix.length;
   const at = [pointer, token].find((one) => one !== null && one >= prefix) ?? null;
   const value = at === null ? null : map.values[at - prefix];
+  const scale = scaleOf(map);
   return {
     ...nothing([]),
     values: map.values,
-    colourOf: (patch) => heatOverlay(map.values[patch]),
+    colourOf: (patch) => scale.overlay(map.values[patch]),
     lines: [
-      `${map.title}, ${aboutClass(record, map)}`,
-      at === null ? "" : `${describe(at, record)} at ${digits(value)} × uniform`,
+      `${map.title} (${aboutClass(record, map)})`,
+      at === null ? "" : `${describe(at, record)} at ${scale.write(value)}`,
+      map.signed ? "red speaks for the class, blue against it" : "",
     ],
+    scale,
     marked: value,
-    largest: map.values[indexOfLargest(map.values)],
+    ends: endsOf(map.values),
   };
 }
 
@@ -121,7 +126,8 @@ function nothing(lines) {
     swatch: () => "none",
     number: () => "",
     lines,
+    scale: UNIFORM,
     marked: null,
-    largest: 0,
+    ends: { smallest: 0, largest: 0 },
   };
 }
