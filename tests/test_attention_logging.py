@@ -13,13 +13,15 @@ from vit.classifier import Classifier
 from vit.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
+from vit.explain.drawing import SIGNED, UNIFORM
 from vit.explain.faithfulness import (
     centred_map,
     faithfulness,
     hiding_curves,
     random_maps,
 )
-from vit.explain.maps import attention_maps
+from vit.explain.figures import captions_of, overlays_picture
+from vit.explain.maps import attention_maps, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting.attention_logging import (
     JUDGED,
@@ -82,9 +84,25 @@ def test_statistics_come_first_and_in_order(classifier, tmp_path):
     assert pictures == [
         "attention/statistics", "attention/heads/probe_00",
         *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
+        *(f"attention/lrp/probe_{number:02d}" for number in range(3)),
     ]  # fmt: skip
     for tag in pictures:
         assert yielded[tag].dtype == np.uint8 and yielded[tag].shape[2] == 3
+
+
+def test_relevance_is_drawn_for_the_predicted_class(classifier, tmp_path):
+    (yielded,) = look(classifier, tmp_path, [5])
+    inputs = classifier.normalize(PROBES.images)
+    logits, maps = attention_maps(classifier.model, inputs, ["rollout", "lrp"])
+    captions = captions_of(logits, PROBES.labels, PROBES.classes)
+    for number, guess in enumerate(logits.argmax(dim=1).tolist()):
+        expected = overlays_picture(
+            PROBES.images[number], [maps["rollout"][number], maps["lrp"][number]], captions[number],
+            [map_title("rollout", ""), map_title("lrp", PROBES.classes[guess])], [UNIFORM, SIGNED],
+        )  # fmt: skip
+        found = yielded[f"attention/lrp/probe_{number:02d}"]
+        difference = np.abs(found.astype(int) - expected.astype(int))
+        assert (difference > 2).mean() < 1e-3  # a value between two colours may go either way
 
 
 def test_records_come_last_and_are_those_of_the_probes(classifier, tmp_path):
@@ -108,7 +126,7 @@ def test_settings_choose_what_the_records_contain(classifier, tmp_path):
         for found in sums:
             details = decode_details(found.value[0].tensor.string_val[0])
             measured = {shown.kind for shown in details.maps if shown.faithfulness is not None}
-            assert measured == ({"rollout", "relevance"} if judged else set())
+            assert measured == ({"rollout", "relevance", "lrp"} if judged else set())
     assert len([*tmp_path.glob("step_*.npy")]) == 2
 
 
@@ -117,7 +135,7 @@ def test_maps_that_are_not_finite_cost_only_the_records(classifier, tmp_path, ca
         classifier.model.head.bias.fill_(float("nan"))
     (yielded,) = look(classifier, tmp_path, [5])
     assert not any(isinstance(value, Summary) for value in yielded.values())
-    assert "attention/filmstrip" in yielded
+    assert "attention/filmstrip" in yielded and "attention/lrp/probe_00" not in yielded
     assert "the Attention tab misses images of step 5" in capsys.readouterr().err
 
 
@@ -125,7 +143,7 @@ def test_faithfulness_of_each_kind_is_measured_on_the_same_images(classifier):
     judged = choose_probes(IMAGES, JUDGED, 7)
     row = dict(MapFaithfulness(judged, 7, STEPS).run(classifier, 5))
     images = classifier.normalize(judged.images)
-    logits, maps = attention_maps(classifier.model, images, ["rollout", "relevance"])
+    logits, maps = attention_maps(classifier.model, images, ["rollout", "relevance", "lrp"])
     maps["random"] = random_maps(JUDGED, (8, 8), 7)
     maps["centred"] = centred_map((8, 8)).expand(JUDGED, -1, -1)
     assert list(row) == [f"faithfulness/{kind}" for kind in maps]

@@ -11,15 +11,17 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import warn
 from vit.data.datasets import ImageSet
+from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import score_maps, with_baselines
 from vit.explain.figures import (
     captions_of,
     filmstrip_picture,
     heads_chart,
     heads_picture,
+    overlays_picture,
     rollout_pictures,
 )
-from vit.explain.maps import readout_of
+from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
 from vit.explain.statistics import (
     attention_distance,
@@ -34,9 +36,10 @@ from vit.tensorboard_plugin.encoding import summaries
 from vit.tracking import ROLLOUT_TAG, Logged
 
 RECORD_TAG = "attention/probe_{:02d}"
+RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
 JUDGED = 32  # number of images for measuring faithfulness during training
 JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
-JUDGED_KINDS = ("rollout", "relevance")
+JUDGED_KINDS = ("rollout", "relevance", "lrp")
 
 
 class AttentionLogging:
@@ -93,10 +96,14 @@ class AttentionLogging:
                 yield f"attention/{name}/layer_{layer:02d}", value
         rollout = torch.cat([a.maps[a.kinds.index("rollout")] for a in attentions]).cpu()
         kept = self._save(rollout, step)
+        finite = all(attention.finite for attention in attentions)
         if self.pictures:
             logits = torch.cat([attention.logits for attention in attentions])
             yield from self._draw(classifier, logits, weights, statistics, kept)
-        if not all(attention.finite for attention in attentions):
+            if finite:
+                relevance = torch.cat([a.for_prediction("lrp") for a in attentions])
+                yield from self._draw_relevance(logits, rollout, relevance)
+        if not finite:
             warn(f"the Attention tab misses images of step {step}: their maps are not finite")
         first = 0
         for attention, records in parts:
@@ -144,6 +151,20 @@ class AttentionLogging:
         strip = torch.from_numpy(np.stack(list(maps.values())))
         yield "attention/filmstrip", filmstrip_picture(pixels, strip, list(maps))
 
+    def _draw_relevance(
+        self, logits: Tensor, rollout: Tensor, relevance: Tensor
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Draw rollout and the layer-wise relevance for the predicted class side by side."""
+        kinds, classes = ("rollout", "lrp"), self.probes.classes
+        captions = captions_of(logits, self.probes.labels, classes)
+        predicted, pixels = logits.argmax(dim=1).tolist(), self.probes.pixels()
+        for number, (image, guess) in enumerate(zip(pixels, predicted, strict=True)):
+            yield RELEVANCE_TAG.format(number), overlays_picture(
+                image, [rollout[number], relevance[number]], captions[number],
+                [map_title(kind, classes[guess]) for kind in kinds],
+                [bar_of(kind) for kind in kinds],
+            )  # fmt: skip
+
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:
         """Save the maps of a step; return the maps of all steps so far.
 
@@ -176,7 +197,7 @@ class MapFaithfulness:
         self.images, self.seed, self.steps = images, seed, steps
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
-        """Yield faithfulness/KIND, -0.5 to 0.5, for two kinds of map and two baselines."""
+        """Yield faithfulness/KIND, -0.5 to 0.5, for three kinds of map and two baselines."""
         if len(self.images) == 0:
             return
         logits, maps = classifier.maps(

@@ -77,6 +77,17 @@ class Attention:
         """Whether all numbers are finite, which a model that diverges does not guarantee."""
         return bool(self.logits.isfinite().all() and self.maps.isfinite().all())
 
+    def for_prediction(self, kind: str) -> Tensor:
+        """Return each image's class-specific map of a kind for its predicted class.
+
+        Returns:
+            (B, rows, columns).
+        """
+        rows = [number for number, found in enumerate(self.kinds) if found == kind]
+        predicted = self.logits.argmax(dim=1)
+        chosen = (self.targets[rows] == predicted).int().argmax(dim=0)
+        return self.maps[rows][chosen, torch.arange(len(chosen))]
+
 
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
     """Choose the classes to explain: all if there are at most ten, else six for each image.

@@ -27,15 +27,16 @@ from vit.training.step import TrainingStep
 # Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the models of quick and shapes.
 PASS_SECONDS = 0.25e-3  # of the forward pass of an image, in addition to
 SECONDS_PER_FLOP = 1 / 300e9
-FIRST_DRAWING_SECONDS = 0.1  # of the first picture, for which matplotlib draws the colour bar
+FIRST_DRAWING_SECONDS = 0.15  # of the first pictures, for which matplotlib draws two colour bars
 DRAWING_SECONDS = 0.06  # of the pictures of a milestone, in addition to
-PROBE_SECONDS = 0.012  # of the picture of a probe
+PROBE_SECONDS = 0.022  # of the two pictures of a probe
 RECORD_SECONDS = 0.006  # of the record of a probe, in addition to
 SECONDS_PER_WEIGHT = 1 / 35e6  # to compress its attention weights
 TRAINING_PASSES = 3  # a forward and a backward pass, in forward passes
-EXPLAINING_PASSES = 2  # the maps that explain a class
+READING_PASSES = 2  # as it is, and with the rules of layer-wise relevance
+EXPLAINING_PASSES = 4  # the maps that explain a class: a backward pass of both
 # Deletion and insertion for each kind of map and two baselines; and the maps themselves.
-JUDGING_PASSES = 2 * len(JUDGED_LEVELS) * (len(JUDGED_KINDS) + 2) + 3
+JUDGING_PASSES = 2 * len(JUDGED_LEVELS) * (len(JUDGED_KINDS) + 2) + 6
 SCORING_PASSES = 2 * len(JUDGED_LEVELS) * len(JUDGED_KINDS)  # for the record of a probe
 
 
@@ -156,7 +157,7 @@ def estimate_costs(config: Config, step: TrainingStep, available: int, num_weigh
         passes *= TRAINING_PASSES
     classes = len(step.classes)
     explained = classes if classes <= ALL_CLASSES else BEST_CLASSES
-    recording = (1 + EXPLAINING_PASSES * explained) * seconds
+    recording = (READING_PASSES + EXPLAINING_PASSES * explained) * seconds
     judging = JUDGING_PASSES * min(JUDGED, available) + SCORING_PASSES * probes
     return Costs(
         training=passes * seconds,
