@@ -126,17 +126,19 @@ def test_curves_stand_at_the_same_steps_in_both_logs(finished: tuple[Path, str])
 def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path, str]) -> None:
     accumulator = events(finished[0])
     tags = [f"vit/attention/rollout/probe_{number:02d}" for number in range(3)]
+    signed = [f"vit/attention/lrp/probe_{number:02d}" for number in range(3)]
     others = [f"vit/attention/{name}" for name in ("filmstrip", "heads/probe_00", "statistics")]
-    assert sorted(accumulator.Tags()["images"]) == sorted(tags + others)
-    for tag in tags + others:
+    assert sorted(accumulator.Tags()["images"]) == sorted(tags + signed + others)
+    for tag in tags + signed + others:
         pictures = accumulator.Images(tag)
         assert [picture.step for picture in pictures] == milestones(STEPS)
         first, last = pictures[0].encoded_image_string, pictures[-1].encoded_image_string
         assert first != last
         for encoded in (first, last):
             assert pixels(encoded).std() > 20  # not blank
-    for tag in tags:
-        assert {(p.width, p.height) for p in accumulator.Images(tag)} == {(706, 256)}
+    for drawn, size in ((tags, (706, 256)), (signed, (626, 208))):
+        for tag in drawn:
+            assert {(p.width, p.height) for p in accumulator.Images(tag)} == {size}
 
 
 def test_filmstrip_grows_by_a_column_at_each_milestone(finished: tuple[Path, str]) -> None:
@@ -159,7 +161,7 @@ def test_numbers_of_attention_stand_at_every_milestone(finished: tuple[Path, str
             points = accumulator.Scalars(f"vit/attention/{name}/layer_{layer:02d}")
             assert [point.step for point in points] == milestones(STEPS)
             assert all(low < point.value <= high for point in points)
-    for kind in ("rollout", "relevance", "random", "centred"):
+    for kind in ("rollout", "relevance", "lrp", "random", "centred"):
         points = accumulator.Scalars(f"vit/faithfulness/{kind}")
         assert [point.step for point in points] == milestones(STEPS)
         assert all(-0.5 <= point.value <= 0.5 for point in points)
