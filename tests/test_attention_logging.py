@@ -20,8 +20,9 @@ from vit.explain.faithfulness import (
     hiding_curves,
     random_maps,
 )
-from vit.explain.figures import captions_of, overlays_picture
+from vit.explain.figures import captions_of
 from vit.explain.maps import attention_maps, map_title
+from vit.explain.sheet import overlays_picture
 from vit.model.vit import VisionTransformer
 from vit.reporting.attention_logging import (
     JUDGED,

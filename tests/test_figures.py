@@ -19,8 +19,10 @@ from vit.explain.drawing import (
     SCALE,
     SIGNED,
     UNIFORM,
+    as_pixels,
     bar_of,
     colour_map,
+    enlarge,
     framed,
     overlay,
     shorten,
@@ -36,6 +38,7 @@ from vit.explain.figures import (
     heads_picture,
 )
 from vit.explain.maps import ALL_KINDS, SIGNED_KINDS, map_title
+from vit.explain.sheet import overlays_picture
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import draw_probes
 
@@ -386,6 +389,24 @@ def test_overlay_is_full_at_the_end_of_the_scale():
     photo = np.full((20, 20, 3), 90, dtype=np.uint8)
     end, beyond = (overlay(photo, torch.full((2, 2), level)) for level in (3.0, 50.0))
     np.testing.assert_array_equal(end, beyond)
+
+
+def test_overlays_stand_beside_the_image_each_in_its_own_colours():
+    image = blue_images(1)[0]
+    maps = [torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([[3.0, -3.0], [0.0, 1.0]])]
+    bars, titles = (
+        [UNIFORM, SIGNED],
+        ["attention rollout", "layer-wise relevance\n(for automobile)"],
+    )
+    picture = overlays_picture(image, maps, "true automobile\npredicted truck 51%", titles, bars)
+    assert_is_picture(picture)
+    pixels = as_pixels(image)
+    parts = [pixels, *(overlay(pixels, *one) for one in zip(maps, bars, strict=True))]
+    for column, part in enumerate(parts):
+        left = 6 + 166 * column
+        np.testing.assert_array_equal(picture[42:202, left : left + 160], enlarge(part, (160, 160)))
+    red, blue = (picture[60, 338 + place].astype(int) for place in (40, 120))
+    assert red[0] > red[2] and blue[2] > blue[0]
 
 
 def test_filmstrip_has_images_as_rows_and_steps_as_columns():

@@ -104,31 +104,6 @@ def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> l
     ]
 
 
-def overlays_picture(
-    image: Tensor, maps: Sequence[Tensor], caption: str, titles: Sequence[str], bars: Sequence[Bar]
-) -> np.ndarray:
-    """Draw an image and the overlays of several maps side by side.
-
-    Args:
-        image: (channels, H, W) uint8.
-        maps: (rows, columns) each.
-        caption: A caption above the image, of up to two lines.
-        titles: A title above each overlay, of up to two lines.
-        bars: Colours and scale of each map.
-    """
-    panel, top = 160, 48 - GAP
-    canvas = paper(panel + top + GAP, (1 + len(maps)) * (panel + GAP) + 2 * GAP)
-    pixels = as_pixels(image)
-    parts = [pixels, *(overlay(pixels, heat, bar) for heat, bar in zip(maps, bars, strict=True))]
-    texts: list[Text] = [(GAP, top - 5, "left", shorten(caption, panel))]
-    for column, part in enumerate(parts):
-        paste(canvas, part, top, GAP + column * (panel + GAP), panel)
-    for column, words in enumerate(titles, start=1):
-        middle = GAP + column * (panel + GAP) + panel / 2
-        texts.append((middle, top - 5, "center", shorten(words, panel)))
-    return framed(canvas, texts, list(dict.fromkeys(bars)), length=panel - 12, top=top + 4)
-
-
 def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:
     """Draw the maps of several training steps: images as rows, steps as columns.
 

@@ -1,4 +1,4 @@
-"""The sheet of a photo: the photo, its maps and their overlays, with captions."""
+"""Sheets: a photo with its maps and their overlays, and a small image with overlays beside it."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,13 @@ from vit.explain.drawing import (
     GAP,
     Bar,
     Text,
+    as_pixels,
     colour_map,
     enlarge,
     framed,
     overlay,
     paper,
+    paste,
     shorten,
 )
 
@@ -87,6 +89,31 @@ def photo_sheet(
         canvas, texts, list(dict.fromkeys(bars)), length=panel[0] - 12, top=HEADER + TITLE + 4,
         zoom=ZOOM,
     )  # fmt: skip
+
+
+def overlays_picture(
+    image: Tensor, maps: Sequence[Tensor], caption: str, titles: Sequence[str], bars: Sequence[Bar]
+) -> np.ndarray:
+    """Draw an image and the overlays of several maps side by side.
+
+    Args:
+        image: (channels, H, W) uint8.
+        maps: (rows, columns) each.
+        caption: A caption above the image, of up to two lines.
+        titles: A title above each overlay, of up to two lines.
+        bars: Colours and scale of each map.
+    """
+    panel, top = 160, 48 - GAP
+    canvas = paper(panel + top + GAP, (1 + len(maps)) * (panel + GAP) + 2 * GAP)
+    pixels = as_pixels(image)
+    parts = [pixels, *(overlay(pixels, heat, bar) for heat, bar in zip(maps, bars, strict=True))]
+    texts: list[Text] = [(GAP, top - 5, "left", shorten(caption, panel))]
+    for column, part in enumerate(parts):
+        paste(canvas, part, top, GAP + column * (panel + GAP), panel)
+    for column, words in enumerate(titles, start=1):
+        middle = GAP + column * (panel + GAP) + panel / 2
+        texts.append((middle, top - 5, "center", shorten(words, panel)))
+    return framed(canvas, texts, list(dict.fromkeys(bars)), length=panel - 12, top=top + 4)
 
 
 def _list_classes(canvas: np.ndarray, probabilities: dict[str, float], top: int) -> list[Text]:

@@ -18,11 +18,11 @@ from vit.explain.figures import (
     filmstrip_picture,
     heads_chart,
     heads_picture,
-    overlays_picture,
     rollout_pictures,
 )
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
+from vit.explain.sheet import overlays_picture
 from vit.explain.statistics import (
     attention_distance,
     attention_entropy,
@@ -101,7 +101,7 @@ class AttentionLogging:
             logits = torch.cat([attention.logits for attention in attentions])
             yield from self._draw(classifier, logits, weights, statistics, kept)
             if finite:
-                relevance = torch.cat([a.for_prediction("lrp") for a in attentions])
+                relevance = torch.cat([a.for_prediction("lrp") for a in attentions]).cpu()
                 yield from self._draw_relevance(logits, rollout, relevance)
         if not finite:
             warn(f"the Attention tab misses images of step {step}: their maps are not finite")

@@ -86,7 +86,7 @@ class Attention:
         rows = [number for number, found in enumerate(self.kinds) if found == kind]
         predicted = self.logits.argmax(dim=1)
         chosen = (self.targets[rows] == predicted).int().argmax(dim=0)
-        return self.maps[rows][chosen, torch.arange(len(chosen))]
+        return self.maps[rows][chosen, torch.arange(len(chosen), device=chosen.device)]
 
 
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
