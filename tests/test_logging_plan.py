@@ -76,7 +76,7 @@ def test_logging_costs_a_tenth_or_is_the_record_of_an_image(
     seconds = 3 * size * quick.schedule.work(1000) / 1000 * steps * QUICK_PASS
     cost = found.probes * QUICK_RECORD * len(found.drawn)
     if found.pictures:
-        cost += FIRST_DRAWING_SECONDS + (0.06 + 0.022 * 8) * len(found.drawn)
+        cost += FIRST_DRAWING_SECONDS + (0.06 + 0.016 * 8) * len(found.drawn)
     # 32 images, five levels, from both ends, five maps; and their cost. 8 images, three maps.
     cost += (32 * (5 * 2 * 5 + 6) + 8 * 5 * 2 * 3) * QUICK_PASS * len(found.judged)
     assert found.drawn[-1] == steps

@@ -4,6 +4,7 @@ Steps count optimizer steps done: step 0 is the untrained model.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -96,8 +98,14 @@ class Tracker:
 
     def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
         """Log a picture, (height, width, 3) uint8."""
-        shown = picture_tag(tag)
-        self._show(lambda writer: writer.add_image(shown, pixels, step, dataformats="HWC"))
+        file = io.BytesIO()
+        # SummaryWriter.add_image compresses by a seventh more, but takes twice as long.
+        Image.fromarray(pixels).save(file, "png", compress_level=1)
+        height, width, channels = pixels.shape
+        image = Summary.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=file.getvalue()
+        )
+        self.summary(step, Summary(value=[Summary.Value(tag=picture_tag(tag), image=image)]))
 
     def summary(self, step: int, summary: Summary) -> None:
         """Log a summary that is complete, with its own tags, such as what a plugin shows."""
