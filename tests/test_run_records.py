@@ -12,7 +12,7 @@ from small_runs import StopAt, make_loop, small
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config, EvalConfig
 from vit.data.datasets import load
-from vit.explain.maps import BY_RULES, MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import require_attention
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
@@ -107,7 +107,7 @@ def test_eval_writes_records_of_the_images_asked_for(
         ((step, content),), ((_, packed),) = found[tag], found[f"{tag}/weights"]
         details, (codes, scale) = decode_details(content), decode_weights(packed)
         assert step == 7 and details.label == test.labels[index]
-        assert {shown.kind for shown in details.maps} == {*MAP_KINDS} - {*BY_RULES}
+        assert {shown.kind for shown in details.maps} == {*MAP_KINDS} - {"lrp_pixels"}
         assert all(shown.faithfulness is not None for shown in details.maps)
         inputs = classifier.normalize(test.pixels()[index : index + 1])
         with torch.no_grad():
