@@ -166,11 +166,11 @@ def test_target_changes_class_specific_maps_only(classifier):
     assert one.predicted == other.predicted
 
 
-def test_explain_defaults_to_relevance_and_takes_lists(classifier, tmp_path):
+def test_explain_draws_rollout_and_relevance_of_pixels_and_takes_lists(classifier, tmp_path):
     path = tmp_path / "some photo.png"
     Image.fromarray(draw_photo(20, 20)).save(path)
     several = classifier.explain([path, draw_photo(30, 10)])
-    assert [list(found.maps) for found in several] == [["relevance"], ["relevance"]]
+    assert [list(found.maps) for found in several] == [["rollout", "lrp_pixels"]] * 2
     assert several[0].name == "some photo.png"
     with pytest.raises(ValueError, match="kind"):
         classifier.explain(path, kind="rolout")
@@ -227,7 +227,7 @@ def photo_panel(drawn: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifier):
     photo = np.full((100, 200, 3), (200, 30, 30), np.uint8)
-    panel = photo_panel(sheet(classifier.explain(photo)), PANEL, 2 * PANEL)
+    panel = photo_panel(sheet(classifier.explain(photo, "relevance")), PANEL, 2 * PANEL)
     inside = (panel == (200, 30, 30)).all(axis=2)
     rows, columns = (np.flatnonzero(inside.any(axis=axis)) for axis in (1, 0))
     middle = panel.shape[1] / 2
@@ -251,7 +251,7 @@ def test_padding_is_part_of_map_and_overlay(classifier, size):
     """The overlay is that of the padded photo, which the model sees, and so is its map."""
     preprocess = replace(classifier.preprocess, fit="pad")
     photo = draw_photo(*size)
-    found = replace(classifier, preprocess=preprocess).explain(photo)
+    found = replace(classifier, preprocess=preprocess).explain(photo, "relevance")
     assert found.photo[found.seen].shape == photo.shape
     (above, below), (left, right) = found.padding
     view = np.full((size[0] + above + below, size[1] + left + right, 3), preprocess.fill, np.uint8)
@@ -277,7 +277,7 @@ def test_padding_is_part_of_map_and_overlay(classifier, size):
 
 def test_squashed_photos_keep_their_shape_in_the_sheet(classifier):
     preprocess = replace(classifier.preprocess, fit="squash")
-    found = replace(classifier, preprocess=preprocess).explain(draw_photo(50, 100))
+    found = replace(classifier, preprocess=preprocess).explain(draw_photo(50, 100), "relevance")
     assert found.seen == (slice(0, 50), slice(0, 100)) and not np.any(found.padding)
     assert sheet(found).shape[0] == ZOOM * (HEADER + TITLE + PANEL + 2 * GAP)
 
@@ -308,7 +308,7 @@ def test_probabilities_are_bars_of_their_length(classifier):
 
 
 def test_captions_change_with_name_class_and_target(classifier):
-    found = classifier.explain(draw_photo(32, 32))
+    found = classifier.explain(draw_photo(32, 32), "relevance")
     plain = sheet(found)
     other = replace(found, target=list(found.probabilities)[1])
     for changed in (replace(found, name="other.png"), other):

@@ -188,7 +188,7 @@ class Classifier:
     def explain(
         self,
         photos: Photo | Photos,
-        kind: str | Sequence[str] = "relevance",
+        kind: str | Sequence[str] = ("rollout", "lrp_pixels"),
         target: str | None = None,
     ) -> Explanation | list[Explanation]:
         """Map what the model attends to in one photo or in several.
@@ -196,8 +196,7 @@ class Classifier:
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
                 size; or a list of them.
-            kind: One kind of map or several: "rollout", "gradient_rollout", "relevance", "raw",
-                "lrp", "lrp_rollout".
+            kind: One kind of map or several, keys of `vit.explain.maps.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Returns:

@@ -60,8 +60,9 @@ def fixed_deviation(
 ) -> Tensor:
     """Apply a layer norm whose standard deviation is held fixed."""
     axes = tuple(range(-len(normalized_shape), 0))
-    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-    y = (x - mean) * (variance + eps).rsqrt().detach()
+    shape = x.shape[axes[0] :]
+    _, _, scale = torch.native_layer_norm(x.detach(), shape, None, None, eps)
+    y = (x - x.mean(axes, keepdim=True)) * scale.to(x.dtype)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -114,10 +115,29 @@ def _same_sign(y: Tensor, size: Tensor) -> Tensor:
         y: Sums of terms.
         size: Sums of the absolute values of the same terms.
     """
-    twice = y + y.detach().sign() * size  # the other terms cancel
-    result = twice * (y / twice).detach().nan_to_num(0.5)
+    result: Tensor = _SameSign.apply(y, size)
     result.terms = y, size, result._version  # type: ignore[attr-defined]  # for a batch norm
     return result
+
+
+class _SameSign(torch.autograd.Function):
+    """The identity of y, with the gradient of (y + sign(y) size) times a fixed ratio.
+
+    In y + sign(y) size, the terms of the other sign cancel. As a function of its own, it costs
+    nothing on the way back where a batch norm takes the terms of its convolution instead.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, size: Tensor) -> Tensor:
+        ctx.save_for_backward(y, size)
+        return y.clone()  # an activation may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        y, size = ctx.saved_tensors
+        high = y.abs()
+        share = gradients[0] * (high / (high + size).clamp_(min=torch.finfo(y.dtype).tiny))
+        return share, share * y.sign()
 
 
 RULES: dict[Any, Callable[..., Tensor]] = {
