@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval, fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
+from zennit.composites import LayerMapComposite
+from zennit.rules import Pass, ZPlus
+from zennit.types import Activation, Convolution
 
 from models import PLAIN
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
@@ -193,6 +196,30 @@ def test_a_batch_norm_is_part_of_its_convolution(affine, inplace):
     torch.testing.assert_close(found, pass_back_of_positive(fused, x, relevance))
     plain = x * torch.autograd.functional.vjp(fused, x, relevance / fused(x).clamp(min=1e-9))[1]
     assert (found - plain).abs().max() > 0.1
+
+
+def test_a_convolutional_stem_passes_relevance_on_as_that_of_zennit():
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for channels, dim, stride in ((3, 8, 1), (8, 16, 2), (16, 16, 2)):
+        norm = nn.BatchNorm2d(dim)
+        for values in (norm.running_mean, norm.weight, norm.bias):
+            nn.init.normal_(values)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        parts += [nn.Conv2d(channels, dim, 3, stride, 1, bias=False), norm, nn.ReLU()]
+    stem = nn.Sequential(*parts).double().eval()
+    pairs = zip(stem[::3], stem[1::3], strict=True)
+    fused = nn.Sequential(*(m for pair in pairs for m in (fuse_conv_bn_eval(*pair), nn.ReLU())))
+    x = draw(2, 3, 16, 16)
+    relevance = stem(x).detach() * draw(2, 16, 4, 4, seed=1)
+    rule = ZPlus(stabilizer=1e-12, zero_params=None)
+    composite = LayerMapComposite([(Activation, Pass()), (Convolution, rule)])
+    with composite.context(fused) as modified:
+        inputs = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(modified(inputs), inputs, relevance)
+    found = pass_back_of_positive(stem, x, relevance)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert found.abs().mean() > 1e-3
 
 
 def pass_back_of_positive(function, inputs: Tensor, relevance: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def fixed_deviation(
     """Apply a layer norm whose standard deviation is held fixed."""
     axes = tuple(range(-len(normalized_shape), 0))
     shape = x.shape[axes[0] :]
-    _, _, scale = torch.native_layer_norm(x.detach(), shape, None, None, eps)
+    scale = torch.native_layer_norm(x.detach(), shape, None, None, eps)[2]  # one over σ
     y = (x - x.mean(axes, keepdim=True)) * scale.to(x.dtype)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
