@@ -42,8 +42,8 @@ from vit.explain.maps import ALL_KINDS, REFERENCES, to_patches
 from vit.explain.references import rise
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
-from vit.reporting.attention import BASELINES
 from vit.reporting.loading import load_run, load_test
+from vit.reporting.map_faithfulness import BASELINES
 from vit.seeding import generator
 
 BATCH = EvalConfig().batch_size  # images per forward pass, as in eval.py

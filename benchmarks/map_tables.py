@@ -17,7 +17,7 @@ from torch import Tensor
 from vit.explain.faithfulness import mean_interval
 from vit.explain.filling import FILLINGS
 from vit.explain.maps import ALL_KINDS
-from vit.reporting.attention import BASELINES, METRICS
+from vit.reporting.map_faithfulness import BASELINES, METRICS
 
 SHOWN = ("deletion", "insertion", "lerf_morf", "over_centred")
 RISE = "rise_"  # before the number of masks

@@ -34,7 +34,7 @@ from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, 
 from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
-from vit.reporting.attention import measure_maps
+from vit.reporting.map_faithfulness import measure_maps
 
 ROOT = Path(__file__).resolve().parent.parent
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again

@@ -11,9 +11,8 @@ from small_runs import make_loop, make_step, small
 from vit.config import Config
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
-from vit.reporting import attention_records
 from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
-from vit.reporting.attention_records import images_with_weights
+from vit.reporting.weight_budget import images_with_weights
 from vit.tracking import milestones
 from vit.training import logging_plan
 from vit.training.logging_plan import (
@@ -40,9 +39,10 @@ QUICK_RECORD = (
 
 
 @pytest.fixture(scope="module")
-def quick() -> TrainingStep:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> TrainingStep:
     """The step of quick.yaml, on shapes."""
-    return make_step(Config(data=small(Path("unused")).data))
+    folder = tmp_path_factory.mktemp("quick")
+    return make_step(Config(out=str(folder / "run"), data=small(folder).data))
 
 
 def plan(step: TrainingStep, num_images: int, epochs: int, **track: Any) -> LoggingPlan:
@@ -121,7 +121,7 @@ def test_weights_of_a_run_have_a_budget(
     quick: TrainingStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert plan(quick, 49_000, 10).weighted == 8
-    monkeypatch.setattr(attention_records, "WEIGHT_BYTES", 10 * 3 * QUICK_WEIGHTS + 1)
+    monkeypatch.setattr("vit.reporting.weight_budget.WEIGHT_BYTES", 10 * 3 * QUICK_WEIGHTS + 1)
     found = plan(quick, 49_000, 10)
     assert found.weighted == 3 and found.probes == 8 and len(found.drawn) == 10
     assert found.describe() == (

@@ -15,8 +15,8 @@ from vit.explain.faithfulness import score_maps
 from vit.explain.filling import make_filling
 from vit.explain.references import rise
 from vit.model_file import save_model
-from vit.reporting.attention import measure_maps
 from vit.reporting.loading import load_run, load_test
+from vit.reporting.map_faithfulness import measure_maps
 from vit.seeding import generator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))

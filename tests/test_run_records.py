@@ -126,7 +126,7 @@ def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
 ) -> None:
     config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
     save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
-    monkeypatch.setattr("vit.reporting.attention_records.WEIGHT_BYTES", 2 * 65**2 + 1)
+    monkeypatch.setattr("vit.reporting.weight_budget.WEIGHT_BYTES", 2 * 65**2 + 1)
     options = EvalConfig(
         attention=True, indices=(3, 5), device="cpu", faithfulness=0, head_fusion="max"
     )

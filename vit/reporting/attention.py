@@ -1,4 +1,4 @@
-"""Attention of test images: sheets, maps and an index, and the faithfulness of each kind of map."""
+"""Attention of test images: sheets, maps and an index."""
 
 import json
 from collections.abc import Sequence
@@ -10,55 +10,32 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
-from vit.explain.faithfulness import (
-    LEVELS,
-    mask_iou,
-    mean_interval,
-    pointing_game,
-    score_maps,
-    with_baselines,
-)
+from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.maps import (
-    ALL_KINDS,
     CLASS_SPECIFIC,
     MAP_KINDS,
     SIGNED_KINDS,
     map_title,
     readout_of,
-    to_patches,
 )
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.reporting.attention_records import (
     attention_records,
-    count_weights,
-    images_with_weights,
-    left_out_text,
 )
 from vit.reporting.loading import load_run, load_test, results_folder
+from vit.reporting.map_faithfulness import as_table, measure_maps
+from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
 from vit.run_folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
 from vit.tensorboard_plugin.summary import add_record
 from vit.tracking import picture_tag
-
-BASELINES = {"random": "random", "centred": "centred Gaussian"}
-METRICS = {  # the arrow says whether lower or higher is better
-    "deletion": "deletion ↓",
-    "insertion": "insertion ↑",
-    "lerf_morf": "(LeRF−MoRF)/2 ↑",
-    "over_centred": "over centred ↑",
-    "pointing": "pointing ↑",
-    "iou": "IoU ↑",
-}
-
-Table = dict[str, dict[str, tuple[float, float]]]  # mean and half the width of its 95% interval
 
 
 def explain_run(run: str, options: EvalConfig) -> None:
@@ -235,79 +212,3 @@ def _write_records(
     ):
         for record in records:
             add_record(writer, f"attention/image_{next(number):05d}", record, saved.step)
-
-
-def measure_maps(
-    classifier: Classifier,
-    images: ImageSet,
-    kinds: Sequence[str],
-    batch_size: int,
-    seed: int,
-    **rollout: Any,
-) -> Table:
-    """Measure the faithfulness of kinds of map, and of two baselines, on the same images.
-
-    The maps explain the predicted class. Those of pixels are summed over each patch before patches
-    are hidden. A progress bar is shown on terminals.
-
-    Args:
-        classifier: The model.
-        images: Test images; if they have masks, the maps are compared with the masks too.
-        kinds: Keys of `vit.explain.maps.ALL_KINDS`.
-        batch_size: Images per forward pass.
-        seed: Seed of the random maps.
-        **rollout: Options of `vit.explain.rollout.attention_rollout`.
-
-    Returns:
-        For each map and metric, the mean over images and half the width of its 95% interval.
-        "over_centred" is the paired difference to the centred map in (LeRF - MoRF) / 2.
-    """
-    pixels = images.pixels()
-    logits, maps = classifier.maps(
-        pixels, kinds, precision=classifier.precision, batch_size=batch_size, **rollout
-    )  # fmt: skip
-    model = require_attention(classifier.model)
-    grid = model.patch_embed.grid(*pixels.shape[-2:])
-    by_patch = {kind: to_patches(found.cpu(), grid) for kind, found in maps.items()}
-    by_patch = with_baselines(by_patch, seed)
-    inputs = classifier.normalize(pixels)
-    passes = 2 * len(LEVELS) * len(by_patch) * len(images)
-    # disable=None shows the bar on terminals only.
-    with tqdm(total=passes, desc="faithfulness", unit="image", leave=False, disable=None) as bar:
-
-        def classify(part: Tensor) -> Tensor:
-            bar.update(len(part))
-            return classifier.forward(part)
-
-        scores = score_maps(classify, inputs, by_patch, logits.argmax(dim=1), batch_size=batch_size)
-    for kind, values in scores.items():
-        if kind != "centred":
-            values["over_centred"] = values["lerf_morf"] - scores["centred"]["lerf_morf"]
-        if images.masks is not None:
-            found = maps[kind].cpu() if kind in maps else by_patch[kind]
-            values["pointing"] = pointing_game(found, images.masks)
-            values["iou"] = mask_iou(found, images.masks)
-    return {
-        kind: {metric: mean_interval(found) for metric, found in values.items()}
-        for kind, values in scores.items()
-    }
-
-
-def as_table(table: Table, count: int) -> str:
-    """Format the result of `measure_maps` as text."""
-    metrics = [m for m in METRICS if any(m in values for values in table.values())]
-    lines = [
-        f"faithfulness of the maps for the predicted class: {count:,} test images, "
-        "mean ± 95% interval",
-        "map".ljust(40) + "".join(METRICS[metric].rjust(17) for metric in metrics),
-    ]
-    for kind, values in table.items():
-        cells = (
-            "{:.3f} ± {:.3f}".format(*values[metric]) if metric in values else "–"
-            for metric in metrics
-        )
-        name = ALL_KINDS.get(kind) or f"{BASELINES[kind]} (baseline)"
-        if kind in ALL_KINDS and kind not in CLASS_SPECIFIC:
-            name += ", class-agnostic"
-        lines.append(name.ljust(40) + "".join(cell.rjust(17) for cell in cells))
-    return "\n".join(lines)

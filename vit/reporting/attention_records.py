@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
@@ -33,7 +33,6 @@ from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import prefix_names, require_attention
 from vit.tensorboard_plugin.records import (
     LENS_CLASSES,
-    MAX_WEIGHTS,
     TOP_CLASSES,
     Details,
     Lens,
@@ -49,7 +48,6 @@ BEST_CLASSES = 6  # of more: the most probable ones, among them the label
 AGNOSTIC = ("rollout", "raw")
 BY_GRADIENTS = ("gradient_rollout", "relevance")
 BY_RELEVANCE = ("lrp", "lrp_rollout")
-WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ def attention_records(
         classifier: A model with maps.
         images: The images, in memory.
         weighted: Number of images, the first ones, whose records contain attention weights, see
-            `images_with_weights`.
+            `vit.reporting.weight_budget.images_with_weights`.
         levels: Levels of `score_each_map`; without any, faithfulness is not measured.
         scored: The kinds of map whose faithfulness is measured.
         predicted_only: See `score_each_map`.
@@ -288,37 +286,3 @@ def _maps(attention: Attention, scores: Tensor, row: int, titles: Mapping[str, s
             attention.kinds, *(column.tolist() for column in columns), strict=True
         )
     ]
-
-
-@torch.no_grad()
-def count_weights(model: nn.Module, image: Tensor) -> int:
-    """Count the attention weights of an image, L * H * N * N.
-
-    Args:
-        model: In evaluation mode, with maps.
-        image: (1, channels, H, W), normalized, on the model's device.
-    """
-    _, weights, _ = require_attention(model).forward_intermediates(image)
-    return sum(layer.numel() for layer in weights)
-
-
-def images_with_weights(num_weights: int, count: int, steps: int = 1) -> int:
-    """Return how many of `count` images can have their attention weights logged at so many steps.
-
-    Args:
-        num_weights: Of an image, see `count_weights`.
-        count: Number of images.
-        steps: Number of steps.
-    """
-    if num_weights > MAX_WEIGHTS:
-        return 0
-    return min(count, WEIGHT_BYTES // (num_weights * steps))
-
-
-def left_out_text(weighted: int, count: int) -> str:
-    """Say that not all images have attention weights in the Attention tab."""
-    return (
-        f"the Attention tab has the attention weights of {weighted} of {count} images (at most "
-        f"{WEIGHT_BYTES / 1e6:.0f} MB in all and {MAX_WEIGHTS / 1e6:.3g} MB for each, before "
-        "compression), and the maps of all"
-    )

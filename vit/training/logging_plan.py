@@ -17,10 +17,8 @@ from vit.reporting.attention_logging import JUDGED, JUDGED_KINDS, JUDGED_LEVELS
 from vit.reporting.attention_records import (
     ALL_CLASSES,
     BEST_CLASSES,
-    count_weights,
-    images_with_weights,
-    left_out_text,
 )
+from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
 from vit.tracking import milestones
 from vit.training.step import TrainingStep
 
