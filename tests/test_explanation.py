@@ -346,9 +346,13 @@ def test_one_line_reads_a_bundled_model_and_predicts(tmp_path):
     assert classifier.explain(draw_photo(10, 10)).sheet().width > 1000
 
 
-def test_importing_and_loading_stay_light():
+def test_importing_loading_and_predicting_stay_light(tmp_path):
     code = (
         "import sys, vit; assert 'torch' not in sys.modules; import vit.classifier; "
-        "assert 'matplotlib' not in sys.modules"
+        "assert 'matplotlib' not in sys.modules; "
+        "import vit.reporting.photos; vit.load('cifar10_quick', 'cpu').predict(sys.argv[1]); "
+        "assert not {'torchvision', 'timm'} & {*sys.modules}"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    photo = tmp_path / "photo.png"
+    Image.fromarray(draw_photo(40, 30)).save(photo)
+    subprocess.run([sys.executable, "-c", code, str(photo)], check=True, cwd=ROOT)

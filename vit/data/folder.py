@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import find_classes, make_dataset
 
 from vit.data.layout import (
     IMAGE_SUFFIXES,
@@ -142,6 +141,7 @@ def _find(folder: Path) -> tuple[list[str], list[Path], Tensor]:
     Raises:
         ValueError: The folder does not exist or does not contain two class folders.
     """
+    from torchvision.datasets.folder import find_classes, make_dataset  # late because it is slow
 
     def is_ours(path: str) -> bool:
         *folders, name = Path(path).relative_to(folder).parts

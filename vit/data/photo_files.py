@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
+from vit.data.layout import IMAGE_SUFFIXES
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
@@ -12,7 +12,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
 
     Args:
         names: Files, which may have any suffix, and folders. In a folder, hidden files and folders
-            and files without one of torchvision's image suffixes are ignored.
+            and files without an image suffix are ignored.
         key: The flag or config key that gave the names, for the error message.
 
     Returns:
@@ -27,7 +27,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
             inside = sorted(_photos_in(path))  # as text, of which a million fit into memory
             if not inside:
                 raise ValueError(
-                    f"{key}: {path} contains no image files ({', '.join(IMG_EXTENSIONS)})"
+                    f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
                 )
             found.update(dict.fromkeys(map(Path, inside)))
         elif path.is_file():
@@ -42,5 +42,5 @@ def _photos_in(folder: Path) -> Iterator[str]:
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
+            if not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES):
                 yield str(Path(parent, name))

@@ -6,13 +6,11 @@ from pathlib import Path
 from torch import Tensor
 
 from vit.config import DataConfig
-from vit.data.cifar import read_cifar
 from vit.data.digits import read_digits
 from vit.data.folder import list_folder
 from vit.data.listing import FileList
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.table import list_table
-from vit.data.torchvision_sets import SETS, read_torchvision
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
@@ -65,9 +63,14 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
         return _from_files(list_folder(root, train, data.test_fraction))
     if data.name == "table":
         return _from_files(list_table(root, train, data.test_fraction))
-    if data.name in SETS:
-        return Source(*read_torchvision(data.name, root, train, data.download))
-    return Source(*read_cifar(data.name, root, train, data.download))
+    # Imported late, because torchvision takes seconds and eval.py --image does not need it.
+    if data.name in ("cifar10", "cifar100"):
+        from vit.data.cifar import read_cifar
+
+        return Source(*read_cifar(data.name, root, train, data.download))
+    from vit.data.torchvision_sets import read_torchvision
+
+    return Source(*read_torchvision(data.name, root, train, data.download))
 
 
 def _from_files(files: FileList) -> Source:

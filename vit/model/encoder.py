@@ -12,9 +12,17 @@ from typing import Literal
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torchvision.ops import StochasticDepth
 
 from vit.model.attention import MultiHeadSelfAttention
+
+
+def stochastic_depth(rate: float) -> nn.Module:
+    """Return a module that drops whole branches of an image at a rate (arXiv 1603.09382)."""
+    if rate == 0:
+        return nn.Identity()
+    from torchvision.ops import StochasticDepth  # imported late because it is slow
+
+    return StochasticDepth(rate, "row")
 
 
 class NeighbourConv(nn.Module):
@@ -169,13 +177,13 @@ class EncoderBlock(nn.Module):
             dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop, proj_drop, kernel, norm_eps
         )
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path1 = StochasticDepth(drop_path, "row")
+        self.drop_path1 = stochastic_depth(drop_path)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         hidden_dim = int(dim * mlp_ratio)
         conv = NeighbourConv(hidden_dim, num_prefix_tokens) if mlp_conv else None
         self.mlp = Mlp(dim, hidden_dim, proj_drop, conv, act_layer)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path2 = StochasticDepth(drop_path, "row")
+        self.drop_path2 = stochastic_depth(drop_path)
 
     def forward(
         self,
