@@ -564,6 +564,8 @@ class EvalConfig:
         for name, value in of_attention.items():
             if value and not self.attention:
                 raise ValueError(f"{name}: only with --attention")
+        if self.attention and not self.indices:
+            require(self.probes > 0, "probes", self.probes, "at least 1 with --attention")
         for name, given in {"target": self.target is not None, "kinds": self.kinds}.items():
             if given and not (self.attention or self.image):
                 raise ValueError(f"{name}: only with --attention or --image")
