@@ -19,6 +19,7 @@ from vit.explain.filling import FILLINGS
 from vit.explain.maps import ALL_KINDS
 from vit.reporting.map_faithfulness import BASELINES, METRICS
 
+COMPARED = ("lrp_pixels", "lrp")  # with RISE
 SHOWN = ("deletion", "insertion", "lerf_morf", "over_centred")
 RISE = "rise_"  # before the number of masks
 
@@ -94,13 +95,13 @@ def rise_table(scores: Scores) -> str:
         found = scores[kind]
         row = [f"{number_of_masks(kind):,}", plus_minus(*mean_interval(found["lerf_morf"]))]
         row.append(plus_minus(*mean_interval(found["over_centred"])))
-        for other in ("lrp", "lrp_rollout"):
+        for other in COMPARED:
             if other in scores:
                 row.append(
                     plus_minus(*ratio_interval(scores[other]["lerf_morf"], found["lerf_morf"]), 2)
                 )
         rows.append(row)
-    others = [kind for kind in ("lrp", "lrp_rollout") if kind in scores]
+    others = [kind for kind in COMPARED if kind in scores]
     titles = [f"{title(kind)} / RISE" for kind in others]
     return markdown(["masks of RISE", METRICS["lerf_morf"], METRICS["over_centred"], *titles], rows)
 
