@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import RmsNorm
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval, fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
@@ -137,6 +138,38 @@ def test_a_layer_norm_is_linear_once_its_deviation_is_fixed():
 
     torch.testing.assert_close(ruled(x), fixed(x))
     torch.testing.assert_close(torch.autograd.functional.jacobian(ruled, x), expected)
+
+
+def test_a_group_norm_is_linear_once_its_deviations_are_fixed():
+    norm, x = nn.GroupNorm(2, 6, eps=1e-2).double(), draw(3, 6, 2, 5)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    groups = x.view(3, 2, 30)
+    deviation = (groups.var(dim=2, correction=0, keepdim=True) + 1e-2).sqrt()
+
+    def fixed(y: Tensor) -> Tensor:
+        parts = y.view(3, 2, 30)
+        parts = (parts - parts.mean(dim=2, keepdim=True)) / deviation
+        return parts.view(y.shape) * norm.weight[:, None, None] + norm.bias[:, None, None]
+
+    with LayerwiseRules():
+        torch.testing.assert_close(norm(x), fixed(x))
+    expected = torch.autograd.functional.vjp(fixed, x, draw(3, 6, 2, 5, seed=1))[1]
+    relevance = fixed(x) * draw(3, 6, 2, 5, seed=1)
+    torch.testing.assert_close(pass_back(norm, x, relevance), x * expected)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.RMSNorm(6, eps=1e-2), RmsNorm(6, eps=1e-2), nn.RMSNorm(6, elementwise_affine=False)]
+)
+def test_an_rms_norm_keeps_the_relevance_of_each_value(norm):
+    x, relevance = draw(3, 6), draw(3, 6, seed=1)
+    torch.testing.assert_close(pass_back(norm.double(), x, relevance), relevance)
+
+
+def test_silu_keeps_the_relevance_of_each_value():
+    x, relevance = draw(50), draw(50, seed=1)
+    torch.testing.assert_close(pass_back(nn.SiLU(), x, relevance), relevance)
 
 
 @pytest.mark.parametrize("kernel", ["math", "fused"])
@@ -549,13 +582,15 @@ def test_a_timm_model_with_our_weights_has_our_relevance():
         torch.testing.assert_close(found, propagate(own, own_tokens)[1])
 
 
-@pytest.mark.parametrize("name", ["vit_relpos", "respost", "parallel", "clip"])
+@pytest.mark.parametrize("name", ["vit_relpos", "respost", "parallel", "clip", "rms_norm", "silu"])
 def test_timm_models_conserve_relevance(name):
     import timm
     from timm.models import vision_transformer as vits
 
     arguments = {
         "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
+        "rms_norm": {"norm_layer": "rmsnorm", "act_layer": "silu"},
+        "silu": {"act_layer": "silu"},
         "parallel": {"block_fn": vits.ParallelThingsBlock},
         "clip": {"act_layer": "quick_gelu", "pre_norm": True, "global_pool": "map"},
         "vit_relpos": {"qk_norm": True, "class_token": False, "global_pool": "avg"},

@@ -107,6 +107,14 @@ def test_rise_needs_pairs_of_masks(model, images, count):
         rise(model, images, GRID, TARGET, count, torch.Generator())
 
 
+def test_occlusion_and_integrated_gradients_are_made_in_float32(model, images):
+    kinds = ["occlusion", "integrated_gradients"]
+    exact = attention_maps(model, images, kinds, TARGET)[1]
+    found = attention_maps(model, images, kinds, TARGET, torch.bfloat16)[1]
+    for kind in kinds:
+        torch.testing.assert_close(found[kind], exact[kind])
+
+
 def test_references_are_kinds_of_map(model, images, monkeypatch):
     monkeypatch.setattr("vit.explain.maps.RISE_MASKS", 20)
     assert set(REFERENCES) <= {*SIGNED_KINDS} & {*ALL_KINDS}

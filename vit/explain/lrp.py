@@ -67,8 +67,36 @@ def fixed_deviation(
     return y if bias is None else y + bias
 
 
+def fixed_group_deviation(
+    _: Callable[..., Tensor],
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Apply a group norm whose standard deviations are held fixed."""
+    groups = x.unflatten(1, (num_groups, -1))
+    y = fixed_deviation(_, groups, groups.shape[2:], eps=eps).flatten(1, 2)
+    channels = (-1, *[1] * (x.ndim - 2))
+    y = y if weight is None else y * weight.view(channels)
+    return y if bias is None else y + bias.view(channels)
+
+
+def fixed_root(
+    normalize: Callable[..., Tensor],
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Apply an RMS norm whose root of the mean square is held fixed."""
+    y = fixed_ratio(normalize, x, normalized_shape, None, eps)
+    return y if weight is None else y * weight
+
+
 def fixed_ratio(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Apply an activation with f(0) = 0, as a product with f(x) / x, which is held fixed."""
+    """Apply a function with f(0) = 0, as a product with f(x) / x, which is held fixed."""
     nonzero = x.detach().masked_fill(x == 0, torch.finfo(x.dtype).eps)  # f'(0) at x = 0
     return x * (function(nonzero, *args, **kwargs) / nonzero)
 
@@ -146,7 +174,12 @@ RULES: dict[Any, Callable[..., Tensor]] = {
     torch.softmax: fixed_result,
     Tensor.softmax: fixed_result,
     F.layer_norm: fixed_deviation,
+    F.group_norm: fixed_group_deviation,
+    F.rms_norm: fixed_root,
+    torch.rsqrt: fixed_result,
+    Tensor.rsqrt: fixed_result,
     F.gelu: fixed_ratio,
+    F.silu: fixed_ratio,
     torch.sigmoid: fixed_result,
     Tensor.sigmoid: fixed_result,
     F.conv2d: terms_of_same_sign,

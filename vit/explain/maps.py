@@ -236,7 +236,11 @@ def _reference_maps(
     target: Tensor,
     precision: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Compute maps of `vit.explain.references`; arguments as for `attention_maps`."""
+    """Compute maps of `vit.explain.references`; arguments as for `attention_maps`.
+
+    Only RISE, a mean over many passes, uses the precision: without a single patch, logits change by
+    less than bfloat16 can tell.
+    """
 
     def classify(inputs: Tensor) -> Tensor:
         with autocast(images.device, precision):
@@ -246,10 +250,9 @@ def _reference_maps(
     maps = {}
     for kind in kinds:
         if kind == "occlusion":
-            maps[kind] = occlusion(classify, images, grid, target)
+            maps[kind] = occlusion(model, images, grid, target)
         elif kind == "integrated_gradients":
-            pixels = integrated_gradients(classify, images, target).sum(dim=1)
-            maps[kind] = to_patches(pixels, grid)
+            maps[kind] = to_patches(integrated_gradients(model, images, target).sum(dim=1), grid)
         else:
             random = generator(0, "rise")
             maps[kind] = rise(classify, images, grid, target, RISE_MASKS, random)
