@@ -255,7 +255,20 @@ def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path
     assert np.load(folder / "rollout.npy").shape == (1, 8, 8)
     assert indices_in(folder) == [5]
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
-    assert not (folder / "faithfulness.json").exists()
+    measured = (explained[0] / "faithfulness.json").read_text()  # until it is measured again
+    assert (folder / "faithfulness.json").read_text() == measured
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"images": []}'])
+def test_an_index_of_something_else_is_not_ours(call, demo, tmp_path, content):
+    folder = tmp_path / "attention"
+    folder.mkdir()
+    (folder / "index.json").write_text(content)
+    (folder / "image_00001.png").write_text("mine")
+    ended = call(demo, "--attention", "--indices", 5, "--faithfulness", 0, "--out", tmp_path)
+    assert ended.code == 2 and "contains files other than maps" in ended.err
+    assert (folder / "index.json").read_text() == content
+    assert (folder / "image_00001.png").read_text() == "mine"
 
 
 def test_maps_of_others_are_not_overwritten(call, demo, tmp_path):

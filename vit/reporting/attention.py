@@ -24,7 +24,9 @@ from vit.explain.maps import (
     SIGNED_KINDS,
     map_title,
     readout_of,
+    rollout_title,
 )
+from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.reporting.attention_records import (
@@ -66,7 +68,7 @@ def explain_run(run: str, options: EvalConfig) -> None:
     sheets = f"{len(indices)} sheet{'s' if len(indices) != 1 else ''}"
     print(
         f"wrote {sheets}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
-        f"see them in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
+        f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
     )
     if options.faithfulness_images:
         count = min(options.faithfulness_images, len(test))
@@ -75,8 +77,10 @@ def explain_run(run: str, options: EvalConfig) -> None:
         table = measure_maps(
             classifier, test.select(chosen), kinds, options.batch_size, options.seed, **rollout
         )
-        content = {"images": count, "rollout": rollout, "maps": table}
-        (folder / TABLE_FILE).write_text(json.dumps(content, indent=1))
+        content = {
+            "model": str(saved.path), "images": count, "rollout": rollout, "maps": table
+        }  # fmt: skip
+        write_atomically(folder / TABLE_FILE, json.dumps(content, indent=1).encode())
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
 
 
@@ -117,15 +121,22 @@ def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
 
 
 def _empty_folder(folder: Path) -> None:
-    """Create a folder for maps, or delete the files of an earlier call from it.
+    """Create a folder for maps, or delete the maps of an earlier call from it.
+
+    Its measurement of faithfulness stays until there is a new one.
 
     Raises:
         ValueError: The folder contains other files.
     """
-    if folder.exists() and any(folder.iterdir()) and not (folder / INDEX_FILE).exists():
-        raise ValueError(f"out: {folder} contains files other than maps; use another --out")
+    if folder.exists() and any(folder.iterdir()):
+        try:
+            index = json.loads((folder / INDEX_FILE).read_text())
+        except (OSError, ValueError):
+            index = None
+        if not isinstance(index, dict) or not {"readout", "maps", "images"} <= index.keys():
+            raise ValueError(f"out: {folder} contains files other than maps; use another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in ATTENTION_FILES:
+    for pattern in set(ATTENTION_FILES) - {TABLE_FILE}:
         for path in folder.glob(pattern):
             path.unlink()
 
@@ -179,7 +190,7 @@ def _write_maps(
                 chosen.pixels()[row].expand(len(maps), -1, -1, -1),
                 [found[row] for found in maps.values()],
                 [captions[row]] * len(maps),
-                [map_title(kind, classes[explained[row]]) for kind in maps],
+                [_title(kind, classes[explained[row]], rollout) for kind in maps],
                 [bar_of(kind) for kind in maps],
             )
             name = f"image_{index:05d}"
@@ -189,6 +200,11 @@ def _write_maps(
         _write_records(writer, saved, chosen, indices.tolist(), target, rollout, levels)
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
+
+
+def _title(kind: str, class_name: str, rollout: dict[str, Any]) -> str:
+    title = map_title(kind, class_name)
+    return title if kind != "rollout" else title.replace(MAP_KINDS[kind], rollout_title(**rollout))
 
 
 def _write_records(

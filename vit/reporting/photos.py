@@ -7,6 +7,7 @@ from vit.config import EvalConfig
 from vit.data.photo_files import find_photos
 from vit.data.photos import to_photo
 from vit.explain.drawing import SCALE
+from vit.explain.maps import SIGNED_KINDS
 from vit.model.attention_model import no_maps_text
 from vit.reporting.loading import load_run, results_folder
 from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
@@ -53,10 +54,14 @@ def classify_photos(run: str, options: EvalConfig) -> None:
             dataclasses.replace(explanation, name=path.name).save(sheet)
             print(f"  wrote {sheet}")
     if has_maps:
-        print(
-            f"\ncolour scales: {SCALE[0]:g} to {SCALE[1]:g} × uniform attention; signed maps "
-            f"{-SCALE[1]:g} to {SCALE[1]:g} × their mean size, red for the class, blue against it"
-        )
+        low, high = SCALE
+        scales = {
+            False: f"{low:g} to {high:g} × uniform attention",
+            True: f"signed maps {-high:g} to {high:g} × their mean size, red for the class, blue "
+            "against it",
+        }
+        drawn = dict.fromkeys(kind in SIGNED_KINDS for kind in kinds)
+        print(f"\ncolour scale: {'; '.join(scales[signed] for signed in drawn)}")
     else:
         print(f"\nno sheets: {no_maps_text(classifier.model)}")
 

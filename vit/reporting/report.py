@@ -65,7 +65,9 @@ def write_report(
     }
     wrong = worst_mistakes(logits, images.labels, MISTAKES)
     if len(wrong):
-        pictures["mistakes"] = draw_gallery(classifier, images.select(wrong).in_memory())
+        pictures["mistakes"] = draw_gallery(
+            classifier, images.select(wrong).in_memory(), logits[wrong]
+        )
     drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
@@ -121,33 +123,36 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
     return rollout_pictures(probes.pixels(), maps["rollout"], captions)
 
 
-def draw_gallery(classifier: Classifier, mistakes: ImageSet) -> np.ndarray:
+def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:
     """Draw misclassified images with what speaks for and against the predicted and the true class.
 
     A model without maps gets the images alone.
+
+    Args:
+        classifier: The model.
+        mistakes: The images, with labels.
+        logits: (B, C), its logits of these images.
     """
     pixels, classes, title = mistakes.pixels(), mistakes.classes, "most confident mistakes"
-    if classifier.has_maps:
-        logits, maps = contrast(classifier, pixels, mistakes.labels)
-    else:
-        logits, maps = classifier.logits(pixels), None
     captions = captions_of(logits, mistakes.labels, classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
-    if maps is None:
+    if not classifier.has_maps:
         return gallery_picture(title, pixels, captions)
+    predicted = logits.argmax(dim=1)
+    maps = contrast(classifier, pixels, predicted, mistakes.labels)
     title += (
         ", with what speaks for (red) and against (blue) the predicted and the true class\n"
         "layer-wise relevance of pixels, in units of its mean size for the predicted class"
     )
     headings = [
         [f"for {classes[guess]}\n(predicted)", f"for {classes[label]}\n(true)"]
-        for guess, label in zip(logits.argmax(dim=1), mistakes.labels, strict=True)
+        for guess, label in zip(predicted, mistakes.labels, strict=True)
     ]
     return gallery_picture(title, pixels, captions, maps, headings)
 
 
-def contrast(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Classify images, and map what speaks for and against the predicted and the true class.
+def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
+    """Map what speaks for and against the predicted and the true class.
 
     Unlike the maps of `Classifier.maps`, both have the same unit, so they can be compared: their
     difference is the relevance of the difference of the two logits.
@@ -155,18 +160,20 @@ def contrast(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[Te
     Args:
         classifier: A model with maps.
         images: (B, channels, H, W) uint8.
-        labels: (B,) int64.
+        predicted: (B,) int64, the predicted classes.
+        labels: (B,) int64, the true classes.
 
     Returns:
-        Logits (B, C) float32, and layer-wise relevance of pixels for the predicted and for the
-        true class, (B, 2, H, W), in units of the former's mean absolute value.
+        Layer-wise relevance of pixels for the predicted and for the true class, (B, 2, H, W), in
+        units of the former's mean absolute value.
     """
     inputs = classifier.normalize(images)
-    logits, predicted = propagate(classifier.model, inputs)
-    _, true = propagate(classifier.model, inputs, labels.to(inputs.device))
-    maps = torch.stack([predicted.sum(dim=1), true.sum(dim=1)], dim=1)
-    unit = maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
-    return logits, maps / unit
+    found = [
+        propagate(classifier.model, inputs, target.to(inputs.device))[1].sum(dim=1)
+        for target in (predicted, labels)
+    ]
+    maps = torch.stack(found, dim=1)
+    return maps / maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
 
 
 def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
