@@ -15,6 +15,8 @@ input (with ReLU: piecewise). The other layers become linear if a factor is held
     layer norm      (x - mean(x)) / σ · γ   σ               arXiv 2402.05602, prop. 3.4
     GELU            x · (GELU(x) / x)       the ratio       arXiv 2402.05602, eq. 9
 
+Group norm and RMS norm are treated like layer norm, and SiLU like GELU.
+
 In a convolution, large terms of both signs cancel, which would make the relevance of pixels noise.
 There, only the terms that have the sign of their sum get relevance, in proportion: the z+ rule
 (arXiv 1512.02479), for inputs and sums of either sign.
