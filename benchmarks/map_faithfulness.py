@@ -9,10 +9,11 @@ every kind of map, image by image over the centred Gaussian, then the ranks of t
 and how far the fillings agree. Images, maps and scores with mean filling are those of
 `eval.py RUN --attention --faithfulness N`.
 
---out keeps the scores of every image. If the file exists, what it has is not measured again, so an
-interrupted measurement goes on, and kinds can be measured one after the other. --add takes scores
-from further files; without RUN, only the tables are printed. RISE is measured for each number of
-masks in --masks; it takes as many forward passes per image:
+--out keeps the scores of every image, and is written after each kind of map. If the file exists,
+what it has is not measured again, so an interrupted measurement goes on with the kind it was at,
+and kinds can be measured one after the other. The scores of a model that has changed since are
+refused. --add takes scores from further files; without RUN, only the tables are printed. RISE is
+measured for each number of masks in --masks; it takes as many forward passes per image:
 
     python benchmarks/map_faithfulness.py runs/quick --out quick.json
     python benchmarks/map_faithfulness.py runs/quick --kinds rise --out quick_rise.json
@@ -20,9 +21,11 @@ masks in --masks; it takes as many forward passes per image:
 """
 
 import argparse
+import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +40,23 @@ from vit.cli import user_errors
 from vit.config import EvalConfig
 from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import LEVELS, score_maps, with_baselines
-from vit.explain.filling import FILLINGS, make_filling
+from vit.explain.filling import FILLINGS, Filling, make_filling
 from vit.explain.maps import ALL_KINDS, REFERENCES, to_patches
 from vit.explain.references import rise
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
+from vit.model_file import SavedModel
 from vit.reporting.loading import load_run, load_test
 from vit.reporting.map_faithfulness import BASELINES
 from vit.seeding import generator
 
 BATCH = EvalConfig().batch_size  # images per forward pass, as in eval.py
-Results = dict[str, Any]  # images, seed, and by run: fillings (scores of every image), passes
+# images, seed, and by run: fillings (scores of every image), passes, digest of the model file
+Results = dict[str, Any]
 
 
 def measure(
-    run: str,
+    saved: SavedModel,
     kinds: Sequence[str],
     fillings: Sequence[str],
     count: int,
@@ -62,16 +67,16 @@ def measure(
     """Add the scores of a run that its entry lacks.
 
     Args:
-        run: Run folder, model file or name of a bundled model.
+        saved: The run's model.
         kinds: Labels, see `labels_of`; the two baselines are added.
         fillings: Keys of `FILLINGS`.
         count: Number of test images.
         seed: Seed of the choice of images, of random maps and of fillings.
         entry: "fillings", scores by filling and kind, and "passes", by kind.
-        save: Called when the scores of a kind have been added.
+        save: Called when the scores of a kind have been added for all fillings.
 
     Raises:
-        ValueError: The model or its test images cannot be read, or it has no attention maps.
+        ValueError: The test images cannot be read.
     """
     scores = entry["fillings"]
     missing = {
@@ -81,12 +86,36 @@ def measure(
     needed = [kind for kind in kinds if any(kind in found for found in missing.values())]
     if not any(missing.values()):
         return
-    classifier, pixels = load(run, count, seed)
-    target, maps, passes = compute_maps(classifier, pixels, needed)
-    entry["passes"] |= passes
+    classifier, pixels = saved.classifier, choose_images(saved, count, seed)
+    logits, first = classifier.maps(pixels, ["rollout", "lrp"], None, classifier.precision, BATCH)
+    target, grid = logits.argmax(dim=1), (first["lrp"].shape[1], first["lrp"].shape[2])
     inputs = classifier.normalize(pixels)
-    by_kind = with_baselines(maps, seed)
-    total = 2 * len(LEVELS) * len(inputs) * sum(map(len, missing.values()))
+    fills = {name: make_filling(name, inputs, seed) for name, found in missing.items() if found}
+    everything = with_baselines({"lrp": first["lrp"]}, seed)
+    baselines = {kind: everything[kind] for kind in BASELINES}
+    # The baselines come first: tables need them.
+    computed = compute_maps(classifier, pixels, needed, grid, target)
+    for maps, passes in itertools.chain([(baselines, {})], computed):
+        lacking = {
+            name: {kind: values for kind, values in maps.items() if kind in missing[name]}
+            for name in fills
+        }
+        for name, found in score(classifier, inputs, target, lacking, fills).items():
+            scores.setdefault(name, {}).update(found)
+        entry["passes"] |= passes
+        save()
+
+
+def score(
+    classifier: Classifier,
+    inputs: Tensor,
+    target: Tensor,
+    maps: Mapping[str, dict[str, Tensor]],
+    fills: Mapping[str, Filling],
+) -> dict[str, dict[str, Any]]:
+    """Score maps, by filling and kind; return deletion and insertion of every image likewise."""
+    scores = {}
+    total = 2 * len(LEVELS) * len(inputs) * sum(map(len, maps.values()))
     # disable=None shows the bar on terminals only.
     with tqdm(total=total, desc="faithfulness", unit="image", leave=False, disable=None) as bar:
 
@@ -94,47 +123,70 @@ def measure(
             bar.update(len(part))
             return classifier.forward(part)
 
-        for name, lacking in missing.items():
-            fill = make_filling(name, inputs, seed)
-            for kind in lacking:
-                found = score_maps(
-                    classify, inputs, {kind: by_kind[kind]}, target, batch_size=BATCH, fill=fill
-                )[kind]
-                scores.setdefault(name, {})[kind] = {
-                    metric: [round(value, 6) for value in found[metric].tolist()]
+        for name, by_kind in maps.items():
+            found = score_maps(
+                classify, inputs, by_kind, target, batch_size=BATCH, fill=fills[name]
+            )
+            scores[name] = {
+                kind: {
+                    metric: [round(value, 6) for value in values[metric].tolist()]
                     for metric in ("deletion", "insertion")
                 }
-                save()
+                for kind, values in found.items()
+            }
+    return scores
 
 
-def load(run: str, count: int, seed: int) -> tuple[Classifier, Tensor]:
-    """Load a model and the test images (B, channels, H, W) uint8 that eval.py chooses, too."""
-    options = EvalConfig(seed=seed)
-    saved = load_run(run, options)
-    classifier = saved.classifier
-    if not classifier.has_maps:
-        raise ValueError(f"{run}: {no_maps_text(classifier.model)}; leave it out")
-    test = load_test(saved, options)
+def load_runs(runs: Sequence[str], seed: int) -> tuple[dict[str, SavedModel], dict[str, str]]:
+    """Load models, each once even if it is named twice.
+
+    Returns:
+        The models, and the digests of their files, by run.
+
+    Raises:
+        ValueError: A model cannot be read, has no attention maps, or is that of another run.
+    """
+    models, digests = {}, {}
+    names: dict[str, str] = {}  # by digest
+    for run in dict.fromkeys(str(Path(run)) for run in runs):
+        saved = load_run(run, EvalConfig(seed=seed))
+        if not saved.classifier.has_maps:
+            raise ValueError(f"{run}: {no_maps_text(saved.classifier.model)}; leave it out")
+        models[run], digests[run] = saved, digest_of(saved.path)
+        other = names.setdefault(digests[run], run)
+        if other != run:
+            raise ValueError(f"{run}: the same model as {other}; give only one of them")
+    return models, digests
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, which tells whether a run has been trained again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def choose_images(saved: SavedModel, count: int, seed: int) -> Tensor:
+    """Return the test images (B, channels, H, W) uint8 that eval.py chooses, too."""
+    test = load_test(saved, EvalConfig(seed=seed))
     chosen = balanced_subset(test.labels, min(count, len(test)), seed, "eval.faithfulness")
     pixels = test.select(chosen).pixels()
     print(f"{saved.describe()}, {len(pixels):,} {saved.config.data.name} test images", flush=True)
-    return classifier, pixels
+    return pixels
 
 
 def compute_maps(
-    classifier: Classifier, pixels: Tensor, kinds: Sequence[str]
-) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
-    """Compute maps of the predicted class, and what they cost.
+    classifier: Classifier,
+    pixels: Tensor,
+    kinds: Sequence[str],
+    grid: tuple[int, int],
+    target: Tensor,
+) -> Iterator[tuple[dict[str, Tensor], dict[str, float]]]:
+    """Compute maps of the predicted class, one kind after the other, and what they cost.
 
-    Returns:
-        The predicted classes (B,); maps (B, rows, columns) on the CPU by kind; and the time of each
-        kind, in forward passes of the same images just before and after it.
+    Yields:
+        Maps (B, rows, columns) on the CPU by label: one, or those of RISE with all numbers of
+        masks. And the time of each, in forward passes of the same images just before and after it.
     """
-    precision = classifier.precision
-    logits, first = classifier.maps(pixels, ["rollout", "lrp"], None, precision, BATCH)
-    target, grid = logits.argmax(dim=1), (first["lrp"].shape[1], first["lrp"].shape[2])
-    maps: dict[str, Tensor] = {}
-    passes: dict[str, float] = {}
     numbers = sorted(number_of_masks(kind) for kind in kinds if kind.startswith(RISE))
     for kind in [kind for kind in kinds if not kind.startswith(RISE)] + ["rise"] * bool(numbers):
         print(f"  {ALL_KINDS[kind]}", flush=True)
@@ -145,12 +197,13 @@ def compute_maps(
             # None: the class that the kind's own pass predicts, as in eval.py.
             aim = target if kind in REFERENCES else None
             start = time.perf_counter()
-            _, found = classifier.maps(pixels, [kind], aim, precision, BATCH)
+            _, found = classifier.maps(pixels, [kind], aim, classifier.precision, BATCH)
             seconds = {kind: time.perf_counter() - start}
         after = timed(lambda: classifier.logits(pixels, BATCH))
-        maps |= {name: to_patches(values.cpu(), grid) for name, values in found.items()}
-        passes |= {name: round(2 * took / (before + after), 2) for name, took in seconds.items()}
-    return target, maps, passes
+        yield (
+            {name: to_patches(values.cpu(), grid) for name, values in found.items()},
+            {name: round(2 * took / (before + after), 2) for name, took in seconds.items()},
+        )
 
 
 def rise_maps(
@@ -188,32 +241,74 @@ def rise_maps(
     return {label: torch.cat(maps) for label, maps in parts.items()}, seconds
 
 
-def read(path: Path, images: int | None, seed: int | None) -> Results:
-    """Read results.
+def read(path: Path, images: int | None, seed: int | None, digests: dict[str, str]) -> Results:
+    """Read results, and add the digests of their model files to those by run.
 
     Raises:
-        ValueError: The file has no results, or those of other images.
+        ValueError: The file has no results, those of other images, or those of a model whose file
+            has another digest.
     """
     try:
         results = json.loads(path.read_text())
-        found = results["images"], results["seed"]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise ValueError(f"{path}: not a file that --out wrote") from None
-    if images is not None and found != (images, seed):
+    except (OSError, ValueError):
+        results = None
+    if not is_results(results):
+        raise ValueError(f"{path}: not a file that --out wrote")
+    if images is not None and (results["images"], results["seed"]) != (images, seed):
         raise ValueError(
-            f"{path}: has --images {found[0]} --seed {found[1]}, not --images {images} "
-            f"--seed {seed}; use the same, or another file"
+            f"{path}: has --images {results['images']} --seed {results['seed']}, not "
+            f"--images {images} --seed {seed}; use the same, or another file"
         )
+    for name, entry in results["runs"].items():
+        run = str(Path(name))
+        digest = entry.get("digest")  # None: written before files had it
+        if digest is not None and digests.setdefault(run, digest) != digest:
+            raise ValueError(
+                f"{path}: its scores of {run} are those of another model file; give another --out, "
+                "or leave the file out of --add"
+            )
     return results
+
+
+def is_results(content: Any) -> bool:
+    """Tell whether the content of a JSON file has the form of results."""
+    match content:
+        case {"images": int(), "seed": int(), "runs": dict(runs)}:
+            return all(is_entry(entry) for entry in runs.values())
+        case _:
+            return False
+
+
+def is_entry(content: Any) -> bool:
+    """Tell whether a part of a JSON file has the form of a run's results."""
+    match content:
+        case {"fillings": dict(fillings), "passes": dict()} if fillings:
+            return {*fillings} <= {*FILLINGS} and all(map(are_scores, fillings.values()))
+        case _:
+            return False
+
+
+def are_scores(content: Any) -> bool:
+    """Tell whether a part of a JSON file has the form of scores by kind, with the baseline."""
+    match content:
+        case {"centred": _}:
+            return all(
+                isinstance(scores, dict) and {"deletion", "insertion"} <= {*scores}
+                for scores in content.values()
+            )
+        case _:
+            return False
 
 
 def add(results: Results, more: Results) -> None:
     """Add the scores of other results to results."""
-    for run, entry in more["runs"].items():
-        own = results["runs"].setdefault(run, {"fillings": {}, "passes": {}})
+    for name, entry in more["runs"].items():
+        own = results["runs"].setdefault(str(Path(name)), {"fillings": {}, "passes": {}})
         own["passes"] |= entry["passes"]
         for filling, kinds in entry["fillings"].items():
             own["fillings"].setdefault(filling, {}).update(kinds)
+        if "digest" in entry:
+            own["digest"] = entry["digest"]
 
 
 def labels_of(kinds: Sequence[str], masks: Sequence[int]) -> list[str]:
@@ -262,22 +357,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.out is not None and not args.out.parent.is_dir():
         raise ValueError(f"--out: folder not found: {args.out.parent}")
     kinds = labels_of(args.kinds, args.masks)
+    models, digests = load_runs(args.runs, args.seed)
     if args.runs:
         results: Results = {"images": args.images, "seed": args.seed, "runs": {}}
         if args.out is not None and args.out.exists():
-            add(results, read(args.out, args.images, args.seed))
+            add(results, read(args.out, args.images, args.seed, digests))
     else:
-        found = read(args.add[0], None, None)
+        found = read(args.add[0], None, None, digests)
         results = {"images": found["images"], "seed": found["seed"], "runs": {}}
 
     def save() -> None:
         if args.out is not None:
             write_atomically(args.out, json.dumps(results).encode())
 
-    others = [read(path, results["images"], results["seed"]) for path in args.add]
-    for run in args.runs:
+    others = [read(path, results["images"], results["seed"], digests) for path in args.add]
+    for run, saved in models.items():
         entry = results["runs"].setdefault(run, {"fillings": {}, "passes": {}})
-        measure(run, kinds, args.fillings, args.images, args.seed, entry, save)
+        entry["digest"] = digests[run]
+        measure(saved, kinds, args.fillings, args.images, args.seed, entry, save)
+        save()
     for other in others:
         add(results, other)
     print(f"\n{tables(results)}")

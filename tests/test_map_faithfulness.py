@@ -1,6 +1,8 @@
 """The benchmark of maps and fillings: its scores, its files and its tables."""
 
+import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -94,6 +96,103 @@ def test_a_second_call_measures_only_what_is_missing(run, measured):
     bench.main([str(run), "--images", "12", "--fillings", "mean", "--kinds", "lrp", "--out",
                 str(measured["path"])])  # fmt: skip
     assert measured["path"].read_text() == before
+
+
+def test_an_interrupted_measurement_keeps_the_kinds_before(run, measured, tmp_path, monkeypatch):
+    out = tmp_path / "results.json"
+    arguments = [str(run), "--images", "12", "--fillings", "mean", "other", "--out", str(out),
+                 "--kinds", "rise", "rollout", "lrp", "lrp_pixels", "occlusion",
+                 "--masks", "2", "4"]  # fmt: skip
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "rise_maps", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench.main(arguments)
+    scores = json.loads(out.read_text())["runs"][str(run)]["fillings"]
+    assert scores == measured["first"]["runs"][str(run)]["fillings"]
+    bench.main(["--add", str(out)])
+    bench.main(arguments)
+    scores = json.loads(out.read_text())["runs"][str(run)]["fillings"]
+    assert scores == measured["last"]["runs"][str(run)]["fillings"]
+
+
+def test_scores_of_a_model_that_has_changed_are_refused(run, measured, tmp_path):
+    digest = hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest()
+    assert measured["last"]["runs"][str(run)]["digest"] == digest
+    content = json.loads(json.dumps(measured["last"]))
+    content["runs"][str(run)]["digest"] = "0" * 64
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(content))
+    message = (
+        f"{changed}: its scores of {run} are those of another model file; give another --out, or "
+        "leave the file out of --add"
+    )
+    for arguments in (
+        [str(run), "--images", "12", "--kinds", "lrp", "--out", str(changed)],
+        [str(run), "--images", "12", "--kinds", "lrp", "--add", str(changed)],
+        ["--add", str(measured["path"]), str(changed)],
+    ):
+        with pytest.raises(ValueError) as error:
+            bench.main(arguments)
+        assert str(error.value) == message
+    assert json.loads(changed.read_text()) == content
+
+
+def test_results_without_a_digest_get_it(run, measured, tmp_path):
+    content = json.loads(json.dumps(measured["last"]))
+    entry = content["runs"].pop(str(run))
+    del entry["digest"]
+    content["runs"][f"{run}/"] = entry
+    out = tmp_path / "old.json"
+    out.write_text(json.dumps(content))
+    bench.main([str(run), "--images", "12", "--fillings", "mean", "--kinds", "lrp", "--out",
+                str(out)])  # fmt: skip
+    assert json.loads(out.read_text()) == measured["last"]
+
+
+def test_a_run_named_twice_is_measured_once(run, tmp_path, capsys):
+    bench.main([str(run), f"{run}/", "--images", "12", "--fillings", "mean", "--kinds", "lrp"])
+    text = capsys.readouterr().out
+    assert text.count("12 digits test images") == 1
+    assert "mean ± 95% interval over 2 runs" not in text
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    with pytest.raises(ValueError) as error:
+        bench.main([str(run), str(copy), "--images", "12"])
+    assert str(error.value) == f"{copy}: the same model as {run}; give only one of them"
+
+
+SCORES = {"deletion": [0.1, 0.2], "insertion": [0.5, 0.4]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no JSON",
+        [],
+        {"images": 12, "seed": 0},
+        {"images": 12, "seed": 0, "runs": []},
+        {"images": 12, "seed": 0, "runs": {"x": {}}},
+        {"images": 12, "seed": 0, "runs": {"x": {"fillings": {}, "passes": {}}}},
+        {"images": 12, "seed": 0, "runs": {"x": {"fillings": {"mean": []}, "passes": {}}}},
+        {"images": 12, "seed": 0,
+         "runs": {"x": {"fillings": {"mean": {"lrp": SCORES}}, "passes": {}}}},
+        {"images": 12, "seed": 0,
+         "runs": {"x": {"fillings": {"mean": {"centred": 1}}, "passes": {}}}},
+    ],
+)  # fmt: skip
+def test_other_files_are_refused(content, run, tmp_path):
+    path = tmp_path / "other.json"
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_text(text)
+    for arguments in ([str(run), "--images", "12", "--out", str(path)], ["--add", str(path)]):
+        with pytest.raises(ValueError) as error:
+            bench.main(arguments)
+        assert str(error.value) == f"{path}: not a file that --out wrote"
+    assert path.read_text() == text
 
 
 def test_tables_of_files(run, measured, tmp_path, capsys):
