@@ -17,7 +17,9 @@ class, the one that RUN predicts.
 
 Two columns show what is chance: the correlation of RUN's maps with those of the random model for
 other images, and with RUN's own for other images. A map fails if it is above chance by more than
-0.1. Intervals are those of the mean over images (95%).
+0.1. Maps with signs fail it in either sign: correlations of opposite sign would cancel in the mean
+if a random model shows the same map or its negative. So the mean of their absolute values counts,
+for chance as well. Intervals are those of the mean over images (95%).
 """
 
 import argparse
@@ -50,6 +52,7 @@ BATCH = 100  # images per forward pass
 MARGIN = 0.1  # correlation above chance at which a map fails a test with random weights or labels
 TRAINED_CHANCE = "trained, other image"
 SHIFT = 1.0  # in standard deviations of the training images
+SIGNED = [ALL_KINDS[kind] for kind in SIGNED_KINDS]
 UNAUGMENTED = AugmentConfig(crop_padding=0, flip=False)
 
 Maps = dict[str, Tensor]  # (B, rows, columns) by name of the row in a table
@@ -95,8 +98,17 @@ class Question:
 
 
 def correlations(maps: Maps, others: Maps) -> Rows:
-    """Correlate each kind of map, image by image."""
-    return {name: rank_correlation(found, others[name]) for name, found in maps.items()}
+    """Correlate each kind of map, image by image.
+
+    For maps with signs, the sizes of the correlations come too: they do not cancel if a model shows
+    the same map for some images and its negative for others.
+    """
+    rows: Rows = {}
+    for name, found in maps.items():
+        rows[name] = rank_correlation(found, others[name])
+        if name in SIGNED:
+            rows[f"{name}, either sign"] = rows[name].abs()
+    return rows
 
 
 def of_next_image(maps: Maps) -> Maps:
@@ -137,7 +149,7 @@ def random_weights(
     return {
         stage: {
             name: torch.stack([columns[stage][name] for columns in found]).mean(dim=0)
-            for name in maps
+            for name in found[0][stage]
         }
         for stage in found[0]
     }
@@ -212,7 +224,9 @@ def shifted_inputs(classifier: Classifier, question: Question, maps: Maps) -> Co
     print(f"logits differ by at most {difference:.1g}", flush=True)
     others = question.ask(changed, inputs + SHIFT)
     return {
-        "rank correlation": correlations(maps, others),
+        "rank correlation": {
+            name: rank_correlation(found, others[name]) for name, found in maps.items()
+        },
         "largest relative difference": {
             name: (found - others[name]).flatten(1).abs().amax(dim=1)
             / found.flatten(1).abs().amax(dim=1).clamp(min=1e-30)
@@ -244,7 +258,7 @@ def related(columns: Columns, column: str, chance: str) -> str:
         for name, found in columns[column].items()
         if (found - columns[chance][name]).mean() > MARGIN
     ]
-    return ", ".join(names) or "none"
+    return "; ".join(names) or "none"
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ CLASSES = (*KINDS, MARKED)
 SIDE = 4  # of the mark, in pixels: a patch of the model
 COLOUR = (255, 0, 255)
 TRAIN, TEST = 11_000, 2_200  # images
+DRAWN = 3  # images in the figure, at most
 
 COLUMNS = {
     "points": "strongest patch is the mark ↑",
@@ -245,6 +246,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/watermark"))
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=list(MAP_KINDS))
     arguments = parser.parse_args()
+    if arguments.images < 1:
+        parser.error(f"--images {arguments.images}: must be at least 1")
     training, test = draw_set(TRAIN, "train"), draw_set(TEST, "test")
     images = write_folder(arguments.out / "images", training, test)
     trained = arguments.out / f"seed_{arguments.seed}"
@@ -266,7 +269,8 @@ def main() -> None:
         for kind, values in rows.items():
             values["control"] = measure_control(control, pairs, kind)
     print(f"\n{as_table(rows)}")
-    draw_figure(classifier, pairs, range(3)).save(trained / "watermark.png", optimize=True)
+    figure = draw_figure(classifier, pairs, range(min(DRAWN, arguments.images)))
+    figure.save(trained / "watermark.png", optimize=True)
     print(f"\nwrote {trained / 'watermark.png'}")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -237,6 +238,45 @@ def test_the_measurement_and_the_figure_of_the_mark(watermark, monkeypatch):
     assert "| layer-wise relevance | 100.0% ± 0.0% | 100.0% ± 0.0% | 1.6% ± 0.0% | +1.0" in table
 
 
+def test_the_benchmark_of_the_mark_on_fewer_images_than_the_figure_holds(
+    watermark, monkeypatch, tmp_path, capsys
+):
+    classifier = classifier_of(draw_vit(num_classes=len(watermark.CLASSES)), watermark.CLASSES)
+    (tmp_path / "seed_0").mkdir()
+    monkeypatch.setattr(watermark, "TRAIN", 22)
+    monkeypatch.setattr(watermark, "TEST", 11)
+    monkeypatch.setattr(watermark, "run", lambda *_: None)  # "trained already"
+    monkeypatch.setattr(watermark.vit, "load", lambda _: classifier)
+    words = ["watermark.py", "--out", str(tmp_path), "--kinds", "rollout", "--images"]
+    monkeypatch.setattr(sys, "argv", [*words, "2"])
+    watermark.main()
+    with Image.open(tmp_path / "seed_0" / "watermark.png") as figure:
+        assert figure.size == (2 * 802, 2 * 2 * 180)
+    monkeypatch.setattr(sys, "argv", [*words, "0"])
+    with pytest.raises(SystemExit):
+        watermark.main()
+    assert "--images 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_maps_that_are_reversed_in_half_of_the_images_are_related_in_either_sign(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import sanity
+
+    found, flip = draw(40, 4, 4), torch.tensor([1.0, -1.0]).repeat(20)[:, None, None]
+    maps = {"layer-wise relevance": found, "attention rollout": found}
+    rows = sanity.correlations(maps, dict.fromkeys(maps, found * flip))
+    assert [*rows] == [
+        "layer-wise relevance",
+        "layer-wise relevance, either sign",
+        "attention rollout",
+    ]
+    assert rows["layer-wise relevance"].mean().item() == pytest.approx(0)
+    assert rows["layer-wise relevance, either sign"].mean().item() == pytest.approx(1)
+    chance = sanity.correlations(maps, sanity.of_next_image(maps))
+    columns = {"head": rows, "chance": chance}
+    assert sanity.related(columns, "head", "chance") == "layer-wise relevance, either sign"
+
+
 def test_the_benchmark_of_a_tiny_model(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import sanity
@@ -247,8 +287,8 @@ def test_the_benchmark_of_a_tiny_model(monkeypatch, tmp_path, capsys):
     out = capsys.readouterr().out
     assert [title for title in TABLES if title not in out] == []
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| layer-wise")]
-    assert [len(row) for row in rows] == [6, 6, 6, 6, 5, 5, 3, 3]
-    assert rows[6][1:] == ["1.00 ± 0.00", "0.00 ± 0.00 |"]  # shifted inputs
+    assert [len(row) for row in rows] == [*[6] * 6, *[5] * 3, *[3] * 2]
+    assert rows[9][1:] == ["1.00 ± 0.00", "0.00 ± 0.00 |"]  # shifted inputs
     rollout = next(line for line in out.splitlines() if line.startswith("| attention rollout"))
     assert rollout.startswith("| attention rollout | 1.00 ± 0.00 |")  # without the trained head
 
