@@ -266,7 +266,7 @@ def test_an_index_of_something_else_is_not_ours(call, demo, tmp_path, content):
     (folder / "index.json").write_text(content)
     (folder / "image_00001.png").write_text("mine")
     ended = call(demo, "--attention", "--indices", 5, "--faithfulness", 0, "--out", tmp_path)
-    assert ended.code == 2 and "contains files other than maps" in ended.err
+    assert ended.code == 2 and "contains files other than maps" in ended.error
     assert (folder / "index.json").read_text() == content
     assert (folder / "image_00001.png").read_text() == "mine"
 
@@ -466,7 +466,7 @@ def test_photos_leave_a_sheet_each_and_nothing_else(classified):
 @pytest.mark.parametrize("name", PHOTOS)
 def test_sheet_is_the_one_that_python_draws(classified, opened, name):
     photos, folder, printed = classified
-    explanation = opened.classifier.explain(photos / name, ("rollout", "lrp"))
+    explanation = opened.classifier.explain(photos / name, ("rollout", "lrp_pixels"))
     assert blocks(printed)[str(photos / name)][0][0] == explanation.predicted
     drawn = picture(folder / f"{Path(name).stem}_sheet.png")
     np.testing.assert_array_equal(drawn, np.asarray(explanation.sheet()))
@@ -500,7 +500,7 @@ def test_photos_of_one_name_keep_apart(call, demo, tmp_path):
     explain = load_model(demo, "cpu", "float32").classifier.explain
     for path, name in zip(paths, ("same", "same_", "same__"), strict=True):
         drawn = picture(tmp_path / f"out/photos/{name}_sheet.png")
-        sheet = explain(path, ("rollout", "lrp")).sheet()
+        sheet = explain(path, ("rollout", "lrp_pixels")).sheet()
         np.testing.assert_array_equal(drawn, np.asarray(sheet))
     assert len(list((tmp_path / "out/photos").iterdir())) == 3
 
@@ -527,7 +527,7 @@ def test_target_explains_another_class_of_a_photo(call, demo, opened, tmp_path):
         words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
         assert call(demo, *words, *SAME).code == 0
         drawn[target] = picture(tmp_path / target / "photos/photo_sheet.png")
-        found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "lrp"), target)
+        found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "lrp_pixels"), target)
         np.testing.assert_array_equal(drawn[target], np.asarray(found.sheet()))
     assert (drawn["star"] != drawn["circle"]).any()
 

@@ -81,10 +81,9 @@ class Scale {
       [0, 2, 4].map((at) => parseInt(colours.slice(6 * step + at, 6 * step + at + 2), 16)),
     );
     this.#pixels = Uint32Array.from(this.#steps, (colour) => pack(...colour));
-    // As opaque as `overlay` in vit/explain/drawing.py makes it: the more, the farther from 0.
     this.#overlays = this.#steps.map((colour, step) => {
       const strength = Math.abs(low + ((LARGEST - low) * step) / 255) / LARGEST;
-      return `rgba(${colour.join(", ")}, ${0.1 + 0.65 * strength})`;
+      return low < 0 ? overPale(colour, 0.75 * strength) : css(colour, 0.1 + 0.65 * strength);
     });
   }
 
@@ -134,6 +133,22 @@ class Scale {
   write(value) {
     return `${digits(value)} ${this.unit.short}`;
   }
+}
+
+// Opacities are those of `overlay` in vit/explain/drawing.py: the farther from 0, the more opaque.
+
+function css(colour, opacity) {
+  return `rgba(${colour.join(", ")}, ${opacity})`;
+}
+
+/**
+ * Return a colour as one that is drawn over a picture after a veil of half-opaque white, because both
+ * ends of a signed scale are dark.
+ */
+function overPale(colour, opacity) {
+  const veiled = 1 - 0.5 * (1 - opacity);
+  const mixed = colour.map((part) => (127.5 * (1 - opacity) + part * opacity) / veiled);
+  return css(mixed.map(Math.round), veiled);
 }
 
 /** Return a pixel of an ImageData (little-endian, as every browser is). */
