@@ -594,9 +594,9 @@ def bare_step(config: Config) -> TrainingStep:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_overfits_one_batch(name: str) -> None:
+def test_overfits_one_batch(name: str, tmp_path: Path) -> None:
     """A model that cannot learn 64 images by heart is broken."""
-    config = Config()
+    config = Config(out=str(tmp_path / "run"))
     config = replace(
         config,
         model=replace(config.model, embed_dim=48, depth=2),
