@@ -498,9 +498,9 @@ class EvalConfig:
         indices: with --attention, indices of the test images to draw, instead of random ones
         target: with --attention or --image, name of the class to explain; null explains the
             predicted class
-        kinds: with --attention or --image, kinds of map to draw, and to measure; none means every
-            kind that takes a few passes at most; with --image, rollout and lrp_pixels. occlusion,
-            integrated_gradients and rise are references that take 16 to 1,000 passes
+        kinds: with --attention or --image, kinds of map to draw and, with --attention, to measure;
+            without it, all but the references, or rollout and lrp_pixels with --image. The
+            references occlusion, integrated_gradients and rise take 16 to 1,000 passes
         faithfulness: with --attention, number of test images on which the faithfulness of the maps
             is measured; 0 skips the measurement; null means 500, or 0 with --indices
         head_fusion: with --attention, how rollout combines the attention heads

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from vit.explain.filling import Filling, mean_colour
+from vit.explain.filling import Filling, mean_colour, to_pixels
 from vit.hardware import device_for
 from vit.seeding import generator
 
@@ -67,8 +67,7 @@ def hiding_curves(
     count = maps[0].numel()
     order = maps.flatten(1).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(dim=1).unflatten(1, maps.shape[1:]).to(images.device)
-    patch = images.shape[-2] // maps.shape[-2], images.shape[-1] // maps.shape[-1]
-    rank = rank.repeat_interleave(patch[0], dim=1).repeat_interleave(patch[1], dim=2)[:, None]
+    rank = to_pixels(rank, images.shape[-2:])
     target = target.to(images.device)
 
     def probability(hidden: Tensor) -> Tensor:

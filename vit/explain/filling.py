@@ -12,11 +12,10 @@ bool, that returns the images with new values at the hidden pixels and nowhere e
 Shapes: B images, H x W pixels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torchvision.transforms.functional import gaussian_blur
 
 from vit.seeding import generator
 
@@ -59,6 +58,12 @@ def make_filling(name: str, images: Tensor, seed: int = 0) -> Filling:
     return lambda images, hidden: impute(images, hidden) + noise * hidden
 
 
+def to_pixels(patches: Tensor, size: Sequence[int]) -> Tensor:
+    """Enlarge values of patches (B, rows, columns) to a height and width: (B, 1, H, W)."""
+    tall = patches.repeat_interleave(size[0] // patches.shape[1], dim=1)
+    return tall.repeat_interleave(size[1] // patches.shape[2], dim=2)[:, None]
+
+
 def mean_colour(images: Tensor, hidden: Tensor) -> Tensor:
     """Replace hidden pixels by the mean colour of the training images."""
     return images.masked_fill(hidden, 0.0)
@@ -66,6 +71,8 @@ def mean_colour(images: Tensor, hidden: Tensor) -> Tensor:
 
 def blurred(images: Tensor) -> Tensor:
     """Blur images (B, channels, H, W) by a Gaussian with a deviation of an eighth of each side."""
+    from torchvision.transforms.functional import gaussian_blur  # late because it is slow
+
     sigmas = [BLUR * side for side in images.shape[:-3:-1]]  # torchvision takes x before y
     return gaussian_blur(images, [2 * round(3 * sigma) + 1 for sigma in sigmas], sigmas)
 

@@ -41,7 +41,7 @@ from vit.model.attention_model import AttentionModel
 
 
 def fixed_result(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Hold the result fixed: attention weights, and the gate σ(1.702 x) of QuickGELU."""
+    """Hold the result fixed: attention weights, the gate of QuickGELU, the root of an RMS norm."""
     return function(*args, **kwargs).detach()
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
+from vit.explain.filling import mean_colour, to_pixels
+
 
 @torch.no_grad()
 def occlusion(
@@ -30,8 +32,8 @@ def occlusion(
     before = _of_class(classify(images), target)
     patches = torch.eye(grid[0] * grid[1], device=images.device).bool().unflatten(1, grid)
     falls = [
-        before - _of_class(classify(images.masked_fill(part, 0.0)), target)
-        for part in _to_pixels(patches, images)
+        before - _of_class(classify(mean_colour(images, part)), target)
+        for part in to_pixels(patches, images.shape[-2:])
     ]
     return torch.stack(falls, dim=1).unflatten(1, grid)
 
@@ -97,9 +99,9 @@ def rise(
     total = torch.zeros(len(images), *grid, device=images.device)
     for _ in range(num_masks // 2):
         hidden = (torch.rand(1, *grid, generator=generator) < 0.5).to(images.device)
-        part = _to_pixels(hidden, images)
+        part = to_pixels(hidden, images.shape[-2:])
         shown, inverse = (
-            _of_class(classify(images.masked_fill(mask, 0.0)).softmax(dim=1), target)
+            _of_class(classify(mean_colour(images, mask)).softmax(dim=1), target)
             for mask in (part, ~part)
         )
         total += (shown - inverse)[:, None, None] * (1 - 2 * hidden.float())
@@ -109,10 +111,3 @@ def rise(
 def _of_class(values: Tensor, target: Tensor) -> Tensor:
     """Return the value of the target class, (B,) float32."""
     return values.float().gather(1, target[:, None])[:, 0]
-
-
-def _to_pixels(patches: Tensor, images: Tensor) -> Tensor:
-    """Enlarge (n, rows, columns) to the size of images, (n, height, width)."""
-    rows, columns = patches.shape[1:]
-    tall = patches.repeat_interleave(images.shape[-2] // rows, dim=1)
-    return tall.repeat_interleave(images.shape[-1] // columns, dim=2)
