@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models import PLAIN
+from vit.explain.lrp import token_relevance
 from vit.explain.maps import (
     ALL_KINDS,
     BY_RULES,
@@ -730,6 +731,21 @@ def test_raw_attention_of_uniform_attention_is_one():
     torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.bias)
     maps = attention_maps(vit, draw_images(), ["raw"])[1]["raw"]
     torch.testing.assert_close(maps, torch.ones(3, 4, 4), rtol=0, atol=1e-5)
+
+
+def test_all_kinds_explain_one_class_even_if_two_are_almost_as_probable(monkeypatch):
+    vit, images = draw_vit(MODELS["mean"]), draw_images()
+    aims = []
+
+    def record(reader, images, target=None):
+        aims.append(target)
+        return token_relevance(reader, images, target)
+
+    monkeypatch.setattr("vit.explain.maps.token_relevance", record)
+    logits, _ = attention_maps(vit, images, ["rollout", "lrp"])
+    torch.testing.assert_close(aims[0], logits.argmax(dim=1))
+    attention_maps(vit, images, ["lrp_pixels", "lrp"])
+    torch.testing.assert_close(aims[1], logits.argmax(dim=1))
 
 
 def test_only_the_kinds_asked_for_are_made():

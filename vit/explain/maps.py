@@ -191,13 +191,18 @@ def attention_maps(
     images = images.detach()
     maps: dict[str, Tensor] = {}
     of_weights = [kind for kind in kinds if kind not in (*BY_RULES, *REFERENCES)]
-    if of_weights or not any(kind in BY_RULES for kind in kinds):
+    by_rules = [kind for kind in kinds if kind in BY_RULES]
+    plain = bool(of_weights) or not by_rules
+    if plain:
         logits, maps = _maps_of_weights(
             reader, images, grid, of_weights, target, precision,
             head_fusion=head_fusion, discard_ratio=discard_ratio, start_layer=start_layer,
         )  # fmt: skip
-    if by_rules := [kind for kind in kinds if kind in BY_RULES]:
-        logits, others = _maps_by_rules(reader, images, grid, by_rules, target, precision)
+        # A pass by rules may round differently, but all kinds explain one class.
+        target = logits.argmax(dim=1) if target is None else target
+    if by_rules:
+        found, others = _maps_by_rules(reader, images, grid, by_rules, target, precision)
+        logits = logits if plain else found
         maps |= others
     if references := [kind for kind in kinds if kind in REFERENCES]:
         target = logits.argmax(dim=1) if target is None else target
@@ -218,6 +223,7 @@ def _maps_by_rules(
     with autocast(images.device, precision):
         if "lrp_pixels" in kinds:
             logits, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
+            target = logits.argmax(dim=1) if target is None else target
             maps["lrp_pixels"] = _of_mean_size_1(pixels.sum(dim=1))
         of_tokens = [kind for kind in kinds if kind != "lrp_pixels"]
         if of_tokens:
