@@ -20,7 +20,7 @@ from vit.data.balance import balanced_batches
 from vit.tracking import Tracker
 from vit.training import trainer
 from vit.training.loop import Diverged, Loop
-from vit.training.rules import check_batch
+from vit.training.rules import check_processes
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 from vit.training.stopping import Stopped
@@ -263,4 +263,4 @@ def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> No
 def test_batch_that_cannot_be_shared_out_is_refused(tmp_path: Path, batch: int, words: str) -> None:
     config = small(tmp_path, train={"batch_size": batch, "accumulate": 4})
     with pytest.raises(ValueError, match=words):
-        check_batch(config, processes=3)
+        check_processes(config, processes=3)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from models import PLAIN
 from vit.model.vit import VisionTransformer
+from vit.training.distributed import World
 from vit.training.optim import Muon, build_optimizers, orthogonalize, set_lr
 from vit.training.schedule import lr_at
 
@@ -255,3 +256,26 @@ def test_fixed_positions_stay_fixed():
     before = model.pos_embed.clone()
     take_steps(model, build_optimizers(model, "muon", **RATES), range(3))
     assert torch.equal(model.pos_embed, before)
+
+
+class Apart(World):
+    """A process that is told nothing by the others."""
+
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    stacks = [torch.randn(shape, generator=draw) for shape in ((4, 8, 8), (1, 8, 16), (1, 16, 8))]
+    parts = []
+    for rank in range(size):
+        muon = Muon([{"params": [nn.Parameter(torch.ones(2, 2))]}], {}, 1, 0, 0, Apart(rank, size))
+        parts.append(muon._orthogonalized(stacks))
+    for stack, *updates in zip(stacks, *parts, strict=True):
+        torch.testing.assert_close(torch.stack(updates).sum(dim=0), orthogonalize(stack))
+        owners = torch.stack([update.abs().sum(dim=(1, 2)) > 0 for update in updates])
+        assert (owners.sum(dim=0) == 1).all()
+    busy = [any(bool(update.any()) for update in updates) for updates in parts]
+    assert all(busy)

@@ -39,7 +39,7 @@ def test_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -> 
 
 
 def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)

@@ -33,7 +33,7 @@ from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.optim import build_optimizers
-from vit.training.rules import check_batch, check_sizes
+from vit.training.rules import check_processes, check_sizes
 from vit.training.state import build_state
 from vit.training.stopping import Stopped, StopRequest
 from vit.training.trainer import train
@@ -241,12 +241,12 @@ def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
 def test_batch_norm_needs_two_images(name: str) -> None:
     run = Config(model={"name": f"timm:{name}"}, train={"batch_size": 4, "accumulate": 2})  # type: ignore[arg-type]
-    check_batch(run, processes=1)
+    check_processes(run, processes=1)
     if name == "test_vit":
-        check_batch(run, processes=2)
+        check_processes(run, processes=2)
         return
     with pytest.raises(ValueError, match=r"batch norm of model.name=timm:test_resnet needs"):
-        check_batch(run, processes=2)
+        check_processes(run, processes=2)
 
 
 def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def train_main() -> None:
     with user_errors():
         config, options = parse_train(sys.argv[1:])
         # Imported late, because it imports torch: a mistyped flag is answered at once.
-        from vit.training.trainer import train
+        from vit.training.processes import train_on_all_cores
 
-        train(config, **options)
+        train_on_all_cores(config, options, user_errors)
 
 
 def eval_main() -> None:

@@ -382,6 +382,8 @@ class TrainConfig:
             backward pass instead of storing them (arXiv 1604.06174); same gradients, slower steps
         seed: random seed; a run with the same seed gives the same result
         device: device to run on; auto chooses a GPU if there is one
+        processes: number of processes that share each batch on a CPU; null means one per usable
+            core, with at least 32 images each; a run keeps its number when it is resumed
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
         compile: compile the model with torch.compile
@@ -401,6 +403,7 @@ class TrainConfig:
     checkpoint_blocks: Switch = False
     seed: Seed = 0
     device: DeviceName = "auto"
+    processes: Annotated[int, Field(ge=1, le=1000)] | None = None
     precision: Precision = "auto"
     compile: Switch = False
     max_skipped: Count = 10

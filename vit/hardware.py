@@ -1,6 +1,8 @@
-"""The device a run computes on, its precision, and what a device cannot do; cores and memory."""
+"""The device a run computes on, its precision, and what it cannot do; processes, cores, memory."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -92,6 +94,28 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def local_processes() -> int:
+    """Return the number of processes on this machine that train together."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cores_to_use() -> int:
+    """Return the number of cores to compute on: OMP_NUM_THREADS, or else all usable ones."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is one per level
+    return min(usable_cores(), int(limit)) if limit.isdecimal() and int(limit) else usable_cores()
+
+
+@contextlib.contextmanager
+def cores_of_all_processes() -> Iterator[None]:
+    """Compute on the cores of all processes of a run, while the others wait or have ended."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before * local_processes())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def free_memory(root: Path = Path("/")) -> int:

@@ -177,7 +177,7 @@ def check_run(
         if epochs := _extension_epochs(stored, newest):
             kind = f"an interrupted extension to {epochs} epochs"
         stored = _before_extension(stored, newest, config)
-    before = {**_lasting(stored), **newest.environment}
+    before = {**_lasting(stored), **{key: newest.environment.get(key) for key in environment}}
     changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
     own = _own_values(_lasting(stored), _lasting(to_dict(config)))
     if any(change.startswith(FIXED) for change in changes):
@@ -290,10 +290,14 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lasting(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop what may always differ when a run is resumed: folders, and how files are read."""
+    """Drop what may always differ when a run is resumed: folders, and how files are read.
+
+    The number of processes is part of the environment, with which torchrun's are compared too.
+    """
     free = ("root", "download", "memory_gb", "workers")
     data = {key: value for key, value in values["data"].items() if key not in free}
-    return {**values, "data": data, "out": None}
+    train = {key: value for key, value in values["train"].items() if key != "processes"}
+    return {**values, "data": data, "train": train, "out": None}
 
 
 def _own_values(stored: dict[str, Any], given: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ Shapes: N images, B batch, C classes, H height, W width.
 """
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
 from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
 from vit.data.stream import Decoder, ImageFiles
-from vit.hardware import free_memory
+from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
@@ -244,9 +243,9 @@ def fit_into_memory(sets: Sequence[ImageSet], memory_gb: float | None) -> bool:
     Args:
         sets: The sets; those that are in memory already count as nothing.
         memory_gb: Memory for images, in GB; None is a quarter of the free memory, divided by the
-            number of torchrun's processes on this machine.
+            number of processes that train together on this machine.
     """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = local_processes()
     limit = FRACTION_OF_FREE * free_memory() / processes if memory_gb is None else 1e9 * memory_gb
     return sum(s.images.nbytes for s in sets if isinstance(s.images, ImageFiles)) <= limit
 

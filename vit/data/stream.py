@@ -10,7 +10,6 @@ import atexit
 import dataclasses
 import gc
 import math
-import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from vit.console import rank
 from vit.data.preprocess import Preprocess
-from vit.hardware import usable_cores
+from vit.hardware import local_processes, usable_cores
 from vit.seeding import generator
 
 FEW = 200  # files; starting processes takes longer than reading fewer
@@ -138,8 +137,8 @@ def _start_worker(number: int) -> None:
 
 
 def default_workers() -> int:
-    """Return one worker per usable core, less one, shared by torchrun's processes; 1 to 16."""
-    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Return one worker per usable core, less one, shared by the processes of a run; 1 to 16."""
+    cores = usable_cores() // local_processes()
     return min(max(1, cores - 1), MOST_WORKERS)
 
 

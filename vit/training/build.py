@@ -117,7 +117,7 @@ def first_state(
         sample = training.select(first).pixels().cpu()
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
-        sample, weights, frozen=train.freeze == "backbone",
+        sample, weights, frozen=train.freeze == "backbone", world=env.world,
     )  # fmt: skip
     model: Any = state.model  # ours or timm's, which have this method
     if train.checkpoint_blocks:

@@ -1,6 +1,7 @@
-"""The processes started by torchrun, and the communication between them.
+"""The processes that share the batches of a run, and the communication between them.
 
-Without torchrun there is a single process, and all of this is free.
+`vit.training.processes` or torchrun starts them, and describes them in the environment variables
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A single process communicates with nobody.
 """
 
 import contextlib
@@ -12,6 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from vit.console import rank
+
+MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 
 
 @dataclass(frozen=True)
@@ -35,25 +40,25 @@ class World:
         """Return this process's part of a batch, whose length is a multiple of `size`."""
         return batch.chunk(self.size)[self.rank]
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Average values over the processes, in place."""
-        if self.size > 1:
-            dist.all_reduce(values)
-            values /= self.size
-        return values
+    def average(self, tensors: list[Tensor]) -> None:
+        """Average tensors over the processes, in place.
 
-    def average(self, gradients: list[Tensor]) -> None:
-        """Average gradients over the processes, in place.
-
-        All gradients are averaged together and in the same order at every step, so that a resumed
-        run adds them in the same order as an uninterrupted one. DistributedDataParallel reorders
-        them after its first step.
+        All tensors are averaged together and in the same order at every step, so that a resumed run
+        adds them in the same order as an uninterrupted one. DistributedDataParallel reorders
+        gradients after its first step.
         """
+        self.add(tensors)
         if self.size > 1:
-            mean = self.mean(torch.cat([gradient.flatten() for gradient in gradients]))
-            parts = mean.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            torch._foreach_div_(tensors, self.size)
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over the processes, in one exchange."""
+        if self.size > 1:
+            total = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(total)
+            parts = total.split([tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def largest(self, values: Tensor) -> Tensor:
         """Take the maximum of values over the processes, in place."""
@@ -89,13 +94,23 @@ class World:
 
 
 def world_size() -> int:
-    """Return the number of processes started by torchrun; 1 without it."""
+    """Return the number of processes that train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def under_torchrun() -> bool:
+    """Tell whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_connection_lost(error: RuntimeError) -> bool:
+    """Tell whether an error means that another process has ended."""
+    return "gloo" in str(error)
 
 
 @contextlib.contextmanager
 def join_world(device: torch.device) -> Iterator[World]:
-    """Connect to the other processes started by torchrun, if there are any."""
+    """Connect to the other processes that train together, if there are any."""
     size = world_size()
     if size == 1:
         yield World()
@@ -110,8 +125,8 @@ def join_world(device: torch.device) -> Iterator[World]:
             )
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, os.environ.get(MEETING), rank=rank(), world_size=size)
     try:
-        yield World(dist.get_rank(), size)
+        yield World(rank(), size)
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from vit.run_folder import check_run, extend_config, lock_run
 from vit.training.distributed import World, join_world
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text
-from vit.training.rules import check_batch
+from vit.training.rules import check_processes
 from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
 
@@ -42,7 +42,10 @@ class Environment:
     decoder: Decoder = field(default_factory=Decoder)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the results of a run depend on besides its config, for the checkpoint."""
+        """Return what must not change when a run is resumed, besides its config.
+
+        The results also depend on the number of threads, which a resumed run takes over.
+        """
         return {
             "processes": self.world.size,
             "device": self.device.type,
@@ -68,7 +71,7 @@ def start_environment(config: Config) -> Iterator[Environment]:
         try:
             with join_world(device) as world:
                 with world.main_first():
-                    check_batch(config, world.size)
+                    check_processes(config, world.size)
                 decoder = Decoder(config.data.workers, pin_memory=device.type == "cuda")
                 with contextlib.closing(decoder):
                     yield Environment(device, precision, world, stop, decoder)
@@ -109,4 +112,6 @@ def claim_run(
                 stack.enter_context(lock_run(Path(config.out)))
             config = extend_config(config) if extend else config
             checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
+        if checkpoint is not None and env.device.type == "cpu":
+            torch.set_num_threads(checkpoint.environment.get("threads", torch.get_num_threads()))
         yield config, checkpoint

@@ -20,6 +20,7 @@ from vit.data.balance import balanced_batches
 from vit.data.batches import epoch_batches
 from vit.data.datasets import ImageSet
 from vit.evaluation import Evaluator
+from vit.hardware import cores_of_all_processes
 from vit.tracking import Tracker
 from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
@@ -150,6 +151,7 @@ class Loop:
             f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
         )
 
+    @cores_of_all_processes()
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured."""
         step = self.step.state.step

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vit.training.distributed import World
+
 # Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -36,6 +38,7 @@ class Muon(Optimizer):
         lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         momentum: Decay of the moving average of gradients, 0 to 1.
+        world: The processes that train together. Each orthogonalizes a part of the matrices.
     """
 
     def __init__(
@@ -45,25 +48,47 @@ class Muon(Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
+        world: World = World(),  # noqa: B008
     ) -> None:
-        self.numbers = numbers
+        self.numbers, self.world = numbers, world
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        for (rows, columns), parts in self._by_shape().items():
-            matrices, gradients, averages, groups = zip(*parts, strict=True)
+        by_shape = self._by_shape()
+        stacks = []
+        for parts in by_shape.values():
+            _, gradients, averages, groups = zip(*parts, strict=True)
             momentum = groups[0]["momentum"]
             torch._foreach_lerp_(averages, gradients, 1 - momentum)
             ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov momentum
-            updates = orthogonalize(torch.stack(ahead)).unbind()
+            stacks.append(torch.stack(ahead))
+        for (shape, parts), stack in zip(
+            by_shape.items(), self._orthogonalized(stacks), strict=True
+        ):
+            matrices, _, _, groups = zip(*parts, strict=True)
+            rows, columns = shape
+            updates = stack.unbind()
             start = 0
             for _, (group, *others) in groupby(groups, key=id):
                 part = slice(start, start := start + 1 + len(others))
                 torch._foreach_mul_(matrices[part], 1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
                 torch._foreach_add_(matrices[part], updates[part], alpha=-rate)
+
+    def _orthogonalized(self, stacks: list[Tensor]) -> list[Tensor]:
+        """Orthogonalize stacks of matrices (K, m, n), each process a part of every stack."""
+        rank, size = self.world.rank, self.world.size
+        if size == 1:
+            return [orthogonalize(stack) for stack in stacks]
+        updates = [torch.zeros_like(stack, dtype=torch.bfloat16) for stack in stacks]
+        for number, (stack, update) in enumerate(zip(stacks, updates, strict=True)):
+            first = (rank + number) % size  # so that single matrices are spread over processes
+            if first < len(stack):
+                update[first::size] = orthogonalize(stack[first::size])
+        self.world.add(updates)
+        return updates
 
     def _by_shape(self) -> dict[torch.Size, list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]]:
         """Sort matrices, with gradient, average of gradients and group, by shape."""
@@ -119,6 +144,7 @@ def build_optimizers(
     muon_weight_decay: float,
     muon_momentum: float,
     layer_decay: float | None = None,
+    world: World = World(),  # noqa: B008
 ) -> list[Optimizer]:
     """Build the optimizers of a VisionTransformer or of a model of timm.
 
@@ -165,7 +191,7 @@ def build_optimizers(
             {"params": matrices[scale], "initial_lr": scale * muon_lr}
             for scale in sorted(matrices, reverse=True)
         ]
-        optimizers.append(Muon(groups, numbers, muon_lr, muon_weight_decay, muon_momentum))
+        optimizers.append(Muon(groups, numbers, muon_lr, muon_weight_decay, muon_momentum, world))
     return optimizers
 
 

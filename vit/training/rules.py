@@ -83,13 +83,21 @@ def check_out(config: Config) -> None:
         )
 
 
-def check_batch(config: Config, processes: int) -> None:
-    """Check that a batch can be divided among the processes and `train.accumulate` parts.
+def check_processes(config: Config, processes: int) -> None:
+    """Check that the processes of a run are as many as it asks for, and can share its batches.
 
     Raises:
-        ValueError: It cannot, or a part has too few images for batch norm.
+        ValueError: Another number was started, a batch cannot be divided among the processes and
+            `train.accumulate` parts, or a part has too few images for batch norm.
     """
     train = config.train
+    require(
+        train.processes in (None, processes),
+        "train.processes",
+        train.processes,
+        f"null or {processes} here: train.py starts processes, a call of train from Python does "
+        "not, and torchrun takes the number from its own command line",
+    )
     parts = train.accumulate * processes
     if train.batch_size % parts:
         raise ValueError(

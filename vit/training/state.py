@@ -14,6 +14,7 @@ from vit.model.embed import image_conv, whiten
 from vit.model.pretrained import HEAD
 from vit.model.timm_model import heads
 from vit.seeding import fold_in
+from vit.training.distributed import World
 from vit.training.optim import build_optimizers
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
@@ -96,6 +97,7 @@ def build_state(
     sample: Tensor | None = None,
     weights: dict[str, Tensor] | None = None,
     frozen: bool = False,
+    world: World = World(),  # noqa: B008
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
@@ -112,6 +114,7 @@ def build_state(
             `vit.model.timm_weights.keep_head`; without those of the head, it keeps its random ones.
             None starts from random weights.
         frozen: Whether to train only the head.
+        world: The processes that train together.
     """
     torch.manual_seed(fold_in(seed, "init"))
     network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
@@ -138,6 +141,7 @@ def build_state(
         optim.muon_weight_decay,
         optim.muon_momentum,
         optim.layer_decay,
+        world,
     )
     if optim.ema_decay is None:
         return TrainState(network, optimizers, frozen=frozen)

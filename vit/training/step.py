@@ -136,9 +136,9 @@ class TrainingStep:
         state = self.state
         state.model.train(not state.frozen)
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-        result = self.world.mean(self._backward(images, targets))
+        result = self._backward(images, targets)
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        self.world.average(gradients)
+        self.world.average([result, *gradients])
         norm = nn.utils.get_total_norm(gradients)
         state.step += 1
         if not torch.isfinite(result[0] + norm):

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 from vit.console import rank
-from vit.training.distributed import World, world_size
+from vit.training.distributed import World, under_torchrun
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,7 +57,7 @@ class StopRequest:
         torchrun forwards signals that its processes have already received, so under torchrun a
         second signal is ignored; torchrun itself ends processes that take too long.
         """
-        alone = world_size() == 1
+        alone = not under_torchrun()
         for each in STOPPING:
             signal.signal(each, signal.SIG_DFL if alone else signal.SIG_IGN)
         self.signal = number

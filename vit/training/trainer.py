@@ -23,6 +23,7 @@ from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_tr
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
 from vit.evaluation import Evaluator, Validation
+from vit.hardware import cores_of_all_processes
 from vit.model.attention_model import attention_model
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
@@ -171,7 +172,7 @@ def build_loop(
         "classes": list(step.classes),
         "num_images": len(training),
         "fingerprint": training.fingerprint,
-        "environment": env.describe(),
+        "environment": {**env.describe(), "threads": torch.get_num_threads()},
     }
 
     def save() -> None:
@@ -183,6 +184,7 @@ def build_loop(
     )  # fmt: skip
 
 
+@cores_of_all_processes()
 def finish_run(
     config: Config,
     classifier: Classifier,

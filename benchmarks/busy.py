@@ -1,0 +1,83 @@
+"""Training speed next to other busy programs: processes compared with threads.
+
+    python benchmarks/busy.py [--rounds 3] [--root data]
+
+Trains configs/quick.yaml on a part of CIFAR-10, which must be unpacked under --root, with one
+process that uses all cores as threads and with one process per core, in turns: on the idle machine,
+next to one program that is always busy, and next to two. Speeds are images per second in the last
+two of three short epochs; ratios compare runs of one round.
+"""
+
+import argparse
+import contextlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+IMAGES = 2560  # in an epoch: 20 steps
+KINDS = {"threads": ["--train.processes", "1"], "processes": []}
+LOADS = (0, 1, 2)
+
+
+@contextlib.contextmanager
+def busy_programs(number: int) -> Iterator[None]:
+    """Run programs that are always busy, each in a session of its own, as other users' would be."""
+    command = [sys.executable, "-c", "while True: pass"]
+    programs = [subprocess.Popen(command, start_new_session=True) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def training_speed(root: str, flags: list[str]) -> float:
+    """Train for three epochs; return the images per second of the last two."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, str(TRAIN), "--out", f"{folder}/run", "--data.root", root,
+            "--data.train_size", str(IMAGES), "--data.val_size", "0", "--train.epochs", "3",
+            "--train.small_share", "1", "--track.probes", "0", *flags,
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            speeds = re.findall(r"^epoch.* ([\d,]+) images/s", process.stdout.read(), re.MULTILINE)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return statistics.harmonic_mean(float(speed.replace(",", "")) for speed in speeds[1:])
+
+
+def main() -> None:
+    """Print the speeds, and what is left of the idle machine's."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--root", default="data")
+    arguments = parser.parse_args()
+    speeds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(arguments.rounds):
+        for load in LOADS:
+            with busy_programs(load):
+                for kind, flags in KINDS.items():
+                    speed = training_speed(arguments.root, flags)
+                    speeds.setdefault((kind, load), []).append(speed)
+    print("configs/quick.yaml at 24 x 24 pixels: images/s, and ratios (lowest to highest round)")
+    print("busy programs   kind         images/s   to the idle machine       to threads, idle")
+    for (kind, load), values in speeds.items():
+        ratios = [
+            [value / base for value, base in zip(values, speeds[other, 0], strict=True)]
+            for other in (kind, "threads")
+        ]
+        shown = "   ".join(
+            f"{statistics.median(r):5.2f} x ({min(r):.2f} to {max(r):.2f})" for r in ratios
+        )
+        print(f"{load:>13}   {kind:<10}{statistics.median(values):>11.0f}   {shown}")
+
+
+if __name__ == "__main__":
+    main()

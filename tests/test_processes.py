@@ -1,0 +1,223 @@
+"""train.py with several processes on a CPU: they are one run, whatever ends them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from small_runs import assert_same, command, metrics, small
+from vit.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.config import Config
+from vit.hardware import cores_to_use
+from vit.run_folder import lock_run
+from vit.training.processes import choose_processes
+from vit.training.trainer import train
+
+# Of three numbers the sum depends on the order, of two it does not.
+TRIO: dict[str, Any] = {
+    "data": {"train_size": 240}, "train": {"batch_size": 48, "processes": 3},
+}  # fmt: skip
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def settings(**train: Any) -> Config:
+    return Config(train={"device": "cpu", **train})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("train", "cores", "count"),
+    [
+        ({}, 1, 1),
+        ({}, 2, 2),
+        ({}, 3, 2),  # 128 images are no multiple of 3
+        ({}, 64, 4),  # of 32 images each
+        ({"batch_size": 96}, 3, 3),
+        ({"batch_size": 63}, 2, 1),
+        ({"accumulate": 2}, 8, 2),
+        ({"freeze": "backbone"}, 2, 1),
+        ({"processes": 1}, 2, 1),
+        ({"processes": 8}, 2, 8),
+    ],
+)
+def test_a_process_for_each_core_that_has_enough_to_do(
+    train: dict[str, Any], cores: int, count: int
+) -> None:
+    assert choose_processes(settings(**train), None, cores) == count
+
+
+def test_a_run_keeps_its_number_of_processes() -> None:
+    assert choose_processes(settings(), {"train": {"processes": 3}}, 64) == 3
+    assert choose_processes(settings(), {"train": {}}, 64) == 1  # of an older version
+    assert choose_processes(settings(processes=2), {"train": {"processes": 3}}, 64) == 2
+
+
+def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cores_to_use() == 1
+    for no_limit in ("1000000", "", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", no_limit)
+        usable = cores_to_use()
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert usable == cores_to_use()
+
+
+def test_a_call_from_python_starts_no_processes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.processes: 2 is not allowed.*null or 1"):
+        train(small(tmp_path / "run", train={"processes": 2}))
+    assert not (tmp_path / "run").exists()
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that signals can go to all its processes, as Ctrl-C does
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps_logged(run: Path) -> int:
+    with contextlib.suppress(OSError):
+        return max((row["step"] for row in metrics(run)), default=0)
+    return 0
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """The other processes of a run."""
+    text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(number) for number in text.split()]
+
+
+def is_alive(number: int) -> bool:
+    """Tell whether a process, perhaps not our child, has not ended."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three processes that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("trio")
+    words = command(small(folder / "run", **TRIO), folder / "config")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and "device   3 processes, each on CPU with 1 thread" in done.stdout
+    assert done.stdout.count("test     ") == 1
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_number_of_processes_and_threads_are_written_down(trio: Path) -> None:
+    assert yaml.safe_load((trio / "config.yaml").read_text())["train"]["processes"] == 3
+    checkpoint = latest_checkpoint(trio)
+    assert checkpoint is not None
+    assert checkpoint.environment["processes"] == 3 and checkpoint.environment["threads"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everyone", [True, False], ids=["Ctrl-C", "SIGTERM to the first"])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
+    trio: Path, tmp_path: Path, everyone: bool
+) -> None:
+    run = tmp_path / "run"
+    words = command(small(run, **TRIO), tmp_path / "config")
+    process = start(words)
+    wait(lambda: steps_logged(run) >= 6)
+    if everyone:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == (130 if everyone else 143), errors
+    assert errors.count("rerun the command to resume after step") == 1
+    assert "Traceback" not in errors
+    two = {"data": TRIO["data"], "train": {**TRIO["train"], "processes": 2}}
+    words = command(small(run, **two), tmp_path / "config")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "processes: 3 -> 2" in line and "--resume.allow_changes" in line
+    # The number is that of the run, although nothing asks for it any more.
+    free = {"data": TRIO["data"], "train": {**TRIO["train"], "processes": None}}
+    words = command(small(run, **free), tmp_path / "config")
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
+    assert "device   3 processes" in done.stdout and done.stdout.count("resuming") == 1
+    assert_same(run, trio)
+
+
+@pytest.mark.slow
+@linux_only
+def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
+    trio: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = command(small(run, **TRIO), tmp_path / "config")
+    process = start(words)
+    wait(lambda: bool(checkpoint_steps(run)))
+    victim, other = children(process)
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2
+    (line,) = errors.strip().splitlines()
+    assert line.startswith("error: train.processes: process 1 was ended by SIGKILL; rerun"), line
+    assert not is_alive(other)
+    # The first process dies without a word; the others must not stay.
+    process = start(words)
+    wait(lambda: len(checkpoint_steps(run)) > 1)
+    others = children(process)
+    process.kill()
+    _, errors = process.communicate(timeout=100)
+    assert "Traceback" not in errors
+    wait(lambda: not any(map(is_alive, others)))
+    subprocess.run(words, capture_output=True, check=True, timeout=200)
+    assert_same(run, trio)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_process_ends_all_in_one_line(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", **TRIO)
+    with lock_run(tmp_path / "run"):
+        done = subprocess.run(
+            command(config, tmp_path / "config"), capture_output=True, text=True, timeout=100
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert f"is being written by process {os.getpid()}" in line
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_says_so_once(tmp_path: Path) -> None:
+    wild = {"lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0}
+    words = command(small(tmp_path / "run", **TRIO, optim=wild), tmp_path / "config")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 3
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    assert line.startswith("error: training diverged")
+
+
+@pytest.mark.slow
+def test_processes_learn_what_torchruns_do(trio: Path, tmp_path: Path) -> None:
+    free = {"data": TRIO["data"], "train": {**TRIO["train"], "processes": None}}
+    words = command(small(tmp_path / "run", **free), tmp_path / "config")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    subprocess.run([words[0], *launch, *words[1:]], capture_output=True, check=True, timeout=200)
+    assert_same(tmp_path / "run", trio)
