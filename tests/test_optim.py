@@ -271,7 +271,8 @@ def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
     stacks = [torch.randn(shape, generator=draw) for shape in ((4, 8, 8), (1, 8, 16), (1, 16, 8))]
     parts = []
     for rank in range(size):
-        muon = Muon([{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], {}, 1, 0, 0, Apart(rank, size))
+        some = [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}]
+        muon = Muon(some, {}, 1, 0, 0, Apart(rank, size))
         parts.append(muon._orthogonalized(stacks))
     for stack, *updates in zip(stacks, *parts, strict=True):
         torch.testing.assert_close(torch.stack(updates).sum(dim=0), orthogonalize(stack))
