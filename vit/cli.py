@@ -74,7 +74,7 @@ def train_main() -> None:
         # Imported late, because it imports torch: a mistyped flag is answered at once.
         from vit.training.processes import train_on_all_cores
 
-        train_on_all_cores(config, options, user_errors)
+        train_on_all_cores(config, **options)
 
 
 def eval_main() -> None:

@@ -7,16 +7,17 @@ a fraction of its speed. Processes that share a batch wait for each other once p
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,18 @@ from torch.multiprocessing.spawn import start_processes
 
 from vit.config import Config
 from vit.hardware import choose_device, cores_to_use
+from vit.model.pretrained import Source
+from vit.model.timm_weights import TimmSource
 from vit.run_folder import stored_config
 from vit.training.distributed import MEETING, is_connection_lost, under_torchrun
-from vit.training.trainer import train
+from vit.training.trainer import prepare, train, train_prepared
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 PATIENCE = 10  # seconds in which the other processes end after the first one, or after a failure
-LEFT_ALONE = 70  # exit code of a process that ends because another one has
 LOOPBACK = ("lo", "lo0")  # on Linux and macOS
 
 
-def train_on_all_cores(
-    config: Config, options: dict[str, bool], guard: Callable[[], AbstractContextManager[None]]
-) -> None:
+def train_on_all_cores(config: Config, **options: bool) -> None:
     """Train as `vit.training.trainer.train` does, in as many processes as the config asks for.
 
     This process is the first of them, so that it writes, prints, and ends with the exit code of the
@@ -45,12 +45,11 @@ def train_on_all_cores(
 
     Args:
         config: The run.
-        options: The other arguments of `train`.
-        guard: Reports the errors of another process.
+        **options: The other arguments of `train`.
 
     Raises:
         ValueError: As for `train`, or another process was killed.
-        SystemExit: As for `train`, or another process failed, after it has reported why.
+        SystemExit: As for `train`.
     """
     if under_torchrun():
         train(config, **options)
@@ -58,10 +57,13 @@ def train_on_all_cores(
     stored = None if options["overwrite"] else stored_config(Path(config.out))
     count = choose_processes(config, stored, cores_to_use())
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
-    torch.set_num_threads(max(1, cores_to_use() // count))
+    threads = max(1, cores_to_use() // count)
     if count == 1:
+        torch.set_num_threads(threads)
         train(config, **options)
         return
+    torch.set_num_threads(1)  # a copy of this process has none of its threads
+    config, source = prepare(config, options["overwrite"])
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "WORLD_SIZE": str(count),
@@ -71,8 +73,9 @@ def train_on_all_cores(
         loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
         if loopback:  # the processes need no network
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-        with _others(config, options, guard, count - 1):
-            train(config, **options)
+        with _others(count - 1, threads, config, source, options):
+            torch.set_num_threads(threads)
+            train_prepared(config, source, **options)
 
 
 def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) -> int:
@@ -110,23 +113,22 @@ def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) 
 
 
 @contextlib.contextmanager
-def _others(
-    config: Config,
-    options: dict[str, bool],
-    guard: Callable[[], AbstractContextManager[None]],
-    count: int,
-) -> Iterator[None]:
-    """Run all processes but the first while the first does something."""
+def _others(count: int, *work: Any) -> Iterator[None]:
+    """Run all processes but the first while the first does something.
+
+    Args:
+        count: Number of other processes.
+        *work: The arguments of `_work`.
+    """
     # A copy of this process has imported everything. Elsewhere, copies are not safe.
     method = "fork" if sys.platform == "linux" else "spawn"
-    context = start_processes(
-        _work, (config, options, guard), count, join=False, start_method=method
-    )
+    errors: SimpleQueue[Exception] = multiprocessing.get_context(method).SimpleQueue()
+    context = start_processes(_work, (errors, *work), count, join=False, start_method=method)
     try:
         yield
     except RuntimeError as error:
         if is_connection_lost(error):
-            _report_end(context.processes)
+            _report_end(context.processes, errors)
         raise
     finally:
         for process in context.processes:
@@ -136,35 +138,38 @@ def _others(
 
 def _work(
     index: int,
+    errors: "SimpleQueue[Exception]",
+    threads: int,
     config: Config,
+    source: Source | TimmSource | None,
     options: dict[str, bool],
-    guard: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Train as one of the other processes; the first has number 0."""
+    """Train as one of the other processes; the first has number 0.
+
+    An error that the first process has as well is reported by that one, so it is only passed on.
+    """
     os.environ |= {"RANK": str(index + 1), "LOCAL_RANK": str(index + 1)}
-    torch.set_num_threads(max(1, cores_to_use() // (config.train.processes or 1)))
+    torch.set_num_threads(threads)
     try:
-        with guard():
-            train(config, **options)
+        train_prepared(config, source, **options)
     except Exception as error:
         if isinstance(error, RuntimeError) and is_connection_lost(error):
-            raise SystemExit(LEFT_ALONE) from None
-        traceback.print_exc()
+            raise SystemExit(1) from None
+        error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")
+        errors.put(error)
         raise SystemExit(1) from None
 
 
-def _report_end(processes: list[BaseProcess]) -> None:
-    """Raise an error that says how another process has ended; return if none has."""
+def _report_end(processes: list[BaseProcess], errors: "SimpleQueue[Exception]") -> None:
+    """Raise the error with which another process has ended, or that it was killed."""
     wait([process.sentinel for process in processes], PATIENCE)
-    for process in processes:
-        process.join(PATIENCE)
+    if not errors.empty():
+        raise errors.get() from None
     for number, process in enumerate(processes, start=1):
+        process.join(PATIENCE)
         if process.exitcode is not None and process.exitcode < 0:
             name = signal.Signals(-process.exitcode).name
             raise ValueError(
                 f"train.processes: process {number} was ended by {name}; rerun the command to "
                 "resume, and if memory runs out, use fewer --train.processes"
             ) from None
-    for process in processes:
-        if process.exitcode not in (None, 0, LEFT_ALONE):
-            raise SystemExit(process.exitcode) from None  # it has said why

@@ -25,6 +25,8 @@ from vit.data.stream import Decoder
 from vit.evaluation import Evaluator, Validation
 from vit.hardware import cores_of_all_processes
 from vit.model.attention_model import attention_model
+from vit.model.pretrained import Source
+from vit.model.timm_weights import TimmSource
 from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
@@ -68,9 +70,37 @@ def train(
         SystemExit: With code 128 + N after signal N, 3 if training diverged, 1 if the last
             checkpoint could not be written.
     """
+    config, source = prepare(config, overwrite)
+    return train_prepared(config, source, overwrite, allow_changes, extend)
+
+
+def prepare(config: Config, overwrite: bool = False) -> tuple[Config, Source | TimmSource | None]:
+    """Find the pretrained weights of a run, and check what needs neither data nor run folder.
+
+    Args:
+        config: The run.
+        overwrite: Whether an earlier run in the folder is going to be deleted.
+
+    Returns:
+        The config, with the architecture of the weights; and the weights, or None.
+
+    Raises:
+        ValueError: The config is invalid, or the weights cannot be used.
+    """
     config, source = resolve_pretrained(config, overwrite)
     check_sizes(config)
     check_out(config)
+    return config, source
+
+
+def train_prepared(
+    config: Config,
+    source: Source | TimmSource | None,
+    overwrite: bool = False,
+    allow_changes: bool = False,
+    extend: bool = False,
+) -> dict[str, Any] | None:
+    """Do what `train` does after `prepare`, whose results config and source are."""
     with (
         start_environment(config) as env,
         claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
