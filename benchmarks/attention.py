@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from timing import take_turns, timed
+from timing import compare, take_times, take_turns
 from torch import Tensor
+from train_step import repeat_step
 
 from vit.classifier import build_model
 from vit.config import Config, DataConfig, TrainConfig
@@ -34,7 +35,6 @@ from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
 from vit.tracking import Tracker, milestones
-from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.environment import Environment
@@ -93,12 +93,12 @@ def compare_maps(images: Tensor, precision: torch.dtype, rounds: int) -> None:
         attention_rollout(weights, readout="mean", num_prefix_tokens=0)
         for _ in range(0, len(images), 250)
     ]
-    print(f"\nmaps of {len(images):,} images, {str(precision)[6:]}, median of {rounds} rounds")
+    print(
+        f"\nmaps of {len(images):,} images, {str(precision)[6:]}, median of {rounds} rounds: time, "
+        "and ratio to the first"
+    )
     for name, timing in take_turns(works, rounds).items():
-        print(
-            f"  {name:<22}{1000 * timing.seconds:8.0f} ms   {1 / timing.ratio:.2f} x the fused "
-            f"forward ({1 / timing.high:.2f} to {1 / timing.low:.2f})"
-        )
+        print(f"  {name:<22}{1000 * timing.seconds:8.0f} ms   {timing.cost()}")
 
 
 def measure_logging(precision: torch.dtype, rounds: int) -> None:
@@ -110,33 +110,46 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         training, held_out = draw_images(6400), draw_images(HELD_OUT)
         env = Environment(CPU, precision, World(), StopRequest())
         step = build_step(config, None, training, env)
-        seconds_per_step = mean_step_seconds(step, training, config.train.batch_size)
+        batch = torch.arange(config.train.batch_size)[None]
         with contextlib.closing(Tracker(Path(folder))) as tracker:
             loop = build_loop(config, step, training, held_out, tracker, env)
-            step.state.step = 0  # a milestone
             values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
+            classifier, test = loop.classifier(), draw_images(10_000)
+
+            def milestone() -> None:
+                step.state.step = 0
+                loop.evaluate()
+
+            phases = {phase.start: phase.fraction for phase in step.schedule.phases()}
             works: dict[str, Callable[[], object]] = {
-                "milestone": loop.evaluate,
+                **{f"{at}": repeat_step(step, training, at, batch) for at in phases},
+                "milestone": milestone,
                 "curves": lambda: tracker.scalars(0, values),
+                "report": lambda: write_report(classifier, test, Path(folder) / "eval", step=0),
+                "classifying": lambda: classifier.logits(test.pixels()),
             }
-            seconds = {name: found.seconds for name, found in take_turns(works, rounds).items()}
-        classifier, test = loop.classifier(), draw_images(10_000)
-        report = timed(lambda: write_report(classifier, test, Path(folder) / "eval", step=0))
-        plain = timed(lambda: classifier.logits(test.pixels()))
+            seconds = take_times(works, rounds)
+    # What each part of a whole run takes, from the times of each round.
+    step_seconds = [
+        sum(part * seconds[f"{at}"][turn] for at, part in phases.items()) for turn in range(rounds)
+    ]
+    at_milestones, points = len(milestones(steps)), steps // config.track.every
     parts = {
-        f"{len(milestones(steps))} milestones of attention": len(milestones(steps))
-        * seconds["milestone"],
-        f"{steps // config.track.every} points of the curves": steps
-        // config.track.every
-        * seconds["curves"],
-        "pictures and files of the report": max(0.0, report - plain),
+        "training": [steps * one for one in step_seconds],
+        f"{at_milestones} milestones of attention": [
+            at_milestones * one for one in seconds["milestone"]
+        ],
+        f"{points} points of the curves": [points * one for one in seconds["curves"]],
+        "pictures and files of the report": [
+            max(1e-9, both - one)
+            for both, one in zip(seconds["report"], seconds["classifying"], strict=True)
+        ],
     }
-    training_time = steps * seconds_per_step
-    print(f"\nlogging of configs/quick.yaml: {steps:,} steps take {training_time:.0f} s")
-    for name, cost in parts.items():
-        print(f"  {name:<36}{cost:6.1f} s   {cost / training_time:6.2%}")
-    total = sum(parts.values())
-    print(f"  {'all logging together':<36}{total:6.1f} s   {total / training_time:6.2%}")
+    logging = list(parts.values())[1:]
+    parts["all logging together"] = [sum(each) for each in zip(*logging, strict=True)]
+    print(f"\nlogging of configs/quick.yaml, {steps:,} steps: time, and fraction of training")
+    for name, timing in compare(parts).items():
+        print(f"  {name:<36}{timing.seconds:6.1f} s   {timing.fraction()}")
 
 
 def draw_images(count: int) -> ImageSet:

@@ -1,16 +1,18 @@
 """Peak memory and time of a training step with and without train.checkpoint_blocks.
 
-    python benchmarks/checkpointing.py [--batch 8] [--depths 6 12 24]
+    python benchmarks/checkpointing.py [--batch 8] [--depths 6 12 24] [--rounds 3]
 
 Forward, backward and AdamW of a plain Vision Transformer (256 tokens, dim 192, 3 heads, MLP
 ratio 4) in float32 on the CPU, with random pixels. Each number comes from a process of its own,
 whose largest resident memory is read after three steps; the memory before the first step, mostly
-torch itself, is subtracted. Time is that of the fastest step.
+torch itself, is subtracted. Time is that of the fastest step. The processes take turns; numbers are
+medians over the rounds.
 """
 
 import argparse
 import itertools
 import resource
+import statistics
 import subprocess
 import sys
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--depths", type=int, nargs="+", default=(6, 12, 24))
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--checkpointed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -68,10 +71,16 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for depth in options.depths:
-        stored, little = (measure_apart(depth, flag, options.batch) for flag in (False, True))
+        rounds = [
+            [measure_apart(depth, flag, options.batch) for flag in (False, True)]
+            for _ in range(options.rounds)
+        ]
+        memory = [statistics.median(one[flag][0] for one in rounds) for flag in (0, 1)]
+        times = {flag: [one[flag][1] for one in rounds] for flag in (0, 1)}
+        stored, little = timing.compare(times).values()
         print(
-            f"| {depth} | {stored[0]:,.0f} | {little[0]:,.0f} | {little[0] / stored[0]:.2f} x "
-            f"| {stored[1]:.2f} | {little[1]:.2f} | {little[1] / stored[1]:.2f} x |"
+            f"| {depth} | {memory[0]:,.0f} | {memory[1]:,.0f} | {memory[1] / memory[0]:.2f} x "
+            f"| {stored.seconds:.2f} | {little.seconds:.2f} | {little.cost()} |"
         )
 
 

@@ -179,7 +179,7 @@ def measure_speed(root: Path, workers: int, rounds: int) -> None:
         cpu = [1000 * seconds / count for seconds in spent[name][1:]]  # without the warm-up
         print(
             f"  {name:<14}{count / timing.seconds:8,.0f}   "
-            f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})   "
+            f"{timing.speed()}   "
             f"{statistics.median(cpu):.2f} ms  ({min(cpu):.2f} to {max(cpu):.2f})"
         )
 

@@ -2,13 +2,13 @@
 
     python benchmarks/gpu.py [--steps 30] [--configs configs/cifar10.yaml ...] [--data data]
 
-1. The throughput of large bfloat16 matrix products on this device, as the reference rate.
-2. For each config, compiled if the config says so: milliseconds per step and images/s, the model's
-   FLOP/s as a fraction of the reference rate, the fraction of a step spent on augmentation, how
-   often the host waits for the device in a step, and the kernels that take the most time.
-3. timm's VisionTransformer of the same width, depth, heads and tokens, compiled if the config says
+1. For each config, compiled if the config says so: milliseconds per step and images/s, the model's
+   FLOP/s next to those of large bfloat16 matrix products, the fraction of a step spent on
+   augmentation, how often the host waits for the device in a step, and the kernels that take the
+   most time.
+2. timm's VisionTransformer of the same width, depth, heads and tokens, compiled if the config says
    so, under bfloat16 autocast with AdamW: on a batch that stays on the device and, with --data, fed
-   by torchvision's CIFAR-10, transforms and DataLoader.
+   by torchvision's CIFAR-10, transforms and DataLoader. The two take turns.
 
 Pixels are random except with --data, because speed does not depend on them. Without a GPU, the CPU
 is measured.
@@ -22,17 +22,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from timing import timed
+from timing import take_turns, timed
 from torch import Tensor
 from train_step import (
     CLASSES,
+    ROUNDS,
     SIZE,
     flops_of_step,
     make_step,
-    matrix_peak,
+    matrix_product,
     profile,
     repeat_step,
-    seconds_each,
+    repeated,
     training,
 )
 
@@ -56,29 +57,34 @@ def waits_in_step(step: Callable[[], object], device: torch.device) -> int:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def measure_config(config: Config, device: torch.device, each: int, peak: float) -> float:
-    """Print the speed of a config's steps; return images/s of the last phase, at full size."""
+def measure_config(
+    config: Config, device: torch.device, each: int, matrix: int
+) -> Callable[[], None]:
+    """Print the speed of a config's steps; return a step of the last phase, at full size."""
     step, images = make_step(config, device)
     batch = torch.arange(config.train.batch_size, device=device)
-    speed = 0.0
+    product, product_flops = matrix_product(torch.bfloat16, device, matrix)
     for phase in step.schedule.phases():
         rows, columns = phase.image_size
         work = repeat_step(step, images, phase.start, batch[None])
         first = timed(work)
-        seconds = seconds_each(work, device, each)
         prepare = repeat_step(step, images, phase.start, batch[None], prepare_only=True)
-        augmenting = seconds_each(prepare, device, each)
-        rate = flops_of_step(step.state.model, len(batch), rows) / seconds
-        speed = len(batch) / seconds
+        works = {"step": work, "prepare": prepare, "product": product}
+        timings = take_turns(
+            {name: repeated(one, device, each) for name, one in works.items()}, ROUNDS
+        )
+        seconds = timings["step"].seconds / each
+        flops = flops_of_step(step.state.model, len(batch), rows)
         print(
             f"  {rows} x {columns}, {phase.fraction:.0%} of the steps: "
-            f"{1000 * seconds:.2f} ms per step, {speed:,.0f} images/s; "
-            f"{rate / 1e12:.1f} TFLOP/s, {rate / peak:.0%} of the reference rate; "
-            f"augmentation takes {augmenting / seconds:.1%} of the step; "
+            f"{1000 * seconds:.2f} ms per step, {len(batch) / seconds:,.0f} images/s; "
+            f"{flops / seconds / 1e12:.1f} TFLOP/s; products of size {matrix} reach "
+            f"{timings['product'].speed(product_flops / flops)} that; "
+            f"augmentation takes {timings['prepare'].fraction()} of the step; "
             f"the host waits {waits_in_step(work, device)} times; the first step took {first:.1f} s"
         )
         profile(work, device)
-    return speed
+    return work
 
 
 def batches_of_torchvision(config: Config, root: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,10 +111,10 @@ def batches_of_torchvision(config: Config, root: Path) -> Iterator[tuple[Tensor,
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def timm_images_per_second(
-    config: Config, device: torch.device, each: int, batches: Iterator[tuple[Tensor, Tensor]]
-) -> float:
-    """Return the training speed of timm's model of the same size as a config's, in images/s."""
+def timm_step(
+    config: Config, device: torch.device, batches: Iterator[tuple[Tensor, Tensor]]
+) -> Callable[[], None]:
+    """Return a training step of timm's model of the same size as a config's."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     sizes = config.model
@@ -118,8 +124,7 @@ def timm_images_per_second(
     ).to(device)  # fmt: skip
     if config.train.compile:
         model.compile()
-    step = training(model, batches, torch.bfloat16, 1)
-    return config.train.batch_size / seconds_each(step, device, each)
+    return training(model, batches, torch.bfloat16, 1)
 
 
 def main() -> None:
@@ -131,16 +136,12 @@ def main() -> None:
     parser.add_argument("--matrix", type=int, default=8192)
     arguments = parser.parse_args()
     device, each = choose_device("auto"), max(1, arguments.steps // 10)
-    peak = matrix_peak(torch.bfloat16, device, arguments.matrix)
-    print(
-        f"{describe(device)}, torch {torch.__version__}; bfloat16 products of "
-        f"size {arguments.matrix} reach {peak / 1e12:.2f} TFLOP/s, the reference rate"
-    )
+    print(f"{describe(device)}, torch {torch.__version__}, bfloat16")
     for path in arguments.configs:
         config = parse_train(["--config", path])[0]
         batch = config.train.batch_size
         print(f"\n{path}, batch {batch}")
-        ours = measure_config(config, device, each, peak)
+        ours = repeated(measure_config(config, device, each, arguments.matrix), device, each)
         fixed = torch.randn(batch, 3, SIZE, SIZE, device=device)
         classes = torch.arange(batch, device=device) % CLASSES
         sources: dict[str, Iterator[tuple[Tensor, Tensor]]] = {
@@ -149,8 +150,10 @@ def main() -> None:
         if arguments.data:
             sources["torchvision's loader"] = batches_of_torchvision(config, arguments.data)
         for name, batches in sources.items():
-            theirs = timm_images_per_second(config, device, each, batches)
-            print(f"  timm with {name}: {theirs:,.0f} images/s; ours {ours / theirs:.2f} x that")
+            theirs = repeated(timm_step(config, device, batches), device, each)
+            timings = take_turns({"timm": theirs, "ours": ours}, ROUNDS)
+            speed = batch * each / timings["timm"].seconds
+            print(f"  timm with {name}: {speed:,.0f} images/s; ours {timings['ours'].speed()} that")
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def main() -> None:
         }
         timings = take_turns(works, rounds)
         step = timings["step"].seconds
-        share = 1 / timings["attention"].ratio
-        print(f"{tokens:>6}{1000 * step:>12.0f}{BATCH / step:>11.0f}{share:>14.0%}")
+        share = timings["attention"].fraction()
+        print(f"{tokens:>6}{1000 * step:>12.0f}{BATCH / step:>11.0f}   {share}")
 
     grown: tuple[tuple[str, tuple[int, ...]], ...] = (
         ("depth", (2, 4, 8, 16)),
@@ -82,7 +82,7 @@ def main() -> None:
             batch = value if name == "batch" else BATCH
             print(
                 f"{label:>6}{1000 * timing.seconds:>12.0f}{batch / timing.seconds:>11.0f}"
-                f"{1 / timing.ratio:>14.2f} x"
+                f"   {timing.cost()}"
             )
 
 

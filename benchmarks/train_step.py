@@ -1,15 +1,17 @@
 """Training speed compared with other implementations of the Vision Transformer, in one run.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/train_step.py [--rounds 5] [--steps 1]
+    python benchmarks/train_step.py [--rounds 5] [--steps 1] [--compile]
 
 1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch size 4, MLP
-   ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch
-   (SimpleViT) and transformers, each with its defaults, in float32 and under bfloat16 autocast.
-2. The FLOP/s of this project's step as a fraction of what large matrix products reach.
-3. The attention of such a step alone: hand-written, and torch's fused kernel.
-4. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
-5. Classifying 10,000 images with the quick model and with timm's of the same size.
+   ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch and
+   transformers, each with its defaults, in float32 and under bfloat16 autocast. Models with a class
+   token (65 tokens) and models that average 64 tokens are compared separately.
+2. The same of this project and the fastest of the others, compiled, with --compile.
+3. The FLOP/s of this project's step next to those of large matrix products.
+4. The attention of such a step alone: hand-written, and torch's fused kernel.
+5. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
+6. Classifying 10,000 images with the quick model and with timm's of the same size.
 
 Pixels are random, because speed does not depend on them.
 """
@@ -22,7 +24,7 @@ from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from timing import take_turns
+from timing import Timing, take_turns, timed
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
@@ -41,24 +43,37 @@ from vit.training.stopping import StopRequest
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
+ROUNDS = 9  # of measurements whose number of rounds is not an argument
 
 
-def ours(attn_kernel: Literal["auto", "math"] = "auto") -> VisionTransformer:
+def ours(class_token: bool, attn_kernel: Literal["auto", "math"] = "auto") -> VisionTransformer:
     """Build this project's model."""
     return VisionTransformer(
         img_size=SIZE, in_chans=3, num_classes=CLASSES, patch_size=PATCH, stem="linear",
         embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2, mlp_conv=False, zero_init=False,
-        class_token=True, global_pool="token", attn_kernel=attn_kernel,
+        class_token=class_token, global_pool="token" if class_token else "avg",
+        attn_kernel=attn_kernel,
     )  # fmt: skip
 
 
-def timm_model() -> nn.Module:
+def timm_model(class_token: bool) -> nn.Module:
     """Build timm's model."""
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     return TimmViT(
-        SIZE, PATCH, num_classes=CLASSES, embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2
-    )
+        SIZE, PATCH, num_classes=CLASSES, embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2,
+        class_token=class_token, global_pool="token" if class_token else "avg",
+    )  # fmt: skip
+
+
+def vit_pytorch() -> nn.Module:
+    """Build vit-pytorch's ViT."""
+    from vit_pytorch import ViT
+
+    return ViT(
+        image_size=SIZE, patch_size=PATCH, num_classes=CLASSES, dim=DIM, depth=DEPTH,
+        heads=HEADS, mlp_dim=HIDDEN, dim_head=DIM // HEADS,
+    )  # fmt: skip
 
 
 def simple_vit() -> nn.Module:
@@ -89,11 +104,19 @@ class Transformers(nn.Module):
         return self.vit(images).logits
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "timm": timm_model,
-    "ours": ours,
-    "vit-pytorch SimpleViT": simple_vit,
-    "transformers ViT": Transformers,
+Models = dict[str, Callable[[], nn.Module]]
+GROUPS: dict[str, Models] = {
+    "with a class token": {
+        "ours": partial(ours, class_token=True),
+        "timm": partial(timm_model, class_token=True),
+        "vit-pytorch ViT": vit_pytorch,
+        "transformers ViT": Transformers,
+    },
+    "without a class token": {
+        "ours": partial(ours, class_token=False),
+        "timm": partial(timm_model, class_token=False),
+        "vit-pytorch SimpleViT": simple_vit,
+    },
 }
 
 
@@ -116,8 +139,8 @@ def training(
     return work
 
 
-def seconds_each(work: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Return the median duration of a call in seconds; the device is synchronized every `times`."""
+def repeated(work: Callable[[], object], device: torch.device, times: int) -> Callable[[], None]:
+    """Return a function that does some work a number of times and waits for the device."""
 
     def some() -> None:
         for _ in range(times):
@@ -125,13 +148,15 @@ def seconds_each(work: Callable[[], object], device: torch.device, times: int = 
         if device.type != "cpu":
             torch.accelerator.synchronize()
 
-    return take_turns({"work": some}, rounds=9)["work"].seconds / times
+    return some
 
 
-def matrix_peak(precision: torch.dtype, device: torch.device = CPU, size: int = 2048) -> float:
-    """Return the throughput of large matrix products, in FLOP/s."""
+def matrix_product(
+    precision: torch.dtype, device: torch.device = CPU, size: int = 2048
+) -> tuple[Callable[[], object], float]:
+    """Return a function that multiplies large matrices, and the FLOP it needs."""
     a, b = (torch.randn(size, size, dtype=precision, device=device) for _ in range(2))
-    return 2 * size**3 / seconds_each(lambda: a @ b, device)
+    return lambda: a @ b, 2 * size**3
 
 
 def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
@@ -145,33 +170,64 @@ def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
     return counter.get_total_flops() / few * batch
 
 
-def compare_peers(batch: int, rounds: int, steps: int) -> None:
-    """Print the throughput of each model in each precision."""
+def compare_peers(group: str, precision: torch.dtype, batch: int, rounds: int, steps: int) -> str:
+    """Print the training speed of the models of a group; return the fastest of the others."""
+    batches = random_batches(batch)
+    works = {
+        name: training(make().train(), batches, precision, steps)
+        for name, make in GROUPS[group].items()
+    }
+    timings = take_turns(works, rounds)
+    print(f"\n{group}, {str(precision)[6:]}, batch {batch}: images/s, and ours over each")
+    print_ours_over(timings, batch * steps)
+    return min(list(timings)[1:], key=lambda name: timings[name].seconds)
+
+
+def print_ours_over(timings: dict[str, Timing], images: int) -> None:
+    """Print the speed of each model, and the speed of the first one divided by it."""
+    for name, timing in timings.items():
+        print(f"  {name:<24}{images / timing.seconds:6.0f}   {timing.cost()}")
+
+
+def random_batches(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return an endless iterator over the same batch of random pixels and labels."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, SIZE, SIZE, generator=draw)
     labels = torch.randint(CLASSES, (batch,), generator=draw)
-    works = {
-        f"{name}, {str(precision)[6:]}": training(
-            make().train(), itertools.repeat((images, labels)), precision, steps
+    return itertools.repeat((images, labels))
+
+
+def compare_compiled(
+    group: str, peer: str, precision: torch.dtype, batch: int, rounds: int, steps: int
+) -> None:
+    """Print the training speed of our model and another one, each compiled and not."""
+    batches, works, first = random_batches(batch), {}, {}
+    for name in ("ours", peer):
+        model = GROUPS[group][name]().train()
+        works[f"{name}, compiled"] = training(
+            torch.compile(model, dynamic=False), batches, precision, steps
         )
-        for precision in (torch.float32, torch.bfloat16)
-        for name, make in MODELS.items()
-    }
-    print(f"\ntraining, batch {batch}: images/s, and ratio to the first (lowest to highest round)")
+        first[name] = timed(works[f"{name}, compiled"])
+        works[name] = training(GROUPS[group][name]().train(), batches, precision, steps)
     timings = take_turns(works, rounds)
-    for name, timing in timings.items():
-        print(
-            f"  {name:<34}{batch * steps / timing.seconds:6.0f}   "
-            f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})"
-        )
-    flops = flops_of_step(ours("math"), batch)
+    taken = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in first.items())
+    print(f"\n{group}, {str(precision)[6:]}, compiled (first step: {taken})")
+    print_ours_over(timings, batch * steps)
+
+
+def compare_to_products(batch: int, rounds: int) -> None:
+    """Print how the FLOP/s of our training step compare with those of large matrix products."""
+    model = ours(class_token=False)
+    flops = flops_of_step(ours(class_token=False, attn_kernel="math"), batch)
+    print(f"\nour step without a class token, {flops / 1e9:.0f} GFLOP, and products of 2048")
     for precision in (torch.float32, torch.bfloat16):
-        name = str(precision)[6:]
-        peak = matrix_peak(precision)
-        rate = flops * steps / timings[f"ours, {name}"].seconds
+        product, product_flops = matrix_product(precision)
+        works = {"product": product, "step": training(model, random_batches(batch), precision, 1)}
+        timings = take_turns(works, rounds)
+        peak, rate = product_flops / timings["product"].seconds, flops / timings["step"].seconds
         print(
-            f"  {name}: matrix products of 2048 reach {peak / 1e9:.0f} GFLOP/s; our step's "
-            f"{flops / 1e9:.0f} GFLOP run at {rate / 1e9:.0f}, {rate / peak:.0%} of that"
+            f"  {str(precision)[6:]}: products {peak / 1e9:.0f} GFLOP/s, step {rate / 1e9:.0f}: "
+            f"{timings['step'].speed(flops / product_flops)}"
         )
 
 
@@ -193,8 +249,7 @@ def compare_kernels(batch: int, rounds: int) -> None:
         hand = timings["by hand"]
         print(
             f"  {str(precision)[6:]}: fused {1000 * timings['fused'].seconds:.0f} ms, by hand "
-            f"{1000 * hand.seconds:.0f} ms: {hand.ratio:.2f} x as fast "
-            f"({hand.low:.2f} to {hand.high:.2f})"
+            f"{1000 * hand.seconds:.0f} ms: speed {hand.speed()}"
         )
 
 
@@ -255,11 +310,10 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
         whole = repeat_step(step, images, phase.start, batches)
         works = {"step": whole, "prepare": repeat_step(step, images, phase.start, batches, True)}
         timings = take_turns(works, rounds)
-        seconds, part = timings["step"].seconds, timings["prepare"].seconds
         rows, columns = phase.image_size
         print(
-            f"  {rows} x {columns} pixels: {size * steps / seconds:.0f} images/s; "
-            f"selecting, augmenting and shrinking takes {part / seconds:.1%} of the step"
+            f"  {rows} x {columns} pixels: {size * steps / timings['step'].seconds:.0f} images/s; "
+            f"selecting, augmenting and shrinking takes {timings['prepare'].fraction()} of the step"
         )
     profile(whole)
 
@@ -301,10 +355,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--compile", action="store_true", help="compare compiled models too")
     arguments = parser.parse_args()
     print(f"{describe(CPU)}, torch {torch.__version__}")
     torch.manual_seed(0)
-    compare_peers(arguments.batch, arguments.rounds, arguments.steps)
+    batch, rounds, steps = arguments.batch, arguments.rounds, arguments.steps
+    for group, precision in itertools.product(GROUPS, (torch.float32, torch.bfloat16)):
+        fastest = compare_peers(group, precision, batch, rounds, steps)
+        if arguments.compile:
+            compare_compiled(group, fastest, precision, batch, rounds, steps)
+    compare_to_products(batch, rounds)
     compare_kernels(arguments.batch, arguments.rounds)
     measure_quick(arguments.rounds)
     measure_evaluation(arguments.rounds)
