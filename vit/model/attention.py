@@ -152,8 +152,10 @@ class MultiHeadSelfAttention(nn.Module):
         Returns:
             (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
         """
-        query, key, value = rearrange(
-            self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads
+        # Splitting first saves the backward pass a copy of all three gradients.
+        query, key, value = (
+            rearrange(part, "b n (h d) -> b h n d", h=self.num_heads)
+            for part in self.qkv(x).chunk(3, dim=-1)
         )
         query, key = self.q_norm(query), self.k_norm(key)
         if mask is not None:
