@@ -104,7 +104,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 def gradients(step: TrainingStep, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of a batch and all gradients of the weights."""
     step.state.model.zero_grad()
-    loss = step._backward(images, targets)[0]
+    loss = step.backward(images, targets)[0]
     return loss, torch.cat([p.grad.flatten() for p in step.state.model.parameters()])
 
 

@@ -626,16 +626,6 @@ def test_accumulated_step_equals_the_whole_one() -> None:
 
 
 @pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))),
-    reason="torch.compile needs a C++ compiler, which is not here",
-)
-def test_compiled_model_trains(tmp_path: Path) -> None:
-    changes = {"train": {"epochs": 1, "compile": True, "accumulate": 1}, "track": {"probes": 1}}
-    report = train(small(tmp_path / "run", **changes))
-    assert report["n"] == 2000
-
-
-@pytest.mark.skipif(
     not (ROOT / "data" / "cifar-10-batches-py").exists(),
     reason="CIFAR-10 is not in data/cifar-10-batches-py",
 )

@@ -15,6 +15,7 @@ from pydantic import Field
 from vit.settings import (
     LARGE,
     Arguments,
+    AutoOrSwitch,
     Count,
     CountOrFraction,
     CountOrZero,
@@ -386,7 +387,9 @@ class TrainConfig:
             core, with at least 32 images each; a run keeps its number when it is resumed
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
-        compile: compile the model with torch.compile
+        compile: compile the model with torch.compile, which takes about a minute for each image
+            size and makes steps faster; auto compiles where the run is long enough to gain from it
+            and a compiler is installed
         max_skipped: number of consecutive steps with a non-finite loss or gradient, which are
             skipped, before training stops with an error
     """
@@ -405,7 +408,7 @@ class TrainConfig:
     device: DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=1000)] | None = None
     precision: Precision = "auto"
-    compile: Switch = False
+    compile: AutoOrSwitch = "auto"
     max_skipped: Count = 10
 
     def __post_init__(self) -> None:

@@ -178,8 +178,11 @@ def check_run(
             kind = f"an interrupted extension to {epochs} epochs"
         stored = _before_extension(stored, newest, config)
     before = {**_lasting(stored), **{key: newest.environment.get(key) for key in environment}}
-    changes = changed_keys(before, {**_lasting(to_dict(config)), **environment})
-    own = _own_values(_lasting(stored), _lasting(to_dict(config)))
+    given = to_dict(config)
+    if config.train.compile == "auto":  # the run goes on as it began
+        given["train"]["compile"] = stored["train"].get("compile")
+    changes = changed_keys(before, {**_lasting(given), **environment})
+    own = _own_values(_lasting(stored), _lasting(given))
     if any(change.startswith(FIXED) for change in changes):
         raise ValueError(
             f"out: {run} contains {kind} with other data or another model, seed, optimizer, batch "

@@ -67,6 +67,7 @@ Positive = Annotated[float, Field(gt=0, le=LARGE)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
 # Strict, because pydantic would accept 0 and 1 as well.
 Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
+AutoOrSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_switch)]
 Text = Annotated[str, Field(max_length=1000)]
 # Arguments of a function, of which this project knows neither the names nor the types.
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain)]
@@ -123,19 +124,23 @@ def describe(kind: Any) -> str:
         if others != [...]:
             return f"{1 + len(others)} values, each {describe(first)}"
         kind = first
+    base = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
     if kind == PathName:
         words = "a non-empty path"
     elif kind == Arguments:
         words = "arguments by name, such as {depth: 4, embed_dim: 96}"
-    elif typing.get_origin(kind) is Literal:
-        words = "one of " + ", ".join(typing.get_args(kind))
+    elif typing.get_origin(base) is Literal:
+        words = "one of " + ", ".join(_switch_text(value) for value in typing.get_args(base))
     elif dataclasses.is_dataclass(kind):
         words = "a group of keys with values"
     else:
-        base = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         words = names[base] + _range_of(kind)
     return f"{words}, or null" if null else words
+
+
+def _switch_text(value: str | bool) -> str:
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def is_list(kind: Any) -> bool:

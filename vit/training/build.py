@@ -1,6 +1,7 @@
 """Building a run's training step: model, optimizers, schedule, and where its weights come from."""
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
 from vit.config import PATCH_SIZE, Config, ModelConfig
-from vit.console import say
+from vit.console import is_out_of_memory, say
 from vit.data.balance import class_weights
 from vit.data.batches import steps_per_epoch
 from vit.data.datasets import ImageSet
@@ -17,8 +18,11 @@ from vit.data.preprocess import Preprocess
 from vit.model.attention_model import size_unit
 from vit.model.pretrained import Source, adapt
 from vit.model.timm_weights import TimmSource, keep_head
+from vit.settings import shorten
 from vit.training.budget import fit_budget
+from vit.training.compile import Compilation, choose_compilation, compiled, seconds_on
 from vit.training.environment import Environment
+from vit.training.logging_plan import training_seconds
 from vit.training.pretrained import with_statistics
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
@@ -46,8 +50,8 @@ def build_step(
         source: The pretrained weights to start from, if any.
 
     Raises:
-        ValueError: A batch is larger than the training set, or the checkpoint is beyond the
-            last step.
+        ValueError: A batch is larger than the training set, the checkpoint is beyond the last step,
+            or the model is to be compiled and what torch needs for it is missing.
     """
     train = config.train
     preprocess = with_statistics(Preprocess.from_config(config.data), source, checkpoint)
@@ -63,8 +67,7 @@ def build_step(
     forward: nn.Module = model.get_classifier() if fixed else model
     step = TrainingStep(
         state=state,
-        # Each image size is compiled separately, so that the grid is a plain number.
-        forward=torch.compile(forward, dynamic=False) if train.compile else forward,
+        forward=forward,
         preprocess=preprocess,
         classes=training.classes,
         schedule=schedule,
@@ -82,10 +85,15 @@ def build_step(
         ),
         features=compute_features(state, training, preprocess, env) if fixed else None,
     )
+    begin = time.perf_counter()
+    step = compile_step(config, checkpoint, step, training, env)
+    spent = env.world.agree(time.perf_counter() - begin)
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
     elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
-        state.total_steps = fit_budget(step, training, 60 * train.budget_minutes, train.batch_size)
+        left = 60 * train.budget_minutes - spent
+        state.total_steps = fit_budget(step, training, left, train.batch_size)
+    state.seconds += spent
     if state.step > state.total_steps:
         raise ValueError(
             f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
@@ -95,6 +103,88 @@ def build_step(
     shorten_averages(model, (*schedule.restarts, state.total_steps)[0])
     schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
     return dataclasses.replace(step, schedule=schedule)
+
+
+def compile_step(
+    config: Config,
+    checkpoint: Checkpoint | None,
+    step: TrainingStep,
+    training: ImageSet,
+    env: Environment,
+) -> TrainingStep:
+    """Compile the model of a step if the run is to be compiled, the same in all processes.
+
+    Args:
+        config: The run.
+        checkpoint: The state to resume from, if any.
+        step: The training step without compilation.
+        training: The training images.
+        env: The environment of the run.
+
+    Raises:
+        ValueError: The model is to be compiled, but cannot be.
+    """
+    train, began = config.train, None
+    if checkpoint is not None:  # early versions stored it only in the config
+        began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
+    cores = env.world.size * torch.get_num_threads()
+    estimate = training_seconds(config, step, len(training))
+    seconds = seconds_on(env.device, env.precision, cores, estimate)
+    if train.budget_minutes is not None:
+        seconds = 60 * train.budget_minutes
+    num_sizes = 1 + step.schedule.resizes
+    choice = env.world.agree(
+        choose_compilation(train.compile, began, env.device, seconds, num_sizes)
+    )
+    if not choice.used:
+        return dataclasses.replace(step, compilation=choice)
+    if env.world.main:
+        say("compiling the model, which takes a minute or two the first time")
+    fast = dataclasses.replace(step, forward=compiled(step.forward), compilation=choice)
+    error = try_sizes(fast, training, train.batch_size)
+    if not env.world.largest(torch.tensor(float(error is not None))):
+        return fast
+    text = shorten(error or "in another process", 200)
+    if train.compile != "auto" or began:
+        raise ValueError(
+            f"train.compile: torch.compile failed ({text}); train without it by --train.compile "
+            f"false{' --resume.allow_changes' if began else ''}"
+        )
+    return dataclasses.replace(step, compilation=Compilation(False, f"it failed ({text})"))
+
+
+def try_sizes(step: TrainingStep, training: ImageSet, batch_size: int) -> str | None:
+    """Run a forward and a backward pass for each image size, so that the model is compiled.
+
+    A failure is found here, not at the step at which the images grow. The state stays as it is.
+
+    Args:
+        step: The training step.
+        training: The training images.
+        batch_size: Images per step, over all processes.
+
+    Returns:
+        What went wrong, or None.
+    """
+    state = step.state
+    began, buffers = state.step, [(b, b.clone()) for b in state.model.buffers()]
+    indices = torch.arange(batch_size) % len(training)
+    starts = {phase.image_size: phase.start for phase in step.schedule.phases()}
+    try:
+        for start in starts.values():
+            state.step = start
+            for images, labels in step.inputs(training).batches(step.world.part(indices)[None]):
+                step.backward(*step.prepare(images, labels))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return str(error)
+    finally:
+        state.step = began
+        state.model.zero_grad(set_to_none=True)
+        for buffer, old in buffers:
+            buffer.copy_(old)
+    return None
 
 
 def first_state(

@@ -146,23 +146,39 @@ def estimate_costs(config: Config, step: TrainingStep, available: int, num_weigh
         available: Number of images to choose from.
         num_weights: Attention weights of an image.
     """
-    schedule, probes = step.schedule, min(config.track.probes, available)
-    seconds = PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step)
-    passes = config.train.batch_size * schedule.work(schedule.total_steps)
-    if step.features is not None:  # each image passes through the frozen model once
-        passes = available
-    elif not step.state.frozen:
-        passes *= TRAINING_PASSES
+    probes, seconds = min(config.track.probes, available), _pass_seconds(step)
     classes = len(step.classes)
     explained = classes if classes <= ALL_CLASSES else BEST_CLASSES
     recording = (READING_PASSES + EXPLAINING_PASSES * explained) * seconds
     judging = JUDGING_PASSES * min(JUDGED, available) + SCORING_PASSES * probes
     return Costs(
-        training=passes * seconds,
+        training=training_seconds(config, step, available),
         pictures=DRAWING_SECONDS + PROBE_SECONDS * probes,
         record=RECORD_SECONDS + SECONDS_PER_WEIGHT * num_weights + recording,
         judging=judging * seconds,
     )
+
+
+def training_seconds(config: Config, step: TrainingStep, available: int) -> float:
+    """Estimate what training costs on two CPU cores without logging, in seconds.
+
+    Args:
+        config: The run.
+        step: The training step, with model and schedule.
+        available: Number of images to choose from.
+    """
+    schedule = step.schedule
+    passes = config.train.batch_size * schedule.work(schedule.total_steps)
+    if step.features is not None:  # each image passes through the frozen model once
+        passes = available
+    elif not step.state.frozen:
+        passes *= TRAINING_PASSES
+    return passes * _pass_seconds(step)
+
+
+def _pass_seconds(step: TrainingStep) -> float:
+    """Estimate what the forward pass of an image costs on two CPU cores, in seconds."""
+    return PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step)
 
 
 def thin_out(steps: list[int], count: int) -> list[int]:

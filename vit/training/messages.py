@@ -70,7 +70,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
-        f"{', compiled' if config.train.compile else ''}\n"
+        f", {step.compilation.describe()}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
         f"{'' if budget is None else f', to fit into {budget:g} minutes'}"

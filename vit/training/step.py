@@ -17,6 +17,7 @@ from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
 from vit.seeding import fold_in, generator
+from vit.training.compile import Compilation
 from vit.training.distributed import World
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
@@ -44,6 +45,7 @@ class TrainingStep:
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
         class_weights: (C,) weights of the classes in the loss, see `vit.data.balance`, or None.
+        compilation: Whether `forward` is compiled.
         features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
             is the same in every epoch; None computes it from the images at each step.
     """
@@ -62,6 +64,7 @@ class TrainingStep:
     world: World = World()  # noqa: RUF009
     class_weights: Tensor | None = None
     features: Tensor | None = None
+    compilation: Compilation = Compilation(used=False)  # noqa: RUF009
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on this process's part of a batch.
@@ -134,9 +137,8 @@ class TrainingStep:
             (2,): mean loss and accuracy over all processes, as for `__call__`.
         """
         state = self.state
-        state.model.train(not state.frozen)
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-        result = self._backward(images, targets)
+        result = self.backward(images, targets)
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
         self.world.average([result, *gradients])
         norm = nn.utils.get_total_norm(gradients)
@@ -158,8 +160,14 @@ class TrainingStep:
             state.ema.update(state.model, state.step)
         return result
 
-    def _backward(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,)."""
+    def backward(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,).
+
+        Args:
+            images: As for `update`.
+            targets: As for `update`.
+        """
+        self.state.model.train(not self.state.frozen)
         result = torch.zeros(2, device=images.device)
         parts = zip(images.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
         for part, target in parts:

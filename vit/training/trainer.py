@@ -202,7 +202,11 @@ def build_loop(
         "classes": list(step.classes),
         "num_images": len(training),
         "fingerprint": training.fingerprint,
-        "environment": {**env.describe(), "threads": torch.get_num_threads()},
+        "environment": {
+            **env.describe(),
+            "threads": torch.get_num_threads(),
+            "compiled": step.compilation.used,
+        },
     }
 
     def save() -> None:

@@ -1,0 +1,169 @@
+"""Compiled training: when it is chosen, that it computes the same, and that it resumes exactly."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_runs import CPU, environment, make_step, small
+from vit.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from vit.config import Config, to_dict
+from vit.data.datasets import load
+from vit.run_folder import check_run, prepare_run
+from vit.training import build
+from vit.training.compile import choose_compilation, missing_tool, seconds_on
+from vit.training.trainer import train
+
+HOUR = 3600.0
+CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def choose(choice: Any = "auto", began: bool | None = None, seconds: float = HOUR) -> bool:
+    return choose_compilation(choice, began, CPU, seconds, num_sizes=2).used
+
+
+@CAN_COMPILE
+def test_auto_compiles_a_run_that_gains_from_it() -> None:
+    assert choose() and not choose(seconds=60)
+    assert choose(True, seconds=60) and not choose(False)
+
+
+@CAN_COMPILE
+def test_a_run_goes_on_as_it_began() -> None:
+    assert choose(began=True, seconds=60) and not choose(began=False)
+    assert choose(True, began=False) and not choose(False, began=True)
+
+
+def test_estimate_depends_on_cores_precision_and_device() -> None:
+    assert seconds_on(CPU, torch.bfloat16, 2, HOUR) == HOUR
+    assert seconds_on(CPU, torch.bfloat16, 8, HOUR) == HOUR / 4
+    assert seconds_on(CPU, torch.float32, 2, HOUR) > HOUR
+    assert seconds_on(torch.device("cuda"), torch.bfloat16, 1, HOUR) < HOUR / 4
+
+
+def test_without_a_compiler_auto_does_not_compile_and_says_so(no_compiler: None) -> None:
+    found = choose_compilation("auto", None, CPU, HOUR, num_sizes=1)
+    assert found.describe() == "not compiled: a C++ compiler was not found"
+    short = choose_compilation("auto", None, CPU, 60, num_sizes=1)
+    assert short.describe() == "not compiled"
+
+
+def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
+    no_compiler: None, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"^train\.compile: .*--train\.compile false$"):
+        train(small(tmp_path / "run", train={"compile": True}))
+    assert not list((tmp_path / "run").glob("*.yaml"))
+    with pytest.raises(ValueError, match=r"--train\.compile false --resume\.allow_changes$"):
+        choose(began=True)
+
+
+def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(forward: torch.nn.Module) -> Any:
+        def fail(images: torch.Tensor) -> torch.Tensor:
+            forward(images)
+            raise RuntimeError("file too short")
+
+        return fail
+
+    monkeypatch.setattr(build, "compiled", broken)
+    monkeypatch.setattr(build, "seconds_on", lambda *_: HOUR)
+    monkeypatch.delenv("CXX", raising=False)
+    if missing_tool(CPU):
+        pytest.skip("there is no compiler")
+    config = small(tmp_path / "run", data={"val_size": 0})
+    step = make_step(config)
+    assert step.compilation.describe() == "not compiled: it failed (file too short)"
+    assert step.forward is step.state.model
+    eager = make_step(dataclasses.replace(config, train=with_compile(config, False)))
+    for (name, one), other in zip(
+        step.state.model.state_dict().items(), eager.state.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    assert all(p.grad is None for p in step.state.model.parameters())
+    with pytest.raises(ValueError, match=r"torch\.compile failed \(file too short\)"):
+        make_step(dataclasses.replace(config, train=with_compile(config, True)))
+
+
+def test_auto_resumes_a_run_of_either_kind(tmp_path: Path) -> None:
+    """Also one of an earlier version, whose default was false."""
+    old = Config(out=str(tmp_path / "run"))
+    old = dataclasses.replace(old, train=with_compile(old, False))
+    run = prepare_run(old, resume=False)
+    how = environment().describe()
+    save_checkpoint(run, Checkpoint(1, to_dict(old), ["a"], {"w": torch.zeros(1)}, environment=how))
+    assert check_run(Config(out=str(run)), False, how) is not None
+    asked = dataclasses.replace(old, train=with_compile(old, True))
+    with pytest.raises(ValueError, match=r"train\.compile: False -> True.*--train\.compile false"):
+        check_run(asked, False, how)
+
+
+def with_compile(config: Config, value: Any) -> Any:
+    return dataclasses.replace(config.train, compile=value)
+
+
+def tiny(out: Path, **train: Any) -> Config:
+    """A run of two epochs of three steps, with dropout; of one image size, to compile once."""
+    return small(
+        out,
+        data={"val_size": 0, "train_size": 48},
+        model={"depth": 1, "embed_dim": 12, "num_heads": 1, "stem": "linear", "mlp_conv": False},
+        train={"epochs": 2, "batch_size": 16, "accumulate": 1, "small_scale": 1.0, **train},
+        track={"probes": 0, "every": 1},
+    )
+
+
+@pytest.mark.slow
+@CAN_COMPILE
+def test_compiled_steps_are_eager_steps_up_to_rounding(tmp_path: Path) -> None:
+    """Dropout and stochastic depth draw the same random numbers."""
+    losses = []
+    for compile in (False, True):
+        step = make_step(tiny(tmp_path / "run", compile=compile))
+        assert step.compilation.used == compile
+        images = load("shapes", "", train=True, count=48)
+        batches = itertools.chain.from_iterable(
+            images.batches(torch.arange(48).view(3, 16)) for _ in range(2)
+        )
+        losses.append(torch.stack([step(*batch)[0] for batch in batches]))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@CAN_COMPILE
+def test_compiled_run_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second part is compiled because the first one was."""
+    whole, parts = tiny(tmp_path / "whole", compile=True), tiny(tmp_path / "parts", compile=True)
+    train(whole)
+    assert "float32, fused attention, compiled\n" in capsys.readouterr().out
+    saved = build.TrainingStep.__call__
+
+    def stop_early(self: Any, *batch: Any) -> Any:
+        if self.state.step == 3:
+            raise KeyboardInterrupt
+        return saved(self, *batch)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build.TrainingStep, "__call__", stop_early)
+        train(parts)
+    auto = dataclasses.replace(parts, train=with_compile(parts, "auto"))
+    train(auto)
+    assert "float32, fused attention, compiled\n" in capsys.readouterr().out
+    left, right = latest_checkpoint(Path(whole.out)), latest_checkpoint(Path(parts.out))
+    assert left is not None and right is not None and left.environment["compiled"] is True
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(
+            getattr(left, part), getattr(right, part), rtol=0, atol=0, msg=part
+        )
