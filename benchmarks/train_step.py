@@ -6,7 +6,8 @@
 1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch size 4, MLP
    ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch and
    transformers, each with its defaults, in float32 and under bfloat16 autocast. Models with a class
-   token (65 tokens) and models that average 64 tokens are compared separately.
+   token (65 tokens) and models that average 64 tokens, without biases of queries, keys and values
+   as in SimpleViT, are compared separately.
 2. The same of this project and the fastest of the others, compiled, with --compile.
 3. The FLOP/s of this project's step next to those of large matrix products.
 4. The attention of such a step alone: hand-written, and torch's fused kernel.
@@ -52,7 +53,7 @@ def ours(class_token: bool, attn_kernel: Literal["auto", "math"] = "auto") -> Vi
         img_size=SIZE, in_chans=3, num_classes=CLASSES, patch_size=PATCH, stem="linear",
         embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2, mlp_conv=False, zero_init=False,
         class_token=class_token, global_pool="token" if class_token else "avg",
-        attn_kernel=attn_kernel,
+        qkv_bias=class_token, attn_kernel=attn_kernel,
     )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def timm_model(class_token: bool) -> nn.Module:
     return TimmViT(
         SIZE, PATCH, num_classes=CLASSES, embed_dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_ratio=2,
         class_token=class_token, global_pool="token" if class_token else "avg",
+        qkv_bias=class_token,
     )  # fmt: skip
 
 
