@@ -133,9 +133,9 @@ def compile_step(
     if train.budget_minutes is not None:
         seconds = 60 * train.budget_minutes
     num_sizes = 1 + step.schedule.resizes
-    choice = env.world.agree(
-        choose_compilation(train.compile, began, env.device, seconds, num_sizes)
-    )
+    with env.world.main_first():
+        choice = choose_compilation(train.compile, began, env.device, seconds, num_sizes)
+    choice = env.world.agree(choice)
     if not choice.used:
         return dataclasses.replace(step, compilation=choice)
     if env.world.main:
@@ -146,10 +146,11 @@ def compile_step(
         return fast
     text = shorten(error or "in another process", 200)
     if train.compile != "auto" or began:
-        raise ValueError(
-            f"train.compile: torch.compile failed ({text}); train without it by --train.compile "
-            f"false{' --resume.allow_changes' if began else ''}"
-        )
+        with env.world.main_first():
+            raise ValueError(
+                f"train.compile: torch.compile failed ({text}); train without it by "
+                f"--train.compile false{' --resume.allow_changes' if began else ''}"
+            )
     return dataclasses.replace(step, compilation=Compilation(False, f"it failed ({text})"))
 
 
