@@ -62,24 +62,31 @@ class Timing:
         return f"no verdict: the machine is busy, rounds differ by {self.spread:.1f} x; run again"
 
 
-def timed(work: Callable[[], object]) -> float:
+Clock = Callable[[], float]  # time.process_time hardly depends on other load, with one thread
+
+
+def timed(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
     """Return the duration of a call, in seconds."""
-    start = time.perf_counter()
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def take_turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+def take_turns(
+    works: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, Timing]:
     """Time functions in turns, after one round of warm-up; return timings by name."""
-    return compare(take_times(works, rounds))
+    return compare(take_times(works, rounds, clock))
 
 
-def take_times(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def take_times(
+    works: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
     """Time functions in turns as `take_turns` does; return the seconds of each round by name."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
-            seconds = timed(work)
+            seconds = timed(work, clock)
             if turn:
                 times[name].append(seconds)
     return times

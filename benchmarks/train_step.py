@@ -1,13 +1,14 @@
 """Training speed compared with other implementations of the Vision Transformer, in one run.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/train_step.py [--rounds 5] [--steps 1] [--compile]
+    python benchmarks/train_step.py [--rounds 5] [--compile] [--cpu_time]
 
 1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch size 4, MLP
    ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch and
    transformers, each with its defaults, in float32 and under bfloat16 autocast. Models with a class
    token (65 tokens) and models that average 64 tokens, without biases of queries, keys and values
    as in SimpleViT, are compared separately.
+   With --cpu_time it is the CPU time of one thread, which hardly depends on other load.
 2. The same of this project and the fastest of the others, compiled, with --compile.
 3. The FLOP/s of this project's step next to those of large matrix products.
 4. The attention of such a step alone: hand-written, and torch's fused kernel.
@@ -19,13 +20,14 @@ Pixels are random, because speed does not depend on them.
 
 import argparse
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
-from timing import Timing, take_turns, timed
+from timing import Clock, Timing, take_turns, timed
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
@@ -172,14 +174,16 @@ def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
     return counter.get_total_flops() / few * batch
 
 
-def compare_peers(group: str, precision: torch.dtype, batch: int, rounds: int, steps: int) -> str:
+def compare_peers(
+    group: str, precision: torch.dtype, batch: int, rounds: int, steps: int, clock: Clock
+) -> str:
     """Print the training speed of the models of a group; return the fastest of the others."""
     batches = random_batches(batch)
     works = {
         name: training(make().train(), batches, precision, steps)
         for name, make in GROUPS[group].items()
     }
-    timings = take_turns(works, rounds)
+    timings = take_turns(works, rounds, clock)
     print(f"\n{group}, {str(precision)[6:]}, batch {batch}: images/s, and ours over each")
     print_ours_over(timings, batch * steps)
     return min(list(timings)[1:], key=lambda name: timings[name].seconds)
@@ -188,7 +192,7 @@ def compare_peers(group: str, precision: torch.dtype, batch: int, rounds: int, s
 def print_ours_over(timings: dict[str, Timing], images: int) -> None:
     """Print the speed of each model, and the speed of the first one divided by it."""
     for name, timing in timings.items():
-        print(f"  {name:<24}{images / timing.seconds:6.0f}   {timing.cost()}")
+        print(f"  {name:<34}{images / timing.seconds:6.0f}   {timing.cost()}")
 
 
 def random_batches(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -200,7 +204,13 @@ def random_batches(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def compare_compiled(
-    group: str, peer: str, precision: torch.dtype, batch: int, rounds: int, steps: int
+    group: str,
+    peer: str,
+    precision: torch.dtype,
+    batch: int,
+    rounds: int,
+    steps: int,
+    clock: Clock,
 ) -> None:
     """Print the training speed of our model and another one, each compiled and not."""
     batches, works, first = random_batches(batch), {}, {}
@@ -211,7 +221,7 @@ def compare_compiled(
         )
         first[name] = timed(works[f"{name}, compiled"])
         works[name] = training(GROUPS[group][name]().train(), batches, precision, steps)
-    timings = take_turns(works, rounds)
+    timings = take_turns(works, rounds, clock)
     taken = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in first.items())
     print(f"\n{group}, {str(precision)[6:]}, compiled (first step: {taken})")
     print_ours_over(timings, batch * steps)
@@ -358,14 +368,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--compile", action="store_true", help="compare compiled models too")
+    parser.add_argument("--cpu_time", action="store_true", help="compare CPU time of one thread")
     arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    if arguments.cpu_time:
+        torch.set_num_threads(1)
     print(f"{describe(CPU)}, torch {torch.__version__}")
     torch.manual_seed(0)
     batch, rounds, steps = arguments.batch, arguments.rounds, arguments.steps
     for group, precision in itertools.product(GROUPS, (torch.float32, torch.bfloat16)):
-        fastest = compare_peers(group, precision, batch, rounds, steps)
+        fastest = compare_peers(group, precision, batch, rounds, steps, clock)
         if arguments.compile:
-            compare_compiled(group, fastest, precision, batch, rounds, steps)
+            compare_compiled(group, fastest, precision, batch, rounds, steps, clock)
     compare_to_products(batch, rounds)
     compare_kernels(arguments.batch, arguments.rounds)
     measure_quick(arguments.rounds)
