@@ -76,7 +76,7 @@ def main() -> None:
             for _ in range(options.rounds)
         ]
         memory = [statistics.median(one[flag][0] for one in rounds) for flag in (0, 1)]
-        times = {flag: [one[flag][1] for one in rounds] for flag in (0, 1)}
+        times = {f"{flag}": [one[flag][1] for one in rounds] for flag in (0, 1)}
         stored, little = timing.compare(times).values()
         print(
             f"| {depth} | {memory[0]:,.0f} | {memory[1]:,.0f} | {memory[1] / memory[0]:.2f} x "

@@ -217,7 +217,7 @@ def compare_compiled(
     for name in ("ours", peer):
         model = GROUPS[group][name]().train()
         works[f"{name}, compiled"] = training(
-            torch.compile(model, dynamic=False), batches, precision, steps
+            cast(nn.Module, torch.compile(model, dynamic=False)), batches, precision, steps
         )
         first[name] = timed(works[f"{name}, compiled"])
         works[name] = training(GROUPS[group][name]().train(), batches, precision, steps)

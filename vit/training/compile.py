@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the model of quick.
 COMPILING_SECONDS = 40  # for each image size
@@ -106,7 +106,7 @@ def missing_tool(device: torch.device) -> str | None:
     return None
 
 
-def compiled(forward: nn.Module) -> Callable[[Tensor], Tensor]:
+def compiled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Compile a model; it is compiled when it is first called with images of a size.
 
     Dropout and stochastic depth draw the same random numbers as without compilation.
