@@ -20,7 +20,7 @@ from vit.model.pretrained import Source, adapt
 from vit.model.timm_weights import TimmSource, keep_head
 from vit.settings import shorten
 from vit.training.budget import fit_budget
-from vit.training.compile import Compilation, choose_compilation, compiled, seconds_on
+from vit.training.compile import Compilation, choose_compilation, compiled, gain, seconds_on
 from vit.training.environment import Environment
 from vit.training.logging_plan import training_seconds
 from vit.training.pretrained import with_statistics
@@ -134,7 +134,8 @@ def compile_step(
         seconds = 60 * train.budget_minutes
     num_sizes = 1 + step.schedule.resizes
     with env.world.main_first():
-        choice = choose_compilation(train.compile, began, env.device, seconds, num_sizes)
+        saved = gain(env.device, env.precision) * seconds
+        choice = choose_compilation(train.compile, began, env.device, saved, num_sizes)
     choice = env.world.agree(choice)
     if not choice.used:
         return dataclasses.replace(step, compilation=choice)
