@@ -152,14 +152,18 @@ class MultiHeadSelfAttention(nn.Module):
         Returns:
             (B, N, D); with need_weights also the attention weights before dropout, (B, H, N, N).
         """
-        query, key, value = rearrange(
+        parts = rearrange(
             self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads
         )
+        fused = uses_fused_kernel(self.kernel, x.device, parts.dtype) and not need_weights
+        if not fused and not torch.is_grad_enabled():
+            parts = parts.contiguous()  # one copy instead of one for each matrix product
+        query, key, value = parts
         query, key = self.q_norm(query), self.k_norm(key)
         if mask is not None:
             mask = mask.unsqueeze(-3)  # broadcast over heads
         dropout_p = self.attn_drop if self.training else 0.0
-        if uses_fused_kernel(self.kernel, x.device, query.dtype) and not need_weights:
+        if fused:
             heads = F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
         else:
             heads, weights = scaled_dot_product_attention(query, key, value, mask, dropout_p)
