@@ -157,7 +157,6 @@ def prepared_routes(models: Models) -> Iterator[tuple[str, Callable[[], Run]]]:
 def compiled_routes(models: Models) -> Iterator[tuple[str, Callable[[], Run]]]:
     """torch.compile and AOTInductor; a C++ compiler is needed. Per core."""
     yield "torch.compile, bfloat16", lambda: compiled(models, clone(models), torch.bfloat16)
-    yield "torch.compile, float32", lambda: compiled(models, clone(models), torch.float32)
     yield "AOTInductor, bfloat16", lambda: compiled_ahead(models, clone(models))
 
 

@@ -3,7 +3,6 @@
 Shapes: N images, C classes, D feature width.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,7 @@ class Classifier:
 
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
-        parts = inputs.split(self.part_size(len(inputs), batch_size))
+        parts = inputs.split(self.part_size(batch_size))
         return torch.cat(map_on_cores(self._forward, parts, self._threads(len(parts))))
 
     @torch.no_grad()
@@ -98,7 +97,7 @@ class Classifier:
         Returns:
             Logits (N, C) float32, on the device.
         """
-        parts = images.split(self.part_size(len(images), batch_size))
+        parts = images.split(self.part_size(batch_size))
         return self.logits_of_parts(parts, len(parts))
 
     def logits_of_parts(self, parts: Iterable[Tensor], count: int) -> Tensor:
@@ -116,17 +115,15 @@ class Classifier:
             map_on_cores(lambda part: self._forward(self.normalize(part)), parts, threads)
         )
 
-    def part_size(self, count: int, batch_size: int = 500) -> int:
+    def part_size(self, batch_size: int = 500) -> int:
         """Return the number of images per forward pass that is fastest.
 
         Args:
-            count: N, images to classify.
             batch_size: Most images at once, on all cores together.
         """
         if self.device.type != "cpu":
             return batch_size
-        cores = torch.get_num_threads()
-        return max(1, min(PART, batch_size // cores, math.ceil(count / cores)))
+        return max(1, min(PART, batch_size // torch.get_num_threads()))
 
     def _threads(self, parts: int) -> int:
         return max(1, min(parts, torch.get_num_threads())) if self.device.type == "cpu" else 1

@@ -67,7 +67,7 @@ def evaluate(
         The report, see `report`, with images_per_second; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
-    size = classifier.part_size(len(images), batch_size)
+    size = classifier.part_size(batch_size)
     count = math.ceil(len(images) / size)
     logits = classifier.logits_of_parts(images.parts(size), count).cpu()
     seconds = time.perf_counter() - start

@@ -40,12 +40,15 @@ def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> li
 
     def take_items() -> None:
         torch.set_num_threads(1)  # of this thread, and of those that start from now on
-        while not stop.is_set():
-            with turn:
-                number, item = next(numbered, (None, None))
-            if number is None:
-                return
-            results[number] = work(item)  # type: ignore[arg-type]
+        try:
+            while not stop.is_set():
+                with turn:
+                    number, item = next(numbered)
+                results[number] = work(item)
+        except StopIteration:
+            return
+        finally:
+            stop.set()  # no items are left, or an error ends the work of all
 
     before = torch.get_num_threads()
     try:
@@ -54,7 +57,7 @@ def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> li
                 for done in [pool.submit(take_items) for _ in range(threads)]:
                     done.result()
             finally:
-                stop.set()  # after an error or Ctrl-C the other threads finish their item
+                stop.set()  # after Ctrl-C; the threads finish their items
     finally:
         torch.set_num_threads(before)
     return [results[number] for number in range(len(results))]
