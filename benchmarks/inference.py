@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,13 +170,13 @@ def int8_routes(models: Models) -> Iterator[tuple[str, Callable[[], Run]]]:
 def onnx_routes(models: Models) -> Iterator[tuple[str, Callable[[], Run]]]:
     """ONNX Runtime, one session with one thread for each core's parts."""
     for kind in ("float32", "int8 dynamic", "int8 static"):
-        yield f"ONNX Runtime, {kind}", lambda kind=kind: with_onnxruntime(models, kind)
+        yield f"ONNX Runtime, {kind}", partial(with_onnxruntime, models, kind)
 
 
 def openvino_routes(models: Models) -> Iterator[tuple[str, Callable[[], Run]]]:
     """OpenVINO, which reads the ONNX files, one stream for each core's parts."""
     for kind in ("float32", "bfloat16", "int8 static"):
-        yield f"OpenVINO, {kind}", lambda kind=kind: with_openvino(models, kind)
+        yield f"OpenVINO, {kind}", partial(with_openvino, models, kind)
 
 
 GROUPS: dict[str, Callable[[Models], Iterator[tuple[str, Callable[[], Run]]]]] = {
@@ -325,7 +326,7 @@ def write_onnx(models: Models, folder: Path, kind: str) -> Path:
         )
         return small
 
-    class Reader(quantization.CalibrationDataReader):
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
         """Reads the calibration images in batches."""
 
         def __init__(self) -> None:
@@ -416,7 +417,7 @@ def print_table(
     def classify(name: str) -> None:
         logits[name] = routes[name](images)
 
-    timings = take_turns({name: lambda n=name: classify(n) for name in routes}, rounds)
+    timings = take_turns({name: partial(classify, name) for name in routes}, rounds)
     print(f"\nclassifying {len(images):,} images: seconds, and ratio to the first")
     for name, timing in timings.items():
         hits = (logits[name].argmax(dim=1) == labels).double().mean().item()
