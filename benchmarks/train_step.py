@@ -13,7 +13,6 @@
 3. The FLOP/s of this project's step next to those of large matrix products.
 4. The attention of such a step alone: hand-written, and torch's fused kernel.
 5. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
-6. Classifying 10,000 images with the quick model and with timm's of the same size.
 
 Pixels are random, because speed does not depend on them.
 """
@@ -23,17 +22,15 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from timing import Clock, Timing, take_turns, timed
 from torch import Tensor, nn
 
-from vit.classifier import Classifier, build_model
-from vit.config import PATCH_SIZE, Config, DataConfig
+from vit.config import Config
 from vit.data.datasets import ImageSet
-from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
@@ -330,37 +327,6 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
     profile(whole)
 
 
-def measure_evaluation(rounds: int, count: int = 10_000) -> None:
-    """Print how long it takes to classify images; the default is the size of the test set."""
-    from timm.models.vision_transformer import VisionTransformer as TimmViT
-
-    model, preprocess = Config().model, Preprocess.from_config(DataConfig(name="cifar10"))
-    theirs = TimmViT(
-        SIZE, model.patch_size or PATCH_SIZE, num_classes=CLASSES, embed_dim=model.embed_dim,
-        depth=model.depth, num_heads=model.num_heads, mlp_ratio=model.mlp_ratio,
-    ).eval()  # fmt: skip
-    quick = build_model(model, preprocess, CLASSES).eval()
-    images = torch.randint(256, (count, 3, SIZE, SIZE), dtype=torch.uint8)
-    precision = choose_precision("auto", CPU)
-    contestants = {
-        "timm, float32": (theirs, torch.float32),
-        "quick, float32": (quick, torch.float32),
-        f"quick, {str(precision)[6:]} (auto)": (quick, precision),
-    }
-    works = {
-        name: partial(
-            Classifier(cast(VisionTransformer, net), preprocess, (), CPU, dtype).logits, images
-        )
-        for name, (net, dtype) in contestants.items()
-    }
-    print(f"\nclassifying {count:,} images: seconds, and ratio to the first")
-    for name, timing in take_turns(works, rounds).items():
-        print(
-            f"  {name:<34}{timing.seconds:6.2f}   "
-            f"{timing.ratio:.2f} x  ({timing.low:.2f} to {timing.high:.2f})"
-        )
-
-
 def main() -> None:
     """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -383,7 +349,6 @@ def main() -> None:
     compare_to_products(batch, rounds)
     compare_kernels(arguments.batch, arguments.rounds)
     measure_quick(arguments.rounds)
-    measure_evaluation(arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Shapes: N images, C classes, D feature width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -20,6 +20,10 @@ from vit.hardware import autocast
 from vit.model.attention_model import attention_model
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
+from vit.parallel import map_on_cores
+
+# Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
+PART = 64
 
 Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
 
@@ -68,9 +72,13 @@ class Classifier:
         """Whether the model's attention can be read, so that there are maps."""
         return attention_model(self.model) is not None
 
-    @torch.no_grad()
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
+        parts = inputs.split(self.part_size(batch_size))
+        return torch.cat(map_on_cores(self._forward, parts, self._threads(len(parts))))
+
+    @torch.no_grad()
+    def _forward(self, inputs: Tensor) -> Tensor:
         with autocast(self.device, self.precision):
             logits: Tensor = self.model(inputs)
         return logits.float()
@@ -84,12 +92,41 @@ class Classifier:
 
         Args:
             images: (N, channels, H, W) uint8, on any device.
-            batch_size: Images per forward pass.
+            batch_size: Most images at once.
 
         Returns:
             Logits (N, C) float32, on the device.
         """
-        return torch.cat([self.forward(self.normalize(part)) for part in images.split(batch_size)])
+        parts = images.split(self.part_size(batch_size))
+        return self.logits_of_parts(parts, len(parts))
+
+    def logits_of_parts(self, parts: Iterable[Tensor], count: int) -> Tensor:
+        """Classify images that come in parts; on a CPU, each core classifies another part.
+
+        Args:
+            parts: (n, channels, H, W) uint8 each, on any device; see `part_size`.
+            count: Number of parts.
+
+        Returns:
+            Logits (N, C) float32, on the device, in the order of the parts.
+        """
+        threads = self._threads(count)
+        return torch.cat(
+            map_on_cores(lambda part: self._forward(self.normalize(part)), parts, threads)
+        )
+
+    def part_size(self, batch_size: int = 500) -> int:
+        """Return the number of images per forward pass that is fastest.
+
+        Args:
+            batch_size: Most images at once, on all cores together.
+        """
+        if self.device.type != "cpu":
+            return batch_size
+        return max(1, min(PART, batch_size // torch.get_num_threads()))
+
+    def _threads(self, parts: int) -> int:
+        return max(1, min(parts, torch.get_num_threads())) if self.device.type == "cpu" else 1
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:

@@ -61,14 +61,15 @@ def evaluate(
     Args:
         classifier: The model to evaluate.
         images: Images with labels, on any device.
-        batch_size: Images per forward pass.
+        batch_size: Most images at once.
 
     Returns:
         The report, see `report`, with images_per_second; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
-    parts = [classifier.logits(part, batch_size) for part in images.parts(batch_size)]
-    logits = torch.cat(parts).cpu()
+    size = classifier.part_size(batch_size)
+    count = math.ceil(len(images) / size)
+    logits = classifier.logits_of_parts(images.parts(size), count).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
     return {**result, "images_per_second": len(images) / seconds}, logits
