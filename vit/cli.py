@@ -25,6 +25,7 @@ from vit.console import is_out_of_memory, printable, rank
 from vit.data.layout import recognize
 from vit.recipes import RECIPES, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
+from vit.startup import import_quickly
 from vit.training.rules import check_sizes
 
 
@@ -72,6 +73,7 @@ def train_main() -> None:
     with user_errors():
         config, options = parse_train(sys.argv[1:])
         # Imported late, because it imports torch: a mistyped flag is answered at once.
+        import_quickly("vit.training.processes")
         from vit.training.processes import train_on_all_cores
 
         train_on_all_cores(config, **options)
@@ -82,6 +84,7 @@ def eval_main() -> None:
     with user_errors():
         run, options = parse_eval(sys.argv[1:])
         # Imported late, because they import torch: a mistyped flag is answered at once.
+        import_quickly("vit.reporting.loading")
         if options.attention:
             from vit.reporting.attention import explain_run
 
