@@ -13,23 +13,24 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vit.explain.charts import DPI, pixels_of
 from vit.explain.fonts import font_families
 from vit.explain.maps import SIGNED_KINDS
 
+DPI = 100  # pixels to 72 points
 COLOURS = "inferno"
 SCALE = (0.0, 3.0)  # units of uniform attention
 GAP = 6  # pixels between panels
 BAR = 58  # width of a colour bar with its labels, in pixels
 BAR_MARGIN = 8  # pixels above and below it, for half a label
+BAR_TIP = 0.05  # height of a pointed end over that of the scale between the ends
+TICKS_APART = 12  # pixels between two labels of a colour bar, at least
 FONT_SIZE = 9  # points
+SMALL_FONT = 8
 LINE = 14.5  # pixels from one line of a text to the next
 
 Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
@@ -192,6 +193,11 @@ def framed(
     others = [text for text in texts if not _has_letters(text[3])]
     if not others:
         return np.array(picture)
+    # Imported late, because it takes half a second.
+    from matplotlib.figure import Figure
+
+    from vit.explain.charts import pixels_of
+
     figure = Figure(figsize=(wide / (zoom * DPI), tall / (zoom * DPI)), dpi=zoom * DPI)
     figure.figimage(np.array(picture), 0, 0, origin="upper")
     for x, y, align, words in others:
@@ -202,16 +208,44 @@ def framed(
     return pixels_of(figure)
 
 
+def upwards(words: str, size: float) -> Image.Image:
+    """Write a line of text, of a size in points, turned to the left."""
+    font = font_of(size)
+    line = Image.new("RGB", (round(font.getlength(words)), round(1.75 * size)), "white")
+    ImageDraw.Draw(line).text((0, line.height), words, "black", font, "ld")
+    return line.transpose(Image.Transpose.ROTATE_90)
+
+
 @functools.cache
 def _draw_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
-    """Draw a colour bar; cached, because its axis takes longer to draw than everything else."""
-    colours, scale, label = bar
-    tall = length + 2 * BAR_MARGIN
-    figure = Figure(figsize=(BAR / DPI, tall / DPI), dpi=zoom * DPI)
-    axis = figure.add_axes((0, BAR_MARGIN / tall, 12 / BAR, length / tall))
-    figure.colorbar(
-        ScalarMappable(Normalize(*scale), colours), cax=axis,
-        extend="max" if scale[0] == 0 else "both",
-    ).set_label(label, fontsize=8, labelpad=2)  # fmt: skip
-    axis.tick_params(labelsize=8, pad=1)
-    return pixels_of(figure)
+    """Draw a colour bar with labels, pointed where values beyond the scale have the same colour."""
+    colours, (low, high), label = bar
+    tips = 1 if low == 0 else 2
+    scale = length / (1 + tips * BAR_TIP)  # pixels from low to high
+    top, left, right = BAR_MARGIN + BAR_TIP * scale, 0.5, 11.5
+    bottom, middle = top + scale, (left + right) / 2
+    outline = [(left, bottom), (left, top), (middle, BAR_MARGIN), (right, top), (right, bottom)]
+    outline += [(middle, BAR_MARGIN + length)] * (tips - 1) + [(left, bottom)]
+    size = zoom * BAR, zoom * (length + 2 * BAR_MARGIN)
+    fine = 4 * zoom  # drawn larger and then reduced, for smooth slopes
+    large = (4 * size[0], 4 * size[1])
+    levels = high - ((np.arange(large[1]) + 0.5) / fine - top) * (high - low) / scale
+    column = matplotlib.colormaps[colours](Normalize(low, high)(levels), bytes=True)[:, None, :3]
+    corners, mask = [(fine * x, fine * y) for x, y in outline], Image.new("L", large)
+    ImageDraw.Draw(mask).polygon(corners, fill=255)
+    picture = Image.new("RGB", large, "white")
+    picture.paste(Image.fromarray(column).resize(large), mask=mask)
+    ImageDraw.Draw(picture).line(corners, "black", fine, "curve")
+    picture = picture.resize(size, Image.Resampling.BOX)
+    draw, font = ImageDraw.Draw(picture), font_of(zoom * SMALL_FONT)
+    step = 1 if scale >= TICKS_APART * (high - low) else high
+    ticks = np.arange(low, high + 1, step)
+    texts = [f"{tick:.0f}".replace("-", "−") for tick in ticks]
+    for tick, text in zip(ticks, texts, strict=True):
+        y = zoom * (bottom - (tick - low) * scale / (high - low))
+        draw.line([(zoom * 12, round(y)), (zoom * 15, round(y))], "black", zoom)
+        draw.text((zoom * 17.5, y), text, "black", font, "lm")
+    words = upwards(label, zoom * SMALL_FONT)
+    start = round(zoom * 19 + max(map(font.getlength, texts)))
+    picture.paste(words, (start, (size[1] - words.height) // 2))
+    return np.array(picture)

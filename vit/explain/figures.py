@@ -18,6 +18,7 @@ from vit.explain.drawing import (
     FONT_SIZE,
     GAP,
     SIGNED,
+    SMALL_FONT,
     UNIFORM,
     Bar,
     Text,
@@ -30,6 +31,7 @@ from vit.explain.drawing import (
     paper,
     paste,
     shorten,
+    upwards,
 )
 from vit.explain.maps import map_title
 
@@ -164,24 +166,17 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
         down = [top + (layer + 0.5) * cell[1] for layer in range(layers)]
         middle = start + size[1] / 2
         draw.text((middle, top - 4), title, "black", font_of(FONT_SIZE), "md")
-        draw.text((middle, bottom + 32), "head", "black", font_of(8), "md")
+        draw.text((middle, bottom + 32), "head", "black", font_of(SMALL_FONT), "md")
         for head, x in enumerate(across):
-            draw.text((x, bottom + 17), str(head), "black", font_of(8), "md")
+            draw.text((x, bottom + 17), str(head), "black", font_of(SMALL_FONT), "md")
         for layer, y in enumerate(down):
-            draw.text((start - 4, y), str(layer), "black", font_of(8), "rm")
+            draw.text((start - 4, y), str(layer), "black", font_of(SMALL_FONT), "rm")
         for (layer, head), value in np.ndenumerate(values.cpu().numpy()):
             colour = "white" if light[layer, head] < 0.6 else "black"
             draw.text((across[head], down[layer]), f"{value:.2g}", colour, font_of(7), "mm")
-        _write_upwards(picture, "layer", start - left, top + size[0] // 2)
+        word = upwards("layer", SMALL_FONT)
+        picture.paste(word, (start - left, top + (size[0] - word.height) // 2))
     return np.array(picture)
-
-
-def _write_upwards(picture: Image.Image, word: str, left: int, middle: int) -> None:
-    """Write a word turned to the left, around a height in the picture."""
-    width, height = round(font_of(8).getlength(word)), 14
-    label = Image.new("RGB", (width, height), "white")
-    ImageDraw.Draw(label).text((0, height), word, "black", font_of(8), "ld")
-    picture.paste(label.rotate(90, expand=True), (left, middle - width // 2))
 
 
 def gallery_picture(
