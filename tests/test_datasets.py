@@ -1,6 +1,7 @@
 """Data sets: their contents, downloading, and splitting."""
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import pickle
@@ -25,6 +26,7 @@ from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from vit.config import DataConfig
+from vit.data.cifar import FILES
 from vit.data.datasets import ImageSet, hold_out, load, load_training
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.specs import DATASETS
@@ -136,6 +138,16 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@with_cifar
+def test_files_and_sums_are_those_of_torchvision(name):
+    files, source = FILES[name], SOURCES[name]
+    assert files.folder == source.base_folder
+    assert [*files.train.items()] == [*map(tuple, source.train_list)]
+    assert [*files.test.items()] == [*map(tuple, source.test_list)]
+    meta = source.meta
+    assert (*files.meta, files.classes) == (meta["filename"], meta["md5"], meta["key"])
+
+
 # How they arrive: tiny archives in CIFAR's layout come from a real server.
 
 
@@ -207,7 +219,7 @@ def batch(name: str, first: int, count: int) -> bytes:
 
 @dataclass
 class Tiny:
-    """A tiny data set in an archive, which torchvision takes for the real one."""
+    """A tiny data set in an archive, which is taken for the real one."""
 
     name: str
     archive: bytes = field(repr=False)
@@ -221,7 +233,7 @@ class Tiny:
 
 @pytest.fixture(params=FOLDERS)
 def tiny(request, monkeypatch) -> Tiny:
-    """7 training images and 3 test images; torchvision knows the sums of these."""
+    """7 training images and 3 test images; our reader and torchvision know the sums of these."""
     name = request.param
     source, classes = SOURCES[name], ["low", "middle", "high"]
     if name == "cifar10":
@@ -247,6 +259,13 @@ def tiny(request, monkeypatch) -> Tiny:
             archive.addfile(entry, io.BytesIO(content))
     sums = [[file, md5(content)] for file, content in folder.items() if file != meta]
     monkeypatch.setattr(source, "tgz_md5", md5(packed.getvalue()))
+    train, test = (
+        {f: s for f, s in sums if f.startswith("test") != part} for part in (True, False)
+    )
+    tiny_files = dataclasses.replace(
+        FILES[name], train=train, test=test, meta=(meta, md5(folder[meta]))
+    )
+    monkeypatch.setitem(FILES, name, tiny_files)
     monkeypatch.setattr(source, "train_list", [s for s in sums if not s[0].startswith("test")])
     monkeypatch.setattr(source, "test_list", [s for s in sums if s[0].startswith("test")])
     monkeypatch.setattr(source, "meta", {"filename": meta, "key": key, "md5": md5(folder[meta])})

@@ -1,17 +1,67 @@
-"""CIFAR-10 and CIFAR-100: downloaded, verified, unpacked and read with torchvision."""
+"""CIFAR-10 and CIFAR-100: read from their files, each of which is verified first.
 
-import contextlib
-from http.client import HTTPException
+torchvision reads them too, but importing it and copying its array take two seconds. It downloads
+and unpacks what is missing, see `vit.data.cifar_archive`.
+"""
+
+import hashlib
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_url, extract_archive
 
-from vit.data.layout import refuse_to_download
+from vit.hardware import usable_cores
 
-SOURCES = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+
+@dataclass(frozen=True)
+class CifarFiles:
+    """The files of a data set, all of them pickles.
+
+    Attributes:
+        folder: Folder inside the archive.
+        train: MD5 sums of the files with training images.
+        test: MD5 sums of the files with test images.
+        meta: The file with the class names, and its MD5 sum.
+        labels: Key of the labels.
+        classes: Key of the class names.
+    """
+
+    folder: str
+    train: dict[str, str]
+    test: dict[str, str]
+    meta: tuple[str, str]
+    labels: str
+    classes: str
+
+
+FILES = {
+    "cifar10": CifarFiles(
+        folder="cifar-10-batches-py",
+        train={
+            "data_batch_1": "c99cafc152244af753f735de768cd75f",
+            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+            "data_batch_4": "634d18415352ddfa80567beed471001a",
+            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        },
+        test={"test_batch": "40351d587109b95175f43aff81a1287e"},
+        meta=("batches.meta", "5ff9c542aee3614f3951f8cda6e48888"),
+        labels="labels",
+        classes="label_names",
+    ),
+    "cifar100": CifarFiles(
+        folder="cifar-100-python",
+        train={"train": "16019d7e3df5f24257cddd939b257f8d"},
+        test={"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+        meta=("meta", "7973b15100ade9c7d40fb424638fde48"),
+        labels="fine_labels",
+        classes="fine_label_names",
+    ),
+}
 
 
 def read_cifar(
@@ -31,84 +81,38 @@ def read_cifar(
     Raises:
         ValueError: The data is missing or damaged and could not be downloaded.
     """
-    dataset = SOURCES[name]
-    try:
-        raw = dataset(root, train=train)
-    except RuntimeError:  # missing or damaged
-        raw = _restored(dataset, root, train, download)
-    images = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
-    return images, torch.tensor(raw.targets), tuple(raw.classes)
+    found = _read_files(FILES[name], root, train)
+    if found is None:
+        # Imported late, because it imports torchvision.
+        from vit.data.cifar_archive import restore
+
+        restore(name, root, download)
+        found = _read_files(FILES[name], root, train)
+        assert found is not None
+    return found
 
 
-def _restored(dataset: type[CIFAR10], root: Path, train: bool, download: bool) -> CIFAR10:
-    """Unpack the archive, downloading it first if it is missing or damaged, and read the data set.
+def _read_files(
+    files: CifarFiles, root: Path, train: bool
+) -> tuple[Tensor, Tensor, tuple[str, ...]] | None:
+    """Read a data set, or return None if any of its files is missing or damaged."""
+    folder, (meta, meta_sum) = root / files.folder, files.meta
+    needed = files.train if train else files.test
+    sums = {**files.train, **files.test, meta: meta_sum}
 
-    Raises:
-        ValueError: The archive could not be downloaded or unpacked.
-    """
-    archive, problem = root / dataset.filename, _problem(dataset, root)
-    whole = check_integrity(archive, dataset.tgz_md5)
-    if not whole and not download:
-        what = "data.download=false, so nothing was downloaded"
-        raise _no_data(dataset, root, f"{problem} ({what})") from None
-    if not whole:
-        refuse_to_download(dataset.__name__.lower(), root)
-    source = archive if whole else dataset.url
-    print(f"{problem}: {'unpacking' if whole else 'downloading'} {source}", flush=True)
-    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    try:
-        if not whole:
-            _fetch(dataset, root)
-        extract_archive(archive, root)
-        return dataset(root, train=train)
-    except (OSError, HTTPException, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            if not check_integrity(archive, dataset.tgz_md5):
-                archive.unlink(missing_ok=True)  # incomplete, if the connection was lost
-            for folder in missing:  # torchvision creates them before the download
-                folder.rmdir()
-        raise _no_data(dataset, root, f"{problem} (tried {source}: {error})") from None
+    def read(file: str) -> dict[str, Any] | None:
+        path = folder / file
+        content = path.read_bytes() if path.is_file() else b""
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() != sums[file]:
+            return None
+        return pickle.loads(content, encoding="latin1") if file in (*needed, meta) else {}
 
-
-def _fetch(dataset: type[CIFAR10], root: Path) -> None:
-    """Download the archive; try once more if it arrives damaged.
-
-    Raises:
-        OSError: The connection or the disk failed.
-        HTTPException: The server's response is not valid HTTP.
-        RuntimeError: The archive arrived damaged twice.
-    """
-    for _ in range(2):
-        try:
-            download_url(dataset.url, root, dataset.filename, dataset.tgz_md5)
-        except RuntimeError:  # wrong checksum
-            print(f"{dataset.filename} arrived damaged", flush=True)
-        else:
-            return
-    raise RuntimeError(f"{dataset.filename} arrived damaged twice and was deleted")
-
-
-def _problem(dataset: type[CIFAR10], root: Path) -> str:
-    """Describe which files of a data set are damaged or missing."""
-    folder, archive = root / dataset.base_folder, root / dataset.filename
-    sums = {}
-    if folder.exists():
-        meta = (dataset.meta["filename"], dataset.meta["md5"])
-        for file, md5 in (*dataset.train_list, *dataset.test_list, meta):
-            sums[folder / file] = md5
-    if archive.exists():
-        sums[archive] = dataset.tgz_md5
-    bad = [
-        f"{path} is {'damaged' if path.exists() else 'missing'}"
-        for path, md5 in sums.items()
-        if not check_integrity(path, md5)
-    ]
-    return ", ".join(bad) or f"{dataset.__name__} is not in {root}"
-
-
-def _no_data(dataset: type[CIFAR10], root: Path, what: str) -> ValueError:
-    archive, folder = dataset.filename, dataset.base_folder
-    return ValueError(
-        f"{what}. Put {archive} or the unpacked {folder}/ into {root.resolve()}, or point "
-        f"--data.root at the folder that contains it; `make demo` needs no download."
-    )
+    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing takes several of them
+        found = dict(zip(sums, pool.map(read, sums), strict=True))
+    batches = [found[file] for file in needed]
+    names = found[meta]
+    if None in found.values() or names is None:
+        return None
+    images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches if batch])
+    labels = [label for batch in batches if batch for label in batch[files.labels]]
+    return images.view(-1, 3, 32, 32), torch.tensor(labels), tuple(names[files.classes])

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vit.config import DataConfig
+from vit.data.cifar import read_cifar
 from vit.data.digits import read_digits
 from vit.data.folder import list_folder
 from vit.data.listing import FileList
@@ -63,11 +64,9 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
         return _from_files(list_folder(root, train, data.test_fraction))
     if data.name == "table":
         return _from_files(list_table(root, train, data.test_fraction))
-    # Imported late, because torchvision takes seconds and eval.py --image does not need it.
     if data.name in ("cifar10", "cifar100"):
-        from vit.data.cifar import read_cifar
-
         return Source(*read_cifar(data.name, root, train, data.download))
+    # Imported late, because torchvision takes seconds.
     from vit.data.torchvision_sets import read_torchvision
 
     return Source(*read_torchvision(data.name, root, train, data.download))
