@@ -64,7 +64,8 @@ def start_environment(config: Config) -> Iterator[Environment]:
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
     device = choose_device(config.train.device)
     precision = choose_precision(config.train.precision, device)
     with stop_on_signals() as stop:
