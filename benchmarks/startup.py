@@ -1,13 +1,19 @@
-"""Startup time of the commands, and the peak memory of a run.
+"""What users wait for: the start of the commands, and the peak memory of a run.
 
-    python benchmarks/startup.py [--rounds 5] [--root data]
+    python benchmarks/startup.py [--rounds 5] [--root data] [--against CHECKOUT]
 
 Runs whole commands in separate processes, on CIFAR-10, which must be unpacked under --root:
 
 1. `train.py --help`.
-2. A run of configs/quick.yaml with a single training step: seconds from the start of the command to
-   the line that reports the step.
-3. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
+2. A photo, from the command to its sheet: `eval.py cifar10_quick --image photo.jpg`.
+3. A run of configs/quick.yaml with a single training step: from the start of the command to the
+   line that reports the step.
+4. The report of cifar10_quick on the 10,000 test images.
+5. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
+
+Each is given as wall time and as CPU time, which hardly depends on what else the machine does. With
+--against, the commands of another checkout take turns with those of this one, and the ratio of each
+round's CPU times is given.
 """
 
 import argparse
@@ -17,58 +23,99 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+import numpy as np
+from PIL import Image
+
+HERE = Path(__file__).resolve().parent.parent
 
 
-def seconds_until(command: list[str], sign: str) -> float:
-    """Run a command until it prints a line that begins with `sign`; return the seconds taken."""
+def run(checkout: Path, command: Sequence[str], sign: str | None) -> tuple[float, float]:
+    """Run a command to its end, or until it prints a line that begins with `sign`.
+
+    Args:
+        checkout: The folder that contains the script.
+        command: The script and its arguments.
+        sign: Beginning of a line; None means the end of the command.
+
+    Returns:
+        Wall time and CPU time, in seconds.
+    """
+    script, *arguments = command
     start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(sign):
-                seconds = time.perf_counter() - start
-                process.kill()
-                return seconds
-    raise SystemExit(f"{' '.join(command)} ended without a line that begins with {sign!r}")
-
-
-def peak_memory(command: list[str]) -> int:
-    """Run a command to its end and return its peak resident memory, in bytes."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(checkout / script), *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    found = sign is None
+    for line in process.stdout:
+        if sign is not None and line.startswith(sign):
+            found = True
+            process.kill()
+            break
+    process.stdout.close()
     _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if not found or (sign is None and process.returncode):
+        raise SystemExit(f"{' '.join(command)} failed, or did not print {sign!r}")
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+
+
+def peak_memory(command: Sequence[str]) -> int:
+    """Run a command to its end and return its peak resident memory, in bytes."""
+    script, *arguments = command
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / script), *arguments], stdout=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
     return usage.ru_maxrss * 1024
 
 
+def spread(values: Sequence[float]) -> str:
+    """Return the median of some numbers, with the lowest and the highest."""
+    return f"{statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def main() -> None:
-    """Run all three measurements."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--root", default="data")
+    parser.add_argument("--against", type=Path, help="another checkout to compare with")
     arguments = parser.parse_args()
+    checkouts = [HERE, *([arguments.against] if arguments.against else [])]
 
-    help_text = [sys.executable, str(TRAIN), "--help"]
     with tempfile.TemporaryDirectory() as folder:
-        quick = [
-            sys.executable, str(TRAIN), "--out", f"{folder}/run", "--data.root", arguments.root,
-            "--train.epochs", "1", "--overwrite",
-        ]  # fmt: skip
-        one_step = [*quick, "--data.train_size", "128", "--data.val_size", "0"]
-        for name, command, sign in (
-            ("train.py --help", help_text, "usage"),
-            ("first training step", one_step, "epoch"),
-        ):
-            times = [seconds_until(command, sign) for _ in range(arguments.rounds)]
-            print(
-                f"{name:<22}{statistics.median(times):5.2f} s   "
-                f"({min(times):.2f} to {max(times):.2f}, {arguments.rounds} times)"
-            )
-        memory = peak_memory(quick)
-        print(f"{'peak memory':<22}{memory / 1e9:5.2f} GB")
+        photo, root = f"{folder}/photo.jpg", str(Path(arguments.root).resolve())
+        noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((1600, 1200), Image.Resampling.BICUBIC).save(photo)
+        out = ("--out", f"{folder}/run", "--data.root", root)
+        quick = ("train.py", *out, "--train.epochs", "1", "--overwrite")
+        commands: dict[str, tuple[Sequence[str], str | None]] = {
+            "train.py --help": (("train.py", "--help"), None),
+            "photo": (("eval.py", "cifar10_quick", "--image", photo, "--out", folder), None),
+            "first training step": (
+                (*quick, "--data.train_size", "128", "--data.val_size", "0"), "epoch",
+            ),
+            "report": (("eval.py", "cifar10_quick", *out[:1], f"{folder}/eval", *out[2:]), None),
+        }  # fmt: skip
+        print(f"{arguments.rounds} rounds: median (lowest to highest), seconds")
+        for name, (command, sign) in commands.items():
+            rounds = [
+                [run(checkout, command, sign) for checkout in checkouts]
+                for _ in range(arguments.rounds)
+            ]
+            wall, cpu = ([times[0][kind] for times in rounds] for kind in (0, 1))
+            text = f"{name:<20} wall {spread(wall)}   CPU {spread(cpu)}"
+            if arguments.against:
+                text += f"   CPU ratio {spread([one[1] / other[1] for one, other in rounds])}"
+            print(text, flush=True)
+        print(f"{'peak memory':<20}{peak_memory(quick) / 1e9:5.2f} GB")
 
 
 if __name__ == "__main__":
