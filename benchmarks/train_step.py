@@ -22,7 +22,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
