@@ -5,7 +5,7 @@
 Trains configs/quick.yaml on a part of CIFAR-10, which must be unpacked under --root, with one
 process that uses all cores as threads and with one process per core, in turns: on the idle machine,
 next to one program that is always busy, and next to two. Speeds are images per second in the last
-two of three short epochs; ratios compare runs of one round.
+two of three short epochs; ratios compare runs of one round, which takes up to ten minutes.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from timing import compare
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 IMAGES = 2560  # in an epoch: 20 steps
@@ -53,6 +55,12 @@ def training_speed(root: str, flags: list[str]) -> float:
     return statistics.harmonic_mean(float(speed.replace(",", "")) for speed in speeds[1:])
 
 
+def ratio(speeds: list[float], others: list[float]) -> str:
+    """Compare speeds with others of the same rounds."""
+    seconds = {"others": [1 / speed for speed in others], "these": [1 / speed for speed in speeds]}
+    return compare(seconds)["these"].speed()
+
+
 def main() -> None:
     """Print the speeds, and what is left of the idle machine's."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -66,16 +74,11 @@ def main() -> None:
                 for kind, flags in KINDS.items():
                     speed = training_speed(arguments.root, flags)
                     speeds.setdefault((kind, load), []).append(speed)
+                    print(f"{load} busy, {kind}: {speed:.0f} images/s", flush=True)
     print("configs/quick.yaml at 24 x 24 pixels: images/s, and ratios (lowest to highest round)")
     print("busy programs   kind         images/s   to the idle machine       to threads, idle")
     for (kind, load), values in speeds.items():
-        ratios = [
-            [value / base for value, base in zip(values, speeds[other, 0], strict=True)]
-            for other in (kind, "threads")
-        ]
-        shown = "   ".join(
-            f"{statistics.median(r):5.2f} x ({min(r):.2f} to {max(r):.2f})" for r in ratios
-        )
+        shown = "   ".join(ratio(values, speeds[other, 0]) for other in (kind, "threads"))
         print(f"{load:>13}   {kind:<10}{statistics.median(values):>11.0f}   {shown}")
 
 

@@ -88,6 +88,7 @@ EDGES = {
     "train.small_scale": ("0", "1.1"),
     "train.small_share": ("-0.1", "1.1"),
     "train.batch_size": ("0", "1000001"),
+    "train.processes": ("0", "1001"),
     "train.accumulate": ("0", "3", "256", "1000001"),
     "train.max_skipped": ("0", "1000001"),
     "train.seed": ("-1", str(2**63)),
