@@ -2,7 +2,10 @@
 
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +48,10 @@ SMALL: dict[str, Any] = {
     },
     "track": {"every": 2, "probes": 3, "max_cost": None},  # logs everything, short as it is
 }  # fmt: skip
+WILD: dict[str, Any] = {  # diverges
+    "lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0,
+}  # fmt: skip
+
 STEPS = 6 * (320 // 64)
 
 
@@ -119,6 +126,33 @@ def command(config: Config, folder: Path) -> list[str]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """What was logged."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """Start a command that signals can be sent to, as a terminal does."""
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that signals can go to all its processes, as Ctrl-C does
+        # A shell starts what it puts in the background with the interrupt ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait(done: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until something is done, by a process that must not end before."""
+    deadline = time.monotonic() + 120
+    while not done():
+        assert process is None or process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps_logged(run: Path) -> int:
+    rows = metrics(run) if (run / "metrics.jsonl").exists() else []
+    return max((row["step"] for row in rows), default=0)
 
 
 def events(folder: Path) -> EventAccumulator:

@@ -1,23 +1,22 @@
 """train.py with several processes on a CPU: they are one run, whatever ends them."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from small_runs import assert_same, command, metrics, small
-from vit.checkpoint import checkpoint_steps, latest_checkpoint
-from vit.config import Config
+from small_runs import WILD, assert_same, command, environment, small, start, steps_logged, wait
+from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
+from vit.config import Config, to_dict
 from vit.hardware import cores_to_use
-from vit.run_folder import lock_run
+from vit.run_folder import lock_run, prepare_run
+from vit.training.environment import claim_run
 from vit.training.processes import choose_processes
 from vit.training.trainer import train
 
@@ -57,6 +56,28 @@ def test_a_run_keeps_its_number_of_processes() -> None:
     assert choose_processes(settings(processes=2), {"train": {"processes": 3}}, 64) == 2
 
 
+def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vit.training.processes.choose_device", lambda _: torch.device("cuda"))
+    assert choose_processes(settings(), None, 2) == 1
+    assert choose_processes(settings(), {"train": {"processes": 2}}, 2) == 1  # begun on a CPU
+    with pytest.raises(ValueError, match=r"train\.processes: 2 is only for a CPU.*torchrun"):
+        choose_processes(settings(processes=2), None, 2)
+
+
+def test_a_resumed_run_takes_over_its_number_of_threads(tmp_path: Path) -> None:
+    config, before = small(tmp_path / "run"), torch.get_num_threads()
+    env = environment()
+    how = {**env.describe(), "threads": before + 1}
+    weights = {"w": torch.zeros(1)}
+    run = prepare_run(config, resume=False)
+    save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=how))
+    try:
+        with claim_run(config, env, overwrite=False, allow_changes=False, extend=False) as (_, at):
+            assert at is not None and torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cores_to_use() == 1
@@ -71,30 +92,6 @@ def test_a_call_from_python_starts_no_processes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.processes: 2 is not allowed.*null or 1"):
         train(small(tmp_path / "run", train={"processes": 2}))
     assert not (tmp_path / "run").exists()
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that signals can go to all its processes, as Ctrl-C does
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def steps_logged(run: Path) -> int:
-    with contextlib.suppress(OSError):
-        return max((row["step"] for row in metrics(run)), default=0)
-    return 0
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
@@ -139,7 +136,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     run = tmp_path / "run"
     words = command(small(run, **PAIR), tmp_path / "config")
     process = start(words)
-    wait(lambda: steps_logged(run) >= 6)
+    wait(lambda: steps_logged(run) >= 6, process)
     if everyone:
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -168,7 +165,7 @@ def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
     run = tmp_path / "run"
     words = command(small(run, **PAIR), tmp_path / "config")
     process = start(words)
-    wait(lambda: bool(checkpoint_steps(run)))
+    wait(lambda: bool(checkpoint_steps(run)), process)
     (victim,) = children(process)
     os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=100)
@@ -177,7 +174,7 @@ def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
     assert line.startswith("error: train.processes: process 1 was ended by SIGKILL; rerun"), line
     # The first process dies without a word; the others must not stay.
     process = start(words)
-    wait(lambda: len(checkpoint_steps(run)) > 1)
+    wait(lambda: len(checkpoint_steps(run)) > 1, process)
     others = children(process)
     process.kill()
     _, errors = process.communicate(timeout=100)
@@ -211,8 +208,7 @@ def test_an_error_that_all_processes_find_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_diverges_says_so_once(tmp_path: Path) -> None:
-    wild = {"lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0}
-    words = command(small(tmp_path / "run", **PAIR, optim=wild), tmp_path / "config")
+    words = command(small(tmp_path / "run", **PAIR, optim=WILD), tmp_path / "config")
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 3
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]

@@ -1,13 +1,11 @@
 """Faults of long runs, applied to whole commands: the run survives, or says what to do."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from small_runs import ROOT, STEPS, Payload, assert_same, command, metrics, small
+from small_runs import (
+    ROOT,
+    STEPS,
+    WILD,
+    Payload,
+    assert_same,
+    command,
+    metrics,
+    small,
+    start,
+    steps_logged,
+    wait,
+)
 from vit.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.config import Config
 from vit.files import seal
@@ -29,37 +39,6 @@ PLAIN = {  # nothing random, so that processes that share a batch compute what o
     },
     "augment": {"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
 }  # fmt: skip
-
-
-WILD: dict[str, Any] = {  # diverges
-    "lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0,
-}  # fmt: skip
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that signals can go to all its processes, as Ctrl-C does
-        # A shell starts what it puts in the background with the interrupt ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not done():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def steps_logged(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 def with_torchrun(words: list[str], processes: int = 2) -> list[str]:

@@ -103,9 +103,11 @@ def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) 
                 f"each GPU with `torchrun --nproc_per_node {settings.processes} train.py ...`"
             )
         return settings.processes
+    if not on_cpu:
+        return 1
     if stored is not None:
         return stored["train"].get("processes") or 1  # which older versions do not name
-    if not on_cpu or settings.freeze == "backbone":
+    if settings.freeze == "backbone":
         return 1
     parts = settings.batch_size // settings.accumulate
     fitting = (n for n in range(1, cores + 1) if parts % n == 0 and parts >= FEWEST_IMAGES * n)
