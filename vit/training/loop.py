@@ -151,13 +151,17 @@ class Loop:
             f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
         )
 
-    @cores_of_all_processes()
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured."""
         step = self.step.state.step
         due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
         if self.tracker is None or not due:
             return {}
+        with cores_of_all_processes():
+            return self._run_evaluators(due, step)
+
+    def _run_evaluators(self, due: Sequence[Evaluator], step: int) -> dict[str, float]:
+        assert self.tracker is not None
         classifier, numbers = self.classifier(), {}
         for evaluator in due:
             try:
