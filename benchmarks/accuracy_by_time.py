@@ -17,12 +17,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import timing  # noqa: F401  it makes `vit` importable
 from matplotlib.figure import Figure
 from scipy.stats import t
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+from vit.checkpoint import latest_checkpoint
+from vit.training.messages import clock
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 PICTURE = REPOSITORY / "docs/images/accuracy_by_time.png"
 ROWS = {  # flags by name
     "1 minute": ["--train.budget_minutes", "1"],
@@ -37,13 +39,13 @@ class Run:
     """What a finished run has reached.
 
     Attributes:
-        minutes: Training time, with evaluation and logging.
+        seconds: Training time, with evaluation and logging.
         epochs: Passes over the training images.
         speed: Training images per second, over all of the training time.
         accuracy: Of the test images, in percent.
     """
 
-    minutes: float
+    seconds: float
     epochs: float
     speed: float
     accuracy: float
@@ -58,14 +60,12 @@ def train(flags: list[str], seed: int, out: Path, root: str) -> None:
 
 def read(out: Path) -> Run:
     """Read what a finished run has reached."""
-    from vit.checkpoint import latest_checkpoint
-
     checkpoint = latest_checkpoint(out)
     assert checkpoint is not None
     seen = checkpoint.step * checkpoint.config["train"]["batch_size"]
     report = json.loads((out / "eval/report.json").read_text())
     return Run(
-        checkpoint.seconds / 60,
+        checkpoint.seconds,
         seen / checkpoint.num_images,
         seen / checkpoint.seconds,
         100 * report["accuracy"],
@@ -86,7 +86,7 @@ def print_table(rows: dict[str, list[Run]]) -> None:
     print("|---|---|---|---|---|---|")
     for name, runs in rows.items():
         accuracies = [run.accuracy for run in runs]
-        times = ", ".join(f"{int(run.minutes)}:{60 * run.minutes % 60:02.0f}" for run in runs)
+        times = ", ".join(clock(run.seconds) for run in runs)
         print(
             f"| {name} | {times} | {', '.join(f'{run.epochs:.1f}' for run in runs)} | "
             f"{', '.join(f'{run.speed:,.0f}' for run in runs)} | "
@@ -99,12 +99,12 @@ def draw(rows: dict[str, list[Run]]) -> None:
     """Draw accuracy against time: each run as a dot, means with their intervals as a line."""
     figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
     axis = figure.subplots()
-    minutes = [statistics.mean(run.minutes for run in runs) for runs in rows.values()]
+    minutes = [statistics.mean(run.seconds for run in runs) / 60 for runs in rows.values()]
     means = [statistics.mean(run.accuracy for run in runs) for runs in rows.values()]
     spreads = [interval([run.accuracy for run in runs]) for runs in rows.values()]
     axis.errorbar(minutes, means, spreads, color="tab:blue", capsize=4, linewidth=1.5)
     for runs in rows.values():
-        times, accuracies = [run.minutes for run in runs], [run.accuracy for run in runs]
+        times, accuracies = [run.seconds / 60 for run in runs], [run.accuracy for run in runs]
         axis.plot(times, accuracies, ".", color="0.35", markersize=5)
     for time, mean, spread in zip(minutes, means, spreads, strict=True):
         axis.annotate(
