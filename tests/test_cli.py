@@ -379,6 +379,60 @@ def test_of_files_only_what_they_set_is_replaced(tmp_path: Path) -> None:
     assert (config.model.depth, config.model.embed_dim, config.optim.clip_grad) == (3, 48, None)
 
 
+BUDGETS = """
+model: {depth: 6, embed_dim: 48}
+budgets:
+  5: {model: {depth: 5}, augment: {flip: false}}
+  0: {model: {depth: 2}}
+  20.5: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("minutes", "depth", "flip"),
+    [
+        (None, 6, True),
+        (0.5, 2, True),
+        (4.99, 2, True),
+        (5, 5, False),
+        (20, 5, False),
+        (60, 6, True),
+    ],
+)
+def test_a_file_says_what_changes_with_the_time_budget(
+    minutes: float | None, depth: int, flip: bool, tmp_path: Path
+) -> None:
+    file, budget = tmp_path / "mine.yaml", tmp_path / "budget.yaml"
+    file.write_text(BUDGETS)
+    budget.write_text(f"train: {{budget_minutes: {'null' if minutes is None else minutes}}}\n")
+    words = ["--config", str(file)]
+    config, _ = parse_train([*words, "--train.budget_minutes", str(minutes or "null")])
+    assert (config.model.depth, config.augment.flip) == (depth, flip)
+    assert config.model.embed_dim == 48
+    assert parse_train([*words, "--config", str(budget)])[0] == config
+    assert parse_train(["--config", str(budget), *words])[0] == config
+    assert parse_train([*words, "--config", str(budget), "--model.depth", "9"])[0].model.depth == 9
+    budget.write_text(f"{budget.read_text()}model: {{depth: 7}}\n")
+    assert parse_train([*words, "--config", str(budget)])[0].model.depth == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "budgets: ['1', '2'] is not allowed; it must be settings by minutes"),
+        ("{soon: {}}", "budgets: soon is not allowed; it must be a number of minutes, at least 0"),
+        ("{-1: {}}", "budgets: -1 is not allowed; it must be a number of minutes, at least 0"),
+        ("{2: deep}", "budgets.2: deep is not allowed; it must be settings"),
+        ("{0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
+    ],
+)
+def test_wrong_settings_for_budgets_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"budgets: {text}\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_train(["--config", str(file), "--train.budget_minutes", "1"])
+
+
 def test_a_broken_group_is_refused_even_where_a_flag_sets_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text("model: 3\n")

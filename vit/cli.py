@@ -14,16 +14,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from vit.config import Config, DataConfig, EvalConfig, to_dict
+from vit.config import Config, DataConfig, EvalConfig, TrainConfig, to_dict
 from vit.console import is_out_of_memory, printable, rank
 from vit.data.layout import recognize
-from vit.recipes import RECIPES, read_arguments, read_config
+from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
 from vit.startup import import_quickly
 from vit.training.rules import check_sizes
@@ -164,9 +164,13 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     if options["extend"] and options["overwrite"]:
         raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     only_print = given.pop("print_config", False)
-    chosen = _merge([*map(read_config, files), _nested(given)])
-    recipe = read_config("quick") if not files else {}
-    config = Config(**_merge([recipe, chosen, _recognized(chosen)]))
+    flags = _nested(given)
+    contents = [read_config(file) for file in files]
+    recipe = {} if files else read_config("quick")
+    stated = merge([recipe, *contents, flags]).get("train", {}).get("budget_minutes")
+    minutes = TrainConfig(budget_minutes=stated).budget_minutes
+    chosen = merge([*(at_budget(part, minutes) for part in contents), flags])
+    config = Config(**merge([at_budget(recipe, minutes), chosen, _recognized(chosen)]))
     if "out" not in chosen and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
     check_sizes(config)
@@ -311,15 +315,3 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
         values_of_group = nested.setdefault(group, {}) if group else nested
         values_of_group[name] = None if value in ("null", "~") else value
     return nested
-
-
-def _merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge nested dictionaries, of which the later ones win, field by field."""
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            old = merged.get(key)
-            if isinstance(old, dict) and isinstance(value, dict):
-                value = {**old, **value}
-            merged[key] = value
-    return merged

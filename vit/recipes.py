@@ -7,13 +7,15 @@ annotations in `vit.config`, as for flags.
 import dataclasses
 import difflib
 import io
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from vit.config import Config
-from vit.settings import shorten
+from vit.settings import require, shorten
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
 LONGEST_FILE = 100_000  # bytes; a config has a few thousand
@@ -87,6 +89,61 @@ def read_config(name: str) -> dict[str, Any]:
     }
     Config(**no_groups)  # raises, even where a flag or a later file would replace the group
     return values
+
+
+def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
+    """Return the settings of a file for a run with a time budget.
+
+    What changes with the budget stands in the file under `budgets`, by minutes; an entry holds from
+    its number of minutes up to that of the next entry:
+
+        budgets:
+          0: {model: {depth: 3}}
+          2: {}
+
+    Args:
+        values: What `read_config` returns.
+        minutes: train.budget_minutes.
+
+    Returns:
+        The settings, without `budgets`.
+
+    Raises:
+        ValueError: `budgets` is not of this form, or a setting is not allowed.
+    """
+    settings = {key: value for key, value in values.items() if key != "budgets"}
+    entries = values.get("budgets") or {}
+    form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
+    require(isinstance(entries, dict), "budgets", entries, form)
+    chosen: dict[str, Any] = {}
+    reached = -math.inf
+    for key, entry in entries.items():
+        start = _minutes(key)
+        require(isinstance(entry, dict), f"budgets.{key}", entry, "settings: {model: {depth: 3}}")
+        if minutes is not None and reached < start <= minutes:
+            chosen, reached = entry, start
+    return merge([settings, chosen])
+
+
+def _minutes(key: str) -> float:
+    try:
+        minutes = float(key)
+    except ValueError:
+        minutes = math.nan
+    require(minutes >= 0, "budgets", key, "a number of minutes, at least 0")
+    return minutes
+
+
+def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Merge nested dictionaries, of which the later ones win, field by field."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            old = merged.get(key)
+            if isinstance(old, dict) and isinstance(value, dict):
+                value = {**old, **value}
+            merged[key] = value
+    return merged
 
 
 def read_arguments(key: str, text: str) -> Any:

@@ -11,7 +11,7 @@ from vit.seeding import generator
 from vit.training.step import TrainingStep
 
 TRAINING_FRACTION = 0.96  # of the budget; the rest is for evaluation and logging
-WARMUP_STEPS, TIMED_STEPS = 10, 20  # in each phase of the schedule
+WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
