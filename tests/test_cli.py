@@ -455,7 +455,9 @@ def test_a_recipe_is_found_from_any_folder(
 
 
 def test_default_recipe_states_nothing_twice() -> None:
-    assert yaml.safe_load((ROOT / "configs" / "quick.yaml").read_text()) == {"out": "runs/quick"}
+    stated = yaml.safe_load((ROOT / "configs" / "quick.yaml").read_text())
+    assert stated.pop("budgets")
+    assert stated == {"out": "runs/quick"}
 
 
 def test_without_a_config_quick_is_taken_and_with_one_it_is_not(tmp_path: Path) -> None:
@@ -465,6 +467,24 @@ def test_without_a_config_quick_is_taken_and_with_one_it_is_not(tmp_path: Path) 
     other = tmp_path / "other.yaml"
     other.write_text("out: elsewhere\n")
     assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")
+
+
+@pytest.mark.parametrize("minutes", [1, 3, 10, 60])
+@pytest.mark.parametrize("file", CONFIGS, ids=[file.stem for file in CONFIGS])
+def test_every_recipe_takes_every_budget(file: Path, minutes: int) -> None:
+    words = ["--config", str(file), "--train.budget_minutes", str(minutes)]
+    assert parse_train(words)[0].train.budget_minutes == minutes
+
+
+def test_quick_is_smaller_for_a_minute_but_other_models_are_as_they_are() -> None:
+    minute = ["--train.budget_minutes", "1"]
+    config, _ = parse_train(minute)
+    assert (config.model.depth, config.augment.crop_padding) == (3, 0)
+    assert parse_train(["--train.budget_minutes", "10"])[0].model == Config().model
+    timm = parse_train([*minute, "--model.name", "timm:resnet18", "--optim.name", "adamw"])[0]
+    assert (timm.model.depth, timm.augment.crop_padding) == (4, 2)
+    pretrained = parse_train([*minute, "--model.pretrained", "cifar10_quick"])[0]
+    assert pretrained.augment.crop_padding == 2
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=[file.stem for file in CONFIGS])

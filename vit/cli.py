@@ -166,7 +166,9 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     only_print = given.pop("print_config", False)
     flags = _nested(given)
     contents = [read_config(file) for file in files]
-    recipe = {} if files else read_config("quick")
+    # Its model for short budgets is of no use where the command line chooses another.
+    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
+    recipe = {} if files or other_model else read_config("quick")
     stated = merge([recipe, *contents, flags]).get("train", {}).get("budget_minutes")
     minutes = TrainConfig(budget_minutes=stated).budget_minutes
     chosen = merge([*(at_budget(part, minutes) for part in contents), flags])
