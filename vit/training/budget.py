@@ -10,7 +10,7 @@ from vit.data.datasets import ImageSet
 from vit.seeding import generator
 from vit.training.step import TrainingStep
 
-TRAINING_FRACTION = 0.96  # of the budget; the rest is for evaluation and logging
+TRAINING_FRACTION = 0.96  # of the budget; the rest is for validation and checkpoints
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
@@ -23,7 +23,7 @@ def fit_budget(step: TrainingStep, training: ImageSet, seconds: float, batch_siz
     Args:
         step: The training step. The phases of its schedule are timed; its state is restored.
         training: The training images.
-        seconds: Time for training, evaluation and logging.
+        seconds: Time for training, validation and checkpoints.
         batch_size: Images per step, over all processes.
 
     Returns:

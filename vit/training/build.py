@@ -22,7 +22,7 @@ from vit.settings import shorten
 from vit.training.budget import fit_budget
 from vit.training.compile import Compilation, choose_compilation, compiled, gain, seconds_on
 from vit.training.environment import Environment
-from vit.training.logging_plan import training_seconds
+from vit.training.logging_plan import logging_seconds, training_seconds
 from vit.training.pretrained import with_statistics
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.state import TrainState, build_state
@@ -91,7 +91,8 @@ def build_step(
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
     elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
-        left = 60 * train.budget_minutes - spent
+        seconds = 60 * train.budget_minutes
+        left = seconds - spent - logging_seconds(config, step, len(training), seconds)
         state.total_steps = fit_budget(step, training, left, train.batch_size)
     state.seconds += spent
     if state.step > state.total_steps:

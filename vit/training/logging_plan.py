@@ -19,7 +19,7 @@ from vit.reporting.attention_records import (
     BEST_CLASSES,
 )
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
-from vit.tracking import milestones
+from vit.tracking import MILESTONES, milestones
 from vit.training.step import TrainingStep
 
 # Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the models of quick and shapes.
@@ -157,6 +157,27 @@ def estimate_costs(config: Config, step: TrainingStep, available: int, num_weigh
         record=RECORD_SECONDS + SECONDS_PER_WEIGHT * num_weights + recording,
         judging=judging * seconds,
     )
+
+
+def logging_seconds(config: Config, step: TrainingStep, available: int, seconds: float) -> float:
+    """Estimate what logging attention takes at most in a run of a given length.
+
+    Args:
+        config: The run.
+        step: The training step, with model and schedule.
+        available: Number of images to choose from.
+        seconds: Length of the run.
+    """
+    model = step.state.evaluated()
+    if not config.track.probes or attention_model(model) is None:
+        return 0.0
+    num_weights = count_weights(model, _blank_image(step))
+    cost = estimate_costs(config, step, available, num_weights)
+    of_probes = min(config.track.probes, available) * cost.record
+    milestone = cost.pictures + of_probes + cost.judging
+    everything = FIRST_DRAWING_SECONDS + MILESTONES * milestone
+    limit = config.track.max_cost
+    return everything if limit is None else min(everything, limit * seconds)
 
 
 def training_seconds(config: Config, step: TrainingStep, available: int) -> float:
