@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from small_runs import make_loop, make_step, small
-from vit.config import Config
+from vit.config import Config, TrackConfig
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
 from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
@@ -22,6 +22,7 @@ from vit.training.logging_plan import (
     RECORD_SECONDS,
     SECONDS_PER_WEIGHT,
     LoggingPlan,
+    logging_seconds,
     plan_logging,
     thin_out,
 )
@@ -103,6 +104,19 @@ def test_limit_can_be_changed_or_lifted(quick: TrainingStep) -> None:
     assert lifted.drawn == lifted.judged == milestones(150) and lifted.describe() is None
     least = plan(quick, 2000, 10, max_cost=0.0)
     assert (least.drawn, least.probes, least.pictures) == ([150], 1, False)
+
+
+def test_time_of_logging_is_known_before_the_length_of_a_run(quick: TrainingStep) -> None:
+    def seconds(run: float, **track: Any) -> float:
+        config = Config(track=TrackConfig(**track))
+        return logging_seconds(config, quick, len(HELD_OUT), run)
+
+    milestone = 0.06 + 8 * (0.016 + QUICK_RECORD)
+    milestone += (32 * (5 * 2 * 5 + 6) + 8 * 5 * 2 * 3) * QUICK_PASS
+    assert seconds(600) == pytest.approx(10 * milestone + FIRST_DRAWING_SECONDS, rel=0.02)
+    assert seconds(60) == pytest.approx(6)  # a tenth
+    assert seconds(60, max_cost=None) == seconds(600)
+    assert seconds(600, probes=0) == 0
 
 
 def test_start_says_what_is_left_out(quick: TrainingStep) -> None:
