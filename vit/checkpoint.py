@@ -1,13 +1,15 @@
 """Checkpoints: the state of a run, from which it resumes.
 
-A checkpoint is written completely or not at all and ends with the SHA-256 of its contents, so a
+A checkpoint is written completely or not at all and contains the SHA-256 of its contents, so a
 single changed bit is noticed. Only tensors and plain values are read back: nothing in a file is
-ever executed.
+ever executed. The checkpoint of a sharded run is a folder, see `vit.sharded_checkpoint`; all others
+are files.
 """
 
 import dataclasses
 import errno
 import io
+import shutil
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from vit.console import warn
 from vit.files import seal, unseal, write_atomically
+from vit.sharded_checkpoint import read_state, read_whole
 
 CHECKPOINT_FOLDER = "checkpoints"
+FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
 KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
 
 
@@ -47,6 +51,8 @@ class Checkpoint:
         fingerprint: Identifies the user's files that the images came from; "" for published sets.
         environment: What else the results depend on: processes, device and precision.
         preprocess: How images become the model's input, as a dictionary.
+        folder: Where the tensors of a sharded run are; then model, ema and optimizers are empty
+            unless they were asked for. None for a checkpoint that is one file.
     """
 
     step: int
@@ -64,6 +70,7 @@ class Checkpoint:
     fingerprint: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     preprocess: dict[str, Any] | None = None
+    folder: Path | None = None
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
@@ -78,19 +85,36 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
     Raises:
         OSError: It could not be written or does not read back; the older ones are kept.
     """
-    folder = run / CHECKPOINT_FOLDER
-    folder.mkdir(exist_ok=True)
+    path = checkpoint_path(run, checkpoint.step).with_suffix(".pt")
+    path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
     torch.save(vars(checkpoint), buffer)
-    path = folder / f"step_{checkpoint.step:08d}.pt"
     write_atomically(path, seal(buffer.getvalue()))
     if unseal(path.read_bytes()) is None:
         path.unlink()
         raise OSError(errno.EIO, "it reads back differently", str(path))
+    delete_others(run, path)
+
+
+def delete_others(run: Path, path: Path) -> None:
+    """Delete all of a run's checkpoints but the newest, `path`, and the one before it."""
     saved = checkpoint_paths(run)
     end = saved.index(path) + 1
-    for old in (*saved[: max(0, end - KEEP)], *saved[end:], *folder.glob(".step_*.tmp")):
-        old.unlink()
+    for old in (*saved[: max(0, end - KEEP)], *saved[end:], *path.parent.glob(".step_*.tmp")):
+        delete(old)
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint, be it a file or a folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Return the folder of a sharded checkpoint; a file's name ends with .pt in addition."""
+    return run / CHECKPOINT_FOLDER / f"step_{step:08d}"
 
 
 def checkpoint_steps(run: Path) -> list[int]:
@@ -99,16 +123,24 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def checkpoint_paths(run: Path) -> list[Path]:
-    """List the files of a run's checkpoints, oldest first."""
-    return sorted((run / CHECKPOINT_FOLDER).glob("step_*.pt"))
+    """List a run's checkpoints, files and folders, oldest first."""
+    folder = run / CHECKPOINT_FOLDER
+    found = [*folder.glob("step_*.pt"), *folder.glob(FOLDER_PATTERN)]
+    return sorted(found, key=lambda path: path.stem)
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     """Read a checkpoint without executing anything in it.
+
+    Args:
+        path: The checkpoint.
+        tensors: Whether to read the model and its moving average, if the checkpoint is a folder.
 
     Raises:
         ValueError: The file is not a checkpoint of this project, or is damaged.
     """
+    if path.is_dir():
+        return _read_folder(path, tensors)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -123,6 +155,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
     names = {field.name for field in dataclasses.fields(Checkpoint)}
     return Checkpoint(**{name: value for name, value in state.items() if name in names})
+
+
+def _read_folder(path: Path, tensors: bool) -> Checkpoint:
+    state = read_state(path)
+    points = torch.tensor(state["points"]).view(-1, 2)
+    parts: dict[str, Any] = {"model": {}}
+    if tensors:
+        parts = {part: read_whole(path, f"{part}.") for part in ("model", "ema")}
+    return Checkpoint(**{**state, "points": points}, **parts, folder=path)
 
 
 def _unpickle(data: bytes) -> Any:
@@ -151,13 +192,15 @@ def describe_foreign(names: Collection[str]) -> str:
 def latest_checkpoint(run: Path) -> Checkpoint | None:
     """Read the newest readable checkpoint of a run; return None if the run has no checkpoints.
 
+    The tensors of a checkpoint that is a folder are left out.
+
     Raises:
         ValueError: There are checkpoints, but none can be read.
     """
     paths = checkpoint_paths(run)
     for path in reversed(paths):
         try:
-            return read_checkpoint(path)
+            return read_checkpoint(path, tensors=False)
         except ValueError as error:
             warn(f"{error}; trying an older checkpoint")
     if paths:

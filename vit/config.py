@@ -385,6 +385,11 @@ class TrainConfig:
         device: device to run on; auto chooses a GPU if there is one
         processes: number of processes that share each batch on a CPU; null means one per usable
             core, with at least 32 images each; a run keeps its number when it is resumed
+        parallel: how several processes share the model: replicate keeps a copy in each of them
+            (DistributedDataParallel); shard divides weights and optimizer state among them (FSDP2);
+            hybrid shards within each machine and replicates across machines; auto replicates a
+            model that takes up to half of a GPU's memory and shards a larger one
+        timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
         compile: compile the model with torch.compile, which takes about a minute for each image
@@ -407,6 +412,8 @@ class TrainConfig:
     seed: Seed = 0
     device: DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=1000)] | None = None
+    parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
+    timeout_minutes: Positive = 30.0
     precision: Precision = "auto"
     compile: AutoOrSwitch = "auto"
     max_skipped: Count = 10

@@ -25,6 +25,7 @@ from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.run_folder import MODEL_FILE
+from vit.sharded_checkpoint import SUMS_FILE
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
 METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON
@@ -146,12 +147,12 @@ def _find_model(path: Path) -> Path:
         )
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
-    if path.is_dir():
+    if path.is_dir() and not (path / SUMS_FILE).exists():
         checkpoints = checkpoint_paths(path)
         if not checkpoints:
             raise ValueError(f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
         path = checkpoints[-1]
-    if not path.is_file():  # a device or a pipe, which might never end
+    if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
     return path
 

@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from vit.checkpoint import CHECKPOINT_FOLDER, Checkpoint, latest_checkpoint
+from vit.checkpoint import (
+    CHECKPOINT_FOLDER,
+    FOLDER_PATTERN,
+    Checkpoint,
+    delete,
+    latest_checkpoint,
+)
 from vit.config import Config, changed_keys, from_dict, to_dict
 from vit.files import write_atomically
 
@@ -65,6 +71,7 @@ _WRITTEN = (
     MODEL_FILE,
     "events.out.tfevents.*",
     f"{CHECKPOINT_FOLDER}/step_*.pt",
+    f"{CHECKPOINT_FOLDER}/{FOLDER_PATTERN}",
     f"{CHECKPOINT_FOLDER}/.step_*.tmp",
     f"{MAPS_FOLDER}/step_*.npy",
     f"{MAPS_FOLDER}/.step_*.tmp",
@@ -331,7 +338,7 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     if not resume:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
-                path.unlink()
+                delete(path)
     extends = (run / MODEL_FILE).exists()
     write_config(config, step, run / (EXTENSION_FILE if extends else CONFIG_FILE))
     return run

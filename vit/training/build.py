@@ -24,7 +24,9 @@ from vit.training.compile import Compilation, choose_compilation, compiled, gain
 from vit.training.environment import Environment
 from vit.training.logging_plan import logging_seconds, training_seconds
 from vit.training.pretrained import with_statistics
+from vit.training.saving import load_folder
 from vit.training.schedule import Schedule, scaled_size
+from vit.training.sharding import is_sharded, replicate
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 
@@ -87,6 +89,8 @@ def build_step(
     )
     begin = time.perf_counter()
     step = compile_step(config, checkpoint, step, training, env)
+    if env.world.size > 1 and not is_sharded(state.model):
+        step = dataclasses.replace(step, forward=replicate(step.forward, env.device))
     spent = env.world.agree(time.perf_counter() - begin)
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
@@ -142,7 +146,9 @@ def compile_step(
         return dataclasses.replace(step, compilation=choice)
     if env.world.main:
         say("compiling the model, which takes a minute or two the first time")
-    fast = dataclasses.replace(step, forward=compiled(step.forward), compilation=choice)
+    # A CPU gains nothing from exchanging gradients during the backward pass.
+    by_block = is_sharded(step.forward) or (env.world.size > 1 and env.device.type != "cpu")
+    fast = dataclasses.replace(step, forward=compiled(step.forward, by_block), compilation=choice)
     error = try_sizes(fast, training, train.batch_size)
     if not env.world.largest(torch.tensor(float(error is not None))):
         return fast
@@ -211,11 +217,14 @@ def first_state(
     state = build_state(
         config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
         sample, weights, frozen=train.freeze == "backbone", world=env.world,
+        parallel=train.parallel, precision=env.precision,
     )  # fmt: skip
     model: Any = state.model  # ours or timm's, which have this method
     if train.checkpoint_blocks:
         model.set_grad_checkpointing()
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint.folder is not None:
+        load_folder(state, checkpoint)
+    elif checkpoint is not None:
         state.load_state_dict(vars(checkpoint))
     return state
 

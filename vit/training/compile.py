@@ -10,13 +10,12 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import nn
 
 # Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the model of quick.
 COMPILING_SECONDS = 40  # for each image size
@@ -112,10 +111,20 @@ def missing_tool(device: torch.device) -> str | None:
     return None
 
 
-def compiled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:
     """Compile a model; it is compiled when it is first called with images of a size.
 
     Dropout and stochastic depth draw the same random numbers as without compilation.
+
+    Args:
+        forward: The model.
+        by_block: Whether to compile each encoder block on its own, in place, so that processes can
+            exchange weights and gradients between blocks.
     """
     # Each image size is compiled separately, so that the grid is a plain number.
-    return torch.compile(forward, dynamic=False, options={"fallback_random": True})
+    how: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
+    if not by_block:
+        return cast(nn.Module, torch.compile(forward, **how))
+    for block in cast(Any, getattr(forward, "blocks", ())):
+        block.compile(**how)
+    return forward

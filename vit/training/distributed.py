@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -109,8 +110,13 @@ def is_connection_lost(error: RuntimeError) -> bool:
 
 
 @contextlib.contextmanager
-def join_world(device: torch.device) -> Iterator[World]:
-    """Connect to the other processes that train together, if there are any."""
+def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
+    """Connect to the other processes that train together, if there are any.
+
+    Args:
+        device: The type of the device of each process.
+        timeout_minutes: How long a process waits for another one before it gives up.
+    """
     size = world_size()
     if size == 1:
         yield World()
@@ -125,7 +131,8 @@ def join_world(device: torch.device) -> Iterator[World]:
             )
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, os.environ.get(MEETING), rank=rank(), world_size=size)
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(backend, os.environ.get(MEETING), timeout, size, rank())
     try:
         yield World(rank(), size)
     finally:

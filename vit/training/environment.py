@@ -70,7 +70,7 @@ def start_environment(config: Config) -> Iterator[Environment]:
     precision = choose_precision(config.train.precision, device)
     with stop_on_signals() as stop:
         try:
-            with join_world(device) as world:
+            with join_world(device, config.train.timeout_minutes) as world:
                 with world.main_first():
                     check_processes(config, world.size)
                 decoder = Decoder(config.data.workers, pin_memory=device.type == "cuda")
@@ -107,12 +107,15 @@ def claim_run(
     Raises:
         ValueError: The folder is in use, or contains something that must not be overwritten.
     """
+    checkpoint = None
     with contextlib.ExitStack() as stack:
         with env.world.main_first():
             if env.world.main:
                 stack.enter_context(lock_run(Path(config.out)))
             config = extend_config(config) if extend else config
-            checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
+            if env.world.main:
+                checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
+        checkpoint = env.world.agree(checkpoint)
         if checkpoint is not None and env.device.type == "cpu":
             torch.set_num_threads(checkpoint.environment.get("threads", torch.get_num_threads()))
         yield config, checkpoint

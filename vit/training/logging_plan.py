@@ -94,7 +94,7 @@ def plan_logging(config: Config, step: TrainingStep, available: int) -> LoggingP
     """
     everywhere, limit = milestones(step.schedule.total_steps), config.track.max_cost
     wanted = probes = min(config.track.probes, available)
-    model = step.state.evaluated()
+    model = step.state.structure()
     has_maps = attention_model(model) is not None
     num_weights = count_weights(model, _blank_image(step)) if has_maps else 1
     drawn = judged = everywhere
@@ -168,7 +168,7 @@ def logging_seconds(config: Config, step: TrainingStep, available: int, seconds:
         available: Number of images to choose from.
         seconds: Length of the run.
     """
-    model = step.state.evaluated()
+    model = step.state.structure()
     if not config.track.probes or attention_model(model) is None:
         return 0.0
     num_weights = count_weights(model, _blank_image(step))
@@ -215,10 +215,10 @@ def thin_out(steps: list[int], count: int) -> list[int]:
 def forward_flops(step: TrainingStep) -> int:
     """Count the FLOPs of the forward pass of one image of full size."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        step.state.evaluated()(_blank_image(step))
+        step.state.structure()(_blank_image(step))
     return counter.get_total_flops()
 
 
 def _blank_image(step: TrainingStep) -> Tensor:
-    device = next(step.state.model.parameters()).device
+    device = next(step.state.structure().parameters()).device
     return torch.zeros(1, step.preprocess.channels, *step.schedule.full_size, device=device)

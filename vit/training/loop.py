@@ -23,6 +23,7 @@ from vit.evaluation import Evaluator
 from vit.hardware import cores_of_all_processes
 from vit.tracking import Tracker
 from vit.training.messages import clock, diverged_text
+from vit.training.saving import Saver
 from vit.training.step import TrainingStep
 from vit.training.stopping import Stopped, StopRequest
 
@@ -43,7 +44,7 @@ class Loop:
         batch_size: Images per step, over all processes.
         evaluators: What to measure and draw; each knows the steps after which it runs.
         tracker: Logs numbers, pictures and summaries; None in all processes but the main one.
-        save: Writes a checkpoint; called in the main process after each epoch and when stopping.
+        saver: Writes a checkpoint after each epoch and when stopping.
         stop: Asked after each step whether a signal has arrived.
         log_every: Steps between two points of the training curves.
         max_skipped: Consecutive skipped steps after which the run gives up.
@@ -56,7 +57,7 @@ class Loop:
     batch_size: int
     evaluators: Sequence[Evaluator]
     tracker: Tracker | None
-    save: Callable[[], None]
+    saver: Saver
     stop: StopRequest
     log_every: int
     max_skipped: int
@@ -76,19 +77,25 @@ class Loop:
         if state.step == 0:
             self.evaluate()
         self._since = time.perf_counter()
-        with self._progress_bar() as bar, self.stop.deferred():
-            while state.step < schedule.total_steps:
-                measured, speed = self._train_epoch(bar)
-                self._save()
-                if self.tracker is not None:
-                    say(self._epoch_text(measured.get("val/accuracy"), speed))
-                if self.stop.agreed(self.step.world):
-                    raise Stopped
+        try:
+            with self._progress_bar() as bar, self.stop.deferred():
+                while state.step < schedule.total_steps:
+                    measured, speed = self._train_epoch(bar)
+                    self._save()
+                    if self.tracker is not None:
+                        say(self._epoch_text(measured.get("val/accuracy"), speed))
+                    if self.stop.agreed(self.step.world):
+                        raise Stopped
+        finally:
+            self._write(self.saver.wait)
 
     def classifier(self) -> Classifier:
-        """Return the current model (its moving average, if enabled) as a Classifier."""
+        """Return the current model (its moving average, if enabled) as a Classifier.
+
+        If the model is sharded, all processes have to call this, and only the first one can use it.
+        """
         step, device = self.step, self.training.device
-        model = step.state.evaluated()
+        model = step.state.evaluated().to(device)
         return Classifier(model, step.preprocess, step.classes, device, step.precision)
 
     def _train_epoch(self, bar: "tqdm[NoReturn]") -> tuple[dict[str, float], float]:
@@ -155,14 +162,19 @@ class Loop:
         """Run the evaluators that are due at this step; return the numbers they measured."""
         step = self.step.state.step
         due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
-        if self.tracker is None or not due:
+        if not due:
+            return {}
+        classifier = self.classifier()
+        if self.tracker is None:
             return {}
         with cores_of_all_processes():
-            return self._run_evaluators(due, step)
+            return self._run_evaluators(classifier, due, step)
 
-    def _run_evaluators(self, due: Sequence[Evaluator], step: int) -> dict[str, float]:
+    def _run_evaluators(
+        self, classifier: Classifier, due: Sequence[Evaluator], step: int
+    ) -> dict[str, float]:
         assert self.tracker is not None
-        classifier, numbers = self.classifier(), {}
+        numbers: dict[str, float] = {}
         for evaluator in due:
             try:
                 for tag, value in evaluator.run(classifier, step):
@@ -182,20 +194,27 @@ class Loop:
         """Save a checkpoint; if that fails, training continues and the next save tries again."""
         state, now = self.step.state, time.perf_counter()
         state.seconds, self._since = state.seconds + now - self._since, now
-        if not state.is_finite():
+        self._write(self.saver.wait)
+        self.save_error = None
+        if self.tracker is not None:
+            self._write(self.tracker.flush)  # so that a checkpoint is never ahead of the curves
+        problems = torch.tensor([not state.is_finite(), self.save_error is not None]).float()
+        diverged, failed = self.step.world.largest(problems).tolist()
+        if diverged:
             raise self._diverged("weights")
-        if self.tracker is None:
-            return
+        if not failed:
+            self._write(self.saver.save)
+
+    def _write(self, write: Callable[[], None]) -> None:
         try:
-            self.tracker.flush()  # first, so that a checkpoint is never ahead of the curves
-            self.save()
-            self.save_error = None
+            write()
         except OSError as error:
             self.save_error = error
-            warn(
-                f"could not write the checkpoint of step {state.step} ({error}); "
-                "keeping the previous one and continuing"
-            )
+            if self.tracker is not None:  # in the other processes, the error may be the same
+                warn(
+                    f"could not write the checkpoint of step {self.saver.step} ({error}); "
+                    "keeping the previous one and continuing"
+                )
 
     def _progress_bar(self) -> "tqdm[NoReturn]":
         return tqdm(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.training.distributed import World
+from vit.training.sharding import own, whole
 
 # Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -32,7 +33,7 @@ class Muon(Optimizer):
 
     Args:
         groups: Parameter groups, which may differ in learning rate and weight decay. The parameters
-            are matrices (D, E) and channels-last kernels (D, C, h, w).
+            are matrices (D, E) and kernels (D, C, h, w), whole or sharded along D.
         numbers: Number of stacked matrices that a parameter consists of; each of them has
             D / number rows.
         lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
@@ -56,26 +57,57 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        by_shape = self._by_shape()
-        stacks = []
-        for parts in by_shape.values():
-            _, gradients, averages, groups = zip(*parts, strict=True)
-            momentum = groups[0]["momentum"]
-            torch._foreach_lerp_(averages, gradients, 1 - momentum)
-            ahead = torch._foreach_lerp(gradients, averages, momentum)  # Nesterov momentum
-            stacks.append(torch.stack(ahead))
-        for (shape, parts), stack in zip(
+        by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, dict[str, Any]]]]
+        by_shape = defaultdict(list)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rows = parameter.shape[0] // self.numbers[parameter]
+                columns = parameter.numel() // parameter.shape[0]
+                by_shape[rows, columns].append((parameter, group))
+        stacks = [self._ahead([parameter for parameter, _ in some]) for some in by_shape.values()]
+        for ((rows, columns), some), stack in zip(
             by_shape.items(), self._orthogonalized(stacks), strict=True
         ):
-            matrices, _, _, groups = zip(*parts, strict=True)
-            rows, columns = shape
-            updates = stack.unbind()
-            start = 0
-            for _, (group, *others) in groupby(groups, key=id):
-                part = slice(start, start := start + 1 + len(others))
-                torch._foreach_mul_(matrices[part], 1 - group["lr"] * group["weight_decay"])
+            updates = stack.split([self.numbers[parameter] for parameter, _ in some])
+            for group, members in groupby(zip(some, updates, strict=True), key=_group_of):
+                weights, changes = zip(
+                    *((own(p), _as_parameter(u.flatten(0, 1), p)) for (p, _), u in members),
+                    strict=True,
+                )
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
-                torch._foreach_add_(matrices[part], updates[part], alpha=-rate)
+                torch._foreach_add_(weights, changes, alpha=-rate)
+
+    def _ahead(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Average gradients and look ahead (Nesterov momentum).
+
+        Args:
+            parameters: Some whose matrices have the same shape.
+
+        Returns:
+            (K, m, n) bfloat16, whole also where the parameters are sharded.
+        """
+        gradients, averages = [], []
+        for parameter in parameters:
+            assert parameter.grad is not None
+            gradient = _as_matrix(own(parameter.grad))
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = _as_part(torch.zeros_like(gradient), parameter)
+            gradients.append(gradient)
+            averages.append(own(state["momentum_buffer"]))
+        momentum = self.param_groups[0]["momentum"]
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        ahead = torch._foreach_lerp(gradients, averages, momentum)
+        return torch.stack(
+            [
+                matrix
+                for part, parameter in zip(ahead, parameters, strict=True)
+                for matrix in whole(_as_part(part.bfloat16(), parameter)).chunk(
+                    self.numbers[parameter]
+                )
+            ]
+        )
 
     def _orthogonalized(self, stacks: list[Tensor]) -> list[Tensor]:
         """Orthogonalize stacks of matrices (K, m, n), each process a part of every stack."""
@@ -89,22 +121,6 @@ class Muon(Optimizer):
                 update[first::size] = orthogonalize(stack[first::size])
         self.world.add(updates)
         return updates
-
-    def _by_shape(self) -> dict[torch.Size, list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]]:
-        """Sort matrices, with gradient, average of gradients and group, by shape."""
-        by_shape = defaultdict(list)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                assert parameter.grad is not None
-                whole, gradient = _as_matrix(parameter), _as_matrix(parameter.grad)
-                assert whole.data_ptr() == parameter.data_ptr(), "a kernel is not channels last"
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(whole)
-                wholes = (whole, gradient, state["momentum_buffer"])
-                for parts in zip(*(w.chunk(self.numbers[parameter]) for w in wholes), strict=True):
-                    by_shape[parts[0].shape].append((*parts, group))
-        return by_shape
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
@@ -131,8 +147,42 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """View (D, E), or (D, C, h, w) in channels-last format, as a matrix with D rows."""
+    """Return (D, E), or kernels (D, C, h, w), as a matrix with D rows; channels vary fastest."""
     return tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
+
+
+def _as_part(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return this process's rows of a matrix as what they are: a part, if `parameter` is one."""
+    if own(parameter) is parameter:
+        return matrix
+    from torch.distributed.tensor import DTensor  # late, as in vit.training.sharding
+
+    sharded: Any = parameter
+    columns = matrix.shape[1]
+    return DTensor.from_local(
+        matrix, sharded.device_mesh, sharded.placements, run_check=False,
+        shape=torch.Size((parameter.shape[0], columns)), stride=(columns, 1),
+    )  # fmt: skip
+
+
+def _as_parameter(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return this process's part of a whole matrix, in the shape of its part of a parameter."""
+    if own(parameter) is not parameter:
+        from torch.distributed.tensor import distribute_tensor
+
+        sharded: Any = parameter
+        parts = distribute_tensor(
+            matrix, sharded.device_mesh, sharded.placements, src_data_rank=None
+        )
+        matrix = own(parts)
+    if parameter.ndim == 2:
+        return matrix
+    _, channels, height, width = parameter.shape
+    return matrix.unflatten(1, (height, width, channels)).permute(0, 3, 1, 2)
+
+
+def _group_of(member: tuple[tuple[nn.Parameter, dict[str, Any]], Tensor]) -> dict[str, Any]:
+    return member[0][1]
 
 
 def build_optimizers(

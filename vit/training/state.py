@@ -1,7 +1,8 @@
 """The state of a training run."""
 
+import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,13 @@ from vit.model.timm_model import heads
 from vit.seeding import fold_in
 from vit.training.distributed import World
 from vit.training.optim import build_optimizers
+from vit.training.sharding import (
+    choose_parallel,
+    device_mesh,
+    gathered,
+    own,
+    shard,
+)
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
 
@@ -35,6 +43,8 @@ class TrainState:
         skipped_in_a_row: How many of the latest steps were skipped.
         points: Loss and accuracy, (2,), of each step of the epoch so far.
         frozen: Whether only the head is trained, and the model is always in evaluation mode.
+        copy: A whole copy of a sharded model, of which only the first process has the weights; None
+            if the model is whole.
     """
 
     model: nn.Module
@@ -47,11 +57,22 @@ class TrainState:
     skipped_in_a_row: int = 0
     points: list[Tensor] = field(default_factory=list)
     frozen: bool = False
+    copy: nn.Module | None = None
 
     def evaluated(self) -> nn.Module:
-        """Return the model to evaluate, in evaluation mode: the moving average if there is one."""
+        """Return the model to evaluate, in evaluation mode: the moving average if there is one.
+
+        If the model is sharded, all processes have to call this, and the first one gets a whole
+        copy.
+        """
         model: nn.Module = self.model if self.ema is None else self.ema.module
+        if self.copy is not None:
+            model = gathered(model, self.copy)
         return model.eval()
+
+    def structure(self) -> nn.Module:
+        """Return a whole model in evaluation mode, with weights of any value."""
+        return (self.model if self.copy is None else self.copy).eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values, named as in `vit.checkpoint.Checkpoint`."""
@@ -72,8 +93,8 @@ class TrainState:
                 for group in optimizer.param_groups
             ]
             optimizer.load_state_dict(values)
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
-                group.update(own)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
         self.points = list(state["points"].to(next(self.model.parameters()).device))
@@ -81,9 +102,9 @@ class TrainState:
             setattr(self, name, state[name])
 
     def is_finite(self) -> bool:
-        """Tell whether all weights and their moving averages are finite."""
+        """Tell whether all weights and their moving averages are finite, in this process's part."""
         modules = [self.model] if self.ema is None else [self.model, self.ema.module]
-        tensors = [tensor for module in modules for tensor in module.state_dict().values()]
+        tensors = [own(tensor) for module in modules for tensor in module.state_dict().values()]
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -98,6 +119,8 @@ def build_state(
     weights: dict[str, Tensor] | None = None,
     frozen: bool = False,
     world: World = World(),  # noqa: B008
+    parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto",
+    precision: torch.dtype = torch.float32,
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
@@ -115,6 +138,8 @@ def build_state(
             None starts from random weights.
         frozen: Whether to train only the head.
         world: The processes that train together.
+        parallel: How they share the model, see `vit.training.sharding`.
+        precision: Precision of matrix products, for a sharded model.
     """
     torch.manual_seed(fold_in(seed, "init"))
     network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
@@ -127,11 +152,24 @@ def build_state(
         assert not loaded.unexpected_keys, loaded
         if model.name == "vit":  # of a model of timm, `fit` knows the names of the head
             assert set(loaded.missing_keys) <= set(HEAD), loaded
-    network.to(device)
+    num_weights = sum(parameter.numel() for parameter in network.parameters())
+    mesh = device_mesh(choose_parallel(parallel, world, device, num_weights), world, device)
+    if mesh is None:  # otherwise only a part of it goes to the device
+        network.to(device)
     if frozen:
         network.requires_grad_(False)
         for head in heads(network):
             head.requires_grad_(True)
+    ema, whole = None, None
+    if optim.ema_decay is not None:
+        from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
+
+        # Sharded weights and whole buffers cannot be updated in one operation.
+        ema = ModelEmaV3(network, optim.ema_decay, use_warmup=True, foreach=mesh is None)
+    if mesh is not None:
+        whole = copy.deepcopy(network).to("cpu" if world.main else "meta")
+        for model_or_average in (network, *([] if ema is None else [ema.module])):
+            shard(model_or_average, mesh, precision)
     optimizers = build_optimizers(
         network,
         optim.name,
@@ -143,9 +181,4 @@ def build_state(
         optim.layer_decay,
         world,
     )
-    if optim.ema_decay is None:
-        return TrainState(network, optimizers, frozen=frozen)
-    from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
-
-    ema = ModelEmaV3(network, optim.ema_decay, use_warmup=True)
-    return TrainState(network, optimizers, ema, frozen=frozen)
+    return TrainState(network, optimizers, ema, frozen=frozen, copy=whole)

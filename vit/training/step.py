@@ -4,7 +4,6 @@ Shapes: B batch, C classes, H height, W width.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from vit.training.compile import Compilation
 from vit.training.distributed import World
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
+from vit.training.sharding import synchronize, whole
 from vit.training.state import TrainState
 
 
@@ -32,7 +32,7 @@ class TrainingStep:
 
     Attributes:
         state: The state that is trained; changed in place.
-        forward: The model, possibly compiled; with features, its head.
+        forward: The model, possibly compiled and replicated; with features, its head.
         preprocess: Normalizes the images.
         classes: The C class names.
         schedule: Image size, mixing and learning rate of each step.
@@ -51,7 +51,7 @@ class TrainingStep:
     """
 
     state: TrainState
-    forward: Callable[[Tensor], Tensor]
+    forward: nn.Module
     preprocess: Preprocess
     classes: tuple[str, ...]
     schedule: Schedule
@@ -139,9 +139,9 @@ class TrainingStep:
         state = self.state
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
         result = self.backward(images, targets)
+        self.world.average([result])
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        self.world.average([result, *gradients])
-        norm = nn.utils.get_total_norm(gradients)
+        norm = whole(nn.utils.get_total_norm(gradients))
         state.step += 1
         if not torch.isfinite(result[0] + norm):
             for buffer, old in buffers:  # undo the update of batch-norm statistics
@@ -161,7 +161,9 @@ class TrainingStep:
         return result
 
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,).
+        """Accumulate the gradient over the micro-batches, and average it over the processes.
+
+        Returns this process's mean loss and accuracy, (2,).
 
         Args:
             images: As for `update`.
@@ -170,7 +172,8 @@ class TrainingStep:
         self.state.model.train(not self.state.frozen)
         result = torch.zeros(2, device=images.device)
         parts = zip(images.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
-        for part, target in parts:
+        for number, (part, target) in enumerate(parts, start=1):
+            synchronize(self.forward, number == self.accumulate)
             with autocast(images.device, self.precision):
                 logits = self.forward(part)
             loss = F.cross_entropy(

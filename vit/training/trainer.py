@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from vit.checkpoint import Checkpoint, save_checkpoint
+from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
@@ -39,6 +39,8 @@ from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.pretrained import resolve_pretrained
 from vit.training.rules import check_out, check_sizes
+from vit.training.saving import FileSaver, ShardedSaver
+from vit.training.sharding import is_sharded
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -209,11 +211,10 @@ def build_loop(
         },
     }
 
-    def save() -> None:
-        save_checkpoint(run, Checkpoint(**step.state.state_dict(), **about))
-
+    kind = ShardedSaver if is_sharded(step.state.model) else FileSaver
+    saver = kind(run, step.state, about, env.world)
     return Loop(
-        step, training, config.train.batch_size, evaluators, tracker, save, env.stop,
+        step, training, config.train.batch_size, evaluators, tracker, saver, env.stop,
         config.track.every, config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
 

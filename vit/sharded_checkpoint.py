@@ -1,0 +1,137 @@
+"""Checkpoints of sharded runs: a folder into which each process writes its part of the tensors.
+
+torch's Distributed Checkpoint (DCP) writes the tensors as safetensors, which contain no code, and
+reads them back into any number of processes. STATE_FILE contains everything else. SUMS_FILE lists
+the SHA-256 of all other files, for `sha256sum -c`. It is written last; then the folder gets its
+name.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vit.files import sync_folder, write_atomically
+
+STATE_FILE = "state.json"
+SUMS_FILE = "SHA256SUMS"
+
+
+def start_writing(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup
+) -> "Future[Any]":
+    """Copy tensors, and write the copies in a thread; called by all processes.
+
+    Args:
+        folder: Where to; must not contain anything.
+        tensors: By name; those that are not sharded are written by the first process.
+        group: For the communication of the writers, which nobody else may use; with gloo.
+
+    Returns:
+        Ends when all processes have written their parts, or fails in all if one of them has failed.
+    """
+    # Imported late, because that takes half a second.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    future = async_save(
+        tensors,
+        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        process_group=group,
+    )
+    assert isinstance(future, Future)
+    return future
+
+
+def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
+    """Complete a folder with the state and checksums, and give it its name.
+
+    Args:
+        folder: What `start_writing` has written.
+        state: Everything that is not a tensor, as JSON.
+        target: The folder's name.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    write_atomically(folder / STATE_FILE, json.dumps(state).encode())
+    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
+    text = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+    write_atomically(folder / SUMS_FILE, text.encode())
+    if target.exists():  # a run that went back to an earlier step has damaged it
+        shutil.rmtree(target)
+    folder.rename(target)
+    sync_folder(target.parent)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read everything that is not a tensor, and check all files.
+
+    Raises:
+        ValueError: A file is missing, added or changed.
+    """
+    sums = {}
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = (folder / SUMS_FILE).read_text().splitlines()
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    found = {path.name for path in folder.iterdir()} - {SUMS_FILE}
+    for name in sorted(found | sums.keys() | {STATE_FILE}):
+        path = folder / name
+        if name not in sums or not path.is_file() or _sha256(path) != sums[name]:
+            raise ValueError(f"{folder} is damaged: {name} does not match {SUMS_FILE}")
+    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    return state
+
+
+def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
+    """Read tensors in place, whole or sharded; called by all processes that share them.
+
+    Args:
+        folder: The checkpoint.
+        into: Tensors by name.
+
+    Raises:
+        ValueError: The checkpoint lacks one of them, or it has another shape.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        load(
+            into, storage_reader=HuggingFaceStorageReader(str(folder)),
+            no_dist=not dist.is_initialized(),
+        )  # fmt: skip
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} does not fit the run: {reason[:300]}") from None
+
+
+def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Read the tensors whose names begin with a prefix into memory; returns them without it."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    stored: dict[str, Any] = (
+        HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    )
+    tensors = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in stored.items()
+        if name.startswith(prefix)
+    }
+    read_tensors(folder, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

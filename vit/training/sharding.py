@@ -1,0 +1,169 @@
+"""How processes share a model: a copy in each of them, or a part of every weight.
+
+The four kinds are those of torch:
+
+- `replicate`: `DistributedDataParallel` (arXiv 2006.15704). Each process has the whole model; the
+  gradients are averaged while the backward pass is still running.
+- `shard`: `fully_shard` (FSDP2; ZeRO stage 3, arXiv 1910.02054). Each process holds a part of every
+  weight, its gradient and its optimizer state, and gathers a block's weights when it computes it.
+- `hybrid`: sharded within each machine, replicated across machines.
+
+torch's modules for sharding are imported where a model is sharded, because that takes half a
+second.
+"""
+
+import copy
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from vit.hardware import local_processes
+from vit.training.distributed import World
+
+Parallel = Literal["replicate", "shard", "hybrid"]
+
+BYTES_PER_WEIGHT = 16  # weight, gradient and two moments of AdamW, float32 each
+MOST_MEMORY = 0.5  # fraction of a device's memory for them, above which `auto` shards
+
+
+def choose_parallel(
+    choice: Literal["auto", "replicate", "shard", "hybrid"],
+    world: World,
+    device: torch.device,
+    num_weights: int,
+) -> Parallel:
+    """Decide how the processes of a run share its model.
+
+    Args:
+        choice: `train.parallel`. "auto" replicates a model whose weights, gradients and optimizer
+            state take up to half of an accelerator's memory, and otherwise shards it.
+        world: The processes that train together. A single one has the whole model.
+        device: The device of this process.
+        num_weights: Number of weights in the model.
+
+    Raises:
+        ValueError: "hybrid" on a single machine, or with different numbers of processes on the
+            machines.
+    """
+    local = local_processes()
+    if choice == "hybrid" and (world.size % local or world.size == local):
+        raise ValueError(
+            f"train.parallel: hybrid needs several machines with equally many processes, but "
+            f"there are {world.size} processes, {local} of them on this machine; use shard"
+        )
+    if world.size == 1:
+        return "replicate"
+    if choice != "auto":
+        return choice
+    if device.type == "cpu":
+        return "replicate"
+    total = torch.get_device_module(device).mem_get_info()[1]
+    return "shard" if BYTES_PER_WEIGHT * num_weights > MOST_MEMORY * total else "replicate"
+
+
+def device_mesh(parallel: Parallel, world: World, device: torch.device) -> DeviceMesh | None:
+    """Arrange the processes to shard a model; return None to replicate it.
+
+    Args:
+        parallel: How the model is shared: by all processes, or by those of each machine.
+        world: The processes that train together.
+        device: The device of this process.
+    """
+    if parallel == "replicate":
+        return None
+    if parallel == "shard":
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    shape = (world.size // local_processes(), local_processes())
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype) -> None:
+    """Shard a model in place, each encoder block on its own and the rest together.
+
+    While a block computes, its weights are whole and have the given precision; gradients are added
+    in float32. Weights that all processes hold must be the same when this is called. Buffers stay
+    whole in each process.
+
+    Args:
+        model: A model whose encoder blocks are in `blocks`, if it has any.
+        mesh: See `device_mesh`; the weights are moved to its type of device.
+        precision: Precision of matrix products.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for parameter in model.parameters():  # FSDP2 refuses the channels-last kernels of our stem
+        parameter.data = parameter.data.contiguous()
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    for block in cast(Any, getattr(model, "blocks", ())):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The rest is needed at the start of the forward pass and at the end of the backward pass.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def replicate(forward: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Let the gradients of a model, possibly compiled, be averaged in its backward pass.
+
+    Args:
+        forward: The model.
+        device: The device of its weights.
+    """
+    return DistributedDataParallel(
+        forward,
+        # Batch norm uses the statistics of a process's own images.
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        # Otherwise the first step arranges the gradients anew, so that a resumed run would add
+        # them in another order.
+        find_unused_parameters=device.type == "cpu",
+    )
+
+
+def synchronize(forward: nn.Module, enabled: bool) -> None:
+    """Set whether the next backward pass averages the gradients over the processes.
+
+    Args:
+        forward: What `replicate` returned, a sharded model, or a model of one process.
+        enabled: False for all micro-batches of a step but the last.
+    """
+    if isinstance(forward, DistributedDataParallel):
+        forward.require_backward_grad_sync = enabled
+    elif is_sharded(forward):
+        cast(Any, forward).set_requires_gradient_sync(enabled)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether `shard` has divided a model's weights among processes."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def own(tensor: Any) -> Tensor:
+    """Return this process's part of a tensor that may be sharded; a view of its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Any) -> Tensor:
+    """Put a tensor together that may be sharded; all processes have to call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gathered(model: nn.Module, into: nn.Module) -> nn.Module:
+    """Collect the weights of a sharded model; called by all processes.
+
+    Args:
+        model: The sharded model.
+        into: A whole model of the same kind, in the first process on the CPU.
+
+    Returns:
+        In the first process a copy of `into` with the weights; in the others the sharded model.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if not weights:  # not the first process
+        return model
+    into.load_state_dict(weights)
+    return copy.deepcopy(into)
