@@ -433,6 +433,12 @@ class TrainConfig:
             f"ascending numbers of epochs below train.epochs={self.epochs}",
         )
         require(
+            self.freeze == "none" or self.parallel in ("auto", "replicate"),
+            "train.parallel",
+            self.parallel,
+            "auto or replicate with train.freeze=backbone, where there is little to share",
+        )
+        require(
             not self.restarts or self.budget_minutes is None,
             "train.restarts",
             list(self.restarts),

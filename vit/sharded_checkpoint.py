@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,11 @@ def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    reader, alone = HuggingFaceStorageReader(str(folder)), not dist.is_initialized()
     try:
-        load(
-            into, storage_reader=HuggingFaceStorageReader(str(folder)),
-            no_dist=not dist.is_initialized(),
-        )  # fmt: skip
+        with warnings.catch_warnings():  # torch warns that there is a single process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(into, storage_reader=reader, no_dist=alone)
     except (CheckpointException, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder} does not fit the run: {reason[:300]}") from None

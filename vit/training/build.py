@@ -225,6 +225,11 @@ def first_state(
     if checkpoint is not None and checkpoint.folder is not None:
         load_folder(state, checkpoint)
     elif checkpoint is not None:
+        if state.copy is not None:
+            raise ValueError(
+                f"train.parallel: {train.parallel} cannot resume the run in {config.out}, whose "
+                "checkpoints are not sharded; resume it with --train.parallel replicate"
+            )
         state.load_state_dict(vars(checkpoint))
     return state
 

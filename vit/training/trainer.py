@@ -139,7 +139,7 @@ def load_data(
         training, held_out = load_training(
             data, config.train.seed, preprocess,
             preprocess.stored() if config.augment.crop == "resized" else None,
-            env.decoder, env.world.main,
+            env.decoder, check=env.world.main and checkpoint is None,  # once a run
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)

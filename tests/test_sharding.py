@@ -1,0 +1,309 @@
+"""Models shared by processes: copies and parts train as a single process does."""
+
+import dataclasses
+import json
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from small_runs import StopAt, small
+from vit.checkpoint import checkpoint_paths, checkpoint_steps, latest_checkpoint, read_checkpoint
+from vit.config import Config
+from vit.model_file import load_model
+from vit.sharded_checkpoint import STATE_FILE, SUMS_FILE
+from vit.training.distributed import World
+from vit.training.saving import tensors_of
+from vit.training.sharding import choose_parallel, own, whole
+from vit.training.stopping import Stopped
+from worlds import in_world, loop_of, with_parallel
+
+CPU = torch.device("cpu")
+LOSS = 1e-4  # difference of losses that rounding explains
+SHORT: dict[str, dict[str, Any]] = {  # without random numbers in a step
+    "data": {"name": "shapes", "val_size": 20, "train_size": 192},
+    "model": {
+        "stem": "linear", "drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0,
+        "drop_path_rate": 0, "embed_dim": 26,
+    },
+    "augment": {"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
+    "train": {"epochs": 2, "batch_size": 32, "accumulate": 2, "whiten": False},
+    "track": {"probes": 0},
+}  # fmt: skip
+
+
+def short(out: Path, **changes: dict[str, Any]) -> Config:
+    parts = {key: {**values, **changes.get(key, {})} for key, values in SHORT.items()}
+    return small(out, **parts)
+
+
+def train_and_write(world: World, config: Config, weights: Path) -> None:
+    """Train, and write the losses, weights and moving averages."""
+    with loop_of(config, world) as loop:
+        losses: list[Tensor] = []
+        loop._losses = Everything(losses)  # type: ignore[assignment]
+        loop.run()
+        state = loop.step.state
+        tensors = {name: whole(tensor).clone() for name, tensor in tensors_of(state).items()}
+    if world.main:
+        torch.save({"losses": torch.stack(losses), **tensors}, weights)
+
+
+class Everything:
+    """Keeps what is appended; a loop keeps the latest losses only."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        self.append = values.append
+
+
+def alone(config: Config, weights: Path) -> dict[str, Tensor]:
+    """Train in this process."""
+    train_and_write(World(), config, weights)
+    return dict(torch.load(weights, weights_only=True))
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=LOSS)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=5e-3, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize(
+    ("parallel", "size"), [("replicate", 2), ("shard", 2), ("shard", 4), ("hybrid", 4)]
+)
+def test_processes_train_as_one_does(
+    parallel: str, size: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optim = {"name": name}
+    expected = alone(short(tmp_path / "alone", optim=optim), tmp_path / "alone.pt")
+    if parallel == "hybrid":  # two machines with two processes each
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = with_parallel(short(tmp_path / "run", optim=optim), parallel)
+    in_world(size, tmp_path, train_and_write, config, tmp_path / "all.pt")
+    assert_near(dict(torch.load(tmp_path / "all.pt", weights_only=True)), expected)
+    assert len(expected["losses"]) == 12
+    assert checkpoint_steps(tmp_path / "run") == [6, 12]
+    model = load_model(tmp_path / "run")  # which knows nothing of processes
+    for key, tensor in model.classifier.model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[f"ema.{key}"], rtol=0, atol=5e-3)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on(tmp_path: Path) -> None:
+    expected = alone(short(tmp_path / "alone"), tmp_path / "alone.pt")
+    config = with_parallel(short(tmp_path / "run"), "shard")
+    in_world(4, tmp_path, train_to, config, 8)  # in the middle of an epoch
+    assert checkpoint_steps(tmp_path / "run") == [6, 8]
+    shutil.copytree(tmp_path / "run", tmp_path / "two")
+    pair = dataclasses.replace(config, out=str(tmp_path / "two"))
+    in_world(2, tmp_path, train_and_write, pair, tmp_path / "two.pt")
+    one = alone(config, tmp_path / "one.pt")
+    for found in (dict(torch.load(tmp_path / "two.pt", weights_only=True)), one):
+        assert_near({**found, "losses": expected["losses"]}, expected)
+        torch.testing.assert_close(found["losses"], expected["losses"][8:], rtol=0, atol=LOSS)
+    # What a single process writes is one file again.
+    assert [path.suffix for path in checkpoint_paths(tmp_path / "run")] == ["", ".pt"]
+
+
+def train_to(world: World, config: Config, steps: int) -> None:
+    """Train some steps and save, as a signal makes a run do."""
+    with loop_of(config, world, StopAt(steps)) as loop, pytest.raises(Stopped):
+        loop.stop.state = loop.step.state  # type: ignore[attr-defined]
+        loop.run()
+
+
+@pytest.mark.slow
+def test_the_same_number_of_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    config = with_parallel(short(tmp_path / "whole"), "shard")
+    in_world(2, tmp_path, train_and_write, config, tmp_path / "whole.pt")
+    config = dataclasses.replace(config, out=str(tmp_path / "parts"))
+    in_world(2, tmp_path, train_to, config, 8)
+    in_world(2, tmp_path, train_and_write, config, tmp_path / "parts.pt")
+    whole_run, parts = (
+        dict(torch.load(tmp_path / f"{name}.pt", weights_only=True)) for name in ("whole", "parts")
+    )
+    assert torch.equal(whole_run.pop("losses")[8:], parts.pop("losses"))
+    assert whole_run.keys() == parts.keys()
+    for name, tensor in whole_run.items():
+        assert torch.equal(tensor, parts[name]), name
+
+
+def save_and_train_on(world: World, config: Config) -> None:
+    """Save, change everything before it is written, and compare what was written."""
+    with loop_of(config, world) as loop:
+        saver, state = loop.saver, loop.step.state
+        tensors = tensors_of(state)
+        before = {name: own(tensor).clone() for name, tensor in tensors.items()}
+        saver.save()
+        for tensor in tensors.values():
+            own(tensor).detach().zero_()
+        saver.wait()
+    with loop_of(config, world) as resumed:
+        found = tensors_of(resumed.step.state)
+        for name, tensor in before.items():
+            assert torch.equal(own(found[name]), tensor), name
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_of_the_moment_it_was_started(tmp_path: Path) -> None:
+    in_world(2, tmp_path, save_and_train_on, with_parallel(short(tmp_path / "run"), "shard"))
+    (path,) = checkpoint_paths(tmp_path / "run")
+    state = json.loads((path / STATE_FILE).read_text())
+    assert state["step"] == 0 and state["environment"]["processes"] == 2
+
+
+def fill_up_a_disk(world: World, config: Config) -> None:
+    """Train while one process can write no more than a few bytes, and then with more room."""
+    with loop_of(config, world) as loop:
+        first = loop.saver.save
+
+        def save() -> None:
+            small_disk = world.rank == 1 and loop.step.state.step < 12
+            limit = 100 if small_disk else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            first()
+            loop.saver.wait()
+
+        loop.saver.save = save  # type: ignore[method-assign]
+        loop.run()
+        assert loop.save_error is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_process_that_cannot_write_does_not_end_the_run(tmp_path: Path) -> None:
+    in_world(2, tmp_path, fill_up_a_disk, with_parallel(short(tmp_path / "run"), "shard"))
+    assert checkpoint_steps(tmp_path / "run") == [12]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that two processes have stopped, with checkpoints of steps 6 and 8."""
+    folder = tmp_path_factory.mktemp("sharded")
+    in_world(2, folder, train_to, with_parallel(short(folder / "run"), "shard"), 8)
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+@pytest.mark.parametrize("number", range(4))
+def test_a_damaged_checkpoint_is_passed_over(
+    saved: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    number: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    older, newer = checkpoint_paths(tmp_path / "run")
+    files = sorted(newer.iterdir())
+    assert [path.name for path in files[::3]] == [SUMS_FILE, STATE_FILE] and len(files) == 4
+    damage(files[number])
+    found = latest_checkpoint(tmp_path / "run")
+    assert found is not None and (found.step, found.folder) == (6, older)
+    assert f"warning: {newer} is damaged" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is damaged"):
+        read_checkpoint(newer)
+    with pytest.raises(ValueError, match="is damaged"):
+        load_model(newer)
+    damage(older / SUMS_FILE)
+    with pytest.raises(ValueError, match="none of its checkpoints can be read"):
+        latest_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_other_files_do_not_belong_to_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    newest = checkpoint_paths(tmp_path / "run")[-1]
+    shutil.copy(newest / STATE_FILE, newest / "shard-00003.safetensors")
+    with pytest.raises(ValueError, match=r"shard-00003.* does not match"):
+        read_checkpoint(newest)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_does_not_fit(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    other = short(tmp_path / "run", model={"embed_dim": 28})
+    with pytest.raises(ValueError, match="does not fit the run"), loop_of(other, World()):
+        pass
+
+
+def count_exchanges(world: World, config: Config) -> None:
+    """A step with several micro-batches averages its gradients once."""
+    with loop_of(config, world) as loop:
+        step, exchanges = loop.step, []
+        assert isinstance(step.forward, DistributedDataParallel)
+
+        def record(_: None, bucket: Any) -> Any:
+            exchanges.append(bucket.buffer().numel())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        step.forward.register_comm_hook(None, record)
+        (batch,) = loop.training.batches(torch.arange(16)[None])
+        step(*batch)
+        learned = sum(p.numel() for p in step.state.model.parameters())
+        assert step.accumulate == 2 and sum(exchanges) == learned
+
+
+@pytest.mark.slow
+def test_micro_batches_are_accumulated_without_an_exchange(tmp_path: Path) -> None:
+    in_world(2, tmp_path, count_exchanges, short(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "size", "local", "expected"),
+    [
+        ("auto", 1, 1, "replicate"), ("auto", 4, 4, "replicate"), ("shard", 1, 1, "replicate"),
+        ("shard", 4, 4, "shard"), ("replicate", 4, 2, "replicate"), ("hybrid", 4, 2, "hybrid"),
+    ],
+)  # fmt: skip
+def test_how_a_model_is_shared(
+    choice: Any, size: int, local: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    assert choose_parallel(choice, World(0, size), CPU, 10**9) == expected
+
+
+@pytest.mark.parametrize(("size", "local"), [(4, 4), (1, 1), (5, 2)])
+def test_hybrid_needs_equal_machines(
+    size: int, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    with pytest.raises(ValueError, match=r"train\.parallel: hybrid needs several machines"):
+        choose_parallel("hybrid", World(0, size), CPU, 10)
+
+
+@pytest.mark.parametrize(("num_weights", "expected"), [(10**9, "replicate"), (3 * 10**9, "shard")])
+def test_a_model_too_large_for_a_gpu_is_sharded(
+    num_weights: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Module:
+        @staticmethod
+        def mem_get_info() -> tuple[int, int]:
+            return 10**9, 80 * 10**9
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
+    found = choose_parallel("auto", World(0, 2), torch.device("cuda"), num_weights)
+    assert found == expected

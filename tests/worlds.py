@@ -1,0 +1,63 @@
+"""Processes that train together, started by tests."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from small_runs import CPU
+from vit.checkpoint import latest_checkpoint
+from vit.config import Config
+from vit.training.build import build_step
+from vit.training.distributed import MEETING, World, join_world
+from vit.training.environment import Environment
+from vit.training.loop import Loop
+from vit.training.stopping import StopRequest
+from vit.training.trainer import build_loop, load_data
+
+
+def in_world(size: int, folder: Path, function: Callable[..., None], *values: Any) -> None:
+    """Call function(world, *values) in `size` new processes that know each other.
+
+    Args:
+        size: Number of processes.
+        folder: Where they may meet, and what they were told must not change.
+        function: Defined in a module; it raises what is wrong.
+        *values: Its other arguments.
+    """
+    meeting = folder / f"meeting_{os.urandom(4).hex()}"
+    start_processes(_enter, (size, str(meeting), function, values), size, start_method="spawn")
+
+
+def _enter(rank: int, size: int, meeting: str, function: Callable[..., None], values: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), MEETING: f"file://{meeting}",
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(size)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    with join_world(CPU, timeout_minutes=2) as world:
+        function(world, *values)
+        dist.barrier()
+
+
+@contextmanager
+def loop_of(config: Config, world: World, stop: StopRequest | None = None) -> Iterator[Loop]:
+    """Build the loop of a run without logs, resumed if it has a checkpoint."""
+    env = Environment(CPU, torch.float32, world, stop or StopRequest())
+    checkpoint = world.agree(latest_checkpoint(Path(config.out)) if world.main else None)
+    if world.main:
+        Path(config.out).mkdir(exist_ok=True)
+    training, held_out = load_data(config, checkpoint, env)
+    step = build_step(config, checkpoint, training, env)
+    yield build_loop(config, step, training, held_out, None, env)
+
+
+def with_parallel(config: Config, parallel: Any) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, parallel=parallel))
