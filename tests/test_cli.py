@@ -231,6 +231,7 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
         (["x", "--out", str(ROOT / "README.md")], "README.md is a file; --out takes a folder"),
         (["x", "--out", str(ROOT / "README.md/eval")], "README.md is a file; --out takes a folder"),
         (["x", "--attention", "--image", "y"], "image: not together with --attention"),
+        (["x", "--flip", "--attention"], "flip: not together with --attention"),
         (["x", "--attention", "--compare", "y"], "compare: not together with --attention"),
         (["x", "--image", "y", "--compare", "z"], "compare: not together with --image"),
     ],

@@ -1,5 +1,6 @@
 """Metrics compared with torchmetrics, scikit-learn and their definitions."""
 
+import dataclasses
 import json
 import math
 import warnings
@@ -253,6 +254,20 @@ def test_logits_in_bfloat16_are_near_and_come_as_float32(model, images):
     rounded = classify(model, torch.bfloat16).logits(images)
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.1 * exact.std()
+
+
+def test_mirror_images_count_as_much_as_the_images(model, images):
+    both = dataclasses.replace(classify(model), flip=True)
+    plain = classify(model).logits(images)
+    mirrored = classify(model).logits(images.flip(-1))
+    expected = (plain + mirrored) / 2
+    assert (expected - plain).abs().max() > 1e-3
+    torch.testing.assert_close(both.logits(images, 7), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(both.logits(images.flip(-1)), expected, rtol=0, atol=1e-5)
+    held = ImageSet(images, torch.arange(50) % 10, names(10))
+    result, logits = evaluate(both, held)
+    assert result["flip"] is True and torch.equal(logits, both.logits(images))
+    assert "flip" not in evaluate(classify(model), held)[0]
 
 
 def test_evaluate_is_the_report_on_the_predictions(model, images):

@@ -59,6 +59,8 @@ class Classifier:
         classes: The C class names.
         device: Where to compute.
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
+        flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
+            image alone.
     """
 
     model: nn.Module
@@ -66,6 +68,7 @@ class Classifier:
     classes: tuple[str, ...]
     device: torch.device
     precision: torch.dtype
+    flip: bool = False
 
     @property
     def has_maps(self) -> bool:
@@ -110,10 +113,12 @@ class Classifier:
         Returns:
             Logits (N, C) float32, on the device, in the order of the parts.
         """
-        threads = self._threads(count)
-        return torch.cat(
-            map_on_cores(lambda part: self._forward(self.normalize(part)), parts, threads)
-        )
+        return torch.cat(map_on_cores(self._classify, parts, self._threads(count)))
+
+    def _classify(self, images: Tensor) -> Tensor:
+        inputs = self.normalize(images)
+        logits = self._forward(inputs)
+        return (logits + self._forward(inputs.flip(-1))) / 2 if self.flip else logits
 
     def part_size(self, batch_size: int = 500) -> int:
         """Return the number of images per forward pass that is fastest.

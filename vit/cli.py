@@ -221,7 +221,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
     parser.add_argument(
         "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which is included"
     )
-    given = parser.parse_keys(arguments, EvalConfig, switches=("attention",))
+    given = parser.parse_keys(arguments, EvalConfig, switches=("attention", "flip"))
     run = given.pop("run")
     options = EvalConfig(**_nested(given))
     if options.out is not None:

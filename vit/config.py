@@ -510,6 +510,8 @@ class EvalConfig:
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
         batch_size: images per forward pass
+        flip: average the logits of each image and its mirror image, which takes twice as long; for
+            the report and --predict
         probes: number of randomly chosen test images whose attention maps are drawn
         seed: random seed for choosing images
         attention: draw and save every kind of attention map for some test images, also for the
@@ -541,6 +543,7 @@ class EvalConfig:
     device: DeviceName = "auto"
     precision: Precision = "auto"
     batch_size: Count = 500
+    flip: Switch = False
     probes: CountOrZero = 8
     seed: Seed = 0
     attention: Switch = False
@@ -573,6 +576,8 @@ class EvalConfig:
         chosen = [name for name, value in modes.items() if value]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[1]}: not together with --{chosen[0]}; run eval.py twice")
+        if self.flip and chosen not in ([], ["predict"]):
+            raise ValueError(f"flip: not together with --{chosen[0]}")
         of_attention = {
             "indices": self.indices,
             "faithfulness": self.faithfulness is not None,

@@ -64,7 +64,8 @@ def evaluate(
         batch_size: Most images at once.
 
     Returns:
-        The report, see `report`, with images_per_second; and the logits (N, C) on the CPU.
+        The report, see `report`, with images_per_second, and with flip if logits are averaged with
+        those of mirror images; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
     size = classifier.part_size(batch_size)
@@ -72,6 +73,8 @@ def evaluate(
     logits = classifier.logits_of_parts(images.parts(size), count).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
+    if classifier.flip:
+        result["flip"] = True
     return {**result, "images_per_second": len(images) / seconds}, logits
 
 

@@ -86,6 +86,7 @@ class SavedModel:
         return (
             f"{self.path}{unfinished}: {describe(classifier.device)}, "
             f"{str(classifier.precision).removeprefix('torch.')}"
+            f"{', mean of each image and its mirror image' if classifier.flip else ''}"
         )
 
 

@@ -11,12 +11,14 @@ from vit.run_folder import EVAL_FOLDER
 
 
 def load_run(run: str, options: EvalConfig) -> SavedModel:
-    """Load a model with the device and precision of the options.
+    """Load a model with the device, the precision and the mirror images of the options.
 
     Raises:
         ValueError: The model cannot be read, or the device is not available.
     """
-    return load_model(run, options.device, options.precision)
+    saved = load_model(run, options.device, options.precision)
+    classifier = dataclasses.replace(saved.classifier, flip=options.flip)
+    return dataclasses.replace(saved, classifier=classifier)
 
 
 def results_folder(saved: SavedModel, options: EvalConfig) -> Path:
