@@ -1,4 +1,4 @@
-"""Streaming images from files: memory and speed, next to torchvision's ImageFolder and DataLoader.
+"""Streaming images from files and tar shards: memory and speed, next to torchvision's DataLoader.
 
     python benchmarks/data_loading.py [--images 2000 20000] [--workers 2] [--rounds 5] [--quick]
 
@@ -6,17 +6,20 @@
 2. For each folder, in a process of its own: the time to list the files and to check each of them,
    and the peak memory of the process and its workers while equally many batches are streamed from
    each folder.
-3. Images/s of epochs over the smallest folder, in turns with torchvision: ImageFolder, Resize and
-   CenterCrop to 224 x 224 pixels, PILToTensor, in a DataLoader with as many workers. Both give the
-   same pixels, which is checked. The CPU time per image is that of the main process and its
-   workers; unlike the speed, it hardly depends on what else the machine does.
+3. Images/s of epochs over the smallest folder and over tar shards of the same files, in turns with
+   torchvision: ImageFolder, Resize and CenterCrop to 224 x 224 pixels, PILToTensor, in a DataLoader
+   with as many workers. All give the same pixels, which is checked. The CPU time per image is that
+   of the main process and its workers; unlike the speed, it hardly depends on what else the machine
+   does. The time to index the shards is printed too.
 """
 
 import argparse
 import dataclasses
+import io
 import itertools
 import os
 import statistics
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,16 +37,18 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from vit.config import DataConfig
+from vit.config import DataConfig, DataName
 from vit.data.batches import epoch_batches
 from vit.data.datasets import ImageSet, open_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.stream import Decoder, ImageFiles, decode
+from vit.data.tar_member import TarMember
 from vit.hardware import usable_cores
 
 STORED, SIZE, BATCH = 256, 224, 64
 DISTINCT = 2000  # files; larger folders repeat them
+PER_SHARD = 1000  # about 25 MB
 NOISE, QUALITY = 8.0, 90  # which give files of about 25 kB, like photos of this size
 PREPROCESS = Preprocess.from_config(DataConfig(name="folder", image_size=(SIZE, SIZE)))
 
@@ -74,9 +79,27 @@ def make_folder(root: Path, count: int) -> float:
     return total / len(images)
 
 
-def open_folder(root: Path, decoder: Decoder) -> tuple[ImageSet, ImageFiles]:
-    """Return the training images of a folder, in their files."""
-    data = DataConfig(name="folder", root=str(root))
+def make_shards(folder: Path, root: Path) -> None:
+    """Write the training images of a folder to tar shards in root/train/, one image to test/."""
+    files = sorted((folder / "train").glob("*/*.jpg"), key=lambda file: file.name)
+    parts = {"train": files, "test": [folder / "test" / name / "one.jpg" for name in KINDS]}
+    for half, found in parts.items():
+        (root / half).mkdir(parents=True)
+        for start in range(0, len(found), PER_SHARD):
+            with tarfile.open(root / half / f"{start:06d}.tar", "w") as tar:
+                for number, file in enumerate(found[start : start + PER_SHARD]):
+                    tar.add(file, f"{number:06d}.jpg")
+                    label = tarfile.TarInfo(f"{number:06d}.cls")
+                    text = str(KINDS.index(file.parent.name)).encode()
+                    label.size = len(text)
+                    tar.addfile(label, io.BytesIO(text))
+
+
+def open_own(
+    root: Path, decoder: Decoder, name: DataName = "folder"
+) -> tuple[ImageSet, ImageFiles]:
+    """Return the training images of a folder or of shards, in their files."""
+    data = DataConfig(name=name, root=str(root))
     images = open_images(data, train=True, decoder=decoder)
     assert isinstance(images.images, ImageFiles)
     files = dataclasses.replace(images.images, preprocess=PREPROCESS)
@@ -94,7 +117,7 @@ def measure_memory(root: Path, workers: int, batches: int) -> None:
     set_start_method(None, force=True)  # of the workers: the system's default, not spawn
     with closing(Decoder(workers)) as decoder:
         start = time.perf_counter()
-        images, files = open_folder(root, decoder)
+        images, files = open_own(root, decoder)
         listed = time.perf_counter() - start
         start = time.perf_counter()
         files.check()
@@ -128,11 +151,16 @@ def torchvision_loader(root: Path, workers: int) -> "DataLoader[tuple[Tensor, Te
     )  # fmt: skip
 
 
-def check_pixels(folder: ImageFolder, count: int = 20) -> None:
-    """Check that both ways give the same pixels for the first images."""
+def check_pixels(folder: ImageFolder, shards: ImageFiles, count: int = 20) -> None:
+    """Check that all ways give the same pixels for the first images."""
     for number, (path, _) in enumerate(folder.samples[:count]):
         images, _ = decode((PREPROCESS, [path]))
         assert torch.equal(images[0], folder[number][0]), path
+    contents = {Path(path).read_bytes(): number for number, (path, _) in enumerate(folder.samples)}
+    for member in shards.paths[:count]:
+        assert isinstance(member, TarMember)
+        images, _ = decode((PREPROCESS, [member]))
+        assert torch.equal(images[0], folder[contents[member.open().read()]][0]), member
 
 
 def cpu_seconds() -> float:
@@ -156,24 +184,31 @@ def metered(work: Callable[[], object], spent: list[float]) -> Callable[[], None
 
 
 def measure_speed(root: Path, workers: int, rounds: int) -> None:
-    """Print images/s and CPU time of epochs over a folder, in turns with torchvision."""
+    """Print images/s and CPU time of epochs over a folder and shards, in turns with torchvision."""
     epochs = itertools.count()
-    spent: dict[str, list[float]] = {"torchvision": [], "ours": []}
+    spent: dict[str, list[float]] = {"torchvision": [], "ours": [], "shards": []}
+    shards_root = root.with_name(f"{root.name}-shards")
+    make_shards(root, shards_root)
     with closing(Decoder(workers)) as decoder:
-        images, _ = open_folder(root, decoder)
+        images, _ = open_own(root, decoder)
+        start = time.perf_counter()
+        shards, members = open_own(shards_root, decoder, "shards")
+        indexed = time.perf_counter() - start
         loader = torchvision_loader(root, workers)
-        check_pixels(cast(ImageFolder, loader.dataset))
+        check_pixels(cast(ImageFolder, loader.dataset), members)
         works: dict[str, Callable[[], object]] = {
             "torchvision": lambda: [None for _ in loader],
             "ours": lambda: [None for _ in stream_epoch(images, next(epochs))],
+            "shards": lambda: [None for _ in stream_epoch(shards, next(epochs))],
         }
         timings = take_turns(
             {name: metered(work, spent[name]) for name, work in works.items()}, rounds
         )
     count = len(images) // BATCH * BATCH
     print(
-        f"\nan epoch of {count:,} images, {workers} workers: images/s, ratio to the first, and "
-        "CPU time per image"
+        f"\nindexing shards: {1000 * indexed / len(shards):.3f} ms per image\n"
+        f"an epoch of {count:,} images, {workers} workers: images/s, ratio to the first, and CPU "
+        "time per image"
     )
     for name, timing in timings.items():
         cpu = [1000 * seconds / count for seconds in spent[name][1:]]  # without the warm-up

@@ -195,7 +195,7 @@ def _recognized(chosen: dict[str, Any]) -> dict[str, Any]:
 def _default_out(data: DataConfig) -> str:
     """Return the folder of a run that none was given for: named after its data set."""
     root = Path(data.root).expanduser().resolve()
-    own = {"folder": root.name, "table": root.stem}
+    own = {"folder": root.name, "shards": root.name, "table": root.stem}
     return f"runs/{own.get(data.name) or data.name}"
 
 

@@ -40,8 +40,8 @@ STRONGEST = 30  # magnitude of RandAugment
 PATCH_SIZE = 4  # of a model trained from scratch, unless set
 
 DataName = Literal[
-    "cifar10", "cifar100", "shapes", "folder", "table", "digits", "fashion_mnist", "svhn",
-    "flowers102", "food101", "oxford_iiit_pet",
+    "cifar10", "cifar100", "shapes", "folder", "shards", "table", "digits", "fashion_mnist",
+    "svhn", "flowers102", "food101", "oxford_iiit_pet",
 ]  # fmt: skip
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -59,17 +59,19 @@ class DataConfig:
     """The data set.
 
     Attributes:
-        name: data set: folder or table are your own images, see root; shapes (drawn on the fly) and
-            digits (needs scikit-learn) need no download
+        name: data set: folder, shards or table are your own images, see root; shapes (drawn on the
+            fly) and digits (needs scikit-learn) need no download
         root: folder where data sets are stored or downloaded to; with name=folder, the folder that
             contains train/<class>/ and test/<class>/, or the classes' folders themselves; with
-            name=table, a CSV or JSONL file with columns path, label and, optionally, split
-        test_fraction: with name=folder or table, fraction of each class that is set aside as test
-            images, where folder or table name none; null is 0.2 there
+            name=shards, the folder that contains train/*.tar and test/*.tar, or the tar files
+            (docs/data.md); with name=table, a CSV or JSONL file with columns path, label and,
+            optionally, split
+        test_fraction: with name=folder, shards or table, fraction of each class that is set aside
+            as test images, where these name none; null is 0.2 there
         download: download the data set if it is not in root
         image_size: height and width of the model's input in pixels, one number or two (rows and
             columns), multiples of model.patch_size; null means the data set's own, 32 x 32 for
-            folder and table
+            folder, shards and table
         fit: how an image of another shape becomes image_size: crop cuts off what is left of its
             longer side, pad shrinks all of it and fills the rest with the mean colour, squash
             stretches it
@@ -107,7 +109,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.test_fraction is None or self.name in ("folder", "table"),
+            self.test_fraction is None or self.name in ("folder", "shards", "table"),
             "data.test_fraction",
             self.test_fraction,
             f"null with data.name={self.name}, whose test images are fixed",

@@ -18,6 +18,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
 from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
 from vit.data.stream import Decoder, ImageFiles
+from vit.data.tar_member import TarMember
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 
@@ -150,8 +151,8 @@ def load(
 
     Args:
         name: Name of the data set, see `vit.config.DataConfig`.
-        root: Folder for downloaded data, or the image folder with train/ and test/; not used by
-            "shapes".
+        root: Folder for downloaded data, or the folder of images or shards with train/ and test/;
+            not used by "shapes".
         train: Whether to load the training images rather than the test images.
         download: Whether to download what is missing from root.
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
@@ -204,7 +205,7 @@ def open_images(
     source = read_source(data, train, count)
     if isinstance(source.pictures, Tensor):
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
-    paths = tuple(map(str, source.pictures))
+    paths = tuple(file if isinstance(file, TarMember) else str(file) for file in source.pictures)
     files = ImageFiles(paths, preprocess or Preprocess.from_config(data), decoder or Decoder())
     images = ImageSet(
         files, source.labels, source.classes, source.masks, source.fingerprint, source.split

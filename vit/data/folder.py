@@ -23,6 +23,7 @@ from vit.data.layout import (
 )
 from vit.data.listing import FileList
 from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
+from vit.data.tar_member import TarMember
 
 LAYOUTS = (
     "data.name=folder needs images in train/<class>/ and test/<class>/, or in <class>/, to be "
@@ -92,7 +93,7 @@ def _list_part(root: Path, train: bool, test_fraction: float | None) -> FileList
             print(f"not used: {root / name}; {UNUSED}", file=sys.stderr, flush=True)
     for name, count in zip(classes, _counts(labels, classes), strict=True):
         if count == 0:
-            raise _no_image(root / (TRAIN if train else test) / name)
+            raise _no_image(root / (TRAIN if train else test) / name, name)
     return FileList(
         tuple(paths), labels, tuple(classes), fingerprint(root, paths, labels.tolist()), False
     )
@@ -103,12 +104,15 @@ def _counts(labels: Tensor, classes: Sequence[str]) -> list[int]:
 
 
 def drop_unreadable(
-    paths: Sequence[str], labels: Tensor, classes: Sequence[str], unreadable: Sequence[int]
+    paths: Sequence[str | TarMember],
+    labels: Tensor,
+    classes: Sequence[str],
+    unreadable: Sequence[int],
 ) -> Tensor:
     """Report files that cannot be read and leave them out.
 
     Args:
-        paths: The N files.
+        paths: The N files, or members of tar files.
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         unreadable: Indices of the files that cannot be read.
@@ -123,12 +127,12 @@ def drop_unreadable(
     readable[list(unreadable)] = False
     if len(unreadable):
         count = f"{len(unreadable):,} of {len(paths):,} images in {_common_folder(paths)}"
-        names = some([paths[index] for index in unreadable])
+        names = some([str(paths[index]) for index in unreadable])
         print(f"skipped {count} that cannot be read: {names}", file=sys.stderr, flush=True)
-    for label in range(len(classes)):
+    for label, name in enumerate(classes):
         if label not in labels[readable]:
             of_class = (labels == label).nonzero().squeeze(1).tolist()
-            raise _no_image(_common_folder([paths[index] for index in of_class]))
+            raise _no_image(_common_folder([paths[index] for index in of_class]), name)
     return readable.nonzero().squeeze(1)
 
 
@@ -193,13 +197,16 @@ def _report_ignored(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _no_image(folder: Path) -> ValueError:
+def _no_image(folder: Path, name: str) -> ValueError:
+    of_class = "" if folder.name == name else f" of class {name}"
     return ValueError(
-        f"data.root: {folder} contains no readable image ({content(folder)}); every class needs "
-        f"at least one ({', '.join(IMAGE_SUFFIXES)}) to train and one to test: add some, or delete "
-        "the class from both parts"
+        f"data.root: {folder} contains no readable image{of_class} ({content(folder)}); every "
+        f"class needs at least one ({', '.join(IMAGE_SUFFIXES)}) to train and one to test: add "
+        "some, or delete the class from both parts"
     )
 
 
-def _common_folder(paths: Sequence[str]) -> Path:
-    return Path(os.path.commonpath([Path(path).parent for path in paths]))
+def _common_folder(paths: Sequence[str | TarMember]) -> Path:
+    """Return the folder that contains all files, or the tar files that they are in."""
+    files = (path.shard if isinstance(path, TarMember) else path for path in paths)
+    return Path(os.path.commonpath([Path(file).parent for file in files]))

@@ -12,6 +12,7 @@ from pathlib import Path
 # What torchvision's ImageFolder reads.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 TABLE_SUFFIXES = (".csv", ".jsonl")
+SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 # Folders, and words in a table's column "split", for the images of each part. Images for validation
 # are the test images where there are no others.
 TRAIN, TEST, VALIDATION = "train", "test", ("val", "valid", "validation")
@@ -29,6 +30,11 @@ def is_image(name: str) -> bool:
     return is_visible(name) and name.lower().endswith(IMAGE_SUFFIXES)
 
 
+def is_shard(name: str) -> bool:
+    """Say whether a file's name is that of a tar file."""
+    return is_visible(name) and name.endswith(SHARD_SUFFIX)
+
+
 def has_parts(root: Path) -> bool:
     """Say whether a folder has train/ or a folder of test images, rather than class folders."""
     return any((root / name).is_dir() for name in (TRAIN, TEST, *VALIDATION))
@@ -39,6 +45,9 @@ def recognize(root: Path) -> str | None:
     if root.suffix.lower() in TABLE_SUFFIXES and root.is_file():
         return "table"
     part = next((root / name for name in (TRAIN, TEST) if (root / name).is_dir()), root)
+    # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
+    if _has_shard(part) and (part != root or (root / CLASSES_FILE).is_file()):
+        return "shards"
     folders = _folders(part)
     # Downloaded data sets may lie beside a folder of images, but not beside class folders.
     return "folder" if len(folders) > 1 and all(map(_has_image, folders)) else None
@@ -62,6 +71,10 @@ def _folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if is_visible(path.name) and path.is_dir()]
+
+
+def _has_shard(folder: Path) -> bool:
+    return folder.is_dir() and any(is_shard(path.name) for path in folder.iterdir())
 
 
 def _has_image(folder: Path) -> bool:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, ImageSequence
+from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
+
+from vit.data.tar_member import TarMember
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
@@ -14,7 +16,7 @@ DEEPEST = 65_535  # largest 16-bit value
 STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
 
 
-def to_bands(photo: Photo, channels: int = 3, key: str = "photo") -> Bands:
+def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
     """Turn a photo into Pillow images, upright, in the channels of a model, on white.
 
     Grey and RGB are converted into each other as Pillow does. With any other number of channels,
@@ -22,7 +24,8 @@ def to_bands(photo: Photo, channels: int = 3, key: str = "photo") -> Bands:
     are stored, e.g. RGBA. 16-bit values are divided by 257.
 
     Args:
-        photo: A file, a Pillow image, or an array (height, width) or (height, width, channels).
+        photo: A file, a member of a tar file, a Pillow image, or an array (height, width) or
+            (height, width, channels).
         channels: Number of colour channels, 1 is grey and 3 is RGB.
         key: The flag or config key that named the photo, for the error message.
 
@@ -34,8 +37,10 @@ def to_bands(photo: Photo, channels: int = 3, key: str = "photo") -> Bands:
             against decompression bombs (Image.MAX_IMAGE_PIXELS); the channels cannot be converted;
             or the array is not uint8 or has another shape.
     """
-    if isinstance(photo, str | Path):
-        return _read(Path(photo), channels, key)
+    if isinstance(photo, str):
+        photo = Path(photo)
+    if isinstance(photo, Path | TarMember):
+        return _read(photo, channels, key)
     if isinstance(photo, Image.Image):
         try:
             return _bands_of_image(photo, channels)
@@ -89,19 +94,29 @@ def _wrong_channels(own: int, channels: int) -> _Unusable:
     )
 
 
-def _read(path: Path, channels: int, key: str) -> Bands:
+def _read(file: Path | TarMember, channels: int, key: str) -> Bands:
+    if isinstance(file, Path):
+        _require_file(file, key)
+    try:
+        with (
+            pillow_warnings(),
+            Image.open(file if isinstance(file, Path) else file.open()) as image,
+        ):
+            return _bands_of_image(image, channels)
+    except _Unusable as error:
+        raise ValueError(f"{key}: {file} {error}") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"{key}: {file} cannot be read as an image: unknown format") from None
+    except Exception as error:  # Pillow's decoders raise all kinds of errors
+        raise ValueError(f"{key}: {file} cannot be read as an image: {error}") from None
+
+
+def _require_file(path: Path, key: str) -> None:
     if path.is_dir():
         raise ValueError(f"{key}: {path} is a folder; name image files")
     if not path.is_file():
         problem = "not a regular file" if path.exists() else "file not found"
         raise ValueError(f"{key}: {path}: {problem}")
-    try:
-        with pillow_warnings(), Image.open(path) as file:
-            return _bands_of_image(file, channels)
-    except _Unusable as error:
-        raise ValueError(f"{key}: {path} {error}") from None
-    except Exception as error:  # Pillow's decoders raise all kinds of errors
-        raise ValueError(f"{key}: {path} cannot be read as an image: {error}") from None
 
 
 def _bands_of_image(image: Image.Image, channels: int) -> Bands:

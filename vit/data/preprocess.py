@@ -17,6 +17,7 @@ from torch import Tensor
 from vit.config import DataConfig
 from vit.data.photos import Photo, to_bands
 from vit.data.specs import spec_of
+from vit.data.tar_member import TarMember
 
 # Training images that are cropped at random are stored larger by this factor, which keeps detail.
 STORED_SCALE = 256 / 224
@@ -99,12 +100,13 @@ class Preprocess:
         """The colour of padding: the mean of each channel, 0 to 255; about 0 when normalized."""
         return tuple(round(255 * mean) for mean in self.mean)
 
-    def resize(self, photo: Photo, key: str = "photo") -> Tensor:
+    def resize(self, photo: Photo | TarMember, key: str = "photo") -> Tensor:
         """Resize a photo to the model's image size, and crop or pad it; see `fit`.
 
         Args:
-            photo: A file, a Pillow image or an array (height, width, channels) uint8, of any size;
-                its channels are converted as `vit.data.photos.to_bands` does.
+            photo: A file, a member of a tar file, a Pillow image or an array (height, width,
+                channels) uint8, of any size; its channels are converted as
+                `vit.data.photos.to_bands` does.
             key: The flag or config key that named the photo, for the error message.
 
         Returns:

@@ -11,7 +11,9 @@ from vit.data.digits import read_digits
 from vit.data.folder import list_folder
 from vit.data.listing import FileList
 from vit.data.shapes import KINDS, draw_shapes
+from vit.data.shards import list_shards
 from vit.data.table import list_table
+from vit.data.tar_member import TarMember
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
@@ -22,7 +24,8 @@ class Source:
     """Labelled pictures as a data set provides them.
 
     Attributes:
-        pictures: (N, channels, H, W) uint8, or N image files of any size.
+        pictures: (N, channels, H, W) uint8, or N image files of any size, which may be members of
+            tar files.
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
@@ -30,7 +33,7 @@ class Source:
         split: Whether data.test_fraction decides which of these files are for testing.
     """
 
-    pictures: Tensor | tuple[Path, ...]
+    pictures: Tensor | tuple[Path, ...] | tuple[TarMember, ...]
     labels: Tensor
     classes: tuple[str, ...]
     masks: Tensor | None = None
@@ -62,6 +65,8 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
     root = Path(data.root).expanduser()
     if data.name == "folder":
         return _from_files(list_folder(root, train, data.test_fraction))
+    if data.name == "shards":
+        return _from_files(list_shards(root, train, data.test_fraction))
     if data.name == "table":
         return _from_files(list_table(root, train, data.test_fraction))
     if data.name in ("cifar10", "cifar100"):

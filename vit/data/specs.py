@@ -41,6 +41,7 @@ DATASETS = {
     "cifar100": DatasetSpec((32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "shapes": DatasetSpec((32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817)),
     "folder": DatasetSpec((32, 32), *IMAGENET),
+    "shards": DatasetSpec((32, 32), *IMAGENET),
     "table": DatasetSpec((32, 32), *IMAGENET),
     "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,)),
     "fashion_mnist": DatasetSpec((28, 28), (0.2860,), (0.3530,)),
@@ -51,7 +52,7 @@ DATASETS = {
 }
 
 # Files of a user, which may have any number of channels; all other data sets are grey or RGB.
-OWN_FILES: tuple[str, ...] = ("folder", "table")
+OWN_FILES: tuple[str, ...] = ("folder", "shards", "table")
 
 
 def spec_of(data: DataConfig) -> DatasetSpec:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from vit.console import rank
 from vit.data.preprocess import Preprocess
+from vit.data.tar_member import TarMember
 from vit.hardware import local_processes, usable_cores
 from vit.seeding import generator
 
@@ -29,7 +30,8 @@ FEW = 200  # files; starting processes takes longer than reading fewer
 AT_ONCE = 32  # files per task where all files are read
 MOST_WORKERS = 16  # unless data.workers says otherwise
 
-Task = tuple[Preprocess, Sequence[str]]
+ImageFile = str | TarMember
+Task = tuple[Preprocess, Sequence[ImageFile]]
 Decoded = tuple[Tensor, dict[int, str]]
 
 
@@ -147,13 +149,13 @@ class ImageFiles:
     """Images that stay in their files and are decoded when they are needed.
 
     Attributes:
-        paths: The N files.
+        paths: The N files, or members of tar files.
         preprocess: Crops and resizes the images.
         decoder: Decodes them.
         device: Where the images are moved to.
     """
 
-    paths: tuple[str, ...]
+    paths: tuple[ImageFile, ...]
     preprocess: Preprocess
     decoder: Decoder
     device: torch.device = torch.device("cpu")  # noqa: RUF009

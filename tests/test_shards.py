@@ -1,0 +1,562 @@
+"""Tar shards: the bits of a folder with the same images, only what is needed is read, mistakes."""
+
+import io
+import itertools
+import json
+import re
+import shutil
+import tarfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from small_runs import ROOT, StopAt, make_loop, small
+from vit.cli import parse_train
+from vit.config import Config, DataConfig
+from vit.data import shard_index
+from vit.data.batches import epoch_batches
+from vit.data.datasets import load, load_training, open_images
+from vit.data.layout import recognize
+from vit.data.shard_index import INDEX_FILE
+from vit.data.sources import Source, read_source
+from vit.data.stream import Decoder, ImageFiles
+from vit.data.tar_member import TarMember
+from vit.training.distributed import World
+from vit.training.loop import Loop
+from vit.training.stopping import Stopped
+
+CLASSES = ("cat", "dog", "owl")
+
+
+def encoded(number: int, kind: str) -> bytes:
+    """A picture of noise, as the content of a file."""
+    pixels = np.random.default_rng(number).integers(256, size=(36 + number % 5, 40, 3))
+    file = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(file, kind)
+    return file.getvalue()
+
+
+def write_shard(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def labelled(number: int, label: int) -> dict[str, bytes]:
+    """Two members: a picture, and its label as text or in an object."""
+    kind = ("jpeg", "png", "webp")[number % 3]
+    label_file = {f"{number:04d}.cls": f"{label}\n".encode()}
+    if number % 2:
+        label_file = {f"{number:04d}.json": json.dumps({"width": 40, "label": label}).encode()}
+    return {f"{number:04d}.{kind.replace('jpeg', 'jpg')}": encoded(number, kind), **label_file}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same images in a folder and in shards: 16 for training and 4 for testing per class."""
+    folder, shards = (tmp_path_factory.mktemp(name) for name in ("folder", "shards"))
+    numbers = itertools.count()
+    for half, count in (("train", 16), ("test", 4)):
+        members: list[dict[str, bytes]] = []
+        for label, name in enumerate(CLASSES):
+            (folder / half / name).mkdir(parents=True)
+            for number in itertools.islice(numbers, count):
+                members.append(labelled(number, label))
+                image, content = next(iter(members[-1].items()))
+                (folder / half / name / image).write_bytes(content)
+        for n, part in enumerate(chunks(members, 10)):
+            write_shard(
+                shards / half / f"{n:03d}.tar", {k: v for one in part for k, v in one.items()}
+            )
+    (shards / "classes.txt").write_text("\n".join(CLASSES) + "\n\n")
+    for half in ("train", "test"):
+        read(shards, half == "train")  # writes the index
+    return folder, shards
+
+
+def chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+@pytest.fixture
+def root(both: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the shards that may be damaged."""
+    return shutil.copytree(both[1], tmp_path / "pets")
+
+
+def config_of(root: Path, **values: Any) -> DataConfig:
+    name = "shards" if any(root.rglob("*.tar")) else "folder"
+    return DataConfig(name=name, root=str(root), **{"val_size": 9, "memory_gb": 0, **values})
+
+
+def read(root: Path, train: bool = True, test_fraction: float | None = None) -> Source:
+    return read_source(
+        DataConfig(name="shards", root=str(root), test_fraction=test_fraction), train
+    )
+
+
+def names(source: Source) -> list[str]:
+    assert all(isinstance(member, TarMember) for member in source.pictures)
+    return [member.name for member in source.pictures]  # type: ignore[union-attr]
+
+
+# The same images as in a folder.
+
+
+@pytest.mark.parametrize("memory_gb", [0, 1])
+def test_images_are_those_of_a_folder(both: tuple[Path, Path], memory_gb: int) -> None:
+    found = [
+        (*load_training(config_of(root, memory_gb=memory_gb), seed=0), load_test(root))
+        for root in both
+    ]
+    for one, other in zip(*found, strict=True):
+        assert one.classes == other.classes == CLASSES
+        assert torch.equal(one.labels, other.labels) and len(one) in (39, 9, 12)
+        assert torch.equal(one.pixels(), other.pixels())
+
+
+def load_test(root: Path) -> Any:
+    return load(config_of(root).name, root, train=False)
+
+
+def test_batches_are_those_of_a_folder_also_in_workers(both: tuple[Path, Path]) -> None:
+    kept, _ = load_training(config_of(both[0], memory_gb=1), 0)
+    rows = epoch_batches(len(kept), 12, seed=0, epoch=1)
+    decoder = Decoder(2)
+    streamed, _ = load_training(config_of(both[1]), 0, decoder=decoder)
+    assert isinstance(streamed.images, ImageFiles)
+    for found, right in zip(streamed.batches(rows), kept.batches(rows), strict=True):
+        assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
+    decoder.close()
+
+
+def run_config(out: Path, root: Path, **data: Any) -> Config:
+    own = config_of(root, **data)
+    values = {"name": own.name, "root": own.root, "val_size": 9, "train_size": None, **data}
+    return small(
+        out,
+        data={"memory_gb": 0, **values},
+        train={"epochs": 2, "batch_size": 12},
+        track={"probes": 0},
+    )
+
+
+def run(config: Config, stop_at: int = 0) -> Loop:
+    """Run a config, resumed if it has a checkpoint."""
+    Path(config.out).mkdir(exist_ok=True)
+    stop = StopAt(stop_at)
+    loop = make_loop(config, stop=stop)
+    stop.state = loop.step.state
+    loop.run()
+    return loop
+
+
+def test_a_run_stopped_in_mid_epoch_is_that_of_a_folder(
+    both: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, shards = both
+    expected = run(run_config(tmp_path / "folder", folder, memory_gb=1)).step.state.state_dict()
+    config = run_config(tmp_path / "shards", shards)
+    with pytest.raises(Stopped):
+        run(config, stop_at=2)
+    found = run(config).step.state.state_dict()
+    for part in ("model", "optimizers", "ema", "points", "step"):
+        torch.testing.assert_close(found[part], expected[part], rtol=0, atol=0)
+    assert found["step"] == 6
+
+
+def test_the_documented_way_to_make_shards_keeps_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (ROOT / "docs/data.md").read_text(encoding="utf-8").partition("## Shards\n")[2]
+    code = section.partition("class folders:\n\n")[2].partition("\n\nIf images")[0]
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        folder = Path("pictures/train", CLASSES[number % 3])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.jpg").write_bytes(encoded(number, "jpeg"))
+    exec(textwrap.dedent(code), {})
+    folders, shards = (
+        load_training(config_of(Path(root, "train"), val_size=3), 0)[0]
+        for root in ("pictures", "pets")
+    )
+    assert torch.equal(folders.labels, shards.labels) and len(shards) == 6
+    assert torch.equal(folders.pixels(), shards.pixels())
+
+
+# What is read.
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all members that are read from here on."""
+    found: list[str] = []
+    read_member = TarMember.open
+
+    def noted(member: TarMember) -> io.BytesIO:
+        found.append(member.name)
+        return read_member(member)
+
+    monkeypatch.setattr(TarMember, "open", noted)
+    return found
+
+
+def test_processes_read_parts_that_together_are_the_batches(
+    both: tuple[Path, Path], reads: list[str]
+) -> None:
+    training = open_images(config_of(both[1]), train=True)
+    assert isinstance(training.images, ImageFiles) and not reads
+    every = training.images.paths
+    rows = epoch_batches(len(training), 12, seed=0, epoch=0)[1:]  # as after a stop at step 1
+    whole = torch.stack([images for images, _ in training.batches(rows)])
+    of_batch = reads.copy()
+    assert of_batch == [every[n].name for n in rows.flatten()]  # type: ignore[union-attr]
+    parts = []
+    for rank in range(2):
+        reads.clear()
+        part = training.batches(World(rank, 2).part(rows.T).T)
+        parts.append((torch.stack([images for images, _ in part]), set(reads)))
+        assert len(reads) == len(of_batch) / 2
+    assert torch.equal(torch.cat([images for images, _ in parts], dim=1), whole)
+    assert not parts[0][1] & parts[1][1] and parts[0][1] | parts[1][1] == set(of_batch)
+
+
+def test_only_the_shards_of_a_batch_are_opened(root: Path) -> None:
+    training = open_images(config_of(root), train=True)
+    assert isinstance(training.images, ImageFiles)
+    shard = str(root / "train/001.tar")
+    inside = [n for n, member in enumerate(training.images.paths) if member.shard == shard]  # type: ignore[union-attr]
+    expected = training.images[torch.tensor(inside)].read()
+    for path in (root / "train").iterdir():
+        if str(path) != shard:
+            path.unlink()
+    (found,) = training.images.batches([torch.tensor(inside)])
+    assert len(found) == 10 and torch.equal(found, expected)
+    (root / "train/001.tar").write_bytes((root / "train/001.tar").read_bytes()[:9000])
+    for spoil, words in (
+        (lambda: None, r"\.\w+ in .*/001\.tar cannot be read as an image: .* become shorter; rest"),
+        ((root / "train/001.tar").unlink, r" in .*/001\.tar cannot be .*No such file .*; restore"),
+    ):
+        spoil()
+        with pytest.raises(ValueError, match=words):
+            list(training.images.batches([torch.tensor(inside)]))
+
+
+# The index.
+
+
+def test_the_index_is_stored_and_only_changed_shards_are_read_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in root.glob(f"*/{INDEX_FILE}"):
+        path.unlink()
+    index_shard, indexed = shard_index._index_shard, []
+
+    def noted(shard: Path) -> Any:
+        indexed.append(shard.name)
+        return index_shard(shard)
+
+    monkeypatch.setattr(shard_index, "_index_shard", noted)
+    forget = shard_index._index_shards.cache_clear
+    whole = read(root)
+    assert indexed == [f"{n:03d}.tar" for n in range(5)] and len(whole.labels) == 48
+    assert capsys.readouterr().err == (
+        f"indexed 5 shards in {root / 'train'}; the index is stored there as {INDEX_FILE}\n"
+    )
+    indexed.clear()
+    for again in (forget, lambda: None):
+        again()
+        assert read(root).pictures == whole.pictures and not indexed
+    assert capsys.readouterr().err == ""
+
+    write_shard(root / "train/002.tar", labelled(100, 0) | labelled(101, 2))
+    changed = read(root)
+    assert indexed == ["002.tar"] and names(changed)[20:22] == ["0100.png", "0101.webp"]
+    assert changed.labels[20:22].tolist() == [0, 2] and len(changed.labels) == 40
+    assert "indexed 1 of 5 shards in " in capsys.readouterr().err
+    assert changed.fingerprint != whole.fingerprint
+
+    for damaged in (b"", b"{}", b'{"version": 2, "shards": {}}', b"\xff", b'{"version": 1, "sh'):
+        (root / "train" / INDEX_FILE).write_bytes(damaged)
+        forget()
+        assert read(root).pictures == changed.pictures
+        assert json.loads((root / "train" / INDEX_FILE).read_bytes())["version"] == 1
+
+
+def test_without_a_place_for_the_index_it_is_made_again_and_a_line_says_so(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = read(root)
+    (root / "train" / INDEX_FILE).unlink()
+    (root / "train" / INDEX_FILE).mkdir()  # a folder cannot be replaced, whoever runs this
+    shard_index._index_shards.cache_clear()
+    for _ in range(2):
+        assert read(root).pictures == whole.pictures
+    assert re.fullmatch(
+        rf"indexed 5 shards in {re.escape(str(root / 'train'))}; the index cannot be stored there "
+        r"\(.+\), so every start repeats this\n",
+        capsys.readouterr().err,
+    )
+
+
+# Layouts.
+
+
+def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
+    (root / "classes.txt").unlink()
+    assert read(root).classes == read(root, train=False).classes == ("0", "1", "2")
+    with_more = labelled(200, 3) | labelled(201, 3)
+    write_shard(root / "train/more.tar", with_more)
+    with pytest.raises(ValueError, match=r"class 3 \(label 3\) has 0 images in .*/test, and needs"):
+        read(root, train=False)
+    write_shard(root / "test/more.tar", with_more)
+    assert read(root, train=False).classes == ("0", "1", "2", "3")
+    shutil.rmtree(root / "train")
+    assert read(root, train=False).labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 2
+
+
+def test_a_fraction_of_each_class_is_for_testing(root: Path, tmp_path: Path) -> None:
+    shutil.copy(root / "classes.txt", root / "train")
+    for fraction, per_class in ((None, [3, 3, 3]), (0.5, [8, 8, 8])):
+        training, test = (read(root / "train", part, fraction) for part in (True, False))
+        assert test.labels.bincount().tolist() == per_class
+        assert sorted(names(training) + names(test)) == sorted(names(read(root)))
+        assert training.classes == CLASSES and training.split
+        assert training.fingerprint == test.fingerprint
+    moved = (root / "train").rename(tmp_path / "moved")
+    assert read(moved, True, 0.5).fingerprint == training.fingerprint
+    assert read(moved, True, 0.4).fingerprint != training.fingerprint
+    (moved / "000.tar").rename(moved / "other.tar")
+    assert read(moved, True, 0.5).fingerprint != training.fingerprint
+
+
+def test_validation_shards_are_for_testing_where_no_others_are(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = names(read(root, train=False))
+    shutil.copytree(root / "test", root / "val")
+    read(root)
+    assert capsys.readouterr().err.startswith(f"not used: {root / 'val'}; ")
+    shutil.rmtree(root / "test")
+    assert names(read(root, train=False)) == expected
+    with pytest.raises(ValueError, match=r"^data\.test_fraction: 0\.3 .* test images in val/$"):
+        read(root, train=True, test_fraction=0.3)
+
+
+def test_shards_are_recognized(root: Path, tmp_path: Path) -> None:
+    assert recognize(root) == "shards"
+    assert recognize(tmp_path) is recognize(root / "train") is None  # which could be any tar files
+    shutil.copy(root / "classes.txt", root / "train")
+    assert recognize(root / "train") == "shards"
+    config, _ = parse_train(["--data.root", str(root)])
+    assert (config.data.name, config.out) == ("shards", "runs/pets")
+
+
+def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
+    picture = encoded(0, "jpeg")
+    members = {
+        "./b/1.JPG": picture, "./b/1.cls": b" 1", "./b/1.json": b"{}", "./b/1.seg.png": b"mask",
+        "./a/1.Json": b'{"label": "0"}', "./a/1.txt": b"a caption", "./a/1.jpeg": picture,
+        "./README": b"", "./.hidden.jpg": b"", "./__MACOSX/2.jpg": b"", "note.txt": b"",
+    }  # fmt: skip
+    more = {f"x/y.z/{n}\u00e9 {'long' * 30}.png": picture for n in (4, 5)}
+    more |= {name.replace("png", "cls"): b"%d" % n for n, name in enumerate(more)}
+    write_shard(tmp_path / "0.tar", members | more)
+    parts = [read(tmp_path, part) for part in (True, False)]
+    found = dict(
+        pair for part in parts for pair in zip(names(part), part.labels.tolist(), strict=True)
+    )
+    assert found == {
+        "./b/1.JPG": 1,
+        "./a/1.jpeg": 0,
+        **dict(zip(list(more)[:2], (0, 1), strict=True)),
+    }
+    assert parts[0].pictures[0].open().read() == picture  # type: ignore[union-attr]
+
+
+# Mistakes.
+
+
+def rewrite(change: Callable[[dict[str, bytes]], Any]) -> Callable[[Path], None]:
+    """Change the members of train/001.tar."""
+
+    def spoil(root: Path) -> None:
+        path = root / "train/001.tar"
+        with tarfile.open(path) as tar:
+            members = {info.name: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
+        change(members)
+        write_shard(path, members)
+
+    return spoil
+
+
+def add(members: dict[str, bytes]) -> Callable[[Path], None]:
+    return rewrite(lambda old: old.update(members))
+
+
+def on_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def spoil(root: Path) -> None:
+        path = root / "train/001.tar"
+        path.write_bytes(change(path.read_bytes()))
+
+    return spoil
+
+
+def add_link(root: Path) -> None:
+    with tarfile.open(root / "train/001.tar", "a") as tar:
+        info = tarfile.TarInfo("0900.jpg")
+        info.type, info.linkname = tarfile.LNKTYPE, "0010.png"
+        tar.addfile(info)
+
+
+def add_again(root: Path) -> None:
+    with tarfile.open(root / "train/001.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo("0010.png"))
+
+
+def damage_header(content: bytes) -> bytes:
+    where = content.index(b"0014.webp")
+    return content[:where] + b"X" + content[where + 1 :]
+
+
+def classes_txt(content: bytes) -> Callable[[Path], Any]:
+    return lambda root: (root / "classes.txt").write_bytes(content)
+
+
+SHARD = r"ROOT/train/001\.tar"
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no root": (shutil.rmtree, r"ROOT contains no shards \(it does not exist\); data\.name=shards"),
+    "no train": (
+        lambda root: shutil.rmtree(root / "train"),
+        r"ROOT/train contains no shards \(it does not exist\); data\.name=shards needs train/\*\.t",
+    ),
+    "no test": (
+        lambda root: shutil.rmtree(root / "test"),
+        r"ROOT has no test/ \(it contains classes\.txt, train\); add test/\*\.tar .* ROOT/train to",
+    ),
+    "no shards in test": (
+        lambda root: [path.rename(f"{path}.old") for path in (root / "test").glob("*.tar")],
+        r"ROOT/test contains no shards \(it contains 000\.tar\.old, .*\); data\.name=shards needs",
+    ),
+    "compressed": (
+        lambda root: (root / "train/001.tar").rename(root / "train/001.tar.gz"),
+        r"ROOT/train contains compressed shards \(001\.tar\.gz\), in which no image .* decompress",
+    ),
+    "no tar": (
+        on_bytes(lambda content: b"These are images." * 99),
+        SHARD + r": not an uncompressed tar file \(.+\)$",
+    ),
+    "empty file": (
+        on_bytes(lambda content: b""), SHARD + r": not an uncompressed tar file \(empty file\)$",
+    ),
+    "empty tar": (rewrite(dict.clear), SHARD + r": no images in it \(\.jpg, .*\); delete the"),
+    "cut in an image": (
+        on_bytes(lambda content: content[: content.index(b"0019.json") - 700]),
+        SHARD + r": cut or damaged after 0019\.png, byte .* \(unexpected end of data\); copy or",
+    ),
+    "cut between members": (
+        on_bytes(lambda content: content[: content.index(b"0019.json")]),
+        SHARD + r": cut or damaged after 0019\.png, byte .*\(the end of the archive is missing\)",
+    ),
+    "damaged header": (
+        on_bytes(damage_header), SHARD + r": cut or damaged after 0013\.json, .*a damaged header",
+    ),
+    "joined by cat": (
+        on_bytes(lambda content: 2 * content), SHARD + r": cut or .* another tar file joined to it",
+    ),
+    "no label": (
+        rewrite(lambda members: members.pop("0012.cls")),
+        SHARD + r": 0012\.jpg has no label; expected is 0012\.cls that .*, or 0012\.json with a",
+    ),
+    "no image": (
+        rewrite(lambda members: members.pop("0012.jpg")),
+        SHARD + r": 0012\.cls has no image; expected is 0012\.jpg or another of \.jpg, ",
+    ),
+    "dots in names": (
+        add({"my.cat.jpg": b"", "my.cat.cls": b"0"}),
+        SHARD + r": my\.cat\.jpg has no image; expected is my\.jpg .* up to the first dot belong",
+    ),
+    "two images": (
+        add({"0012.png": b""}),
+        SHARD + r": 0012\.jpg and 0012\.png are images of one example, .*; keep one, or rename",
+    ),
+    "the same name twice": (add_again, SHARD + r": 0010\.png and 0010\.png are images of one exam"),
+    "a link": (add_link, SHARD + r": 0900\.jpg is a link or sparse, .* tar --dereference"),
+    "text as label": (
+        add({"0012.cls": b"cat"}),
+        SHARD + r": the label in 0012\.cls is 'cat'; it must be a whole number, 0 or more$",
+    ),
+    "negative label": (add({"0012.cls": b"-1"}), SHARD + r": the label in 0012\.cls is '-1'; it m"),
+    "bytes as label": (add({"0012.cls": b"\xff\0"}), SHARD + r": the label in 0012\.cls is '\S+'"),
+    "fraction as label": (add({"0013.json": b'{"label": 1.5}'}), SHARD + r": .*13\.json is '1\.5'"),
+    "true as label": (add({"0013.json": b'{"label": true}'}), SHARD + r": .*13\.json is 'True';"),
+    "long label": (add({"0012.cls": b"9" * 5000}), SHARD + r": the label in 0012\.cls is '9{60}\."),
+    "no JSON": (
+        add({"0013.json": b"{"}),
+        SHARD + r': 0013\.json is not a JSON object with a "label"$',
+    ),
+    "no label in JSON": (add({"0013.json": b'{"class": 1}'}), SHARD + r": 0013\.json is not a J"),
+    "a list as JSON": (add({"0013.json": b"[1]"}), SHARD + r": 0013\.json is not a JSON object"),
+    "label beyond the list": (
+        add({"0012.cls": b"3"}),
+        r"0012\.jpg in " + SHARD + r" has the label 3, but ROOT/classes\.txt names 3 classes, 0 to",
+    ),
+    "label beyond a gap": (
+        lambda root: ((root / "classes.txt").unlink(), add({"0012.cls": b"999999999"})(root)),
+        r"no image has the label 3, but 0012\.jpg in " + SHARD + r" has the label 999999999; num",
+    ),
+    "a class without images": (
+        classes_txt(b"cat\ndog\nowl\nemu"),
+        r"class emu \(label 3\) has 0 images in ROOT/train, and needs at least 1; add some, or",
+    ),
+    "one class": (classes_txt(b"cat"), r"ROOT has a single class, cat; a classifier needs at"),
+    "a class twice": (classes_txt(b"a\nb\na"), r"ROOT/classes\.txt, line 3: a is already in line"),
+    "an empty line": (classes_txt(b"a\n\nb"), r"ROOT/classes\.txt, line 2: the name of a class"),
+    "no classes": (classes_txt(b"\n"), r"ROOT/classes\.txt is empty; it needs a class"),
+    "not UTF-8": (classes_txt(b"a\xff"), r"ROOT/classes\.txt is not UTF-8 text \("),
+    "an image that cannot be read": (
+        add({"0012.jpg": b"I am a picture."}),
+        r"0012\.jpg in " + SHARD + r" cannot be read as an image: unknown format; replace",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_line_that_names_shard_and_member(root: Path, case: str) -> None:
+    spoil, words = WRONG[case]
+    spoil(root)
+    with pytest.raises(ValueError) as info:
+        load_training(DataConfig(name="shards", root=str(root), memory_gb=0), seed=0)
+    assert "\n" not in str(info.value)
+    assert re.match(
+        rf"data\.root: {words.replace('ROOT', re.escape(str(root)))}", str(info.value)
+    ), info.value
+
+
+def test_unreadable_images_are_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add({"0012.jpg": b"I am a picture."})(root)
+    capsys.readouterr()
+    images = load("shards", root, train=True, on_bad_image="skip")
+    assert len(images) == 47
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"skipped 1 of 48 images in {root / 'train'} that cannot be read: "
+        f"0012.jpg in {root / 'train/001.tar'}"
+    )
+    bad = {f"{n:04d}.{kind}": b"" for n in range(48, 52) for kind in ("png", "webp", "jpg")}
+    with tarfile.open(root / "test/000.tar") as tar:
+        present = {info.name: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
+    write_shard(
+        root / "test/000.tar", {name: bad.get(name, content) for name, content in present.items()}
+    )
+    with pytest.raises(ValueError, match=r"test contains no readable image of class cat \(it cont"):
+        load("shards", root, train=False, on_bad_image="skip")
