@@ -316,8 +316,12 @@ class AugmentConfig:
     def changes_images(self) -> bool:
         """Whether an image or its target ever differs from one epoch to the next."""
         crops = self.crop == "resized" or self.crop_padding
-        mixes = self.mix_share and (self.mixup or self.cutmix)
-        return bool(crops or self.flip or self.rand_ops or self.erasing or mixes)
+        return bool(crops or self.flip or self.rand_ops or self.erasing or self.mixes)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are ever mixed with others of the batch."""
+        return bool(self.mix_share and (self.mixup or self.cutmix))
 
 
 @settings("optim")

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from vit.config import AugmentConfig
 from vit.data.augment import augment, shrink
 from vit.data.datasets import ImageSet
+from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
-from vit.seeding import fold_in, generator
+from vit.seeding import fold_in
 from vit.training.compile import Compilation
 from vit.training.distributed import World
 from vit.training.optim import set_lr
@@ -28,7 +29,8 @@ from vit.training.state import TrainState
 class TrainingStep:
     """One optimizer step; the training loop, the time budget and the benchmarks all call it.
 
-    Every random number in it is a function of the seed, the step number and the process.
+    Every random number in it is a function of the seed, the step number and, for augmentation, the
+    position of an image in the whole batch, for dropout the process.
 
     Attributes:
         state: The state that is trained; changed in place.
@@ -111,7 +113,7 @@ class TrainingStep:
             images,
             targets,
             self.preprocess,
-            generator(self._process_seed(), "augment", step, device=device),
+            self._draws(len(images), device),
             crop_padding=settings.crop_padding,
             crop_scale=settings.crop_scale if settings.crop == "resized" else None,
             flip=settings.flip,
@@ -180,6 +182,12 @@ class TrainingStep:
             hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
             result += torch.stack((loss.detach(), hits)) / self.accumulate
         return result
+
+    def _draws(self, count: int, device: torch.device) -> Draws:
+        """Return the random numbers of the step for this process's images, its part of a batch."""
+        first = self.world.rank * count
+        seed = fold_in(self.seed, "augment", self.state.step)
+        return Draws(seed, self.world.size * count, slice(first, first + count), device)
 
     def _process_seed(self) -> int:
         """Return the seed of this process; the first one uses that of a single-process run."""
