@@ -162,7 +162,8 @@ class ModelConfig:
         norm_eps: epsilon of layer norms
         act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
         drop_rate: dropout rate before the classification head
-        attn_drop_rate: dropout rate of the attention weights
+        attn_drop_rate: dropout rate of the attention weights; above 0, training takes
+            attn_kernel=math
         proj_drop_rate: dropout rate after the projections in attention and MLP
         drop_path_rate: stochastic depth rate of the last block, increasing linearly from 0 in the
             first (arXiv 1603.09382)
