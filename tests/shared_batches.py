@@ -1,4 +1,4 @@
-"""Train the same run with 1, 2 and 4 processes: python shared_batches.py FOLDER EPOCHS."""
+"""Train one run with 1, 2 and 4 processes: python shared_batches.py FOLDER EPOCHS OPTIMIZER."""
 
 import os
 import sys
@@ -18,25 +18,26 @@ from vit.training.trainer import build_loop, load_data, open_tracker
 COUNTS = (1, 2, 4)
 
 
-def everything_on(out: Path, epochs: int = 2) -> Config:
+def everything_on(out: Path, epochs: int = 2, optimizer: str = "muon") -> Config:
     """A run with every kind of augmentation and dropout, but no batch norm; 5 steps per epoch."""
     return small(
         out,
         data={"val_size": 0},
         model={"stem": "linear"},
         augment={"rand_ops": 2, "mixup": 0.5, "cutmix": 0.5, "erasing": 0.5},
+        optim={"name": optimizer},
         train={"epochs": epochs},
         track={"every": 1, "probes": 0},
     )
 
 
-def work(rank: int, size: int, folder: Path, epochs: int) -> None:
+def work(rank: int, size: int, folder: Path, epochs: int, optimizer: str) -> None:
     """Train as one of several processes, which meet in a file."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), MEETING: f"file://{folder}/meeting_{size}"
     }  # fmt: skip
-    config = everything_on(folder / str(size), epochs)
+    config = everything_on(folder / str(size), epochs, optimizer)
     with join_world(CPU) as world:
         env = Environment(CPU, torch.float32, world, StopRequest())
         training, held_out = load_data(config, None, env)
@@ -47,5 +48,5 @@ def work(rank: int, size: int, folder: Path, epochs: int) -> None:
 
 if __name__ == "__main__":
     for count in COUNTS:
-        arguments = (count, Path(sys.argv[1]), int(sys.argv[2]))
+        arguments = (count, Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
         start_processes(work, arguments, count, start_method="fork")  # without new imports
