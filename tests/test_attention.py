@@ -232,7 +232,8 @@ def test_dropout_scales_what_it_keeps_and_returns_the_weights_before_it():
     query = query.expand(draws, QUERIES, WIDTH)
 
     # With the identity as value the output is the weights after dropout.
-    kept, weights = scaled_dot_product_attention(query, key, torch.eye(KEYS).double(), None, 0.25)
+    identity, dropout = torch.eye(KEYS).double(), nn.Dropout(0.25)
+    kept, weights = scaled_dot_product_attention(query, key, identity, dropout=dropout)
 
     _, expected = scaled_dot_product_attention(query, key, torch.eye(KEYS).double())
     assert_close(weights, expected, rtol=0, atol=1e-12)

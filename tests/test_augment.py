@@ -20,8 +20,10 @@ from vit.data.augment import (
     random_crop,
     random_erasing,
     random_flip,
+    random_resized_crop,
     shrink,
 )
+from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
 
@@ -31,22 +33,30 @@ ALL = {
     "crop_padding": 4, "flip": True, "rand_ops": 2, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0
 }  # fmt: skip
 
-# Each function as Generator, images and targets -> tensors.
-FUNCTIONS: dict[str, Callable[[Generator, Tensor, Tensor], tuple[Tensor, ...]]] = {
-    "random_crop": lambda g, x, _: (random_crop(x, 4, g),),
-    "random_flip": lambda g, x, _: (random_flip(x, g),),
-    "rand_augment": lambda g, x, _: (rand_augment(x, 2, 9.0, g),),
-    "random_erasing": lambda g, x, _: (random_erasing(x.float(), 0.5, g),),
-    "mixup_shares": lambda g, x, _: (mixup_shares(x.float(), 0.8, g),),
-    "cutmix_shares": lambda g, x, _: (cutmix_shares(x.float(), 1.0, g),),
-    "mix": lambda g, x, y: mix(x.float(), y, torch.full_like(x[:, :1], 0.3, dtype=y.dtype), g),
-    "augment": lambda g, x, y: augment(x, y, CIFAR10, g, **ALL),
+# Each function as draws, images and targets -> tensors.
+FUNCTIONS: dict[str, Callable[[Draws, Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "random_crop": lambda d, x, _: (random_crop(x, 4, d),),
+    "random_resized_crop": lambda d, x, _: (random_resized_crop(x, (24, 40), (0.3, 1), d),),
+    "random_flip": lambda d, x, _: (random_flip(x, d),),
+    "rand_augment": lambda d, x, _: (rand_augment(x, 2, 9.0, d),),
+    "random_erasing": lambda d, x, _: (random_erasing(x.float(), 0.5, d),),
+    "mixup_shares": lambda d, x, _: (mixup_shares(x.float(), 0.8, d),),
+    "cutmix_shares": lambda d, x, _: (cutmix_shares(x.float(), 1.0, d),),
+    "augment": lambda d, x, y: augment(x, y, CIFAR10, d, **ALL),
+    "augment with resized crops": lambda d, x, y: augment(
+        x, y, CIFAR10, d, crop_scale=(0.3, 1), **ALL
+    ),
 }
 with_functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
 
 def seeded(seed: int = 0) -> Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def draws(count: int, seed: int = 0) -> Draws:
+    """The random numbers of a whole batch."""
+    return Draws(seed, count)
 
 
 def draw_images(count: int, height: int = 32, width: int = 32) -> Tensor:
@@ -77,34 +87,65 @@ def chi_square(counts: Tensor) -> float:
 
 
 @with_functions
-def test_draws_come_from_the_generator_alone_and_inputs_stay(function):
+def test_results_depend_on_the_draws_alone_and_inputs_stay(function):
     images, targets = draw_images(20), draw_targets(20)
     torch.manual_seed(0)
-    first = function(seeded(), images, targets)
+    first = function(draws(20), images, targets)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    again = function(seeded(), images, targets)
+    again = function(draws(20), images, targets)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
-    other = function(seeded(1), images, targets)
+    other = function(draws(20, 1), images, targets)
     assert not torch.equal(first[0], other[0])
     assert torch.equal(images, draw_images(20)) and torch.equal(targets, draw_targets(20))
+
+
+@with_functions
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_parts_of_a_batch_are_augmented_like_the_whole_batch(function, parts):
+    """Also where a part begins within a block of the noise of random erasing."""
+    count = 48
+    images, targets = draw_images(count), draw_targets(count)
+    whole = function(draws(count), images, targets)
+    for start in range(0, count, count // parts):
+        part = slice(start, start + count // parts)
+        results = function(Draws(0, count, part), images[part], targets[part])
+        for result, expected in zip(results, whole, strict=True):
+            assert torch.equal(result, expected[part])
+
+
+@pytest.mark.parametrize("option", ALL)
+def test_parts_are_augmented_alike_with_each_option_alone(option):
+    images, targets = draw_images(12), draw_targets(12)
+    whole = augment(images, targets, CIFAR10, draws(12), **{option: ALL[option]})
+    part = slice(6, 12)
+    alone = Draws(0, 12, part)
+    results = augment(images[part], targets[part], CIFAR10, alone, **{option: ALL[option]})
+    assert all(torch.equal(x, y[part]) for x, y in zip(results, whole, strict=True))
+
+
+def test_draws_for_another_number_of_images_are_refused():
+    with pytest.raises(
+        ValueError, match=r"draws: for 8 images, but the batch has 4; .*\(seed, 4\)"
+    ):
+        augment(draw_images(4), draw_targets(4), CIFAR10, draws(8))
 
 
 @pytest.mark.parametrize("function", [random_erasing, mix])
 def test_float_inputs_stay(function):
     images = draw_images(20).float()
     if function is mix:
-        mix(images, draw_targets(20), torch.full((20, 1, 32, 32), 0.3), seeded())
+        mix(images, draw_targets(20), torch.full((20, 1, 32, 32), 0.3))
     else:
-        random_erasing(images, 1.0, seeded())
+        random_erasing(images, 1.0, draws(20))
     assert torch.equal(images, draw_images(20).float())
 
 
 @with_functions
 @pytest.mark.parametrize("count", [1, 2])
 def test_small_batches(function, count):
-    for result in function(seeded(), draw_images(count), draw_targets(count)):
+    for result in function(draws(count), draw_images(count), draw_targets(count)):
         assert len(result) == count
         assert result.float().isfinite().all()
 
@@ -122,7 +163,7 @@ def test_small_batches(function, count):
 )
 def test_each_image_draws_its_own_parameters(name, least):
     images, targets = draw_images(1).expand(200, -1, -1, -1), draw_targets(1).expand(200, -1)
-    results = FUNCTIONS[name](seeded(), images, targets)[0]
+    results = FUNCTIONS[name](draws(200), images, targets)[0]
     assert len(results.flatten(1).unique(dim=0)) >= least
 
 
@@ -151,7 +192,7 @@ def crops(images: Tensor, padding: int) -> Tensor:
 )
 def test_random_crop_is_a_crop_of_the_reflected_image(count, height, width, padding):
     images = draw_images(count, height, width)
-    result = random_crop(images, padding, seeded())
+    result = random_crop(images, padding, draws(len(images)))
     assert result.dtype == torch.uint8 and result.shape == images.shape
     matches = (crops(images, padding) == result).flatten(2).all(2)
     assert (matches.sum(0) == 1).all()
@@ -163,14 +204,14 @@ def test_random_crop_is_a_crop_of_the_reflected_image(count, height, width, padd
 
 def test_random_crop_by_as_much_as_reflection_can():
     images = draw_images(100, 4, 4)
-    matches = (crops(images, 3) == random_crop(images, 3, seeded())).flatten(2).all(2)
+    matches = (crops(images, 3) == random_crop(images, 3, draws(len(images)))).flatten(2).all(2)
     assert matches.any(0).all()
     assert (matches.sum(0) > 1).any()  # shifts of 3 and -3 both turn 4 pixels round
 
 
 def test_random_crop_without_padding_changes_nothing():
     images = draw_images(5)
-    assert torch.equal(random_crop(images, 0, seeded()), images)
+    assert torch.equal(random_crop(images, 0, draws(len(images))), images)
 
 
 # Flip.
@@ -178,7 +219,7 @@ def test_random_crop_without_padding_changes_nothing():
 
 def test_random_flip_mirrors_half_of_the_images():
     images = draw_images(2000, 3, 4)
-    result = random_flip(images, seeded())
+    result = random_flip(images, draws(2000))
     same = (result == images).flatten(1).all(1)
     mirrored = (result == images.flip(3)).flatten(1).all(1)
     assert (same ^ mirrored).all()
@@ -201,7 +242,7 @@ def simulate_boxes(sides: np.ndarray, size: int, rng: np.random.Generator) -> np
 @pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
 def test_random_erasing_fills_one_box_in_some_images(probability):
     images = torch.full((3000, 3, 32, 32), 100.0)
-    result = random_erasing(images, probability, seeded())
+    result = random_erasing(images, probability, draws(3000))
     changed = result != 100
     assert (changed == changed[:, :1]).all()
     changed = changed[:, 0]
@@ -224,7 +265,7 @@ def test_random_erasing_fills_one_box_in_some_images(probability):
 
 def test_random_erasing_boxes_have_the_areas_and_shapes_of_the_paper():
     count, size = 4000, 64
-    result = random_erasing(torch.full((count, 1, size, size), 100.0), 1.0, seeded())
+    result = random_erasing(torch.full((count, 1, size, size), 100.0), 1.0, draws(count))
     changed = result[:, 0] != 100
     visible = changed.float().mean((1, 2))
     rng = np.random.default_rng(0)
@@ -247,7 +288,7 @@ def test_random_erasing_boxes_have_the_areas_and_shapes_of_the_paper():
 
 @pytest.mark.parametrize("alpha", [0.1, 0.8, 1.0, 4.0])
 def test_mixup_shares_are_beta_distributed_and_constant(alpha):
-    shares = mixup_shares(torch.zeros(20_000, 3, 2, 3), alpha, seeded())
+    shares = mixup_shares(torch.zeros(20_000, 3, 2, 3), alpha, draws(20_000))
     assert shares.shape == (20_000, 1, 2, 3)
     assert (shares == shares[:, :, :1, :1]).all()
     drawn = shares[:, 0, 0, 0]
@@ -261,7 +302,7 @@ def test_mixup_shares_are_beta_distributed_and_constant(alpha):
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_cutmix_shares_are_zero_in_one_box(alpha):
     count, size = 4000, 32
-    shares = cutmix_shares(torch.zeros(count, 3, size, size), alpha, seeded())
+    shares = cutmix_shares(torch.zeros(count, 3, size, size), alpha, draws(count))
     assert shares.shape == (count, 1, size, size)
     assert ((shares == 0) | (shares == 1)).all()
     box = shares[:, 0] == 0
@@ -278,7 +319,7 @@ def test_cutmix_shares_are_zero_in_one_box(alpha):
 
 
 def test_boxes_favour_no_side():
-    shares = cutmix_shares(torch.zeros(20_000, 3, 4, 4), 1.0, seeded())
+    shares = cutmix_shares(torch.zeros(20_000, 3, 4, 4), 1.0, draws(20_000))
     often = (1 - shares).mean((0, 1))
     for other in (often.flip(0), often.flip(1), often.T):
         torch.testing.assert_close(often, other, rtol=0, atol=0.02)
@@ -288,11 +329,11 @@ def test_boxes_favour_no_side():
 # Mixing.
 
 
-def test_mix_blends_each_image_and_target_with_one_other():
-    count = 50
+@pytest.mark.parametrize("count", [50, 7, 1])
+def test_mix_blends_each_image_and_target_with_its_neighbour(count):
     images, targets = draw_images(count, 4, 5).double(), draw_targets(count).double()
     shares = torch.rand(count, 1, 4, 5, generator=seeded(1), dtype=torch.float64)
-    mixed, mixed_targets = mix(images, targets, shares, seeded())
+    mixed, mixed_targets = mix(images, targets, shares)
     partners = []
     for image, target, share, result, result_target in zip(
         images, targets, shares, mixed, mixed_targets, strict=True
@@ -302,26 +343,16 @@ def test_mix_blends_each_image_and_target_with_one_other():
         partners.append(partner.item())
         expected = share.mean() * target + (1 - share.mean()) * targets[partner]
         torch.testing.assert_close(result_target, expected, rtol=0, atol=1e-12)
-    assert sorted(partners) == list(range(count))
-
-
-def test_any_other_image_is_as_likely_as_another():
-    images, targets = plain_images(4, size=1)
-    alone = torch.zeros(4, 1, 1, 1)
-    drawn = [mix(images.float(), targets, alone, seeded(n))[0].flatten(1)[:, 0] for n in range(800)]
-    for column in torch.stack(drawn).T:
-        assert chi_square(torch.bincount(column.long(), minlength=4)) < 20  # 3 degrees of freedom
+    pairs = {50: [n + 1 - 2 * (n % 2) for n in range(50)], 7: [1, 0, 3, 2, 5, 4, 5], 1: [0]}
+    assert partners == pairs[count]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_mix_takes_whole_images_exactly(share):
     images, targets = CIFAR10.normalize(draw_images(20)), draw_targets(20)
-    mixed, mixed_targets = mix(images, targets, torch.full((20, 1, 32, 32), share), seeded())
-    if share:
-        assert torch.equal(mixed, images) and torch.equal(mixed_targets, targets)
-    else:
-        order = (mixed.flatten(1)[:, None] == images.flatten(1)).all(2).long().argmax(1)
-        assert torch.equal(mixed, images[order]) and torch.equal(mixed_targets, targets[order])
+    mixed, mixed_targets = mix(images, targets, torch.full((20, 1, 32, 32), share))
+    order = torch.arange(20) if share else torch.arange(20).view(10, 2).flip(1).flatten()
+    assert torch.equal(mixed, images[order]) and torch.equal(mixed_targets, targets[order])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +360,7 @@ def test_mix_takes_whole_images_exactly(share):
 )
 def test_target_weights_are_pixel_weights(options):
     images, targets = plain_images(200)
-    mixed, weights = augment(images, targets, BYTES, seeded(), **options)
+    mixed, weights = augment(images, targets, BYTES, draws(len(images)), **options)
     values = torch.arange(200.0)
     assert weights.min() >= 0
     torch.testing.assert_close(weights.sum(1), torch.ones(200), rtol=0, atol=1e-5)
@@ -338,7 +369,7 @@ def test_target_weights_are_pixel_weights(options):
 
 def test_cutmix_pixels_come_from_the_image_or_one_other():
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, BYTES, seeded(), cutmix=1.0)
+    mixed, weights = augment(images, targets, BYTES, draws(len(images)), cutmix=1.0)
     mixed = mixed.round().long()
     assert (mixed == mixed[:, :1]).all()
     for number, (pixels, weight) in enumerate(zip(mixed[:, 0], weights, strict=True)):
@@ -358,7 +389,7 @@ def test_cutmix_pixels_come_from_the_image_or_one_other():
 @pytest.mark.parametrize("seed", range(3))
 def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, BYTES, seeded(seed), **options)
+    mixed, weights = augment(images, targets, BYTES, draws(len(images), seed), **options)
     partnered = (weights > 0).sum(1) == 2  # neither itself, nor covered by the box
     constant = (mixed - mixed[:, :1, :1, :1]).abs().flatten(1).amax(1) < 1e-3
     blended = (partnered & constant).sum().item()
@@ -375,7 +406,7 @@ def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
 
 def test_augment_with_all_off_only_normalises():
     images, targets = draw_images(10), draw_targets(10)
-    result, result_targets = augment(images, targets, CIFAR10, seeded())
+    result, result_targets = augment(images, targets, CIFAR10, draws(len(images)))
     assert torch.equal(result, CIFAR10.normalize(images))
     assert torch.equal(result_targets, targets)
 
@@ -385,21 +416,23 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
     images, targets = draw_images(30), draw_targets(30)
     options = {"crop_padding": 3, "flip": True, "erasing": 0.4}
     result, result_targets = augment(
-        images, targets, CIFAR10, seeded(), **options, **({mixed: 0.7} if mixed else {})
+        images, targets, CIFAR10, draws(30), **options, **({mixed: 0.7} if mixed else {})
     )
-    generator = seeded()
-    x = random_flip(random_crop(images, 3, generator), generator)
-    x = random_erasing(CIFAR10.normalize(x), 0.4, generator)
+    numbers = draws(30)
+    x = random_flip(random_crop(images, 3, numbers), numbers)
+    x = random_erasing(CIFAR10.normalize(x), 0.4, numbers)
     if mixed:
-        shares = (mixup_shares if mixed == "mixup" else cutmix_shares)(x, 0.7, generator)
-        x, targets = mix(x, targets, shares, generator)
+        shares = (mixup_shares if mixed == "mixup" else cutmix_shares)(x, 0.7, numbers)
+        x, targets = mix(x, targets, shares)
     assert torch.equal(result, x) and torch.equal(result_targets, targets)
 
 
 @pytest.mark.parametrize("option", ALL)
 def test_every_option_has_its_effect_alone(option):
     images, targets = draw_images(30), draw_targets(30)
-    result, result_targets = augment(images, targets, CIFAR10, seeded(), **{option: ALL[option]})
+    result, result_targets = augment(
+        images, targets, CIFAR10, draws(len(images)), **{option: ALL[option]}
+    )
     assert result.dtype == result_targets.dtype == torch.float32
     assert result.shape == images.shape and result_targets.shape == targets.shape
     assert not torch.equal(result, CIFAR10.normalize(images))
@@ -408,7 +441,7 @@ def test_every_option_has_its_effect_alone(option):
 
 def test_noise_of_erasing_is_not_normalised_again():
     images = torch.zeros(300, 3, 32, 32, dtype=torch.uint8)
-    result, _ = augment(images, draw_targets(300), CIFAR10, seeded(), erasing=1.0)
+    result, _ = augment(images, draw_targets(300), CIFAR10, draws(300), erasing=1.0)
     noise = result[result != CIFAR10.normalize(images)]
     assert noise.mean().item() == pytest.approx(0, abs=0.02)
     assert noise.std().item() == pytest.approx(1, abs=0.02)
@@ -417,7 +450,7 @@ def test_noise_of_erasing_is_not_normalised_again():
 @pytest.mark.parametrize("seed", range(3))
 def test_targets_stay_probabilities(seed):
     targets = torch.softmax(torch.randn(64, 10, generator=seeded(5)), dim=1)
-    _, result = augment(draw_images(64), targets, CIFAR10, seeded(seed), **ALL)
+    _, result = augment(draw_images(64), targets, CIFAR10, draws(64, seed), **ALL)
     assert result.min() >= 0
     torch.testing.assert_close(result.sum(1), torch.ones(64), rtol=0, atol=1e-5)
 

@@ -1,5 +1,6 @@
 """train.py with several processes on a CPU: they are one run, whatever ends them."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,11 +14,12 @@ import yaml
 
 from small_runs import WILD, assert_same, command, environment, small, start, steps_logged, wait
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
-from vit.config import Config, to_dict
+from vit.config import AugmentConfig, Config, to_dict
 from vit.hardware import cores_to_use
 from vit.run_folder import lock_run, prepare_run
 from vit.training.environment import claim_run
 from vit.training.processes import choose_processes
+from vit.training.rules import check_processes
 from vit.training.trainer import train
 
 PAIR: dict[str, Any] = {"train": {"processes": 2}}
@@ -40,6 +42,7 @@ def settings(**train: Any) -> Config:
         ({"batch_size": 63}, 2, 1),
         ({"accumulate": 2}, 8, 2),
         ({"freeze": "backbone"}, 2, 1),
+        ({"batch_size": 66}, 2, 2),
         ({"processes": 1}, 2, 1),
         ({"processes": 8}, 2, 8),
     ],
@@ -48,6 +51,18 @@ def test_a_process_for_each_core_that_has_enough_to_do(
     train: dict[str, Any], cores: int, count: int
 ) -> None:
     assert choose_processes(settings(**train), None, cores) == count
+
+
+def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
+    odd = settings(batch_size=66)
+    mixed = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1))
+    never = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1, mix_share=0.0))
+    assert [choose_processes(c, None, 2) for c in (odd, mixed, never)] == [2, 1, 2]
+    text = r"batch_size: 66 is an odd number .* 2 processes, .* a multiple of 4$"
+    with pytest.raises(ValueError, match=text):
+        check_processes(mixed, 2)
+    for config, processes in ((odd, 2), (never, 2), (mixed, 1), (mixed, 3)):
+        check_processes(config, processes)
 
 
 def test_a_run_keeps_its_number_of_processes() -> None:

@@ -8,6 +8,7 @@ from torchvision.transforms.autoaugment import RandAugment, _apply_op
 
 from vit.config import STRONGEST
 from vit.data.datasets import load
+from vit.data.draws import Draws
 from vit.data.rand_augment import OPERATIONS, apply_operations, rand_augment
 
 # Operations that torchvision gives a sign.
@@ -74,7 +75,7 @@ def test_operations_are_drawn_evenly_both_ways() -> None:
     """Of one image many times: each operation and way leaves its own picture."""
     image = load("shapes", "", train=True, count=1).images
     count = 9_200
-    changed = rand_augment(image.expand(count, -1, -1, -1), 1, 9, seeded())
+    changed = rand_augment(image.expand(count, -1, -1, -1), 1, 9, Draws(0, count))
     numbers = torch.arange(len(OPERATIONS))
     pictures = {}
     for sign in (1, -1):
@@ -95,10 +96,10 @@ def test_operations_are_drawn_evenly_both_ways() -> None:
 
 
 def test_several_operations_follow_each_other(images: Tensor) -> None:
-    generator = seeded()
-    step_by_step = rand_augment(rand_augment(images, 1, 9, generator), 1, 9, generator)
-    assert torch.equal(rand_augment(images, 2, 9, seeded()), step_by_step)
-    assert torch.equal(rand_augment(images, 0, 9, seeded()), images)
+    draws = Draws(0, len(images))
+    step_by_step = rand_augment(rand_augment(images, 1, 9, draws), 1, 9, draws)
+    assert torch.equal(rand_augment(images, 2, 9, Draws(0, len(images))), step_by_step)
+    assert torch.equal(rand_augment(images, 0, 9, draws), images)
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), (3, 50, 20), (1, 24, 40)])

@@ -1,6 +1,7 @@
 """Random resized crops, compared with torchvision's."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from vit.config import DataConfig
 from vit.data.augment import augment, random_boxes, random_resized_crop, resized_crop
+from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import draw_shapes
 
@@ -24,7 +26,7 @@ def test_boxes_are_cut_and_resized_as_in_torchvision() -> None:
     """The way of a GPU, one matrix product for all; a CPU calls torchvision itself."""
     images, _, _ = draw_shapes(40, seed=0)
     images = torch.cat([images, images.flip(2)], dim=3)  # not square
-    boxes = random_boxes(images, (0.08, 1.0), seeded())
+    boxes = random_boxes(images, (0.08, 1.0), Draws(0, 40))
     for size in ((32, 32), (20, 56), (7, 3)):
         found = resized_crop(images, boxes, size)
         expected = torch.stack(
@@ -35,7 +37,7 @@ def test_boxes_are_cut_and_resized_as_in_torchvision() -> None:
         )
         assert found.dtype == torch.uint8 and found.shape == expected.shape
         assert (found.int() - expected.int()).abs().max() <= 1  # torchvision rounds twice
-        assert torch.equal(random_resized_crop(images, size, (0.08, 1.0), seeded()), expected)
+        assert torch.equal(random_resized_crop(images, size, (0.08, 1.0), Draws(0, 40)), expected)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_boxes_are_distributed_as_in_torchvision(
     size: tuple[int, int], scale: tuple[float, float]
 ) -> None:
     count = 2_000
-    found = random_boxes(torch.empty(count, 1, *size), scale, seeded())
+    found = random_boxes(torch.empty(count, 1, *size), scale, Draws(0, count))
     draw, image = v2.RandomResizedCrop(size, scale), torch.empty(1, *size)
     torch.manual_seed(0)
     drawn = [draw.make_params([image]) for _ in range(count)]
@@ -61,12 +63,13 @@ def test_boxes_are_distributed_as_in_torchvision(
 
 
 def test_an_image_in_which_no_box_fits_is_cropped_at_its_centre() -> None:
-    boxes = random_boxes(torch.empty(5, 3, 10, 100), (1.0, 1.0), seeded())
+    boxes = random_boxes(torch.empty(5, 3, 10, 100), (1.0, 1.0), Draws(0, 5))
     assert boxes.tolist() == [[0, 43, 10, 13]] * 5
 
 
 def test_training_images_of_any_size_become_those_of_the_model() -> None:
     images = torch.randint(256, (8, 3, 37, 50), dtype=torch.uint8, generator=seeded())
-    found, _ = augment(images, torch.eye(8), CIFAR10, seeded(), crop_padding=4, crop_scale=(0.5, 1))
-    expected = random_resized_crop(images, (32, 32), (0.5, 1), seeded())
+    settings: dict[str, Any] = {"crop_padding": 4, "crop_scale": (0.5, 1)}
+    found, _ = augment(images, torch.eye(8), CIFAR10, Draws(0, 8), **settings)
+    expected = random_resized_crop(images, (32, 32), (0.5, 1), Draws(0, 8))
     assert torch.equal(found, CIFAR10.normalize(expected))

@@ -844,8 +844,8 @@ def test_gradients_are_finite_differences(variant, monkeypatch):
         """Return the logit with one weight of one layer nudged and all later layers following."""
         calls = itertools.count()
 
-        def nudged(query, key, value, mask=None, dropout_p=0.0):
-            weights = attend(query, key, value, mask, dropout_p)[1]
+        def nudged(query, key, value, mask=None, dropout=None):
+            weights = attend(query, key, value, mask, dropout)[1]
             if next(calls) == layer:
                 weights[0][place] += step
             return weights @ value, weights

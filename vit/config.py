@@ -164,7 +164,8 @@ class ModelConfig:
         norm_eps: epsilon of layer norms
         act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
         drop_rate: dropout rate before the classification head
-        attn_drop_rate: dropout rate of the attention weights
+        attn_drop_rate: dropout rate of the attention weights; above 0, training takes
+            attn_kernel=math
         proj_drop_rate: dropout rate after the projections in attention and MLP
         drop_path_rate: stochastic depth rate of the last block, increasing linearly from 0 in the
             first (arXiv 1603.09382)
@@ -318,8 +319,12 @@ class AugmentConfig:
     def changes_images(self) -> bool:
         """Whether an image or its target ever differs from one epoch to the next."""
         crops = self.crop == "resized" or self.crop_padding
-        mixes = self.mix_share and (self.mixup or self.cutmix)
-        return bool(crops or self.flip or self.rand_ops or self.erasing or mixes)
+        return bool(crops or self.flip or self.rand_ops or self.erasing or self.mixes)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are ever mixed with others of the batch."""
+        return bool(self.mix_share and (self.mixup or self.cutmix))
 
 
 @settings("optim")

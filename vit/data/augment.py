@@ -1,15 +1,16 @@
 """Augmentation of whole batches on their device, with separate random parameters for each image.
 
-All random numbers come from the generator that is passed in. Shapes: B batch, C classes, H height,
-W width.
+All random numbers come from the `Draws` that are passed in. Shapes: B batch, C classes, H height, W
+width.
 """
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
+from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
 
@@ -20,7 +21,7 @@ def augment(
     images: Tensor,
     targets: Tensor,
     preprocess: Preprocess,
-    generator: Generator,
+    draws: Draws,
     crop_padding: int = 0,
     crop_scale: tuple[float, float] | None = None,
     flip: bool = False,
@@ -36,7 +37,7 @@ def augment(
         images: (B, channels, height, width) uint8, of any size with crop_scale, else H x W.
         targets: (B, C) float, probabilities of the classes.
         preprocess: Gives H and W, and normalizes the images.
-        generator: On the images' device.
+        draws: Random numbers for these images, on their device.
         crop_padding: Padding of the random crop in pixels, see `random_crop`; 0 disables it.
         crop_scale: Fractions of the area that are cut out and resized instead, see
             `random_resized_crop`; None disables this.
@@ -49,46 +50,52 @@ def augment(
 
     Returns:
         Images (B, channels, H, W) float32, normalized, and targets (B, C).
+
+    Raises:
+        ValueError: The draws are for another number of images.
     """
+    if len(images) != len(draws.part):
+        raise ValueError(
+            f"draws: for {len(draws.part)} images, but the batch has {len(images)}; use "
+            f"Draws(seed, {len(images)})"
+        )
     if crop_scale is not None:
-        images = random_resized_crop(images, preprocess.image_size, crop_scale, generator)
+        images = random_resized_crop(images, preprocess.image_size, crop_scale, draws)
     elif crop_padding:
-        images = random_crop(images, crop_padding, generator)
+        images = random_crop(images, crop_padding, draws)
     if flip:
-        images = random_flip(images, generator)
+        images = random_flip(images, draws)
     if rand_ops:
-        images = rand_augment(images, rand_ops, rand_magnitude, generator)
+        images = rand_augment(images, rand_ops, rand_magnitude, draws)
     images = preprocess.normalize(images)
     if erasing:
-        images = random_erasing(images, erasing, generator)
+        images = random_erasing(images, erasing, draws)
     if mixup and cutmix:
-        one = _coin(images, 0.5, generator)
+        one = draws.uniform(0, 1) < 0.5
         shares = torch.where(
-            one, mixup_shares(images, mixup, generator), cutmix_shares(images, cutmix, generator)
+            one, mixup_shares(images, mixup, draws), cutmix_shares(images, cutmix, draws)
         )
-        return mix(images, targets, shares, generator)
+        return mix(images, targets, shares)
     if mixup:
-        return mix(images, targets, mixup_shares(images, mixup, generator), generator)
+        return mix(images, targets, mixup_shares(images, mixup, draws))
     if cutmix:
-        return mix(images, targets, cutmix_shares(images, cutmix, generator), generator)
+        return mix(images, targets, cutmix_shares(images, cutmix, draws))
     return images, targets
 
 
-def random_crop(images: Tensor, padding: int, generator: Generator) -> Tensor:
+def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
     """Shift each image by up to `padding` pixels each way, filling in by reflection.
 
     Args:
         images: (B, channels, H, W), any dtype.
         padding: Pixels, less than H and W.
-        generator: On the images' device.
+        draws: Random numbers for these images.
 
     Returns:
         Images of the same shape and dtype.
     """
     batch, channels, height, width = images.shape
-    shifts = torch.randint(
-        -padding, padding + 1, (2, batch, 1), generator=generator, device=images.device
-    )
+    shifts = draws.integers(-padding, padding + 1, (2, -1, 1))
     rows = _reflected(torch.arange(height, device=images.device) + shifts[0], height)
     columns = _reflected(torch.arange(width, device=images.device) + shifts[1], width)
     # Gathering each pixel from its source needs no padded copy and reads every pixel once.
@@ -102,7 +109,7 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 def random_resized_crop(
-    images: Tensor, size: tuple[int, int], scale: tuple[float, float], generator: Generator
+    images: Tensor, size: tuple[int, int], scale: tuple[float, float], draws: Draws
 ) -> Tensor:
     """Cut a random box out of each image and resize it, as torchvision's RandomResizedCrop does.
 
@@ -110,12 +117,12 @@ def random_resized_crop(
         images: (B, channels, height, width) uint8.
         size: H and W of the result.
         scale: Smallest and largest fraction of the image's area, above 0, up to 1.
-        generator: On the images' device.
+        draws: Random numbers for these images.
 
     Returns:
         (B, channels, H, W) uint8.
     """
-    boxes = random_boxes(images, scale, generator)
+    boxes = random_boxes(images, scale, draws)
     if images.device.type != "cpu":
         return resized_crop(images, boxes, size)
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
@@ -125,7 +132,7 @@ def random_resized_crop(
     return torch.stack([tv.resized_crop(image, *box, list(size)) for image, box in parts])
 
 
-def random_boxes(images: Tensor, scale: tuple[float, float], generator: Generator) -> Tensor:
+def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Tensor:
     """Draw a box in each image: uniform in area and, on a log scale, in aspect ratio, 3/4 to 4/3.
 
     Like torchvision, ten boxes are tried, and the largest central one is taken if none fits.
@@ -133,13 +140,13 @@ def random_boxes(images: Tensor, scale: tuple[float, float], generator: Generato
     Args:
         images: (B, channels, height, width).
         scale: Smallest and largest fraction of the image's area.
-        generator: On the images' device.
+        draws: Random numbers for these images.
 
     Returns:
         (B, 4) float, whole numbers: top, left, height and width in pixels.
     """
     height, width = images.shape[2:]
-    drawn = torch.rand(len(images), 10, 4, generator=generator, device=images.device)
+    drawn = draws.uniform(0, 1, (-1, 10, 4))
     area = (scale[0] + (scale[1] - scale[0]) * drawn[..., 0]) * height * width
     aspect = ((2 * drawn[..., 1] - 1) * math.log(BOX_ASPECT)).exp()
     sides = torch.stack([(area / aspect).sqrt(), (area * aspect).sqrt()], dim=-1).round()
@@ -192,9 +199,9 @@ def _resampling(start: Tensor, length: Tensor, pixels: int, target: int) -> Tens
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
-def random_flip(images: Tensor, generator: Generator) -> Tensor:
+def random_flip(images: Tensor, draws: Draws) -> Tensor:
     """Mirror each image (B, channels, H, W) left to right with probability 1/2."""
-    return torch.where(_coin(images, 0.5, generator), images.flip(-1), images)
+    return torch.where(draws.uniform(0, 1) < 0.5, images.flip(-1), images)
 
 
 def shrink(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -204,7 +211,7 @@ def shrink(images: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(images, size, mode="bilinear", antialias=True)
 
 
-def random_erasing(images: Tensor, probability: float, generator: Generator) -> Tensor:
+def random_erasing(images: Tensor, probability: float, draws: Draws) -> Tensor:
     """Overwrite a random rectangle with noise (arXiv 1708.04896).
 
     The rectangle covers 2 to 33% of the image, has an aspect ratio of up to 3.3, and may be cut off
@@ -213,77 +220,58 @@ def random_erasing(images: Tensor, probability: float, generator: Generator) -> 
     Args:
         images: (B, channels, H, W) float, normalized.
         probability: Probability that an image is changed, 0 to 1.
-        generator: On the images' device.
+        draws: Random numbers for these images.
     """
     height, width = images.shape[2:]
-    area = _uniform(images, 0.02, 0.33, generator)
+    area = draws.uniform(0.02, 0.33)
     longest = math.log(3.3) / 2
-    stretch = _uniform(images, -longest, longest, generator).exp()
+    stretch = draws.uniform(-longest, longest).exp()
     side = area.sqrt()
-    inside = _box(images, side * stretch * height, side / stretch * width, generator)
-    erased = inside & _coin(images, probability, generator)
-    noise = torch.randn(images.shape, generator=generator, device=images.device)
-    return torch.where(erased, noise, images)
+    inside = _box(images, side * stretch * height, side / stretch * width, draws)
+    erased = inside & (draws.uniform(0, 1) < probability)
+    return torch.where(erased, draws.noise(images.shape[1:]), images)
 
 
-def mixup_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
+def mixup_shares(images: Tensor, alpha: float, draws: Draws) -> Tensor:
     """Draw the weight of each image in mixup (arXiv 1710.09412): (B, 1, H, W), constant."""
-    share = _beta(images, alpha, generator)
-    return share.expand(-1, 1, *images.shape[2:])
+    return draws.beta(alpha).expand(-1, 1, *images.shape[2:])
 
 
-def cutmix_shares(images: Tensor, alpha: float, generator: Generator) -> Tensor:
+def cutmix_shares(images: Tensor, alpha: float, draws: Draws) -> Tensor:
     """Draw the weights in cutmix (arXiv 1905.04899): (B, 1, H, W), 0 in a random box, else 1."""
-    side = (1 - _beta(images, alpha, generator)).sqrt()
+    side = (1 - draws.beta(alpha)).sqrt()
     height, width = images.shape[2:]
-    return 1 - _box(images, side * height, side * width, generator).float()
+    return 1 - _box(images, side * height, side * width, draws).float()
 
 
-def mix(
-    images: Tensor, targets: Tensor, shares: Tensor, generator: Generator
-) -> tuple[Tensor, Tensor]:
-    """Blend each image and its target with a random image of the batch and its target.
+def mix(images: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Blend each image and its target with a neighbour in the batch and its target.
+
+    Images are paired two by two, as in timm, and the last of an odd number is mixed with the one
+    before it. A batch is in random order, so the partner is random (in balanced batches, mostly of
+    another class). Parts of a batch, each of an even number of images, are mixed like the whole
+    batch.
 
     Args:
         images: (B, channels, H, W) float.
         targets: (B, C) float.
         shares: (B, 1, H, W), 0 to 1: weight of the image itself at each pixel.
-        generator: On the images' device.
 
     Returns:
         Images (B, channels, H, W), and targets (B, C) weighted by the mean of each image's shares.
     """
-    other = torch.randperm(len(images), generator=generator, device=images.device)
+    other = torch.arange(len(images), device=images.device) ^ 1
+    other = torch.where(other < len(images), other, max(len(images) - 2, 0))
     share = shares.mean(dim=(1, 2, 3))[:, None]
     return torch.lerp(images[other], images, shares), torch.lerp(targets[other], targets, share)
 
 
-def _uniform(images: Tensor, low: float, high: float, generator: Generator) -> Tensor:
-    """Draw a number from low to high for each image: (B, 1, 1, 1)."""
-    drawn = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device)
-    return low + (high - low) * drawn
-
-
-def _coin(images: Tensor, probability: float, generator: Generator) -> Tensor:
-    """Draw True with the given probability for each image: (B, 1, 1, 1) bool."""
-    return _uniform(images, 0.0, 1.0, generator) < probability
-
-
-def _beta(images: Tensor, alpha: float, generator: Generator) -> Tensor:
-    """Draw from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
-
-    torch.distributions accepts no generator, so this calls the function behind its Dirichlet.
-    """
-    both = torch.full((len(images), 2), alpha, device=images.device)
-    return torch._sample_dirichlet(both, generator=generator)[:, :1, None, None]
-
-
-def _box(images: Tensor, height: Tensor, width: Tensor, generator: Generator) -> Tensor:
+def _box(images: Tensor, height: Tensor, width: Tensor, draws: Draws) -> Tensor:
     """Place a box of given height and width, pixels (B, 1, 1, 1), at random: (B, 1, H, W) bool.
 
     Its centre is anywhere in the image; parts outside are cut off.
     """
     rows, columns = (torch.arange(n, device=images.device) + 0.5 for n in images.shape[2:])
-    down = _uniform(images, 0.0, images.shape[2], generator)
-    across = _uniform(images, 0.0, images.shape[3], generator)
+    down = draws.uniform(0, images.shape[2])
+    across = draws.uniform(0, images.shape[3])
     return ((rows[:, None] - down).abs() < height / 2) & ((columns - across).abs() < width / 2)

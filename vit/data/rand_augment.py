@@ -2,16 +2,17 @@
 
 Operations and magnitudes are those of torchvision's RandAugment, which processes one image at a
 time; kornia's uses the same operations for a whole batch. Here every image gets its own. All random
-numbers come from the generator that is passed in. Shapes: B batch, H height, W width.
+numbers come from the `Draws` that are passed in. Shapes: B batch, H height, W width.
 """
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
 from vit.config import STRONGEST
+from vit.data.draws import Draws
 
 OPERATIONS = (
     "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color",
@@ -19,22 +20,21 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def rand_augment(images: Tensor, num_ops: int, magnitude: float, generator: Generator) -> Tensor:
+def rand_augment(images: Tensor, num_ops: int, magnitude: float, draws: Draws) -> Tensor:
     """Apply random operations to each image, one after the other.
 
     Args:
         images: (B, channels, H, W) uint8.
         num_ops: Number of operations per image.
         magnitude: Magnitude of the operations, 0 to `STRONGEST`.
-        generator: On the images' device.
+        draws: Random numbers for these images.
 
     Returns:
         (B, channels, H, W) uint8.
     """
     for _ in range(num_ops):
-        count, device = (len(images),), images.device
-        operations = torch.randint(len(OPERATIONS), count, generator=generator, device=device)
-        signs = 2 * torch.randint(2, count, generator=generator, device=device) - 1
+        operations = draws.integers(0, len(OPERATIONS))
+        signs = 2 * draws.integers(0, 2) - 1
         images = apply_operations(images, operations, magnitude, signs)
     return images
 

@@ -4,6 +4,7 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -11,13 +12,15 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.model.dropout import Dropout
+
 
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(Q Kᵀ / √d) V (arXiv 1706.03762, eq. 1).
 
@@ -27,7 +30,8 @@ def scaled_dot_product_attention(
         value: (..., M, e).
         mask: Boolean, broadcastable to (..., N, M); True where a query may attend to a key. If a
             query may attend to no key, its weights and output are zero. None means no mask.
-        dropout_p: Probability of dropping an attention weight, 0 to 1. Pass 0 in evaluation.
+        dropout: Maps the attention weights to those that are multiplied by the values, like a
+            `Dropout` module. None means no dropout.
 
     Returns:
         The output, (..., N, e), and the attention weights before dropout, (..., N, M). Each row of
@@ -43,7 +47,7 @@ def scaled_dot_product_attention(
         # weights underflow to zero by themselves.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=-1).masked_fill(~mask, 0.0)
-    kept = F.dropout(weights, dropout_p) if dropout_p > 0 else weights
+    kept = weights if dropout is None else dropout(weights)
     return kept @ value, weights
 
 
@@ -102,8 +106,8 @@ class MultiHeadSelfAttention(nn.Module):
         proj_drop: Dropout probability after the output projection.
         kernel: "math" is `scaled_dot_product_attention` in this file, "fused" is torch's kernel,
             and "auto" picks the faster one, see `uses_fused_kernel`. All give the same result. The
-            fused kernel does not return attention weights, so need_weights=True always takes
-            "math".
+            fused kernel does not show its attention weights, so need_weights=True, and training
+            with attn_drop above 0, always take "math".
         norm_eps: Added to the variance in the norms of queries and keys.
 
     Raises:
@@ -131,12 +135,12 @@ class MultiHeadSelfAttention(nn.Module):
             raise ValueError(f"kernel: {kernel!r} is not auto, math or fused")
         self.num_heads = num_heads
         self.kernel = kernel
-        self.attn_drop = attn_drop
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.attn_drop = Dropout(attn_drop)
         self.proj = nn.Linear(num_heads * head_dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj_drop = Dropout(proj_drop)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
@@ -160,10 +164,11 @@ class MultiHeadSelfAttention(nn.Module):
         query, key = self.q_norm(query), self.k_norm(key)
         if mask is not None:
             mask = mask.unsqueeze(-3)  # broadcast over heads
-        dropout_p = self.attn_drop if self.training else 0.0
-        if uses_fused_kernel(self.kernel, x.device, query.dtype) and not need_weights:
-            heads = F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
+        dropping = self.training and self.attn_drop.p > 0
+        fused = uses_fused_kernel(self.kernel, x.device, query.dtype)
+        if fused and not need_weights and not dropping:
+            heads = F.scaled_dot_product_attention(query, key, value, mask)
         else:
-            heads, weights = scaled_dot_product_attention(query, key, value, mask, dropout_p)
+            heads, weights = scaled_dot_product_attention(query, key, value, mask, self.attn_drop)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output

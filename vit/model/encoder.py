@@ -14,15 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit.model.attention import MultiHeadSelfAttention
-
-
-def stochastic_depth(rate: float) -> nn.Module:
-    """Return a module that drops whole branches of an image at a rate (arXiv 1603.09382)."""
-    if rate == 0:
-        return nn.Identity()
-    from torchvision.ops import StochasticDepth  # imported late because it is slow
-
-    return StochasticDepth(rate, "row")
+from vit.model.dropout import Dropout, StochasticDepth
 
 
 class NeighbourConv(nn.Module):
@@ -100,9 +92,9 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.conv = conv
         self.act = ACTIVATIONS[act_layer]()
-        self.drop1 = nn.Dropout(drop)
+        self.drop1 = Dropout(drop)
         self.fc2 = nn.Linear(hidden_dim, dim)
-        self.drop2 = nn.Dropout(drop)
+        self.drop2 = Dropout(drop)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Map (B, N, D) to (B, N, D); grid is (rows, columns) of patches."""
@@ -177,13 +169,13 @@ class EncoderBlock(nn.Module):
             dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop, proj_drop, kernel, norm_eps
         )
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path1 = stochastic_depth(drop_path)
+        self.drop_path1 = StochasticDepth(drop_path)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         hidden_dim = int(dim * mlp_ratio)
         conv = NeighbourConv(hidden_dim, num_prefix_tokens) if mlp_conv else None
         self.mlp = Mlp(dim, hidden_dim, proj_drop, conv, act_layer)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path2 = stochastic_depth(drop_path)
+        self.drop_path2 = StochasticDepth(drop_path)
 
     def forward(
         self,

@@ -324,9 +324,7 @@ def _attend(attentions: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[list[T
         parts.append((attn.q_norm(query), attn.k_norm(key), value))
     query, key, value = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
     dropout = attentions[0].attn_drop
-    heads, weights = scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout.p if dropout.training else 0.0
-    )
+    heads, weights = scaled_dot_product_attention(query, key, value, dropout=dropout)
     outputs = []
     for attn, x, own in zip(attentions, inputs, heads.chunk(len(attentions), dim=1), strict=True):
         y = attn.norm(rearrange(own, "b h n d -> b n (h d)"))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.config import PATCH_SIZE, ModelConfig
+from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
 
@@ -154,7 +155,7 @@ class VisionTransformer(nn.Module):
         norm_last = pooled if fc_norm is None else fc_norm
         self.norm = nn.Identity() if norm_last else nn.LayerNorm(embed_dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if norm_last else nn.Identity()
-        self.head_drop = nn.Dropout(drop_rate)
+        self.head_drop = Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes)
         self.grad_checkpointing = False
         self._init_weights(zero_init)

@@ -50,7 +50,9 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         when = "at every step" if step.features is None else "once"
         trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
-    fused = uses_fused_kernel(config.model.attn_kernel, device, step.precision)
+    fused = config.model.attn_drop_rate == 0 and uses_fused_kernel(
+        config.model.attn_kernel, device, step.precision
+    )
     budget, processes = config.train.budget_minutes, step.world.size
     resized = config.data.name in OWN_FILES and config.data.image_size is None
     hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"

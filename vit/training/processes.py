@@ -88,8 +88,8 @@ def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) 
 
     Returns:
         `train.processes`, or else that of the stored run, or else the largest number up to `cores`
-        that divides the batch into equal parts of at least `FEWEST_IMAGES`. On an accelerator, and
-        where only the head is trained, a single process.
+        that divides the batch into equal parts of at least `FEWEST_IMAGES`, an even number if they
+        are mixed in pairs. On an accelerator, and where only the head is trained, a single process.
 
     Raises:
         ValueError: An accelerator was to be shared by several processes.
@@ -110,7 +110,12 @@ def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) 
     if settings.freeze == "backbone":
         return 1
     parts = settings.batch_size // settings.accumulate
-    fitting = (n for n in range(1, cores + 1) if parts % n == 0 and parts >= FEWEST_IMAGES * n)
+    group = 2 if config.augment.mixes else 1  # images that one process needs together
+    fitting = (
+        n
+        for n in range(1, cores + 1)
+        if parts % n == 0 and parts >= FEWEST_IMAGES * n and settings.batch_size // n % group == 0
+    )
     return max(fitting, default=1)
 
 

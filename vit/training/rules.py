@@ -88,7 +88,8 @@ def check_processes(config: Config, processes: int) -> None:
 
     Raises:
         ValueError: Another number was started, a batch cannot be divided among the processes and
-            `train.accumulate` parts, or a part has too few images for batch norm.
+            `train.accumulate` parts, or a part has too few images for batch norm or an odd number
+            of images to be mixed in pairs.
     """
     train = config.train
     require(
@@ -103,6 +104,12 @@ def check_processes(config: Config, processes: int) -> None:
         raise ValueError(
             f"train.batch_size: {train.batch_size} cannot be divided among {processes} processes "
             f"with train.accumulate={train.accumulate}; it must be a multiple of {parts}"
+        )
+    if config.augment.mixes and processes > 1 and train.batch_size // processes % 2:
+        raise ValueError(
+            f"train.batch_size: {train.batch_size} is an odd number of images in each of "
+            f"{processes} processes, but augment.mixup and augment.cutmix mix pairs; it must be a "
+            f"multiple of {processes * math.lcm(2, train.accumulate)}"
         )
     if train.batch_size == parts and (owner := _batch_norm_of(config.model)):
         raise ValueError(

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from vit.config import AugmentConfig
 from vit.data.augment import augment, shrink
 from vit.data.datasets import ImageSet
+from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
-from vit.seeding import fold_in, generator
+from vit.model.dropout import image_keys, keyed_dropout
+from vit.seeding import fold_in
 from vit.training.compile import Compilation
 from vit.training.distributed import World
 from vit.training.optim import set_lr
@@ -28,7 +30,9 @@ from vit.training.state import TrainState
 class TrainingStep:
     """One optimizer step; the training loop, the time budget and the benchmarks all call it.
 
-    Every random number in it is a function of the seed, the step number and the process.
+    Every random number in it is a function of the seed, the step number and the position of an
+    image in the whole batch, so it does not matter how many processes share the batch. Only dropout
+    of a model of timm depends on the process.
 
     Attributes:
         state: The state that is trained; changed in place.
@@ -80,7 +84,7 @@ class TrainingStep:
         step = self.state.step
         inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
-        torch.manual_seed(fold_in(self._process_seed(), "dropout", step))
+        torch.manual_seed(fold_in(self._process_seed(), "dropout", step))  # of a model of timm
         return self.update(inputs, targets)
 
     def inputs(self, training: ImageSet) -> ImageSet:
@@ -111,7 +115,7 @@ class TrainingStep:
             images,
             targets,
             self.preprocess,
-            generator(self._process_seed(), "augment", step, device=device),
+            self._draws(len(images), device),
             crop_padding=settings.crop_padding,
             crop_scale=settings.crop_scale if settings.crop == "resized" else None,
             flip=settings.flip,
@@ -171,18 +175,31 @@ class TrainingStep:
         """
         self.state.model.train(not self.state.frozen)
         result = torch.zeros(2, device=images.device)
-        parts = zip(images.chunk(self.accumulate), targets.chunk(self.accumulate), strict=True)
-        for number, (part, target) in enumerate(parts, start=1):
+        batch = (images, targets, self._dropout_keys(len(images), images.device))
+        parts = zip(*(tensor.chunk(self.accumulate) for tensor in batch), strict=True)
+        for number, (part, target, keys) in enumerate(parts, start=1):
             synchronize(self.forward, number == self.accumulate)
-            with autocast(images.device, self.precision):
-                logits = self.forward(part)
-            loss = F.cross_entropy(
-                logits.float(), target, self.class_weights, label_smoothing=self.label_smoothing
-            )
-            (loss / self.accumulate).backward()
+            with keyed_dropout(self.state.model, keys):
+                with autocast(images.device, self.precision):
+                    logits = self.forward(part)
+                loss = F.cross_entropy(
+                    logits.float(), target, self.class_weights, label_smoothing=self.label_smoothing
+                )
+                (loss / self.accumulate).backward()
             hits = (logits.argmax(dim=1) == target.argmax(dim=1)).float().mean()
             result += torch.stack((loss.detach(), hits)) / self.accumulate
         return result
+
+    def _draws(self, count: int, device: torch.device) -> Draws:
+        """Return the random numbers of the step for this process's images, its part of a batch."""
+        first = self.world.rank * count
+        seed = fold_in(self.seed, "augment", self.state.step)
+        return Draws(seed, self.world.size * count, slice(first, first + count), device)
+
+    def _dropout_keys(self, count: int, device: torch.device) -> Tensor:
+        """Return the keys of the step for dropout in this process's images, (count,)."""
+        seed = fold_in(self.seed, "dropout", self.state.step)
+        return image_keys(seed, self.world.rank * count, count, device)
 
     def _process_seed(self) -> int:
         """Return the seed of this process; the first one uses that of a single-process run."""

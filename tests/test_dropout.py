@@ -1,0 +1,246 @@
+"""Dropout by keys: the same for parts of a batch, and as random as torch's."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+from vit.model.dropout import (
+    Dropout,
+    StochasticDepth,
+    derive,
+    image_keys,
+    keep_mask,
+    keyed_dropout,
+    scramble,
+)
+from vit.model.vit import VisionTransformer
+
+RATES = ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
+
+
+def build(**settings: Any) -> VisionTransformer:
+    """A tiny model in training, without batch norm, whose weights are so large that all matters."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "img_size": 16, "in_chans": 3, "num_classes": 4, "patch_size": 8, "stem": "linear",
+        "embed_dim": 12, "depth": 2, "num_heads": 2, "zero_init": False, "reg_tokens": 1,
+    }  # fmt: skip
+    model = VisionTransformer(**(sizes | settings)).double().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def draw_images(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 16, 16, generator=generator, dtype=torch.float64)
+
+
+def run(model: torch.nn.Module, images: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits, and the gradient of the first weights."""
+    with keyed_dropout(model, keys):
+        logits = model(images)
+        logits.square().sum().backward()
+    (weight,) = [p for n, p in model.named_parameters() if n.endswith("patch_embed.proj.weight")]
+    gradient, weight.grad = weight.grad, None
+    assert gradient is not None
+    return logits, gradient
+
+
+# The hash.
+
+
+def test_scramble_is_the_documented_function_of_unsigned_numbers() -> None:
+    numbers = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 123456789, 0xDEADBEEF]
+    expected = []
+    for x in numbers:
+        x ^= x >> 16
+        x = x * 0x604BAA5D % 2**32
+        x ^= x >> 15
+        x = x * 0x43D6CE97 % 2**32
+        expected.append(x ^ (x >> 15))
+    found = scramble(torch.tensor(numbers).to(torch.int32))
+    assert [number % 2**32 for number in found.tolist()] == expected
+
+
+def test_a_flipped_bit_flips_half_of_the_bits() -> None:
+    numbers = torch.arange(2000, dtype=torch.int32)
+    for bit in range(31):
+        changed = scramble(numbers) ^ scramble(numbers ^ (1 << bit))
+        flips = ((changed[:, None] >> torch.arange(32, dtype=torch.int32)) & 1).float().mean(0)
+        assert (flips - 0.5).abs().max() < 0.1
+
+
+def test_images_of_a_batch_and_layers_of_an_image_have_different_keys() -> None:
+    keys = image_keys(2**32 - 5, 0, 4096)
+    assert keys.dtype == torch.int32 and len(keys.unique()) == 4096
+    layers = derive(keys[:1], torch.arange(1000, dtype=torch.int32))
+    assert len(layers.unique()) == 1000
+    assert torch.equal(image_keys(2**32 - 5, 1000, 64), keys[1000:1064])
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
+def test_masks_keep_the_right_fraction_of_every_image_and_element(rate: float) -> None:
+    kept = keep_mask(image_keys(0, 0, 400), (20, 50), rate).double()
+    assert kept.shape == (400, 20, 50)
+    deviation = (rate * (1 - rate)) ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 5 * deviation / kept.numel() ** 0.5
+    images = (kept.mean((1, 2)) - (1 - rate)) / (deviation / 1000**0.5)
+    elements = (kept.mean(0) - (1 - rate)) / (deviation / 400**0.5)
+    for normal in (images, elements):  # as far apart as binomial counts are, not more nor less
+        assert normal.std().item() == pytest.approx(1, abs=5 / (2 * normal.numel()) ** 0.5)
+
+
+def test_hashes_are_uniform() -> None:
+    bits = derive(image_keys(5, 0, 256)[:, None], torch.arange(2000, dtype=torch.int32))
+    counts = torch.histc(bits.double(), bins=256, min=-(2.0**31), max=2.0**31)
+    chi_square = ((counts - 2000) ** 2 / 2000).sum()
+    assert 255 - 5 * 510**0.5 < chi_square < 255 + 5 * 510**0.5
+
+
+def test_masks_of_neighbours_layers_steps_and_seeds_are_independent() -> None:
+    """Also those of an image in a layer and of the next image in the next layer."""
+    numbers = torch.arange(3, dtype=torch.int32)[:, None]
+    masks = {
+        (seed, layer, image): mask.flatten()
+        for seed in (0, 1, 2**31)
+        for layer, keys in enumerate(derive(image_keys(seed, 7, 5), numbers))
+        for image, mask in enumerate(keep_mask(keys, (200, 500), 0.5))
+    }
+    assert len(masks) == 45
+    for (one, mask), (other, other_mask) in combinations(masks.items(), 2):
+        same = (mask == other_mask).float().mean().item()
+        assert same == pytest.approx(0.5, abs=6 * 0.5 / 100_000**0.5), (one, other)
+    for mask in masks.values():  # neighbours in an image, also in the next row
+        for distance in (1, 2, 3, 499, 500, 501):
+            same = (mask[distance:] == mask[:-distance]).float().mean().item()
+            assert same == pytest.approx(0.5, abs=6 * 0.5 / 99_000**0.5), distance
+
+
+# Modules.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_drops_and_scales_in_the_dtype_of_its_input(dtype: torch.dtype) -> None:
+    module, x = Dropout(0.25), torch.randn(300, 40, dtype=dtype, requires_grad=True)
+    with keyed_dropout(module, image_keys(0, 0, 300)):
+        result = module(x)
+        assert torch.equal(module(x), result)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    kept = result != 0
+    assert result.dtype == dtype and 0.7 < kept.float().mean() < 0.8
+    assert_close(result[kept], x[kept] / 0.75)
+    assert_close(gradient, kept.to(dtype) / 0.75)
+
+
+def test_stochastic_depth_drops_whole_images() -> None:
+    module, x = StochasticDepth(0.25), torch.randn(2000, 3, 4)
+    with keyed_dropout(module, image_keys(0, 0, 2000)):
+        result = module(x)
+    kept = (result != 0).flatten(1).any(1)
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.05)
+    assert_close(result[kept], x[kept] / 0.75) and (result[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [Dropout, StochasticDepth])
+def test_without_keys_or_in_evaluation_or_at_rate_0_it_is_torchs(kind: type[Dropout]) -> None:
+    x, keys = torch.randn(50, 6), image_keys(0, 0, 50)
+    module, none = kind(0.5), kind(0.0)
+    torch.manual_seed(0)
+    first = module(x)
+    torch.manual_seed(0)
+    assert torch.equal(module(x), first) and not torch.equal(module(x), first)
+    with keyed_dropout(module, keys):
+        keyed = module(x)
+        assert torch.equal(module(x), keyed)
+        assert module.eval()(x) is x or torch.equal(module(x), x)
+    module.train()
+    torch.manual_seed(0)
+    assert torch.equal(module(x), first)
+    with keyed_dropout(none, keys):
+        assert none.keys is None and torch.equal(none(x), x)
+
+
+def test_keys_end_with_an_error_too() -> None:
+    module = Dropout(0.5)
+    with pytest.raises(KeyError), keyed_dropout(module, image_keys(0, 0, 2)):
+        assert module.keys is not None
+        raise KeyError
+    assert module.keys is None
+
+
+# The model.
+
+
+@pytest.mark.parametrize("rates", [*((rate,) for rate in RATES), RATES], ids=[*RATES, "all"])
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_parts_of_a_batch_give_parts_of_its_logits(rates: tuple[str, ...], pool: str) -> None:
+    model = build(class_token=True, global_pool=pool, **dict.fromkeys(rates, 0.4))
+    images, keys = draw_images(12), image_keys(3, 0, 12)
+    whole, gradient = run(model, images, keys)
+    assert (whole - model.eval()(images)).abs().max() > 1e-3
+    model.train()
+    total = torch.zeros_like(gradient)
+    for part in (slice(0, 4), slice(4, 6), slice(6, 12)):
+        logits, partial = run(model, images[part], image_keys(3, part.start, len(images[part])))
+        assert_close(logits, whole[part], rtol=0, atol=1e-10)
+        total += partial
+    assert_close(total, gradient, rtol=1e-8, atol=1e-8)
+    other, _ = run(model, images, image_keys(4, 0, 12))
+    assert (other - whole).abs().max() > 1e-3
+
+
+def test_equal_images_are_dropped_differently_and_layers_differ() -> None:
+    model = build(proj_drop_rate=0.5)
+    masks = []
+    modules = [m for m in model.modules() if isinstance(m, Dropout) and m.p > 0]
+    assert len(modules) == 6
+    with keyed_dropout(model, image_keys(0, 0, 2)):
+        for module in modules:
+            masks += list(module(torch.ones(2, 100)) > 0)
+    for one, other in combinations(masks, 2):
+        assert 0.25 < (one == other).float().mean() < 0.75
+
+
+def test_names_of_the_weights_stay_timms() -> None:
+    dropped = build(**dict.fromkeys(RATES, 0.1))
+    with keyed_dropout(dropped, image_keys(0, 0, 2)):
+        assert list(dropped.state_dict()) == list(build().state_dict())
+        assert len(list(dropped.buffers())) == 0
+    for block in dropped.blocks:
+        for module in (block.attn.attn_drop, block.attn.proj_drop, block.mlp.drop1):
+            assert isinstance(module, Dropout)
+
+
+def test_recomputed_activations_are_dropped_alike() -> None:
+    model, images, keys = build(**dict.fromkeys(RATES, 0.3)), draw_images(6), image_keys(0, 0, 6)
+    logits, gradient = run(model, images, keys)
+    model.set_grad_checkpointing()
+    again, recomputed = run(model, images, keys)
+    assert torch.equal(again, logits) and torch.equal(recomputed, gradient)
+
+
+@pytest.mark.slow
+def test_compiled_once_for_all_steps_without_graph_breaks() -> None:
+    model = build(depth=1, **dict.fromkeys(RATES, 0.3))
+    torch._dynamo.reset()
+    counters.clear()
+    forward = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    images = draw_images(8)
+    for step in range(3):
+        for first in (0, 4):
+            part = images[first : first + 4]
+            keys = image_keys(step, first, 4)
+            expected, gradient = run(model, part, keys)
+            found, own = run(forward, part, keys)  # type: ignore[arg-type]
+            assert_close(found, expected, rtol=0, atol=1e-10)
+            assert_close(own, gradient, rtol=1e-8, atol=1e-8)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,88 @@
+"""Random numbers for the images of a batch that processes share."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vit.seeding import generator
+
+NOISE_BLOCK = 32  # images whose noise one generator draws
+
+
+class Draws:
+    """Draws random numbers for a part of a batch, the same as for the whole batch.
+
+    The numbers of all images are drawn, and those of the part are returned. So an image gets the
+    same numbers however the batch is divided among processes. Only noise, which has as many numbers
+    as the images, is drawn for little more than the part.
+
+    In the shapes that the methods take, -1 stands for the images, as in `Tensor.view`.
+
+    Attributes:
+        seed: 32 bits. Objects with the same seed and batch size draw the same numbers.
+        batch_size: Number of images in the whole batch.
+        part: The images in the batch that numbers are returned for.
+        generator: On the images' device; its state advances with each call but `noise`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        batch_size: int,
+        part: slice | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.seed = seed
+        self.batch_size = batch_size
+        self.part = range(batch_size)[part or slice(None)]
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def uniform(self, low: float, high: float, shape: Sequence[int] = (-1, 1, 1, 1)) -> Tensor:
+        """Draw float numbers from low to high."""
+        drawn = torch.rand(self._whole(shape), generator=self.generator, device=self._device)
+        return low + (high - low) * self._own(drawn, shape)
+
+    def integers(self, low: int, high: int, shape: Sequence[int] = (-1,)) -> Tensor:
+        """Draw int64 numbers from low to high - 1."""
+        size = self._whole(shape)
+        drawn = torch.randint(low, high, size, generator=self.generator, device=self._device)
+        return self._own(drawn, shape)
+
+    def beta(self, alpha: float) -> Tensor:
+        """Draw a float number from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
+
+        torch.distributions accepts no generator, so this calls the function behind its Dirichlet.
+        """
+        both = torch.full((self.batch_size, 2), alpha, device=self._device)
+        drawn = torch._sample_dirichlet(both, generator=self.generator)[:, :1, None, None]
+        return self._own(drawn, (-1, 1, 1, 1))
+
+    def noise(self, shape: Sequence[int]) -> Tensor:
+        """Draw standard normal numbers: (B, *shape); the same whenever it is called.
+
+        Each block of consecutive images has its own generator, so that a process draws only the
+        blocks that its part touches.
+        """
+        first, last = self.part.start // NOISE_BLOCK, (self.part.stop - 1) // NOISE_BLOCK
+        blocks = [
+            torch.randn(
+                NOISE_BLOCK,
+                *shape,
+                generator=generator(self.seed, "noise", block, device=self._device),
+                device=self._device,
+            )
+            for block in range(first, last + 1)
+        ]
+        start = self.part.start - first * NOISE_BLOCK
+        return torch.cat(blocks)[start : start + len(self.part)]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.generator.device
+
+    def _whole(self, shape: Sequence[int]) -> list[int]:
+        return [self.batch_size if size == -1 else size for size in shape]
+
+    def _own(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+        return drawn.narrow(list(shape).index(-1), self.part.start, len(self.part))

@@ -1,0 +1,116 @@
+"""Dropout and stochastic depth whose masks do not depend on how a batch is divided.
+
+Whether an element is dropped is a pure function of a key of its image, the number of the layer and
+the index of the element in the image: they are hashed to 32 bits, which are compared with the rate.
+So several processes, or micro-batches, drop what one process would drop. Without keys, as in a
+notebook, the modules draw from torch's generator.
+
+The hash is a permutation of the 32-bit integers of few operations, which torch.compile fuses with
+their surroundings. It is one of those that https://github.com/skeeto/hash-prospector lists, with
+an avalanche bias of 0.165. Its multipliers fit into int32, whose products wrap around.
+
+Shapes: B batch, L layers that drop something.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def scramble(numbers: Tensor) -> Tensor:
+    """Map int32 numbers to int32 numbers that look random, no two to the same one."""
+    # A shift of a negative number brings in ones, which the mask removes.
+    x = numbers ^ ((numbers >> 16) & 0xFFFF)
+    x = x * 0x604BAA5D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * 0x43D6CE97
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def derive(key: Tensor, numbers: Tensor) -> Tensor:
+    """Derive a key from a key and a number, both int32 and of shapes that broadcast.
+
+    One key gives different numbers different keys, and different keys one number.
+    """
+    return scramble(scramble(numbers) ^ key)
+
+
+def image_keys(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the keys of consecutive images of a batch.
+
+    Args:
+        seed: 32 bits, different for each step.
+        first: Position of the first image in the whole batch.
+        count: B.
+        device: Device of the model.
+
+    Returns:
+        (B,) int32.
+    """
+    positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    return derive(torch.tensor(seed).to(torch.int32), positions)
+
+
+def keep_mask(keys: Tensor, shape: Sequence[int], rate: float) -> Tensor:
+    """Choose the elements that dropout keeps.
+
+    Args:
+        keys: (B,) int32, of the images in one layer.
+        shape: Shape of an image's activations, fewer than 2³¹.
+        rate: Probability of dropping an element, 0 to less than 1, in steps of 2⁻³².
+
+    Returns:
+        (B, *shape) bool.
+    """
+    indices = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
+    bits = derive(keys[:, None], indices)  # uniform from -2³¹ to 2³¹ - 1
+    return (bits >= round(rate * 2**32) - 2**31).unflatten(1, tuple(shape))
+
+
+class Dropout(nn.Dropout):
+    """torch's dropout, but with masks that are functions of keys inside `keyed_dropout`.
+
+    Attributes:
+        keys: (B,) int32, or None, which leaves the mask to torch.
+    """
+
+    keys: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of (B, ...) in training and scale the others."""
+        if self.keys is None or not self.training or self.p == 0:
+            return super().forward(x)
+        return torch.where(keep_mask(self.keys, x.shape[1:], self.p), x / (1 - self.p), 0.0)
+
+
+class StochasticDepth(Dropout):
+    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop or scale each image of (B, ...)."""
+        if not self.training or self.p == 0:
+            return x
+        return x * super().forward(x.new_ones(len(x), *[1] * (x.ndim - 1)))
+
+
+@contextlib.contextmanager
+def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
+    """Give the images of a batch keys, for the forward pass and the backward pass.
+
+    Args:
+        model: Its modules of type `Dropout` with a rate above 0 are the L layers, numbered in the
+            order of `model.modules()`. Other dropout is not affected.
+        keys: (B,) int32, see `image_keys`.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p > 0]
+    numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)
+    for layer, layer_keys in zip(layers, derive(keys, numbers[:, None]), strict=True):
+        layer.keys = layer_keys
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keys = None
