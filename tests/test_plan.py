@@ -192,7 +192,7 @@ def fake_world() -> Iterator[None]:
 
 def of_adamw(model: nn.Module) -> int:
     """Return the bytes of AdamW's state in this process after a step."""
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     optimizer.step()
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return sum(state.to_local().nbytes for state in states)
@@ -210,7 +210,8 @@ def test_512_processes_hold_and_exchange_what_is_planned(
     nothing = tracing.Activations(0, 0, 0)
     rows = planning.memory(model, config, cluster, nothing, [])
     planned = payloads(planning.transfers(model, cluster, 1, []))
-    mesh = init_device_mesh("cpu", (64, 8) if parallel == "hybrid" else (512,))
+    sizes, names = ((64, 8), ("hosts", "gpus")) if parallel == "hybrid" else ((512,), ("gpus",))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     exchanges.shard(model, mesh)
     local = [parameter.to_local() for parameter in model.parameters()]
     assert sum(shard.nbytes for shard in local) == rows["weights (float32)"]
