@@ -141,12 +141,12 @@ def plain(name: str) -> list[str]:
 
 def show_memory(rows: dict[str, float], capacity: float) -> Iterator[str]:
     """Format the bytes in a GPU's memory."""
-    yield f"{'Memory of a GPU, GB':<38}"
+    yield "Memory of a GPU, GB"
     for name, value in rows.items():
         yield f"  {name:<36}{value / 1e9:9.2f}"
     total = sum(rows.values())
     found = "fits into" if total < USABLE * capacity else "more than"
-    yield f"  {'total':<36}{total / 1e9:9.2f}   {found} {USABLE:.0%} of {capacity / 1e9:.0f}"
+    yield f"  {'total':<36}{total / 1e9:9.2f}   {found} {USABLE:.0%} of {capacity / 1e9:.0f} GB"
 
 
 def show_transfers(exchanged: list[Transfer]) -> Iterator[str]:
@@ -174,6 +174,13 @@ def show_phases(found: list[Phase], images: int) -> Iterator[str]:
     yield f"  {'total':<36}{1e3 * total:12.1f}{'':15}{images / total:,.0f} images/s"
 
 
+def duration(seconds: float) -> str:
+    """Format the length of a run."""
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60))
+    name, unit = next((pair for pair in units if seconds >= 2 * pair[1]), units[-1])
+    return f"{seconds / unit:.1f} {name}"
+
+
 def report(options: argparse.Namespace, config: Config) -> Iterator[str]:
     """Yield the lines of the plan."""
     train, spec, device = config.train, spec_of(config.data), DEVICES[options.device]
@@ -185,11 +192,11 @@ def report(options: argparse.Namespace, config: Config) -> Iterator[str]:
     activations = trace_activations(model, size, weights)
     muon = muons(model, config.optim.name)
     parameters, each = sum(p.numel() for p in model.parameters()), train.batch_size / cluster.gpus
+    yield f"{options.config or options.model}: {parameters / 1e6:,.1f} million parameters"
     yield (
-        f"{options.config or options.model}: {parameters / 1e6:,.1f} million parameters; an image "
-        f"of {size[1]} x {size[2]}: {forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} "
-        f"backward, activations {activations.stored / 1e6:.1f} MB, or "
-        f"{activations.checkpointed / 1e6:.1f} with train.checkpoint_blocks"
+        f"An image of {size[1]} x {size[2]}: {forward / 1e9:,.1f} GFLOP forward, "
+        f"{backward / 1e9:,.1f} backward; activations {activations.stored / 1e6:,.1f} MB, with "
+        f"train.checkpoint_blocks {activations.checkpointed / 1e6:,.1f} MB"
     )
     yield (
         f"{cluster.gpus} {options.device} on {cluster.hosts} host{'s' * (cluster.hosts > 1)}, "
@@ -215,10 +222,9 @@ def report(options: argparse.Namespace, config: Config) -> Iterator[str]:
     yield from show_phases(found, train.batch_size)
     epochs = options.epochs or (train.epochs if options.config else 0)
     images = options.images or epochs * options.train_images
-    hours = images / train.batch_size * sum(one.seconds for one in found) / 3600
     if images:
-        time = f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
-        yield f"  {images:,.0f} images{'':15}{time}"
+        seconds = images / train.batch_size * sum(one.seconds for one in found)
+        yield f"  {f'{images:,.0f} images':<36}{duration(seconds):>12}"
     yield ""
     yield (
         f"An estimate with {options.mfu:.0%} of {device.peak / 1e12:.0f} TFLOP/s, and for each GPU "

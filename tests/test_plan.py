@@ -1,9 +1,9 @@
 """benchmarks/plan.py agrees with what real steps compute, keep and send."""
 
-import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import exchanges
 from models import PLAIN
 from small_runs import ROOT
-from vit.config import Config, ModelConfig
 from vit.model.vit import VisionTransformer
 
 SMALL: dict[str, Any] = {
@@ -89,11 +89,9 @@ def test_models_are_those_of_the_papers(plan: Any, tracing: Any, name: str) -> N
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(
         1e6 * PUBLISHED[name], rel=1e-3
     )
-    assert len(model.blocks[0].mlp.fc1.weight) == (6144 if name == "vit_giant" else 4 * width(model))
-
-
-def width(model: VisionTransformer) -> int:
-    return model.head.in_features
+    assert len(model.blocks[0].mlp.fc1.weight) == (
+        6144 if name == "vit_giant" else 4 * model.head.in_features
+    )
 
 
 def test_flops_of_vit_base_are_those_of_the_formula(plan: Any, tracing: Any) -> None:
@@ -172,9 +170,11 @@ def test_two_processes_exchange_what_is_planned(planning: Any, tmp_path: Path) -
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    found = json.loads([process.communicate(timeout=300)[0] for process in others][0])
+    printed = [process.communicate(timeout=300)[0] for process in others]
     assert [process.returncode for process in others] == [0, 0]
-    for (parallel, accumulate, _), real in zip(exchanges.CASES, found, strict=True):
+    for (parallel, accumulate, _), real in zip(
+        exchanges.CASES, json.loads(printed[0]), strict=True
+    ):
         cluster = planning.Cluster(2, 1, parallel)
         planned = planning.transfers(on_meta(**exchanges.TINY), cluster, accumulate, [])
         assert payloads(planned) == pytest.approx(real, rel=0.01), (parallel, accumulate)
@@ -192,9 +192,11 @@ def fake_world() -> Iterator[None]:
 
 def of_adamw(model: nn.Module) -> int:
     """Return the bytes of AdamW's state in this process after a step."""
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     optimizer.step()
-    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = [
+        state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     return sum(state.to_local().nbytes for state in states)
 
 
@@ -221,3 +223,101 @@ def test_512_processes_hold_and_exchange_what_is_planned(
         gradients = [parameter.grad.to_local() for parameter in model.parameters()]
         assert sum(gradient.nbytes for gradient in gradients) == rows["gradients (float32)"]
         assert of_adamw(model) == rows["optimizer (float32)"]
+
+
+def test_links_within_and_between_hosts_are_used_at_the_same_time(planning: Any) -> None:
+    """Eight bytes from each of 16 GPUs on two hosts: a ring sends 15 of 16 parts, twice."""
+    one = planning.Transfer("", "all_reduce", 8, gpus=16, hosts=2, phase="last")
+    assert (one.sent, one.between) == (15.0, 15 / 8)
+    assert planning.Transfer("", "all_gather", 8, gpus=8, hosts=1, phase="last").within == 7
+    _, early, last, update = planning.phases((1.0, 6.0), 2.0, [one], 3, within=1.0, between=0.1)
+    assert (early.computing, last.computing, early.sending) == (4.0, 2.0, 0.0)
+    assert last.seconds == pytest.approx(18.75) and update.seconds == 2.0
+
+
+MISTAKES = [
+    ("--hosts 3", "--hosts: 3 is not allowed; it must be a divisor of --gpus=8"),
+    ("--mfu 40", "--mfu: 40.0 is not allowed; it must be more than 0 and up to 1"),
+    ("--gpus 0", "--gpus: 0 is not allowed; it must be more than 0"),
+    ("--batch_size 100", "train.batch_size: 100 cannot be divided among 8 processes"),
+    ("--image_size 225", "data.image_size: 225 is not allowed; it must be a multiple of"),
+    ("--config nowhere", "config not found: nowhere"),
+    ("--modle vit_base", "modle: no such key"),
+    ("--config quick --model.name timm:resnet18", "model.name: timm:resnet18 is not allowed"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistake_ends_in_one_line(
+    plan: Any, words: str, message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        plan.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(f"error: {message}"), error
+    assert error.count("\n") == 1
+
+
+PAGE = ROOT / "docs/scaling.md"
+SCALING = ROOT / "docs/scaling"
+
+
+def shown() -> list[tuple[str, list[str]]]:
+    """The commands of plan.py in the page, each with the lines of output below it."""
+    found: list[tuple[str, list[str]]] = []
+    printed = False
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("    python benchmarks/plan.py "):
+            found.append((line.partition("plan.py ")[2].partition(" | ")[0], []))
+            printed = True
+        elif line and not line.startswith("    "):
+            printed = False
+        elif line and printed:
+            found[-1][1].append(line.removeprefix("    "))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "lines"), shown(), ids=[words for words, _ in shown()])
+def test_page_shows_what_is_printed(
+    plan: Any, words: str, lines: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
+    plan.main()
+    real = capsys.readouterr().out.splitlines()
+    assert lines and [line for line in real if line in lines] == lines
+
+
+def commands() -> list[list[str]]:
+    """The arguments of train.py on the page, in the script and in the manifest."""
+    texts = [PAGE.read_text(), (SCALING / "slurm.sh").read_text()]
+    lines = "\n".join(texts).replace("\\\n", " ").splitlines()
+    words = [line.split() for line in lines if re.match(r" {4}(python|torchrun) |srun ", line)]
+    job = yaml.safe_load((SCALING / "pytorchjob.yaml").read_text())
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    words.append(worker["containers"][0]["command"])
+    return [line[line.index("train.py") + 1 :] for line in words if "train.py" in line]
+
+
+def test_commands_of_the_page_are_accepted(plan: Any) -> None:
+    for words in commands():
+        config, _ = plan.parse_train(words)
+        assert config.data.image_size == (224, 224), words
+    assert len(commands()) == 5
+
+
+def test_script_and_manifest_ask_for_the_hosts_of_the_page() -> None:
+    subprocess.run(["bash", "-n", SCALING / "slurm.sh"], check=True)
+    job = yaml.safe_load((SCALING / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    worker, elastic = job["spec"]["pytorchReplicaSpecs"]["Worker"], job["spec"]["elasticPolicy"]
+    assert worker["replicas"] == elastic["minReplicas"] == elastic["maxReplicas"] == 8
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"  # which the operator looks for
+    assert job["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    volumes = {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
