@@ -181,9 +181,44 @@ def duration(seconds: float) -> str:
     return f"{seconds / unit:.1f} {name}"
 
 
+def show_step(
+    options: argparse.Namespace,
+    config: Config,
+    flops: tuple[float, float],
+    update: float,
+    exchanged: list[Transfer],
+) -> Iterator[str]:
+    """Format the duration of a step and of the run.
+
+    Args:
+        options: The command line.
+        config: The run.
+        flops: FLOP of a GPU in the forward and the backward pass of a step.
+        update: FLOP of a GPU in the update of the weights.
+        exchanged: What is sent in a step.
+    """
+    train, device = config.train, DEVICES[options.device]
+    within, between = options.within or device.within / 1e9, options.between or device.between / 1e9
+    forward, backward, updating = (flop / (options.mfu * device.peak) for flop in (*flops, update))
+    found = phases(
+        (forward, backward), updating, exchanged, train.accumulate, 1e9 * within, 1e9 * between
+    )
+    yield from show_phases(found, train.batch_size)
+    epochs = options.epochs or (train.epochs if options.config else 0)
+    images = options.images or epochs * options.train_images
+    if images:
+        seconds = images / train.batch_size * sum(one.seconds for one in found)
+        yield f"  {f'{images:,.0f} images':<36}{duration(seconds):>12}"
+    yield ""
+    yield (
+        f"An estimate with {options.mfu:.0%} of {device.peak / 1e12:.0f} TFLOP/s, and for each GPU "
+        f"{within:g} GB/s within its host and {between:g} GB/s to others."
+    )
+
+
 def report(options: argparse.Namespace, config: Config) -> Iterator[str]:
     """Yield the lines of the plan."""
-    train, spec, device = config.train, spec_of(config.data), DEVICES[options.device]
+    train, spec = config.train, spec_of(config.data)
     cluster = Cluster(options.gpus, options.hosts, options.parallel)
     model = build(config, options.classes)
     size = (spec.channels, *spec.image_size)
@@ -204,32 +239,16 @@ def report(options: argparse.Namespace, config: Config) -> Iterator[str]:
         f"each GPU, {each / train.accumulate:g} at a time"
     )
     yield ""
-    yield from show_memory(
-        memory(model, config, cluster, activations, muon.parameters), device.memory
-    )
+    rows = memory(model, config, cluster, activations, muon.parameters)
+    yield from show_memory(rows, DEVICES[options.device].memory)
     yield ""
     exchanged = transfers(model, cluster, train.accumulate, muon.parameters)
     if cluster.gpus > 1:
         yield from show_transfers(exchanged)
         yield ""
-    within, between = options.within or device.within / 1e9, options.between or device.between / 1e9
-    rate = options.mfu * device.peak
     sharing = cluster.gpus if cluster.parallel == "replicate" else cluster.shards
-    found = phases(
-        (each * forward / rate, each * backward / rate), muon.flops / sharing / rate,
-        exchanged, train.accumulate, 1e9 * within, 1e9 * between,
-    )  # fmt: skip
-    yield from show_phases(found, train.batch_size)
-    epochs = options.epochs or (train.epochs if options.config else 0)
-    images = options.images or epochs * options.train_images
-    if images:
-        seconds = images / train.batch_size * sum(one.seconds for one in found)
-        yield f"  {f'{images:,.0f} images':<36}{duration(seconds):>12}"
-    yield ""
-    yield (
-        f"An estimate with {options.mfu:.0%} of {device.peak / 1e12:.0f} TFLOP/s, and for each GPU "
-        f"{within:g} GB/s within its host and {between:g} GB/s to others."
-    )
+    flops = (each * forward, each * backward)
+    yield from show_step(options, config, flops, muon.flops / sharing, exchanged)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import exchanges
 from models import PLAIN
 from small_runs import ROOT
+from vit.config import Config, ModelConfig
 from vit.model.vit import VisionTransformer
 
 SMALL: dict[str, Any] = {
@@ -243,7 +244,6 @@ MISTAKES = [
     ("--image_size 225", "data.image_size: 225 is not allowed; it must be a multiple of"),
     ("--config nowhere", "config not found: nowhere"),
     ("--modle vit_base", "modle: no such key"),
-    ("--config quick --model.name timm:resnet18", "model.name: timm:resnet18 is not allowed"),
 ]
 
 
@@ -258,6 +258,11 @@ def test_mistake_ends_in_one_line(
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.startswith(f"error: {message}"), error
     assert error.count("\n") == 1
+
+
+def test_models_of_timm_are_refused(tracing: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model\.name: timm:resnet18 is not allowed"):
+        tracing.build(Config(model=ModelConfig(name="timm:resnet18")), classes=10)
 
 
 PAGE = ROOT / "docs/scaling.md"
