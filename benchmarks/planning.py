@@ -34,9 +34,8 @@ class Cluster:
     @property
     def shards(self) -> int:
         """Number of GPUs that a copy of the model is divided among."""
-        return {"replicate": 1, "shard": self.gpus, "hybrid": self.gpus // self.hosts}[
-            self.parallel
-        ]
+        sizes = {"replicate": 1, "shard": self.gpus, "hybrid": self.gpus // self.hosts}
+        return sizes[self.parallel]
 
 
 @dataclass(frozen=True)
@@ -127,11 +126,10 @@ def transfers(
     everything = list(model.parameters())
     if cluster.parallel == "replicate":
         sent = FLOAT32 * _count(everything)
+        updates = BFLOAT16 * _count(muon)
         return [
             Transfer("average gradients", "all_reduce", sent, gpus, hosts, "last"),
-            Transfer(
-                "share Muon's updates", "all_reduce", BFLOAT16 * _count(muon), gpus, hosts, "update"
-            ),
+            Transfer("share Muon's updates", "all_reduce", updates, gpus, hosts, "update"),
         ]
     blocks, _ = parts(model)
     whole = shards * shard_size(everything, shards)
@@ -140,22 +138,19 @@ def transfers(
     across = 1 if cluster.parallel == "hybrid" else hosts
 
     def gather(name: str, sent: int, phase: PhaseName) -> Transfer:
+        """Describe a gathering within the GPUs that share a copy of the model."""
         return Transfer(name, "all_gather", sent, shards, across, phase)
 
-    gradients = FLOAT32 * whole
+    of_shard = FLOAT32 * shard_size(everything, shards)
+    copies = gpus // shards
     return [
         gather("gather weights, forward", BFLOAT16 * whole * accumulate, "forward"),
         gather("gather weights, backward", BFLOAT16 * of_blocks * (accumulate - 1), "backward"),
         gather("gather weights, backward", BFLOAT16 * of_blocks, "last"),
-        Transfer("reduce gradients to shards", "reduce_scatter", gradients, shards, across, "last"),
         Transfer(
-            "average shards of gradients",
-            "all_reduce",
-            gradients // shards,
-            gpus // shards,
-            hosts,
-            "last",
+            "reduce gradients to shards", "reduce_scatter", FLOAT32 * whole, shards, across, "last"
         ),
+        Transfer("average shards of gradients", "all_reduce", of_shard, copies, hosts, "last"),
         gather("gather Muon's gradients", FLOAT32 * of_muon, "update"),
         gather("share Muon's updates", BFLOAT16 * of_muon, "update"),
     ]
@@ -193,8 +188,10 @@ def memory(
         rows["gradients that are being sent"] = FLOAT32 * own * (cluster.gpus > 1)
     else:
         blocks, root = parts(model)
-        block = max(map(_count, blocks))
-        rows["gathered weights (bfloat16)"] = BFLOAT16 * (_count(root) + 2 * block)
+        block = cluster.shards * max(shard_size(block, cluster.shards) for block in blocks)
+        outside = cluster.shards * shard_size(root, cluster.shards)
+        # FSDP gathers the next block while one is computed, and reduces gradients in float32.
+        rows["gathered weights (bfloat16)"] = BFLOAT16 * (outside + 2 * block)
         rows["gradients that are being sent"] = (BFLOAT16 + FLOAT32) * block
         undivided = FLOAT32 * _count(everything) * (train.accumulate > 1)
         rows["gradients of micro-batches (float32)"] = undivided
@@ -205,7 +202,7 @@ def memory(
 
 
 def phases(
-    flops: tuple[float, float],
+    passes: tuple[float, float],
     update: float,
     exchanged: list[Transfer],
     accumulate: int,
@@ -215,14 +212,14 @@ def phases(
     """Estimate the duration of the parts of a step.
 
     Args:
-        flops: Seconds that a GPU computes in the forward and the backward pass.
+        passes: Seconds that a GPU computes in the forward and the backward pass.
         update: Seconds that it computes in the update of the weights, apart from AdamW.
         exchanged: What is sent.
         accumulate: Number of micro-batches.
         within: Bytes/s that a GPU sends to others on its host.
         between: Bytes/s that it sends to other hosts.
     """
-    forward, backward = flops
+    forward, backward = passes
     computing: dict[PhaseName, float] = {
         "forward": forward,
         "backward": backward * (accumulate - 1) / accumulate,

@@ -68,12 +68,24 @@ def test_flops_are_those_of_a_real_step(
     planned = tracing.count_flops(on_meta(**arguments), IMAGE, checkpointed)
     model = VisionTransformer(**arguments, attn_kernel="fused").train()
     model.set_grad_checkpointing(checkpointed)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=tracing.FORMULAS) as counter:
         loss = model(torch.randn(3, *IMAGE)).sum()
         forward = counter.get_total_flops()
         loss.backward()
     assert planned[0] == pytest.approx(forward / 3, rel=0.01)
     assert planned[1] == pytest.approx((counter.get_total_flops() - forward) / 3, rel=0.01)
+
+
+def test_gradients_of_a_convolution_take_twice_its_flops(tracing: Any) -> None:
+    """For groups too, which torch's own formula ignores."""
+    for groups, formulas in ((1, {}), (1, tracing.FORMULAS), (4, tracing.FORMULAS)):
+        conv = nn.Conv2d(8, 8, 3, padding=1, groups=groups)
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            output = conv(torch.randn(2, 8, 5, 5, requires_grad=True))
+            forward = counter.get_total_flops()
+            output.sum().backward()
+        assert forward == 2 * (2 * 8 * 5 * 5) * (8 // groups * 9)
+        assert counter.get_total_flops() == 3 * forward
 
 
 # Millions of parameters, as in the table of timm's results.
