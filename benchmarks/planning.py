@@ -177,7 +177,7 @@ def memory(
     own, own_muon = (shard_size(some, cluster.shards) for some in (everything, muon))
     images = train.batch_size / cluster.gpus
     kept = activations.checkpointed if train.checkpoint_blocks else activations.stored
-    rows = {
+    rows: dict[str, float] = {
         "weights (float32)": FLOAT32 * own,
         "gradients (float32)": FLOAT32 * own,
         "optimizer (float32)": FLOAT32 * (2 * (own - own_muon) + own_muon),

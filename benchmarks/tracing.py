@@ -160,8 +160,9 @@ def trace_activations(
             for name, old in module.named_parameters(recurse=False):
                 new = torch.empty_strided(old.shape, old.stride(), dtype=weights)
                 setattr(module, name, nn.Parameter(new))
-            for name, old in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty_strided(old.shape, old.stride(), dtype=old.dtype))
+            for name, held in module.named_buffers(recurse=False):
+                new = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype)
+                setattr(module, name, new)
         block, grid = model.blocks[0], model.patch_embed.grid_size
         tokens = model.num_prefix_tokens + model.patch_embed.num_patches
         width = model.head.in_features
