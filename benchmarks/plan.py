@@ -101,8 +101,14 @@ def read_options() -> tuple[argparse.Namespace, Config]:
     add("--batch_size", dest="train.batch_size", help="images of a step (--model: 4096)")
     add("--accumulate", dest="train.accumulate", help="micro-batches of a step (--model: 1)")
     add("--optimizer", dest="optim.name", help="adamw or muon (--model: adamw)")
-    add("--ema", dest="optim.ema_decay", action="store_const", const="0.9999")
-    add("--checkpoint_blocks", dest="train.checkpoint_blocks", action="store_const", const="true")
+    add(
+        "--ema", dest="optim.ema_decay", action="store_const", const="0.9999",
+        help="keep a moving average of the weights",
+    )  # fmt: skip
+    add(
+        "--checkpoint_blocks", dest="train.checkpoint_blocks", action="store_const", const="true",
+        help="recompute the activations of the blocks",
+    )  # fmt: skip
     options, keys = parser.parse_known_args()
     for key in (
         "classes",
