@@ -61,7 +61,17 @@ def choose_parallel(
     if device.type == "cpu":
         return "replicate"
     total = torch.get_device_module(device).mem_get_info()[1]
-    return "shard" if BYTES_PER_WEIGHT * num_weights > MOST_MEMORY * total else "replicate"
+    return "replicate" if fits_replicated(num_weights, total) else "shard"
+
+
+def fits_replicated(num_weights: int, memory: float) -> bool:
+    """Tell whether each process can have a whole model.
+
+    Args:
+        num_weights: Number of weights in the model.
+        memory: Memory of a device, in bytes.
+    """
+    return BYTES_PER_WEIGHT * num_weights <= MOST_MEMORY * memory
 
 
 def device_mesh(parallel: Parallel, world: World, device: torch.device) -> DeviceMesh | None:
