@@ -27,13 +27,10 @@ from worlds import in_world, loop_of, with_parallel
 
 CPU = torch.device("cpu")
 LOSS = 1e-4  # difference of losses that rounding explains
-SHORT: dict[str, dict[str, Any]] = {  # without random numbers in a step
+SHORT: dict[str, dict[str, Any]] = {  # without batch norm
     "data": {"name": "shapes", "val_size": 20, "train_size": 192},
-    "model": {
-        "stem": "linear", "drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0,
-        "drop_path_rate": 0, "embed_dim": 26,
-    },
-    "augment": {"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
+    "model": {"stem": "linear", "embed_dim": 26},
+    "augment": {"rand_ops": 1},
     "train": {"epochs": 2, "batch_size": 32, "accumulate": 2, "whiten": False},
     "track": {"probes": 0},
 }  # fmt: skip
