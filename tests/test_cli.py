@@ -292,7 +292,7 @@ def test_help_has_one_line_of_usage_and_each_key_with_its_range_and_default(scri
     config = Config if script == "train.py" else EvalConfig
     about = dict(re.findall(r"^  --([\w.]+)((?:.|\n {4,})*)", done.stdout, re.MULTILINE))
     for key in keys(config):
-        if key != "attention":
+        if key not in ("attention", "flip"):
             assert re.search(
                 r"[A-Z].{8}[^.]+.*\. \(.*; default: .+\)$", " ".join(about[key].split())
             )

@@ -70,7 +70,7 @@ def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
 def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(forward: torch.nn.Module) -> Any:
+    def broken(forward: torch.nn.Module, by_block: bool) -> Any:
         def fail(images: torch.Tensor) -> torch.Tensor:
             forward(images)
             raise RuntimeError("file too short")

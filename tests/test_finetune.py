@@ -220,7 +220,7 @@ def test_a_linear_probe_resumes_bit_for_bit(tmp_path, augment):
             batches = epoch_batches(len(loop.training), 64, 0, 0)
             for batch in loop.step.inputs(loop.training).batches(batches):
                 state.points.append(loop.step(*batch))
-            loop.save()
+            loop.saver.save()
             assert state.step == schedule.steps_per_epoch
         else:
             loop.run()

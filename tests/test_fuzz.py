@@ -90,6 +90,7 @@ EDGES = {
     "train.batch_size": ("0", "1000001"),
     "train.processes": ("0", "1001"),
     "train.accumulate": ("0", "3", "256", "1000001"),
+    "train.timeout_minutes": ("0", "-1", "1000001"),
     "train.max_skipped": ("0", "1000001"),
     "train.seed": ("-1", str(2**63)),
     "track.every": ("0", "1000001"),

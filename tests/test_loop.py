@@ -18,7 +18,7 @@ from vit.classifier import Classifier
 from vit.config import Config
 from vit.data.balance import balanced_batches
 from vit.tracking import Tracker
-from vit.training import trainer
+from vit.training import saving
 from vit.training.loop import Diverged, Loop
 from vit.training.rules import check_processes
 from vit.training.state import TrainState
@@ -233,7 +233,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
         if checkpoint.step < 15:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer, "save_checkpoint", full)
+    monkeypatch.setattr(saving, "save_checkpoint", full)
     loop = run(small(tmp_path / "run", **BARE))
     assert tried == [5, 10, 15] and loop.save_error is None
     errors = capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -251,9 +252,9 @@ def count_exchanges(world: World, config: Config) -> None:
         step, exchanges = loop.step, []
         assert isinstance(step.forward, DistributedDataParallel)
 
-        def record(_: None, bucket: Any) -> Any:
+        def record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             exchanges.append(bucket.buffer().numel())
-            future = torch.futures.Future()
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
 

@@ -15,6 +15,7 @@ import safetensors.torch
 
 from vit.checkpoint import (
     CHECKPOINT_FOLDER,
+    FOLDER_PATTERN,
     checkpoint_paths,
     describe_foreign,
     read_checkpoint,
@@ -25,7 +26,6 @@ from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.run_folder import MODEL_FILE
-from vit.sharded_checkpoint import SUMS_FILE
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
 METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON
@@ -148,7 +148,7 @@ def _find_model(path: Path) -> Path:
         )
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
-    if path.is_dir() and not (path / SUMS_FILE).exists():
+    if path.is_dir() and not path.match(FOLDER_PATTERN):
         checkpoints = checkpoint_paths(path)
         if not checkpoints:
             raise ValueError(f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")

@@ -53,6 +53,20 @@ def start_writing(
     return future
 
 
+def wait_for(writing: "Future[Any]") -> None:
+    """Wait until all processes have written their parts.
+
+    Raises:
+        OSError: One of them has failed.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        writing.result()
+    except CheckpointException as error:
+        raise OSError(_first_failure(error)) from None
+
+
 def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
     """Complete a folder with the state and checksums, and give it its name.
 
@@ -112,9 +126,8 @@ def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():  # torch warns that there is a single process
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(into, storage_reader=reader, no_dist=alone)
-    except (CheckpointException, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder} does not fit the run: {reason[:300]}") from None
+    except CheckpointException as error:
+        raise ValueError(f"{folder} does not fit the run: {_first_failure(error)}") from None
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -131,6 +144,12 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     }
     read_tensors(folder, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _first_failure(error: Any) -> str:
+    """Describe what went wrong in the first process that failed, in one line."""
+    rank, (failure, _) = min(error.failures.items())
+    return f"process {rank}: {' '.join(str(failure).split())}"
 
 
 def _sha256(path: Path) -> str:

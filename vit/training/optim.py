@@ -69,11 +69,14 @@ class Muon(Optimizer):
             by_shape.items(), self._orthogonalized(stacks), strict=True
         ):
             updates = stack.split([self.numbers[parameter] for parameter, _ in some])
-            for group, members in groupby(zip(some, updates, strict=True), key=_group_of):
-                weights, changes = zip(
-                    *((own(p), _as_parameter(u.flatten(0, 1), p)) for (p, _), u in members),
-                    strict=True,
-                )
+            members = [(*member, update) for member, update in zip(some, updates, strict=True)]
+            for _, same in groupby(members, key=lambda member: id(member[1])):
+                parameters, (group, *_), changes = zip(*same, strict=True)
+                weights = [own(parameter) for parameter in parameters]
+                changes = [
+                    _as_parameter(change.flatten(0, 1), parameter)
+                    for change, parameter in zip(changes, parameters, strict=True)
+                ]
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
                 torch._foreach_add_(weights, changes, alpha=-rate)
@@ -179,10 +182,6 @@ def _as_parameter(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
         return matrix
     _, channels, height, width = parameter.shape
     return matrix.unflatten(1, (height, width, channels)).permute(0, 3, 1, 2)
-
-
-def _group_of(member: tuple[tuple[nn.Parameter, dict[str, Any]], Tensor]) -> dict[str, Any]:
-    return member[0][1]
 
 
 def build_optimizers(

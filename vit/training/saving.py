@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit.checkpoint import Checkpoint, checkpoint_path, delete_others, save_checkpoint
-from vit.sharded_checkpoint import finish_writing, read_tensors, start_writing
+from vit.sharded_checkpoint import finish_writing, read_tensors, start_writing, wait_for
 from vit.training.distributed import World
 from vit.training.optim import set_lr
 from vit.training.state import COUNTS, TrainState
@@ -98,10 +98,7 @@ class ShardedSaver:
         writing = start_writing(folder, tensors_of(self.state), self._group)
 
         def finish() -> None:
-            try:
-                writing.result()
-            except Exception as error:  # of any process, as torch puts them together
-                raise OSError(" ".join(str(error).split())) from None
+            wait_for(writing)
             if self.world.main:
                 finish_writing(folder, values, target)
                 delete_others(self.run, target)
@@ -145,11 +142,12 @@ def load_folder(state: TrainState, checkpoint: Checkpoint) -> None:
     """
     assert checkpoint.folder is not None
     set_lr(state.optimizers, 0.0)
-    for optimizer in state.optimizers:  # a step that moves nothing makes their tensors
+    stepped = checkpoint.step > checkpoint.skipped
+    for optimizer in state.optimizers if stepped else ():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        optimizer.step()  # moves nothing, but makes the tensors of its state
         optimizer.zero_grad(set_to_none=True)
     read_tensors(checkpoint.folder, tensors_of(state))
     state.points = list(checkpoint.points.to(next(state.model.parameters()).device))

@@ -13,6 +13,7 @@ second.
 """
 
 import copy
+import warnings
 from typing import Any, Literal, cast
 
 import torch
@@ -120,15 +121,17 @@ def replicate(forward: nn.Module, device: torch.device) -> DistributedDataParall
         forward: The model.
         device: The device of its weights.
     """
-    return DistributedDataParallel(
-        forward,
-        # Batch norm uses the statistics of a process's own images.
-        broadcast_buffers=False,
-        gradient_as_bucket_view=True,
-        # Otherwise the first step arranges the gradients anew, so that a resumed run would add
-        # them in another order.
-        find_unused_parameters=device.type == "cpu",
-    )
+    with warnings.catch_warnings():  # torch 2.15 has a new name for it, which 2.11 does not know
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(
+            forward,
+            # Batch norm uses the statistics of a process's own images.
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # Otherwise the first step arranges the gradients anew, so that a resumed run would add
+            # them in another order.
+            find_unused_parameters=device.type == "cpu",
+        )
 
 
 def synchronize(forward: nn.Module, enabled: bool) -> None:
