@@ -69,7 +69,7 @@ def main(rank: int, file: str) -> None:
         if parallel == "shard":
             shard(model, mesh, torch.bfloat16)
         else:
-            trained = replicate(model, torch.device("cpu"))
+            trained = replicate(model)
         results.append(exchanged(trained, torch.randn(2, 3, 16, 16), accumulate))
     dist.destroy_process_group()
     if rank == 0:

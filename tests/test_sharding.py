@@ -22,7 +22,7 @@ from vit.model_file import load_model
 from vit.sharded_checkpoint import STATE_FILE, SUMS_FILE
 from vit.training.distributed import World
 from vit.training.saving import tensors_of
-from vit.training.sharding import choose_parallel, own, whole
+from vit.training.sharding import choose_parallel, own, replicate, whole
 from vit.training.stopping import Stopped
 from worlds import in_world, loop_of, with_parallel
 
@@ -42,9 +42,18 @@ def short(out: Path, **changes: dict[str, Any]) -> Config:
     return small(out, **parts)
 
 
-def train_and_write(world: World, config: Config, weights: Path) -> None:
-    """Train, and write the losses, weights and moving averages."""
+def train_and_write(world: World, config: Config, weights: Path, overlap: bool = False) -> None:
+    """Train, and write the losses, weights and moving averages.
+
+    Args:
+        world: The processes.
+        config: The run.
+        weights: The file to write.
+        overlap: Whether to average gradients during the backward pass, as on a GPU.
+    """
     with loop_of(config, world) as loop:
+        if overlap:
+            loop.step = dataclasses.replace(loop.step, forward=replicate(loop.step.forward))
         losses: list[Tensor] = []
         loop._losses = Everything(losses)  # type: ignore[assignment]
         loop.run()
@@ -77,17 +86,29 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 @pytest.mark.parametrize(
-    ("parallel", "size"), [("replicate", 2), ("shard", 2), ("shard", 4), ("hybrid", 4)]
+    ("parallel", "size", "overlap"),
+    [
+        ("replicate", 2, False),
+        ("replicate", 2, True),
+        ("shard", 2, False),
+        ("shard", 4, False),
+        ("hybrid", 4, False),
+    ],
 )
 def test_processes_train_as_one_does(
-    parallel: str, size: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: str,
+    size: int,
+    overlap: bool,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     optim = {"name": name}
     expected = alone(short(tmp_path / "alone", optim=optim), tmp_path / "alone.pt")
     if parallel == "hybrid":  # two machines with two processes each
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = with_parallel(short(tmp_path / "run", optim=optim), parallel)
-    in_world(size, tmp_path, train_and_write, config, tmp_path / "all.pt")
+    in_world(size, tmp_path, train_and_write, config, tmp_path / "all.pt", overlap)
     assert_near(dict(torch.load(tmp_path / "all.pt", weights_only=True)), expected)
     assert len(expected["losses"]) == 12
     assert checkpoint_steps(tmp_path / "run") == [6, 12]
@@ -249,8 +270,7 @@ def test_a_checkpoint_of_another_model_does_not_fit(saved: Path, tmp_path: Path)
 def count_exchanges(world: World, config: Config) -> None:
     """A step with several micro-batches averages its gradients once."""
     with loop_of(config, world) as loop:
-        step, exchanges = loop.step, []
-        assert isinstance(step.forward, DistributedDataParallel)
+        step, exchanges = dataclasses.replace(loop.step, forward=replicate(loop.step.forward)), []
 
         def record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             exchanges.append(bucket.buffer().numel())
@@ -258,6 +278,7 @@ def count_exchanges(world: World, config: Config) -> None:
             future.set_result(bucket.buffer())
             return future
 
+        assert isinstance(step.forward, DistributedDataParallel)
         step.forward.register_comm_hook(None, record)
         (batch,) = loop.training.batches(torch.arange(16)[None])
         step(*batch)

@@ -89,8 +89,8 @@ def build_step(
     )
     begin = time.perf_counter()
     step = compile_step(config, checkpoint, step, training, env)
-    if env.world.size > 1 and not is_sharded(state.model):
-        step = dataclasses.replace(step, forward=replicate(step.forward, env.device))
+    if env.world.size > 1 and env.device.type != "cpu" and not is_sharded(state.model):
+        step = dataclasses.replace(step, forward=replicate(step.forward))
     spent = env.world.agree(time.perf_counter() - begin)
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps

@@ -71,11 +71,11 @@ class Muon(Optimizer):
             updates = stack.split([self.numbers[parameter] for parameter, _ in some])
             members = [(*member, update) for member, update in zip(some, updates, strict=True)]
             for _, same in groupby(members, key=lambda member: id(member[1])):
-                parameters, (group, *_), changes = zip(*same, strict=True)
+                parameters, (group, *_), matrices = zip(*same, strict=True)
                 weights = [own(parameter) for parameter in parameters]
                 changes = [
-                    _as_parameter(change.flatten(0, 1), parameter)
-                    for change, parameter in zip(changes, parameters, strict=True)
+                    _as_parameter(matrix.flatten(0, 1), parameter)
+                    for matrix, parameter in zip(matrices, parameters, strict=True)
                 ]
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] * max(1, rows / columns) ** 0.5

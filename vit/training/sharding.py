@@ -3,7 +3,8 @@
 The four kinds are those of torch:
 
 - `replicate`: `DistributedDataParallel` (arXiv 2006.15704). Each process has the whole model; the
-  gradients are averaged while the backward pass is still running.
+  gradients are averaged while the backward pass is still running. On a CPU, they are averaged after
+  it instead, by `World.average`: in an order that does not change when a run is resumed.
 - `shard`: `fully_shard` (FSDP2; ZeRO stage 3, arXiv 1910.02054). Each process holds a part of every
   weight, its gradient and its optimizer state, and gathers a block's weights when it computes it.
 - `hybrid`: sharded within each machine, replicated across machines.
@@ -114,13 +115,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def replicate(forward: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Let the gradients of a model, possibly compiled, be averaged in its backward pass.
-
-    Args:
-        forward: The model.
-        device: The device of its weights.
-    """
+def replicate(forward: nn.Module) -> DistributedDataParallel:
+    """Let the gradients of a model, possibly compiled, be averaged in its backward pass."""
     with warnings.catch_warnings():  # torch 2.15 has a new name for it, which 2.11 does not know
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(
@@ -128,9 +124,6 @@ def replicate(forward: nn.Module, device: torch.device) -> DistributedDataParall
             # Batch norm uses the statistics of a process's own images.
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            # Otherwise the first step arranges the gradients anew, so that a resumed run would add
-            # them in another order.
-            find_unused_parameters=device.type == "cpu",
         )
 
 
@@ -145,6 +138,11 @@ def synchronize(forward: nn.Module, enabled: bool) -> None:
         forward.require_backward_grad_sync = enabled
     elif is_sharded(forward):
         cast(Any, forward).set_requires_gradient_sync(enabled)
+
+
+def averages_gradients(forward: nn.Module) -> bool:
+    """Tell whether the backward pass of a model averages its gradients over the processes."""
+    return isinstance(forward, DistributedDataParallel) or is_sharded(forward)
 
 
 def is_sharded(model: nn.Module) -> bool:

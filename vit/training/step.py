@@ -22,7 +22,7 @@ from vit.training.compile import Compilation
 from vit.training.distributed import World
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
-from vit.training.sharding import synchronize, whole
+from vit.training.sharding import averages_gradients, synchronize, whole
 from vit.training.state import TrainState
 
 
@@ -143,8 +143,8 @@ class TrainingStep:
         state = self.state
         buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
         result = self.backward(images, targets)
-        self.world.average([result])
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        self.world.average([result, *([] if averages_gradients(self.forward) else gradients)])
         norm = whole(nn.utils.get_total_norm(gradients))
         state.step += 1
         if not torch.isfinite(result[0] + norm):
@@ -165,9 +165,9 @@ class TrainingStep:
         return result
 
     def backward(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Accumulate the gradient over the micro-batches, and average it over the processes.
+        """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,).
 
-        Returns this process's mean loss and accuracy, (2,).
+        If `forward` averages gradients over the processes, it does so in the last micro-batch.
 
         Args:
             images: As for `update`.
