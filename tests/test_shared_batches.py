@@ -44,9 +44,8 @@ def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-@pytest.mark.parametrize(
-    ("optimizer", "epochs"), [("muon", 2), pytest.param("adamw", 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "epochs"), [("muon", 2), ("adamw", 20)])
 def test_losses_are_those_of_one_process(tmp_path: Path, optimizer: str, epochs: int) -> None:
     """With everything random switched on; Muon's bfloat16 amplifies rounding in longer runs."""
     script = str(ROOT / "tests/shared_batches.py")
