@@ -134,6 +134,7 @@ def transfers(
     blocks, _ = parts(model)
     whole = shards * shard_size(everything, shards)
     of_blocks = sum(shards * shard_size(block, shards) for block in blocks)
+    of_forward = BFLOAT16 * of_blocks + FLOAT32 * (whole - of_blocks)
     of_muon = shards * shard_size(muon, shards)
     across = 1 if cluster.parallel == "hybrid" else hosts
 
@@ -144,7 +145,7 @@ def transfers(
     of_shard = FLOAT32 * shard_size(everything, shards)
     copies = gpus // shards
     return [
-        gather("gather weights, forward", BFLOAT16 * whole * accumulate, "forward"),
+        gather("gather weights, forward", of_forward * accumulate, "forward"),
         gather("gather weights, backward", BFLOAT16 * of_blocks * (accumulate - 1), "backward"),
         gather("gather weights, backward", BFLOAT16 * of_blocks, "last"),
         Transfer(
@@ -192,7 +193,7 @@ def memory(
         block = cluster.shards * max(shard_size(block, cluster.shards) for block in blocks)
         outside = cluster.shards * shard_size(root, cluster.shards)
         # FSDP gathers the next block while one is computed, and reduces gradients in float32.
-        rows["gathered weights (bfloat16)"] = BFLOAT16 * (outside + 2 * block)
+        rows["gathered weights"] = FLOAT32 * outside + BFLOAT16 * 2 * block
         rows["gradients that are being sent"] = (BFLOAT16 + FLOAT32) * block
         undivided = FLOAT32 * _count(everything) * (train.accumulate > 1)
         rows["gradients of micro-batches (float32)"] = undivided

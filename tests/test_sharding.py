@@ -326,3 +326,23 @@ def test_a_model_too_large_for_a_gpu_is_sharded(
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
     found = choose_parallel("auto", World(0, 2), torch.device("cuda"), num_weights)
     assert found == expected
+
+
+def train_in_bfloat16(world: World, config: Config, losses: Path) -> None:
+    """Train a model with batch norm and learned positions in bfloat16, and write the losses."""
+    with loop_of(config, world, precision=torch.bfloat16) as loop:
+        loop.run()
+    if world.main:
+        torch.save(torch.stack(loop.step.state.points)[:, 0], losses)
+
+
+@pytest.mark.slow
+def test_bfloat16_shards_learn_what_copies_do(tmp_path: Path) -> None:
+    losses = {}
+    for parallel in ("replicate", "shard"):
+        convolutional = short(tmp_path / parallel, model={"stem": "conv"}, train={"epochs": 1})
+        config = with_parallel(convolutional, parallel)
+        in_world(2, tmp_path, train_in_bfloat16, config, tmp_path / f"{parallel}.pt")
+        losses[parallel] = torch.load(tmp_path / f"{parallel}.pt", weights_only=True)
+    assert len(losses["shard"]) == 6
+    torch.testing.assert_close(losses["shard"], losses["replicate"], rtol=0, atol=0.03)

@@ -48,9 +48,14 @@ def _enter(rank: int, size: int, meeting: str, function: Callable[..., None], va
 
 
 @contextmanager
-def loop_of(config: Config, world: World, stop: StopRequest | None = None) -> Iterator[Loop]:
+def loop_of(
+    config: Config,
+    world: World,
+    stop: StopRequest | None = None,
+    precision: torch.dtype = torch.float32,
+) -> Iterator[Loop]:
     """Build the loop of a run without logs, resumed if it has a checkpoint."""
-    env = Environment(CPU, torch.float32, world, stop or StopRequest())
+    env = Environment(CPU, precision, world, stop or StopRequest())
     checkpoint = world.agree(latest_checkpoint(Path(config.out)) if world.main else None)
     if world.main:
         Path(config.out).mkdir(exist_ok=True)

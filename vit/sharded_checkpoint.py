@@ -2,8 +2,8 @@
 
 torch's Distributed Checkpoint (DCP) writes the tensors as safetensors, which contain no code, and
 reads them back into any number of processes. STATE_FILE contains everything else. SUMS_FILE lists
-the SHA-256 of all other files, for `sha256sum -c`. It is written last; then the folder gets its
-name.
+the SHA-256 of all other files, for `sha256sum -c`. It is written last; then the folder is
+renamed.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def wait_for(writing: "Future[Any]") -> None:
 
 
 def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
-    """Complete a folder with the state and checksums, and give it its name.
+    """Complete a folder with the state and checksums, and rename it.
 
     Args:
         folder: What `start_writing` has written.

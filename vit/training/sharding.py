@@ -95,9 +95,10 @@ def device_mesh(parallel: Parallel, world: World, device: torch.device) -> Devic
 def shard(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype) -> None:
     """Shard a model in place, each encoder block on its own and the rest together.
 
-    While a block computes, its weights are whole and have the given precision; gradients are added
-    in float32. Weights that all processes hold must be the same when this is called. Buffers stay
-    whole in each process.
+    While a block computes, its weights are whole and have the given precision. Those outside of
+    blocks, which are few, and of blocks with batch norm stay float32, which torch's operations on
+    them want. Gradients are added in float32. The weights must be the same in all processes when
+    this is called. Buffers stay whole in each process.
 
     Args:
         model: A model whose encoder blocks are in `blocks`, if it has any.
@@ -108,11 +109,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype) -> None:
 
     for parameter in model.parameters():  # FSDP2 refuses the channels-last kernels of our stem
         parameter.data = parameter.data.contiguous()
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+    fast = MixedPrecisionPolicy(precision, torch.float32)
+    norms = nn.modules.batchnorm._BatchNorm
     for block in cast(Any, getattr(model, "blocks", ())):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        has_batch_norm = any(isinstance(module, norms) for module in block.modules())
+        fully_shard(block, mesh=mesh, mp_policy=exact if has_batch_norm else fast)
     # The rest is needed at the start of the forward pass and at the end of the backward pass.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
 
 
 def replicate(forward: nn.Module) -> DistributedDataParallel:
