@@ -10,15 +10,14 @@ from torch import Tensor
 
 from vit.data.layout import (
     IMAGE_SUFFIXES,
-    TEST,
     TRAIN,
-    UNUSED,
-    VALIDATION,
     content,
+    find_test_folders,
     fingerprint,
     has_parts,
     is_image,
     is_visible,
+    report_unused,
     some,
 )
 from vit.data.listing import FileList
@@ -70,18 +69,7 @@ def list_folder(root: Path, train: bool, test_fraction: float | None) -> FileLis
 
 def _list_part(root: Path, train: bool, test_fraction: float | None) -> FileList:
     """List the images of train/, or of test/ or what takes its place; see `list_folder`."""
-    found = [name for name in (TEST, *VALIDATION) if (root / name).is_dir()]
-    if not found:
-        raise ValueError(
-            f"data.root: {root} has no test/ ({content(root)}); add test/<class>/ (or val/<class>/)"
-            f", or point --data.root at {root / TRAIN} to split it by data.test_fraction"
-        )
-    test = found[0]
-    if test_fraction is not None:
-        raise ValueError(
-            f"data.test_fraction: {test_fraction} is not allowed; it must be null, because {root} "
-            f"has test images in {test}/"
-        )
+    test, *others = find_test_folders(root, test_fraction, "<class>/")
     if train and not (root / TRAIN).is_dir():
         raise ValueError(f"data.root: {root} has no train/ ({content(root)}); {LAYOUTS}")
     classes, paths, labels = _find(root / (TRAIN if train else test))
@@ -89,8 +77,8 @@ def _list_part(root: Path, train: bool, test_fraction: float | None) -> FileList
         _require_same_classes(root, test, classes, _find(root / test)[0])
         for part in (TRAIN, test):
             _report_ignored(root / part)
-        for name in found[1:]:
-            print(f"not used: {root / name}; {UNUSED}", file=sys.stderr, flush=True)
+        for name in others:
+            report_unused(f"{root / name}")
     for name, count in zip(classes, _counts(labels, classes), strict=True):
         if count == 0:
             raise _no_image(root / (TRAIN if train else test) / name, name)

@@ -6,6 +6,7 @@ is imported.
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,6 @@ SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 # Folders, and words in a table's column "split", for the images of each part. Images for validation
 # are the test images where there are no others.
 TRAIN, TEST, VALIDATION = "train", "test", ("val", "valid", "validation")
-UNUSED = "the test images are others, and data.val_size holds out training images"
 LISTED = 10  # at most so many names in a message
 
 
@@ -38,6 +38,38 @@ def is_shard(name: str) -> bool:
 def has_parts(root: Path) -> bool:
     """Say whether a folder has train/ or a folder of test images, rather than class folders."""
     return any((root / name).is_dir() for name in (TRAIN, TEST, *VALIDATION))
+
+
+def find_test_folders(root: Path, test_fraction: float | None, example: str) -> list[str]:
+    """Return the names of the folders of test images in a folder that has parts; the first is used.
+
+    Args:
+        root: See `has_parts`.
+        test_fraction: `data.test_fraction`, which must be None.
+        example: What such a folder contains, for the error message.
+
+    Raises:
+        ValueError: There is none, or test_fraction is given although there is one.
+    """
+    found = [name for name in (TEST, *VALIDATION) if (root / name).is_dir()]
+    if not found:
+        raise ValueError(
+            f"data.root: {root} has no test/ ({content(root)}); add test/{example} "
+            f"(or val/{example}), or point --data.root at {root / TRAIN} to split it by "
+            "data.test_fraction"
+        )
+    if test_fraction is not None:
+        raise ValueError(
+            f"data.test_fraction: {test_fraction} is not allowed; it must be null, because {root} "
+            f"has test images in {found[0]}/"
+        )
+    return found
+
+
+def report_unused(what: str) -> None:
+    """Say that images for validation are not used, because there are test images."""
+    reason = "the test images are others, and data.val_size holds out training images"
+    print(f"not used: {what}; {reason}", file=sys.stderr, flush=True)
 
 
 def recognize(root: Path) -> str | None:

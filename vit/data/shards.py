@@ -1,7 +1,6 @@
 """Tar shards in WebDataset's layout: images and labels as members that share a name."""
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,13 @@ from torch import Tensor
 
 from vit.data.layout import (
     CLASSES_FILE,
-    TEST,
+    SHARD_SUFFIX,
     TRAIN,
-    UNUSED,
-    VALIDATION,
     content,
+    find_test_folders,
     has_parts,
     is_shard,
+    report_unused,
     some,
 )
 from vit.data.listing import FileList
@@ -54,7 +53,9 @@ def list_shards(root: Path, train: bool, test_fraction: float | None) -> FileLis
             images.
     """
     if has_parts(root):
-        test = _test_folder(root, train, test_fraction)
+        test, *others = find_test_folders(root, test_fraction, f"*{SHARD_SUFFIX}")
+        for name in others if train else ():
+            report_unused(f"{root / name}")
         folder = root / (TRAIN if train else test)
         parts = [root / name for name in (TRAIN, test) if (root / name).is_dir()]
         members, labels, classes = _list(root, folder, parts, least=1)
@@ -64,25 +65,6 @@ def list_shards(root: Path, train: bool, test_fraction: float | None) -> FileLis
     found = chosen.nonzero().squeeze(1).tolist()
     whole = _fingerprint(root, labels, test_fraction or TEST_FRACTION)
     return FileList(tuple(members[n] for n in found), labels[chosen], classes, whole, True)
-
-
-def _test_folder(root: Path, train: bool, test_fraction: float | None) -> str:
-    """Return the name of the folder of test images."""
-    found = [name for name in (TEST, *VALIDATION) if (root / name).is_dir()]
-    if not found:
-        raise ValueError(
-            f"data.root: {root} has no test/ ({content(root)}); add test/*.tar (or val/*.tar), or "
-            f"point --data.root at {root / TRAIN} to split it by data.test_fraction"
-        )
-    if test_fraction is not None:
-        raise ValueError(
-            f"data.test_fraction: {test_fraction} is not allowed; it must be null, because {root} "
-            f"has test images in {found[0]}/"
-        )
-    if train:
-        for name in found[1:]:
-            print(f"not used: {root / name}; {UNUSED}", file=sys.stderr, flush=True)
-    return found[0]
 
 
 def _list(

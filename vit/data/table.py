@@ -2,14 +2,21 @@
 
 import csv
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vit.data.layout import TEST, TRAIN, UNUSED, VALIDATION, content, fingerprint, some
+from vit.data.layout import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    content,
+    fingerprint,
+    report_unused,
+    some,
+)
 from vit.data.listing import FileList
 from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
 from vit.settings import shorten
@@ -69,8 +76,7 @@ def list_table(file: Path, train: bool, test_fraction: float | None) -> FileList
         parts = _parts(file, rows, classes)
         others = sum(row.split not in parts for row in rows)
         if train and others:
-            what = f"{others:,} rows of {file} with {SPLIT} {VALIDATION[0]}"
-            print(f"not used: {what}; {UNUSED}", file=sys.stderr, flush=True)
+            report_unused(f"{others:,} rows of {file} with {SPLIT} {VALIDATION[0]}")
         chosen = torch.tensor([row.split == parts[0 if train else 1] for row in rows])
     paths = tuple(row.path for row, use in zip(rows, chosen.tolist(), strict=True) if use)
     split = rows[0].split is None
