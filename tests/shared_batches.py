@@ -38,7 +38,7 @@ def work(rank: int, size: int, folder: Path, epochs: int, optimizer: str) -> Non
         "RANK": str(rank), "WORLD_SIZE": str(size), MEETING: f"file://{folder}/meeting_{size}"
     }  # fmt: skip
     config = everything_on(folder / str(size), epochs, optimizer)
-    with join_world(CPU) as world:
+    with join_world(CPU, timeout_minutes=5) as world:
         env = Environment(CPU, torch.float32, world, StopRequest())
         training, held_out = load_data(config, None, env)
         step = build_step(config, None, training, env)

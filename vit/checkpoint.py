@@ -153,8 +153,7 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
         raise ValueError(f"{path} is not a checkpoint of this project{describe_foreign(state)}")
     if content is None:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
-    names = {field.name for field in dataclasses.fields(Checkpoint)}
-    return Checkpoint(**{name: value for name, value in state.items() if name in names})
+    return _checkpoint(state)
 
 
 def _read_folder(path: Path, tensors: bool) -> Checkpoint:
@@ -163,7 +162,13 @@ def _read_folder(path: Path, tensors: bool) -> Checkpoint:
     parts: dict[str, Any] = {"model": {}}
     if tensors:
         parts = {part: read_whole(path, f"{part}.") for part in ("model", "ema")}
-    return Checkpoint(**{**state, "points": points}, **parts, folder=path)
+    return _checkpoint({**state, **parts, "points": points, "folder": path})
+
+
+def _checkpoint(state: dict[str, Any]) -> Checkpoint:
+    """Make a checkpoint from values of any version; fields that this one lacks are left out."""
+    names = {field.name for field in dataclasses.fields(Checkpoint)}
+    return Checkpoint(**{name: value for name, value in state.items() if name in names})
 
 
 def _unpickle(data: bytes) -> Any:

@@ -106,6 +106,9 @@ def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
         keys: (B,) int32, see `image_keys`.
     """
     layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p > 0]
+    if not layers:
+        yield
+        return
     numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)
     for layer, layer_keys in zip(layers, derive(keys, numbers[:, None]), strict=True):
         layer.keys = layer_keys

@@ -110,7 +110,7 @@ def is_connection_lost(error: RuntimeError) -> bool:
 
 
 @contextlib.contextmanager
-def join_world(device: torch.device, timeout_minutes: float = 30.0) -> Iterator[World]:
+def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     """Connect to the other processes that train together, if there are any.
 
     Args:
