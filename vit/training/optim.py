@@ -40,6 +40,7 @@ class Muon(Optimizer):
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         momentum: Decay of the moving average of gradients, 0 to 1.
         world: The processes that train together. Each orthogonalizes a part of the matrices.
+        precision: In which matrices are orthogonalized and exchanged.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Muon(Optimizer):
         weight_decay: float,
         momentum: float,
         world: World = World(),  # noqa: B008
+        precision: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.numbers, self.world = numbers, world
+        self.numbers, self.world, self.precision = numbers, world, precision
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -88,7 +90,7 @@ class Muon(Optimizer):
             parameters: Some whose matrices have the same shape.
 
         Returns:
-            (K, m, n) bfloat16, whole also where the parameters are sharded.
+            (K, m, n) in `precision`, whole also where the parameters are sharded.
         """
         gradients, averages = [], []
         for parameter in parameters:
@@ -106,7 +108,7 @@ class Muon(Optimizer):
             [
                 matrix
                 for part, parameter in zip(ahead, parameters, strict=True)
-                for matrix in whole(_as_part(part.bfloat16(), parameter)).chunk(
+                for matrix in whole(_as_part(part.to(self.precision), parameter)).chunk(
                     self.numbers[parameter]
                 )
             ]
@@ -117,7 +119,7 @@ class Muon(Optimizer):
         rank, size = self.world.rank, self.world.size
         if size == 1:
             return [orthogonalize(stack) for stack in stacks]
-        updates = [torch.zeros_like(stack, dtype=torch.bfloat16) for stack in stacks]
+        updates = [torch.zeros_like(stack) for stack in stacks]
         for number, (stack, update) in enumerate(zip(stacks, updates, strict=True)):
             first = (rank + number) % size  # so that single matrices are spread over processes
             if first < len(stack):
@@ -130,17 +132,16 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
     """Bring the singular values of matrices close to 1 by Newton-Schulz iteration.
 
     Args:
-        matrices: (K, m, n).
+        matrices: (K, m, n); bfloat16 is enough.
         steps: Number of iterations; after five, singular values are between 0.7 and 1.2.
         eps: Lower bound on the norm by which a matrix is divided.
 
     Returns:
-        (K, m, n) bfloat16.
+        (K, m, n).
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # so that the Gram matrix is the smaller one
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices  # so that the Gram matrix is the smaller one
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
@@ -194,6 +195,7 @@ def build_optimizers(
     muon_momentum: float,
     layer_decay: float | None = None,
     world: World = World(),  # noqa: B008
+    precision: torch.dtype = torch.bfloat16,
 ) -> list[Optimizer]:
     """Build the optimizers of a VisionTransformer or of a model of timm.
 
@@ -240,7 +242,9 @@ def build_optimizers(
             {"params": matrices[scale], "initial_lr": scale * muon_lr}
             for scale in sorted(matrices, reverse=True)
         ]
-        optimizers.append(Muon(groups, numbers, muon_lr, muon_weight_decay, muon_momentum, world))
+        optimizers.append(
+            Muon(groups, numbers, muon_lr, muon_weight_decay, muon_momentum, world, precision)
+        )
     return optimizers
 
 

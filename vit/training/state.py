@@ -139,7 +139,7 @@ def build_state(
         frozen: Whether to train only the head.
         world: The processes that train together.
         parallel: How they share the model, see `vit.training.sharding`.
-        precision: Precision of matrix products, for a sharded model.
+        precision: Precision of matrix products, in a sharded model and in Muon.
     """
     torch.manual_seed(fold_in(seed, "init"))
     network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
@@ -180,5 +180,6 @@ def build_state(
         optim.muon_momentum,
         optim.layer_decay,
         world,
+        precision,
     )
     return TrainState(network, optimizers, ema, frozen=frozen, copy=whole)
