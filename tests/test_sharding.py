@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ from vit.checkpoint import checkpoint_paths, checkpoint_steps, latest_checkpoint
 from vit.config import Config
 from vit.model_file import load_model
 from vit.sharded_checkpoint import STATE_FILE, SUMS_FILE
+from vit.training.compile import missing_tool
 from vit.training.distributed import World
 from vit.training.saving import tensors_of
 from vit.training.sharding import choose_parallel, own, replicate, whole
 from vit.training.stopping import Stopped
-from worlds import in_world, loop_of, with_parallel
+from worlds import in_world, keep_losses, loop_of, with_parallel
 
 CPU = torch.device("cpu")
 LOSS = 1e-4  # difference of losses that rounding explains
@@ -42,32 +44,40 @@ def short(out: Path, **changes: dict[str, Any]) -> Config:
     return small(out, **parts)
 
 
-def train_and_write(world: World, config: Config, weights: Path, overlap: bool = False) -> None:
-    """Train, and write the losses, weights and moving averages.
+class Shared(NamedTuple):
+    """A run of several processes.
 
-    Args:
-        world: The processes.
-        config: The run.
+    Attributes:
+        config: Its config.
         weights: The file to write.
+        local: Number of processes on each machine.
         overlap: Whether to average gradients during the backward pass, as on a GPU.
     """
+
+    config: Config
+    weights: Path
+    local: int
+    overlap: bool = False
+
+
+def train_each(world: World, runs: list[Shared]) -> None:
+    """Train, and write the losses, weights and moving averages."""
+    for run in runs:
+        os.environ["LOCAL_WORLD_SIZE"] = str(run.local)
+        train_and_write(world, run.config, run.weights, run.overlap)
+
+
+def train_and_write(world: World, config: Config, weights: Path, overlap: bool = False) -> None:
+    """Train, and write the losses, weights and moving averages."""
     with loop_of(config, world) as loop:
         if overlap:
             loop.step = dataclasses.replace(loop.step, forward=replicate(loop.step.forward))
-        losses: list[Tensor] = []
-        loop._losses = Everything(losses)  # type: ignore[assignment]
+        losses = keep_losses(loop)
         loop.run()
         state = loop.step.state
         tensors = {name: whole(tensor).clone() for name, tensor in tensors_of(state).items()}
     if world.main:
         torch.save({"losses": torch.stack(losses), **tensors}, weights)
-
-
-class Everything:
-    """Keeps what is appended; a loop keeps the latest losses only."""
-
-    def __init__(self, values: list[Tensor]) -> None:
-        self.append = values.append
 
 
 def alone(config: Config, weights: Path) -> dict[str, Tensor]:
@@ -83,38 +93,63 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=5e-3, msg=name)
 
 
+SHARED = {  # number of processes, of those on each machine, and whether exchanges overlap
+    "copies": ("replicate", 2, 2, False),
+    "copies that overlap": ("replicate", 2, 2, True),
+    "two parts": ("shard", 2, 2, False),
+    "four parts": ("shard", 4, 4, False),
+    "two machines": ("hybrid", 4, 2, False),
+}
+OPTIMIZERS = ("muon", "adamw")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one process and of several, with both optimizers."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name in OPTIMIZERS:
+        alone(short(folder / name, optim={"name": name}), folder / f"{name}.pt")
+    for count in (2, 4):
+        runs = [
+            Shared(
+                with_parallel(short(folder / f"{name} {kind}", optim={"name": name}), parallel),
+                folder / f"{name} {kind}.pt", local, overlap,
+            )
+            for name in OPTIMIZERS
+            for kind, (parallel, size, local, overlap) in SHARED.items() if size == count
+        ]  # fmt: skip
+        in_world(count, folder, train_each, runs)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-@pytest.mark.parametrize(
-    ("parallel", "size", "overlap"),
-    [
-        ("replicate", 2, False),
-        ("replicate", 2, True),
-        ("shard", 2, False),
-        ("shard", 4, False),
-        ("hybrid", 4, False),
-    ],
-)
-def test_processes_train_as_one_does(
-    parallel: str,
-    size: int,
-    overlap: bool,
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    optim = {"name": name}
-    expected = alone(short(tmp_path / "alone", optim=optim), tmp_path / "alone.pt")
-    if parallel == "hybrid":  # two machines with two processes each
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    config = with_parallel(short(tmp_path / "run", optim=optim), parallel)
-    in_world(size, tmp_path, train_and_write, config, tmp_path / "all.pt", overlap)
-    assert_near(dict(torch.load(tmp_path / "all.pt", weights_only=True)), expected)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", SHARED)
+def test_processes_train_as_one_does(trained: Path, kind: str, name: str) -> None:
+    expected = dict(torch.load(trained / f"{name}.pt", weights_only=True))
+    run = trained / f"{name} {kind}"
+    assert_near(dict(torch.load(f"{run}.pt", weights_only=True)), expected)
     assert len(expected["losses"]) == 12
-    assert checkpoint_steps(tmp_path / "run") == [6, 12]
-    model = load_model(tmp_path / "run")  # which knows nothing of processes
+    assert checkpoint_steps(run) == [6, 12]
+    model = load_model(run)  # which knows nothing of processes
     for key, tensor in model.classifier.model.state_dict().items():
         torch.testing.assert_close(tensor, expected[f"ema.{key}"], rtol=0, atol=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
+def test_parts_whose_blocks_are_compiled_train_as_one_process_does(tmp_path: Path) -> None:
+    one_size: dict[str, Any] = {"small_share": 0, "epochs": 1}
+    runs = {
+        compiled: short(tmp_path / str(compiled), train={**one_size, "compile": compiled})
+        for compiled in (False, True)
+    }
+    expected = alone(runs[False], tmp_path / "alone.pt")
+    shared = Shared(with_parallel(runs[True], "shard"), tmp_path / "parts.pt", local=2)
+    in_world(2, tmp_path, train_each, [shared])
+    assert_near(dict(torch.load(tmp_path / "parts.pt", weights_only=True)), expected)
+    checkpoint = latest_checkpoint(tmp_path / "True")
+    assert checkpoint is not None and checkpoint.environment["compiled"]
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 """A run is the same whatever the number of processes that share its batches."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +8,25 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from shared_batches import COUNTS, everything_on
-from small_runs import ROOT, make_step, metrics
+from small_runs import make_step, small
+from vit.config import Config
 from vit.data.datasets import load
 from vit.training.distributed import World
 from vit.training.step import TrainingStep
+from worlds import in_world, keep_losses, loop_of
+
+
+def everything_on(out: Path, optimizer: str = "muon") -> Config:
+    """A run with every kind of augmentation and dropout, but no batch norm; 100 steps."""
+    return small(
+        out,
+        data={"val_size": 0},
+        model={"stem": "linear"},
+        augment={"rand_ops": 2, "mixup": 0.5, "cutmix": 0.5, "erasing": 0.5},
+        optim={"name": optimizer},
+        train={"epochs": 20},
+        track={"probes": 0},
+    )
 
 
 def gradient(step: TrainingStep, images: Tensor, labels: Tensor) -> Tensor:
@@ -43,20 +54,27 @@ def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
         assert (misplaced - parts[1]).abs().max() > 1e-3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def train_each(world: World, configs: dict[Path, Config]) -> None:
+    """Train some runs, and write their losses to files."""
+    for file, config in configs.items():
+        with loop_of(config, world) as loop:
+            losses = keep_losses(loop)
+            loop.run()
+        if world.main:
+            torch.save(torch.stack(losses), file)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "epochs"), [("muon", 2), ("adamw", 20)])
-def test_losses_are_those_of_one_process(tmp_path: Path, optimizer: str, epochs: int) -> None:
-    """With everything random switched on; Muon's bfloat16 amplifies rounding in longer runs."""
-    script = str(ROOT / "tests/shared_batches.py")
-    words = [sys.executable, script, str(tmp_path), str(epochs), optimizer]
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [[row for row in metrics(tmp_path / str(n)) if "train/loss" in row] for n in COUNTS]
-    alone, *others = (torch.tensor([row["train/loss"] for row in run]) for run in rows)
-    assert len(alone) == 5 * epochs
-    for losses in others:
-        assert_close(losses, alone, rtol=0, atol=1e-4)
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    """With everything random switched on, in the first 100 steps."""
+    for count in (1, 2, 4):
+        configs = {
+            tmp_path / f"{name}_{count}": everything_on(tmp_path / f"run_{name}_{count}", name)
+            for name in ("muon", "adamw")
+        }
+        in_world(count, tmp_path, train_each, configs)
+    for name in ("muon", "adamw"):
+        alone, *others = (torch.load(tmp_path / f"{name}_{count}") for count in (1, 2, 4))
+        assert len(alone) == 100
+        for losses in others:
+            assert_close(losses, alone, rtol=0, atol=1e-4)

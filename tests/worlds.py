@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from small_runs import CPU
@@ -44,7 +45,8 @@ def _enter(rank: int, size: int, meeting: str, function: Callable[..., None], va
     }  # fmt: skip
     with join_world(CPU, timeout_minutes=2) as world:
         function(world, *values)
-        dist.barrier()
+        if size > 1:
+            dist.barrier()
 
 
 @contextmanager
@@ -62,6 +64,20 @@ def loop_of(
     training, held_out = load_data(config, checkpoint, env)
     step = build_step(config, checkpoint, training, env)
     yield build_loop(config, step, training, held_out, None, env)
+
+
+class _Everything:
+    """Keeps what is appended; a loop keeps the latest losses only."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        self.append = values.append
+
+
+def keep_losses(loop: Loop) -> list[Tensor]:
+    """Return a list that gets the loss of every step."""
+    losses: list[Tensor] = []
+    loop._losses = _Everything(losses)  # type: ignore[assignment]
+    return losses
 
 
 def with_parallel(config: Config, parallel: Any) -> Config:
