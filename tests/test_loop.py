@@ -83,7 +83,9 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("vit.training.loop.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("vit.training.loop.time", clock)
+    monkeypatch.setattr("vit.training.activity.time", clock)
     update = TrainingStep.update
 
     def one_second(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from small_runs import (
@@ -169,6 +170,27 @@ def test_processes_all_end_when_the_first_finds_no_data(tmp_path: Path) -> None:
     (line,) = done.stderr.strip().splitlines()
     assert "cifar-10-python.tar.gz" in line
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_one_torchrun_process_ends_all_with_its_one_line(tmp_path: Path) -> None:
+    for number in range(64):
+        path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (4 * number, 0, 0)).save(path)
+    data = {"name": "folder", "root": str(tmp_path / "photos"), "val_size": 8, "memory_gb": 0}
+    shared = {"batch_size": 8, "accumulate": 1, "epochs": 1000}
+    run = tmp_path / "run"
+    config = small(run, data={**data, "train_size": None}, train=shared, track={"probes": 0})
+    process = start(with_torchrun(command(config, tmp_path / "config")))
+    wait(lambda: bool(checkpoint_steps(run)), process)
+    (gone, *_) = sorted((tmp_path / "photos/a").iterdir())
+    gone.unlink()
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=100)
+    assert time.monotonic() - begin < 30 and process.returncode == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("error")]
+    assert str(gone) in line
+    assert "torch.distributed.elastic" in errors  # names the process as well
 
 
 def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path: Path) -> None:

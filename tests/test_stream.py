@@ -378,9 +378,11 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
         run(config, pool, stop_at=4)  # after the first epoch
     env = dataclasses.replace(environment(), decoder=pool)
     checkpoint = latest_checkpoint(tmp_path / "run")
-    training, held_out = load_data(config, checkpoint, env)
-    step = build_step(config, checkpoint, training, env)
     content = break_file(path)
+    with pytest.raises(ValueError, match=r"on_bad_image skip$"):
+        load_data(config, None, env)
+    training, held_out = load_data(config, checkpoint, env)  # all were read when the run began
+    step = build_step(config, checkpoint, training, env)
     with pytest.raises(ValueError, match=r"cannot be read .*; restore the file and rerun") as info:
         build_loop(config, step, training, held_out, None, env).run()
     assert str(path) in str(info.value) and "\n" not in str(info.value)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -116,6 +117,26 @@ def cores_of_all_processes() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most memory that this process has used, in bytes.
+
+    Args:
+        device: An accelerator, whose memory counts, or the CPU.
+
+    Returns:
+        0 where the system does not tell (Windows, MPS).
+    """
+    if device.type != "cpu":
+        most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        return most(device) if most else 0
+    try:
+        import resource
+    except ImportError:
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def free_memory(root: Path = Path("/")) -> int:

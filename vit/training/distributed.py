@@ -6,16 +6,23 @@ RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A single process communicates
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
+from vit.training.activity import Activity
+from vit.training.watch import Watch
+
+T = TypeVar("T")
 
 MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 
@@ -27,10 +34,12 @@ class World:
     Attributes:
         rank: Number of this process, 0 to size - 1; process 0 writes files and prints.
         size: Number of processes.
+        activity: What this process is doing; every exchange below counts as waiting.
     """
 
     rank: int = 0
     size: int = 1
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @property
     def main(self) -> bool:
@@ -56,7 +65,8 @@ class World:
         """Replace tensors of one dtype by their sums over the processes, in one exchange."""
         if self.size > 1:
             total = torch.cat([tensor.flatten() for tensor in tensors])
-            dist.all_reduce(total)
+            with self.activity.doing("waiting for others"):
+                dist.all_reduce(total)
             parts = total.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -64,15 +74,25 @@ class World:
     def largest(self, values: Tensor) -> Tensor:
         """Take the maximum of values over the processes, in place."""
         if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
+            with self.activity.doing("waiting for others"):
+                dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def agree(self, value: Any) -> Any:
         """Return the main process's value in all processes."""
         box = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
+            with self.activity.doing("waiting for others"):
+                dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all processes, in all of them."""
+        values = [value] * self.size
+        if self.size > 1:
+            with self.activity.doing("waiting for others"):
+                dist.all_gather_object(values, value)
+        return values
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -104,9 +124,16 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_connection_lost(error: RuntimeError) -> bool:
-    """Tell whether an error means that another process has ended."""
-    return "gloo" in str(error)
+class ConnectionLost(Exception):
+    """Another process of the run has ended, or has not answered in time.
+
+    Attributes:
+        told: Whether that process has printed the reason on this machine.
+    """
+
+    def __init__(self, text: str, told: bool) -> None:
+        super().__init__(text)
+        self.told = told
 
 
 @contextlib.contextmanager
@@ -116,6 +143,9 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     Args:
         device: The type of the device of each process.
         timeout_minutes: How long a process waits for another one before it gives up.
+
+    Raises:
+        ConnectionLost: On leaving, if the code inside failed because another process did.
     """
     size = world_size()
     if size == 1:
@@ -132,8 +162,37 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group(backend, os.environ.get(MEETING), timeout, size, rank())
+    meeting = os.environ.get(MEETING, "env://")
+    store, *_ = next(rendezvous(meeting, rank(), size, timeout=timeout))
+    store.set_timeout(timeout)
+    world = World(rank(), size)
+    watch = Watch(world.rank, size, PrefixStore("watch", store), world.activity)
+    dist.init_process_group(
+        backend, store=PrefixStore("group", store), world_size=size, rank=world.rank,
+        timeout=timeout,
+    )  # fmt: skip
+    watch.start()
     try:
-        yield World(rank(), size)
+        yield world
+    except Exception as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise _connection_lost(watch.failure(), timeout_minutes) from error
+        watch.fail(str(error))
+        raise
     finally:
+        watch.stop()
         dist.destroy_process_group()
+
+
+def _connection_lost(
+    failure: tuple[int, str, str] | None, timeout_minutes: float
+) -> ConnectionLost:
+    """Return an error that tells what is known: rank, host and error of a process, or nothing."""
+    if failure is None:
+        text = (
+            "train.timeout_minutes: another process was killed, or has not answered for "
+            f"{timeout_minutes:g} minutes; rerun the command to resume"
+        )
+        return ConnectionLost(text, told=False)
+    number, host, reason = failure
+    return ConnectionLost(f"process {number} on {host}: {reason}", host == socket.gethostname())

@@ -22,7 +22,14 @@ from vit.data.datasets import ImageSet
 from vit.evaluation import Evaluator
 from vit.hardware import cores_of_all_processes
 from vit.tracking import Tracker
+from vit.training.distributed import under_torchrun
 from vit.training.messages import clock, diverged_text
+from vit.training.observing import (
+    Observed,
+    observe,
+    processes_scalars,
+    processes_text,
+)
 from vit.training.saving import Saver
 from vit.training.step import TrainingStep
 from vit.training.stopping import Stopped, StopRequest
@@ -73,18 +80,22 @@ class Loop:
             Stopped: A signal asked the run to stop; everything is saved.
             Diverged: Too many consecutive steps were skipped, or weights are not finite.
         """
-        state, schedule = self.step.state, self.step.schedule
+        state, schedule, world = self.step.state, self.step.schedule, self.step.world
         if state.step == 0:
             self.evaluate()
         self._since = time.perf_counter()
         try:
             with self._progress_bar() as bar, self.stop.deferred():
                 while state.step < schedule.total_steps:
-                    measured, speed = self._train_epoch(bar)
+                    with world.activity.doing("computing"):
+                        measured = self._train_epoch(bar)
+                    observed = observe(world.activity, self.training.device)
+                    speed = world.size * world.activity.images / world.activity.training_seconds()
                     self._save()
                     if self.tracker is not None:
                         say(self._epoch_text(measured.get("val/accuracy"), speed))
-                    if self.stop.agreed(self.step.world):
+                    self._log_processes(world.collect(observed))
+                    if self.stop.agreed(world):
                         raise Stopped
         finally:
             self._write(self.saver.wait)
@@ -98,13 +109,14 @@ class Loop:
         model = step.state.evaluated().to(device)
         return Classifier(model, step.preprocess, step.classes, device, step.precision)
 
-    def _train_epoch(self, bar: "tqdm[NoReturn]") -> tuple[dict[str, float], float]:
+    def _train_epoch(self, bar: "tqdm[NoReturn]") -> dict[str, float]:
         """Train to the end of the epoch or of the run.
 
         Returns:
-            Numbers that the evaluators measured after the last step, by tag; and images per second.
+            Numbers that the evaluators measured after the last step, by tag.
         """
-        state, schedule = self.step.state, self.step.schedule
+        state, schedule, world = self.step.state, self.step.schedule, self.step.world
+        activity = world.activity
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
         training, seed = self.training, self.step.seed
         if self.balanced:
@@ -114,31 +126,29 @@ class Loop:
         batches = batches[: schedule.total_steps - epoch * schedule.steps_per_epoch]
         if done == 0 or len(state.points) != done:  # a new epoch, or the batch size has changed
             state.points.clear()
-        logged = done
-        begin = since = time.perf_counter()
+        logged, since = done, 0.0
         measured: dict[str, float] = {}
-        parts = self.step.inputs(training).batches(self.step.world.part(batches[done:].T).T)
-        for number, (images, labels) in enumerate(parts, start=done + 1):
+        activity.start()
+        parts = self.step.inputs(training).batches(world.part(batches[done:].T).T)
+        for number, (images, labels) in enumerate(activity.reading(parts), start=done + 1):
+            activity.step = state.step
             point = self.step(images, labels)
+            activity.images += len(labels)
             state.points.append(point)
             self._losses.append(point[0])
             if state.skipped_in_a_row >= self.max_skipped:
                 raise self._diverged("loss or gradient")
             bar.update()
-            last = number == len(batches)
-            if number % self.log_every == 0 or last:
-                speed = self.batch_size * (number - logged) / (time.perf_counter() - since)
-                self._log(bar, speed)
-                logged, since = number, time.perf_counter()
-            pause = time.perf_counter()
-            measured = self.evaluate()
-            pause = time.perf_counter() - pause
-            begin, since = begin + pause, since + pause
-            if not last and self.stop.agreed(self.step.world):
+            last, seconds = number == len(batches), activity.training_seconds()
+            with activity.doing("not training"):
+                if number % self.log_every == 0 or last:
+                    self._log(bar, self.batch_size * (number - logged) / (seconds - since))
+                    logged, since = number, seconds
+                measured = self.evaluate()
+            if not last and self.stop.agreed(world):
                 self._save()
                 raise Stopped
-        trained = self.batch_size * (len(batches) - done)
-        return measured, trained / (time.perf_counter() - begin)
+        return measured
 
     def _log(self, bar: "tqdm[NoReturn]", speed: float) -> None:
         """Log the means over the steps since the last point of the training curves."""
@@ -157,6 +167,15 @@ class Loop:
         bar.set_postfix_str(
             f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
         )
+
+    def _log_processes(self, observed: Sequence[Observed]) -> None:
+        """Log what each of several processes did in the epoch."""
+        if self.tracker is None or len(observed) == 1:
+            return
+        values = processes_scalars(observed)
+        self.tracker.scalars(self.step.state.step, values, tensorboard_only=True)
+        if under_torchrun():
+            say(processes_text(observed))
 
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured."""

@@ -25,11 +25,12 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from vit.config import Config
+from vit.console import rank
 from vit.hardware import choose_device, cores_to_use
 from vit.model.pretrained import Source
 from vit.model.timm_weights import TimmSource
 from vit.run_folder import stored_config
-from vit.training.distributed import MEETING, is_connection_lost, under_torchrun
+from vit.training.distributed import MEETING, ConnectionLost, under_torchrun
 from vit.training.trainer import prepare, train, train_prepared
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
@@ -52,7 +53,8 @@ def train_on_all_cores(config: Config, **options: bool) -> None:
         SystemExit: As for `train`.
     """
     if under_torchrun():
-        train(config, **options)
+        with _only_the_first_tells():
+            train(config, **options)
         return
     stored = None if options["overwrite"] else stored_config(Path(config.out))
     count = choose_processes(config, stored, cores_to_use())
@@ -133,10 +135,9 @@ def _others(count: int, *work: Any) -> Iterator[None]:
     context = start_processes(_work, (errors, *work), count, join=False, start_method=method)
     try:
         yield
-    except RuntimeError as error:
-        if is_connection_lost(error):
-            _report_end(context.processes, errors)
-        raise
+    except ConnectionLost as error:
+        _report_end(context.processes, errors)
+        raise ValueError(str(error)) from None
     finally:
         for process in context.processes:
             process.join(PATIENCE)
@@ -159,12 +160,23 @@ def _work(
     torch.set_num_threads(threads)
     try:
         train_prepared(config, source, **options)
+    except ConnectionLost:
+        raise SystemExit(1) from None
     except Exception as error:
-        if isinstance(error, RuntimeError) and is_connection_lost(error):
-            raise SystemExit(1) from None
         error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")
         errors.put(error)
         raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _only_the_first_tells() -> Iterator[None]:
+    """Let the first process alone tell what another one has not told; the others just end."""
+    try:
+        yield
+    except ConnectionLost as error:
+        if rank() != 0 or error.told:
+            raise SystemExit(1) from None
+        raise ValueError(str(error)) from None
 
 
 def _report_end(processes: list[BaseProcess], errors: "SimpleQueue[Exception]") -> None:
