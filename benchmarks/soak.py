@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vit.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.config import Config, from_dict
+from vit.sharded_checkpoint import read_whole
 from vit.training.trainer import train
 
 SPAWN = multiprocessing.get_context("forkserver")
@@ -140,7 +141,7 @@ def left_behind(run: Path) -> dict[str, Any]:
     curves = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
-        if tag != "train/images_per_second"
+        if tag != "train/images_per_second" and "processes/" not in tag
     }
     pictures = {
         tag: {event.step: event.encoded_image_string for event in events.Images(tag)}
@@ -149,6 +150,7 @@ def left_behind(run: Path) -> dict[str, Any]:
     return {
         "weights": load_file(run / "model.safetensors"),
         **{part: getattr(newest, part) for part in ("model", "optimizers", "ema", "points")},
+        "parts": {} if newest.folder is None else read_whole(newest.folder, ""),
         "metrics.jsonl": (run / "metrics.jsonl").read_text(),
         "curves": curves,
         "pictures": pictures,

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,38 @@ def test_a_run_killed_25_times_ends_bit_for_bit_as_one_left_alone() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("25 kills: ") and done.stdout.endswith("bit for bit\n")
+
+
+def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone() -> None:
+    """One process is killed, and then both."""
+    if sys.platform != "linux":
+        pytest.skip("the benchmark reads /proc")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "soak_torchrun.py"), "--kills", "2"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 kills, 1 of all 2 processes")
+    assert done.stdout.endswith("bit for bit\n")
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("localhost", port)) == 0
+
+
+def test_a_process_that_waits_for_others_to_start_can_be_ended(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = command(small(tmp_path / "run"), tmp_path / "config")
+    torchruns = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    env = {**os.environ, **torchruns, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    process = subprocess.Popen(words, env=env)
+    wait(lambda: is_listening(port))
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(timeout=20) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

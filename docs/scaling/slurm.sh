@@ -15,6 +15,8 @@ set -euo pipefail
 # One process per GPU decodes images and computes; torchrun starts them, srun starts one torchrun on each host.
 # SIGTERM, five minutes before the end, makes train.py write a checkpoint; submit the script again to resume.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Restarted processes must not find the addresses of those that have ended.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc_per_node 8 \

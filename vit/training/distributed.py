@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
@@ -163,25 +163,38 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     timeout = timedelta(minutes=timeout_minutes)
     meeting = os.environ.get(MEETING, "env://")
-    store, *_ = next(rendezvous(meeting, rank(), size, timeout=timeout))
+    store: Store = next(rendezvous(meeting, rank(), size, timeout=timeout))[0]
     store.set_timeout(timeout)
+    store = PrefixStore(f"start {_number_of_restarts()}", store)
     world = World(rank(), size)
     watch = Watch(world.rank, size, PrefixStore("watch", store), world.activity)
-    dist.init_process_group(
-        backend, store=PrefixStore("group", store), world_size=size, rank=world.rank,
-        timeout=timeout,
-    )  # fmt: skip
     watch.start()
     try:
+        dist.init_process_group(
+            backend, store=PrefixStore("group", store), world_size=size, rank=world.rank,
+            timeout=timeout,
+        )  # fmt: skip
         yield world
     except Exception as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             raise _connection_lost(watch.failure(), timeout_minutes) from error
         watch.fail(str(error))
         raise
     finally:
         watch.stop()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _number_of_restarts() -> str:
+    """Return how often torchrun has restarted the processes.
+
+    The store that torchrun keeps for them has the addresses of those that have ended
+    (https://github.com/pytorch/pytorch/issues/135712). The count differs between hosts, so it only
+    helps if there is one.
+    """
+    one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
 
 
 def _connection_lost(

@@ -68,14 +68,18 @@ def start_environment(config: Config) -> Iterator[Environment]:
         torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
     device = choose_device(config.train.device)
     precision = choose_precision(config.train.precision, device)
-    with stop_on_signals() as stop:
+    with (
+        join_world(device, config.train.timeout_minutes) as world,
+        # While processes wait for each other to start, nothing but an end can be wished for, and
+        # Later, because Python does not handle signals while it waits for other processes to start.
+        stop_on_signals() as stop,
+    ):
         try:
-            with join_world(device, config.train.timeout_minutes) as world:
-                with world.main_first():
-                    check_processes(config, world.size)
-                decoder = Decoder(config.data.workers, pin_memory=device.type == "cuda")
-                with contextlib.closing(decoder):
-                    yield Environment(device, precision, world, stop, decoder)
+            with world.main_first():
+                check_processes(config, world.size)
+            decoder = Decoder(config.data.workers, pin_memory=device.type == "cuda")
+            with contextlib.closing(decoder):
+                yield Environment(device, precision, world, stop, decoder)
         except Stopped:
             if rank() == 0:
                 say(stopped_text(Path(config.out), stop.signal), sys.stderr)
