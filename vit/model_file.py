@@ -151,7 +151,7 @@ def _find_model(path: Path) -> Path:
     if path.is_dir() and not path.match(FOLDER_PATTERN):
         checkpoints = checkpoint_paths(path)
         if not checkpoints:
-            raise ValueError(f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/*.pt")
+            raise ValueError(f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*")
         path = checkpoints[-1]
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
