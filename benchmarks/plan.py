@@ -18,7 +18,8 @@ of full size.
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from planning import Cluster, Phase, Transfer, memory, phases, transfers
@@ -31,7 +32,9 @@ from vit.settings import require
 from vit.training.rules import check_processes
 from vit.training.sharding import fits_replicated
 
-IMAGENET = 1_281_167  # training images of ImageNet-1k
+# Classes and training images of data sets; those of others are taken to be ImageNet-1k's.
+KNOWN = {"cifar10": (10, 50_000), "cifar100": (100, 50_000)}
+IMAGENET = (1000, 1_281_167)
 USABLE = 0.9  # fraction of the memory
 
 # Width, depth, heads, MLP ratio and patch size (arXiv 2010.11929; of giant 2106.04560).
@@ -76,23 +79,29 @@ def read_options() -> tuple[argparse.Namespace, Config]:
     Raises:
         ValueError: A value is not allowed.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description=__doc__.partition("\n")[0], allow_abbrev=False,
         epilog="Any key of a config can be added, e.g. --model.reg_tokens 4.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--model", choices=SIZES, default="vit_base", help="plain model (default: vit_base)")
-    add("--config", metavar="FILE", help="config of train.py, in place of --model")
-    add("--classes", type=int, default=1000, help="default: 1000")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", choices=SIZES, help="plain model (default: vit_base)")
+    model.add_argument("--config", metavar="FILE", help="config of train.py")
+    add("--classes", type=int, help="default: those of CIFAR-10 and CIFAR-100, 1000 for others")
     add("--gpus", type=int, default=8, help="GPUs on all hosts together (default: 8)")
     add("--hosts", type=int, default=1, help="hosts that they are on (default: 1)")
     add("--device", choices=DEVICES, default="h100", help="kind of GPU (default: h100)")
     add("--mfu", type=float, default=0.4, help="fraction of its peak reached (default: 0.4)")
     add("--within", type=float, metavar="GB/S", help="what a GPU sends to others on its host")
     add("--between", type=float, metavar="GB/S", help="what a GPU sends to other hosts")
-    add("--epochs", type=float, help="length of the run (default: that of --config)")
-    add("--images", type=float, help="length of the run, in place of --epochs")
-    add("--train_images", type=int, default=IMAGENET, help=f"of an epoch (default: {IMAGENET})")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=float, help="length of the run (default: the config's)")
+    length.add_argument("--images", type=float, help="length of the run, in place of epochs")
+    add(
+        "--train_images", type=float,
+        help="of an epoch (default: those of CIFAR-10 and CIFAR-100, of others ImageNet-1k's, "
+        "without those that data.val_size holds out)",
+    )  # fmt: skip
     # What follows are keys of the config.
     add("--image_size", dest="data.image_size", help="pixels (--model: 224)")
     add("--batch_size", dest="train.batch_size", help="images of a step (--model: 4096)")
@@ -127,12 +136,38 @@ def read_options() -> tuple[argparse.Namespace, Config]:
     require(0 < options.mfu <= 1, "--mfu", options.mfu, "more than 0 and up to 1")
     gpus, hosts = options.gpus, options.hosts
     require(gpus % hosts == 0, "--hosts", hosts, f"a divisor of --gpus={gpus}")
-    words = ["--config", options.config] if options.config else plain(options.model)
+    words = ["--config", options.config]
+    if options.config is None:
+        options.model = options.model or "vit_base"
+        words = plain(options.model)
     for key, value in vars(options).items():
         words += [f"--{key}", value] if "." in key and value is not None else []
     config, _ = parse_train([*words, *keys])
+    train = replace(config.train, processes=None)  # a run on a CPU writes down how many it had
+    require(train.freeze == "none", "train.freeze", train.freeze, "none in a plan")
+    require(train.budget_minutes is None, "train.budget_minutes", train.budget_minutes, "null here")
+    config = replace(config, train=train)
     check_processes(config, gpus)
+    if options.epochs is None and (options.config or "--train.epochs" in keys):
+        options.epochs = train.epochs
+    assume(options, config)
     return options, config
+
+
+def assume(options: argparse.Namespace, config: Config) -> None:
+    """Fill in the numbers of classes and of training images, where they are not given."""
+    classes, images = KNOWN.get(config.data.name, IMAGENET)
+    held_out = config.data.val_size or 0
+    images -= round(held_out * images if held_out < 1 else held_out)
+    options.classes = options.classes or classes
+    options.train_images = options.train_images or images
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises ValueError for a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
 
 
 def plain(name: str) -> list[str]:
@@ -212,12 +247,13 @@ def show_step(
         (forward, backward), updating, exchanged, train.accumulate, 1e9 * within, 1e9 * between
     )
     yield from show_phases(found, train.batch_size)
-    epochs = options.epochs or (train.epochs if options.config else 0)
-    images = options.images or epochs * options.train_images
+    images = options.images or (options.epochs or 0) * options.train_images
     if images:
         seconds = images / train.batch_size * sum(one.seconds for one in found)
         yield f"  {f'{images:,.0f} images':<36}{duration(seconds):>12}"
     yield ""
+    counts = f", an epoch of {options.train_images:,.0f} images" if options.epochs else ""
+    yield f"Assumed: {options.classes} classes{counts}."
     yield (
         f"An estimate with {options.mfu:.0%} of {device.peak / 1e12:.0f} TFLOP/s, and for each GPU "
         f"{within:g} GB/s within its host and {between:g} GB/s to others."

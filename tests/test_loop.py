@@ -17,6 +17,7 @@ from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.classifier import Classifier
 from vit.config import Config
 from vit.data.balance import balanced_batches
+from vit.data.datasets import ImageSet
 from vit.tracking import Tracker
 from vit.training import saving
 from vit.training.loop import Diverged, Loop
@@ -267,3 +268,20 @@ def test_batch_that_cannot_be_shared_out_is_refused(tmp_path: Path, batch: int, 
     config = small(tmp_path, train={"batch_size": batch, "accumulate": 4})
     with pytest.raises(ValueError, match=words):
         check_processes(config, processes=3)
+
+
+def test_processes_agree_on_the_step_in_which_one_is_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
+    activity, seen, batches = loop.step.world.activity, [], ImageSet.batches
+
+    def watched(images: ImageSet, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches(images, numbers):
+            seen.append((activity.now, activity.step))
+            yield batch
+
+    monkeypatch.setattr(ImageSet, "batches", watched)
+    loop.run()
+    assert seen == [("reading images", step) for step in range(10)]
+    assert activity.step == 10

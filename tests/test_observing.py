@@ -67,7 +67,7 @@ def test_time_is_counted_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> N
         assert activity.training_seconds() == 20
         own = observe(activity, CPU)
     assert activity.now == "not training"
-    assert own == Observed(16 / 10, 2 / 20, 10 / 20, own.memory, socket.gethostname())
+    assert own == Observed(10, 16 / 10, 2 / 20, 10 / 20, own.memory, socket.gethostname())
     activity.start()
     assert activity.images == 0 and not any(activity.seconds().values())
 
@@ -86,14 +86,15 @@ def test_peak_memory_grows_with_what_is_used() -> None:
     assert len(block) / 2 < peak_memory(CPU) - before < 2 * len(block)
 
 
-def seen(speed: float, host: str = "a") -> Observed:
-    return Observed(speed, 0.01, 0.2, 10**9, host)
+def seen(speed: float, host: str = "a", seconds: float = 60) -> Observed:
+    return Observed(seconds, speed, 0.01, 0.2, 10**9, host)
 
 
 def test_a_process_much_slower_than_the_others_is_named() -> None:
     assert slow_processes([seen(100), seen(90)]) == []
     assert slow_processes([seen(100), seen(70)]) == [1]
     assert slow_processes([seen(100), seen(50), seen(99), seen(101), seen(60)]) == [1, 4]
+    assert slow_processes([seen(100), seen(70, seconds=4)]) == []
     text = processes_text([seen(1200), seen(700, "b"), seen(1150)])
     assert text == (
         "3 processes: each alone 700 to 1,200 images/s   reading 1 %   waiting for others 20 %   "
@@ -123,6 +124,8 @@ def test_who_keeps_the_others_waiting_is_named_once(capsys: pytest.CaptureFixtur
         ({0: wait, 1: "reading images", 2: wait}, 3, f"process 1 reading images ({host});"),
         ({0: wait, 2: wait}, 3, "process 1 does not answer;"),
         ({1: "computing", 2: wait, 3: wait}, 4, "process 0 does not answer;"),
+        # In operations of torch, those that wait seem to compute.
+        ({0: "computing", 1: "computing", 2: "reading images"}, 3, "process 2 reading images"),
     ):
         lines: list[str] = []
         with watched(doing, size):  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from vit.config import AugmentConfig, Config, to_dict
 from vit.hardware import cores_to_use
 from vit.run_folder import lock_run, prepare_run
 from vit.training.environment import claim_run
-from vit.training.processes import choose_processes
+from vit.training.processes import choose_processes, train_on_all_cores
 from vit.training.rules import check_processes
 from vit.training.trainer import train
 
@@ -106,6 +106,13 @@ def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_from_python_starts_no_processes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.processes: 2 is not allowed.*null or 1"):
         train(small(tmp_path / "run", train={"processes": 2}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_cannot_share_a_batch_are_not_started(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", train={"processes": 1000})
+    with pytest.raises(ValueError, match=r"train\.batch_size: 64 cannot be divided among 1000"):
+        train_on_all_cores(config, overwrite=False, allow_changes=False, extend=False)
     assert not (tmp_path / "run").exists()
 
 

@@ -353,6 +353,17 @@ def test_validation_shards_are_for_testing_where_no_others_are(
         read(root, train=True, test_fraction=0.3)
 
 
+@pytest.mark.parametrize("test", ["val-000.tar", "Validation_0.tar", "test.tar"])
+def test_shards_for_training_and_testing_are_not_mixed(root: Path, test: str) -> None:
+    shutil.copy(root / "classes.txt", root / "train")
+    for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
+        shard.rename(shard.with_name(f"train-{number}.tar"))
+    assert len(read(root / "train").labels)
+    shutil.copy(root / "train/train-0.tar", root / "train" / test)
+    with pytest.raises(ValueError, match=rf"(?i)^data\.root: .* training images and {test}; move"):
+        read(root / "train")
+
+
 def test_shards_are_recognized(root: Path, tmp_path: Path) -> None:
     assert recognize(root) == "shards"
     assert recognize(tmp_path) is recognize(root / "train") is None  # which could be any tar files

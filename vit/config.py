@@ -420,7 +420,7 @@ class TrainConfig:
     device: DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=1000)] | None = None
     parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=LARGE)] = 30.0
     precision: Precision = "auto"
     compile: AutoOrSwitch = "auto"
     max_skipped: Count = 10

@@ -60,11 +60,28 @@ def list_shards(root: Path, train: bool, test_fraction: float | None) -> FileLis
         parts = [root / name for name in (TRAIN, test) if (root / name).is_dir()]
         members, labels, classes = _list(root, folder, parts, least=1)
         return FileList(members, labels, classes, _fingerprint(folder, labels), False)
+    _refuse_mixed(root)
     members, labels, classes = _list(root, root, [root], least=2)
     chosen = split_off_test(labels, test_fraction) != train
     found = chosen.nonzero().squeeze(1).tolist()
     whole = _fingerprint(root, labels, test_fraction or TEST_FRACTION)
     return FileList(tuple(members[n] for n in found), labels[chosen], classes, whole, True)
+
+
+def _refuse_mixed(root: Path) -> None:
+    """Refuse training and test shards in one folder, which would be mixed.
+
+    Raises:
+        ValueError: There are both.
+    """
+    names = {path.name.lower() for path in root.glob(f"*{SHARD_SUFFIX}")}
+    if any(name.startswith(TRAIN) for name in names):
+        for name in sorted(names):
+            if name.startswith(("val", "test")):
+                raise ValueError(
+                    f"data.root: {root} contains shards of training images and {name}; move them "
+                    f"to {root / 'train'} and {root / 'test'}, so that they are not mixed"
+                )
 
 
 def _list(

@@ -176,10 +176,11 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         )  # fmt: skip
         yield world
     except Exception as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            raise _connection_lost(watch.failure(), timeout_minutes) from error
-        watch.fail(str(error))
-        raise
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        if not lost and watch.fail(str(error)):
+            raise
+        in_time = "timed out" not in str(error).lower()
+        raise _connection_lost(watch.failure(), in_time, timeout_minutes) from error
     finally:
         watch.stop()
         if dist.is_initialized():
@@ -198,14 +199,24 @@ def _number_of_restarts() -> str:
 
 
 def _connection_lost(
-    failure: tuple[int, str, str] | None, timeout_minutes: float
+    failure: tuple[int, str, str] | None, in_time: bool, timeout_minutes: float
 ) -> ConnectionLost:
-    """Return an error that tells what is known: rank, host and error of a process, or nothing."""
-    if failure is None:
+    """Return an error that tells what is known.
+
+    Args:
+        failure: Rank, host and error of a process that has failed, or None.
+        in_time: Whether the connection was lost before the time was up.
+        timeout_minutes: How long this process has waited otherwise.
+    """
+    if failure is not None:
+        number, host, reason = failure
+        text = f"process {number} on {host}: {reason}"
+        return ConnectionLost(text, host == socket.gethostname())
+    if in_time:
+        text = "another process of the run has ended, or its machine; rerun the command to resume"
+    else:
         text = (
-            "train.timeout_minutes: another process was killed, or has not answered for "
-            f"{timeout_minutes:g} minutes; rerun the command to resume"
+            f"train.timeout_minutes: another process has not answered for {timeout_minutes:g} "
+            "minutes; rerun the command to resume"
         )
-        return ConnectionLost(text, told=False)
-    number, host, reason = failure
-    return ConnectionLost(f"process {number} on {host}: {reason}", host == socket.gethostname())
+    return ConnectionLost(text, told=False)

@@ -129,10 +129,11 @@ class Loop:
         logged, since = done, 0.0
         measured: dict[str, float] = {}
         activity.start()
+        activity.step = state.step
         parts = self.step.inputs(training).batches(world.part(batches[done:].T).T)
         for number, (images, labels) in enumerate(activity.reading(parts), start=done + 1):
-            activity.step = state.step
             point = self.step(images, labels)
+            activity.step = state.step
             activity.images += len(labels)
             state.points.append(point)
             self._losses.append(point[0])
@@ -183,11 +184,12 @@ class Loop:
         due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
         if not due:
             return {}
-        classifier = self.classifier()
-        if self.tracker is None:
-            return {}
-        with cores_of_all_processes():
-            return self._run_evaluators(classifier, due, step)
+        classifier, numbers = self.classifier(), {}
+        if self.tracker is not None:
+            with cores_of_all_processes():
+                numbers = self._run_evaluators(classifier, due, step)
+        self.step.world.agree(None)  # so that the others do not seem to compute while they wait
+        return numbers
 
     def _run_evaluators(
         self, classifier: Classifier, due: Sequence[Evaluator], step: int

@@ -11,13 +11,15 @@ from vit.hardware import peak_memory
 from vit.training.activity import Activity
 
 SLOW = 0.8  # fraction of the others' speed below which a process is named
+SHORTEST = 5.0  # seconds of work below which its speed says little
 
 
 class Observed(NamedTuple):
     """What a process did in an epoch.
 
     Attributes:
-        images_per_second: Its own speed, while it did not wait for other processes.
+        seconds: Time of its training steps in which it did not wait for other processes.
+        images_per_second: Its own speed in that time.
         reading: Fraction of the time of its training steps in which it waited for images, 0 to 1.
         waiting: Fraction of that time in which it waited for other processes.
         memory: The most memory it has used so far, in bytes: of its accelerator, or on a CPU of the
@@ -25,6 +27,7 @@ class Observed(NamedTuple):
         host: The name of its machine.
     """
 
+    seconds: float
     images_per_second: float
     reading: float
     waiting: float
@@ -40,8 +43,10 @@ def observe(activity: Activity, device: torch.device) -> Observed:
         device: Where it computed.
     """
     seconds, training = activity.seconds(), activity.training_seconds()
+    own = training - seconds["waiting for others"]
     return Observed(
-        activity.images / (training - seconds["waiting for others"]),
+        own,
+        activity.images / own,
         seconds["reading images"] / training,
         seconds["waiting for others"] / training,
         peak_memory(device),
@@ -55,7 +60,8 @@ def slow_processes(observed: Sequence[Observed]) -> list[int]:
     return [
         number
         for number, speed in enumerate(speeds)
-        if speed < SLOW * statistics.median(speeds[:number] + speeds[number + 1 :])
+        if observed[number].seconds >= SHORTEST
+        and speed < SLOW * statistics.median(speeds[:number] + speeds[number + 1 :])
     ]
 
 

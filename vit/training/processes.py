@@ -31,6 +31,7 @@ from vit.model.pretrained import Source
 from vit.model.timm_weights import TimmSource
 from vit.run_folder import stored_config
 from vit.training.distributed import MEETING, ConnectionLost, under_torchrun
+from vit.training.rules import check_processes
 from vit.training.trainer import prepare, train, train_prepared
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
@@ -64,6 +65,7 @@ def train_on_all_cores(config: Config, **options: bool) -> None:
         torch.set_num_threads(threads)
         train(config, **options)
         return
+    check_processes(config, count)
     torch.set_num_threads(1)  # a copy of this process has none of its threads
     config, source = prepare(config, options["overwrite"])
     with tempfile.TemporaryDirectory() as folder:

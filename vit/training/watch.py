@@ -51,6 +51,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Look a few times within the limit, until the process leaves the others."""
         with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
+            self._store.set(f"host {self._rank}", socket.gethostname())
             while not self._end.wait(min(self.limit, self.patience) / 4):
                 failure = self.failure()
                 if failure is not None:
@@ -64,10 +65,17 @@ class Watch(threading.Thread):
         self._end.set()
         self.join(self.patience)
 
-    def fail(self, text: str) -> None:
-        """Tell the other processes why this one has failed."""
+    def fail(self, text: str) -> bool:
+        """Tell the others why this process has failed, unless another one has said the same.
+
+        Returns:
+            Whether this is the first process that says so.
+        """
+        words = json.dumps([self._rank, socket.gethostname(), text])
         with contextlib.suppress(RuntimeError):
-            self._store.set(FAILED, json.dumps([self._rank, socket.gethostname(), text]))
+            self._store.compare_set(FAILED, "", words)
+        failure = self.failure()
+        return failure is None or failure[0] == self._rank or failure[2] != text
 
     def failure(self) -> tuple[int, str, str] | None:
         """Return rank, host and error of a process that has failed; None if none has said so."""
@@ -92,7 +100,7 @@ class Watch(threading.Thread):
         if time.perf_counter() - since < self.limit or since == self._begin:
             return
         self._begin = since
-        self._store.set(self._key(self._rank, step), json.dumps([now, socket.gethostname()]))
+        self._store.set(self._key(self._rank, step), now)
         if self._end.wait(self.limit / 2):  # until all have answered
             return
         if activity.since != since or any(self._answered(n, step) for n in range(self._rank)):
@@ -102,9 +110,14 @@ class Watch(threading.Thread):
             self._speak(step, answers)
 
     def _speak(self, step: int, answers: dict[int, str]) -> None:
-        """Name the processes that do not answer, or else those that do not wait."""
-        silent = {n: text for n, text in answers.items() if text == SILENT}
-        named = silent or {n: t for n, t in answers.items() if not t.startswith("waiting")}
+        """Name the processes that do not answer, or else those that read, or else compute.
+
+        Those that wait for others within an operation of torch seem to compute.
+        """
+        for kind in (SILENT, "reading", "computing"):
+            named = {n: text for n, text in answers.items() if text.startswith(kind)}
+            if named:
+                break
         if 0 < len(named) < self._size:
             words = "; ".join(f"process {n} {text}" for n, text in named.items())
             warn(
@@ -113,10 +126,11 @@ class Watch(threading.Thread):
             )
 
     def _answer(self, number: int, step: int) -> str:
-        if not self._answered(number, step):
-            return SILENT
-        doing, host = json.loads(self._store.get(self._key(number, step)))
-        return f"{doing} ({host})"
+        answered = self._answered(number, step)
+        doing = self._store.get(self._key(number, step)).decode() if answered else SILENT
+        host = f"host {number}"
+        known = self._store.check([host])
+        return f"{doing} ({self._store.get(host).decode()})" if known else doing
 
     def _answered(self, number: int, step: int) -> bool:
         return bool(self._store.check([self._key(number, step)]))
