@@ -3,6 +3,7 @@
 As a program, one of two processes of a step: python tests/exchanges.py RANK FILE.
 """
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -61,19 +62,23 @@ def main(rank: int, file: str) -> None:
     """Print what the first of two processes exchanges in each case."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
-    mesh, results = init_device_mesh("cpu", (2,)), []
-    for parallel, accumulate, checkpointed in CASES:
-        model = VisionTransformer(**TINY)
-        model.set_grad_checkpointing(checkpointed)
-        trained: nn.Module = model
-        if parallel == "shard":
-            shard(model, mesh, torch.bfloat16)
-        else:
-            trained = replicate(model)
-        results.append(exchanged(trained, torch.randn(2, 3, 16, 16), accumulate))
+    results = [exchanged_in(*case) for case in CASES]
+    gc.collect()  # models that outlive the processes' connections can abort the program at its end
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(results))
+
+
+def exchanged_in(parallel: str, accumulate: int, checkpointed: bool) -> dict[str, int]:
+    """Return what a step of a small model exchanges."""
+    model = VisionTransformer(**TINY)
+    model.set_grad_checkpointing(checkpointed)
+    trained: nn.Module = model
+    if parallel == "shard":
+        shard(model, init_device_mesh("cpu", (2,)), torch.bfloat16)
+    else:
+        trained = replicate(model)
+    return exchanged(trained, torch.randn(2, 3, 16, 16), accumulate)
 
 
 if __name__ == "__main__":
