@@ -136,10 +136,9 @@ def read_options() -> tuple[argparse.Namespace, Config]:
     require(0 < options.mfu <= 1, "--mfu", options.mfu, "more than 0 and up to 1")
     gpus, hosts = options.gpus, options.hosts
     require(gpus % hosts == 0, "--hosts", hosts, f"a divisor of --gpus={gpus}")
-    words = ["--config", options.config]
     if options.config is None:
         options.model = options.model or "vit_base"
-        words = plain(options.model)
+    words = plain(options.model) if options.model else ["--config", options.config]
     for key, value in vars(options).items():
         words += [f"--{key}", value] if "." in key and value is not None else []
     config, _ = parse_train([*words, *keys])
@@ -148,7 +147,8 @@ def read_options() -> tuple[argparse.Namespace, Config]:
     require(train.budget_minutes is None, "train.budget_minutes", train.budget_minutes, "null here")
     config = replace(config, train=train)
     check_processes(config, gpus)
-    if options.epochs is None and (options.config or "--train.epochs" in keys):
+    given = any(key.partition("=")[0] == "--train.epochs" for key in keys)
+    if options.epochs is None and (options.config or given):
         options.epochs = train.epochs
     assume(options, config)
     return options, config

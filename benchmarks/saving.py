@@ -2,7 +2,7 @@
 
     python benchmarks/saving.py [--processes 2] [--embed_dim 384] [--depth 12] [--rounds 7]
 
-Processes on the CPU, one thread each, share a Vision Transformer and train it on random pixels with
+Processes on the CPU, one thread each, share a Vision Transformer and train it on drawn shapes with
 AdamW and a moving average. Each round times a step, `save`, which copies the state and starts
 to write it, the steps taken until the checkpoint is complete and, for comparison, a checkpoint that
 training waits for. Numbers are medians over the rounds, of the first process.

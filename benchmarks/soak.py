@@ -97,10 +97,15 @@ def has_reached(run: Path, step: int) -> bool:
     return max(checkpoint_steps(run), default=0) >= step
 
 
+def half_written(run: Path) -> bool:
+    """Tell whether there is a part of a checkpoint."""
+    return any((run / CHECKPOINT_FOLDER).glob(".step_*.tmp"))
+
+
 def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Random) -> str:
     """Train to the end despite a number of kills; return a summary of what they interrupted."""
     run = Path(config.out)
-    log, folder = run.with_suffix(".log"), run / CHECKPOINT_FOLDER
+    log = run.with_suffix(".log")
     halves = resumed = 0
     at_the_end = max(1, kills // 10)
     for number in range(kills):
@@ -113,7 +118,7 @@ def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Ran
         elif number % 3 == 0:
             enough = before + EPOCH * draw.randrange(MOST_EPOCHS)
             wait(process, partial(has_reached, run, enough), DEADLINE)
-            wait(process, lambda: bool(list(folder.glob(".step_*.tmp"))), DEADLINE)
+            wait(process, partial(half_written, run), DEADLINE)
         else:
             most = before + EPOCH * MOST_EPOCHS
             wait(process, partial(has_reached, run, most), draw.uniform(0, LONGEST_LIFE))
@@ -121,7 +126,7 @@ def kill_and_resume(config: Config, last_step: int, kills: int, draw: random.Ran
         process.join()
         if process.exitcode != -signal.SIGKILL:
             raise RuntimeError(f"the run ended by itself before kill {number}:\n{log.read_text()}")
-        halves += bool(list(folder.glob(".step_*.tmp")))
+        halves += half_written(run)
     process = start(config, log)
     process.join()
     if process.exitcode != 0:
@@ -172,6 +177,26 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return different
 
 
+def conclude(told: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Print the result.
+
+    Args:
+        told: A summary of what was done.
+        expected: What the undisturbed run has left behind.
+        found: What the other run has left behind.
+
+    Raises:
+        SystemExit: With 1 if they differ.
+    """
+    different = differences(expected, found)
+    print(told)
+    print(f"compared: {', '.join(expected)}")
+    if different:
+        print(f"different: {', '.join(different)}")
+        raise SystemExit(1)
+    print("all the same, bit for bit")
+
+
 def main() -> None:
     """Parse the command line, run the test and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -188,13 +213,8 @@ def main() -> None:
         expected = left_behind(Path(alone.out))
         steps = EPOCH * epochs
         told = kill_and_resume(killed, steps, options.kills, random.Random(options.seed))
-        different = differences(expected, left_behind(Path(killed.out)))
-    print(f"{told}; {steps} steps, {time.monotonic() - begin:.0f} s")
-    print(f"compared: {', '.join(expected)}")
-    if different:
-        print(f"different: {', '.join(different)}")
-        raise SystemExit(1)
-    print("all the same, bit for bit")
+        found = left_behind(Path(killed.out))
+    conclude(f"{told}; {steps} steps, {time.monotonic() - begin:.0f} s", expected, found)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,17 @@ from pathlib import Path
 
 import timing  # noqa: F401  it makes `vit` importable
 import yaml
-from soak import EPOCH, MOST_EPOCHS, differences, has_reached, left_behind, small_config
+from soak import (
+    EPOCH,
+    MOST_EPOCHS,
+    conclude,
+    half_written,
+    has_reached,
+    left_behind,
+    small_config,
+)
 
-from vit.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps
+from vit.checkpoint import checkpoint_steps
 from vit.config import Config, to_dict
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -38,12 +46,12 @@ DEADLINE = 120.0  # maximum seconds to wait for an expected event
 
 
 def sharded(config: Config) -> Config:
-    """Let the processes of a run share its weights, with a model whose parts they divide evenly."""
+    """Return the config of the same run with sharded weights."""
     return replace(config, train=replace(config.train, parallel="shard"))
 
 
 def start(config: Config, processes: int, restarts: int) -> subprocess.Popen[bytes]:
-    """Start torchrun, with the run folder's name for its config and its log."""
+    """Start torchrun; its config and its log are next to the run folder."""
     run = Path(config.out)
     run.with_suffix(".yaml").write_text(yaml.safe_dump(to_dict(config)))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -115,11 +123,6 @@ def kill_one_life(
     return "came after the first checkpoint" if before else "came before the first checkpoint"
 
 
-def half_written(run: Path) -> bool:
-    """Tell whether there is a part of a checkpoint."""
-    return bool(list((run / CHECKPOINT_FOLDER).glob(".step_*.tmp")))
-
-
 def kill_again_and_again(config: Config, processes: int, kills: int, draw: random.Random) -> str:
     """Train to the end despite a number of kills; return a summary of what they interrupted."""
     run, earlier = Path(config.out), set[int]()
@@ -154,13 +157,9 @@ def main() -> None:
         told = kill_again_and_again(
             killed, options.processes, options.kills, random.Random(options.seed)
         )
-        different = differences(expected, left_behind(Path(killed.out)))
-    print(f"{told}; {EPOCH * epochs} steps, {time.monotonic() - begin:.0f} s")
-    print(f"compared: {', '.join(expected)}")
-    if different:
-        print(f"different: {', '.join(different)}")
-        raise SystemExit(1)
-    print("all the same, bit for bit")
+        found = left_behind(Path(killed.out))
+    seconds = time.monotonic() - begin
+    conclude(f"{told}; {EPOCH * epochs} steps, {seconds:.0f} s", expected, found)
 
 
 if __name__ == "__main__":

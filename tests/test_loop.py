@@ -20,6 +20,7 @@ from vit.data.balance import balanced_batches
 from vit.data.datasets import ImageSet
 from vit.tracking import Tracker
 from vit.training import saving
+from vit.training.distributed import World
 from vit.training.loop import Diverged, Loop
 from vit.training.rules import check_processes
 from vit.training.state import TrainState
@@ -268,6 +269,21 @@ def test_batch_that_cannot_be_shared_out_is_refused(tmp_path: Path, batch: int, 
     config = small(tmp_path, train={"batch_size": batch, "accumulate": 4})
     with pytest.raises(ValueError, match=words):
         check_processes(config, processes=3)
+
+
+def test_processes_wait_for_the_first_ones_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
+    waited: list[int] = []
+    monkeypatch.setattr(World, "agree", lambda world, value: waited.append(loop.step.state.step))
+
+    class Due:
+        steps = (0, 3, 10)
+
+    loop.evaluators = [Due()]  # type: ignore[list-item]
+    loop.run()
+    assert waited == [0, 3, 10]
 
 
 def test_processes_agree_on_the_step_in_which_one_is_reading(

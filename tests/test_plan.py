@@ -257,6 +257,11 @@ MISTAKES = [
     ("--image_size 225", "data.image_size: 225 is not allowed; it must be a multiple of"),
     ("--config nowhere", "config not found: nowhere"),
     ("--modle vit_base", "modle: no such key"),
+    ("--model vit_base --config quick", "--config: not allowed with argument --model"),
+    ("--epochs 10 --images 5", "--images: not allowed with argument --epochs"),
+    ("--device x", "--device: invalid choice: 'x'"),
+    ("--train.freeze backbone", "train.freeze: backbone is not allowed; it must be none in a plan"),
+    ("--train.budget_minutes 9", "train.budget_minutes: 9.0 is not allowed; it must be null"),
 ]
 
 
@@ -271,6 +276,29 @@ def test_mistake_ends_in_one_line(
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.startswith(f"error: {message}"), error
     assert error.count("\n") == 1
+
+
+LENGTHS = [  # classes, images of an epoch, and epochs
+    ("--config cifar10 --data.val_size 0", 10, 50_000, 200),
+    ("--config cifar10 --data.val_size 1000 --classes 7 --train.processes 1", 7, 49_000, 200),
+    ("--config imagenet_vit_b --train_images 5e5 --epochs 3", 1000, 500_000, 3),
+    ("--model vit_base", 1000, 1_281_167, None),
+    ("--model vit_base --train.epochs 7", 1000, 1_281_167, 7),
+    ("--train.epochs=7", 1000, 1_281_167, 7),
+    ("--config cifar10 --images 1000 --data.val_size 0", 10, 50_000, 200),
+]
+
+
+@pytest.mark.parametrize(("words", "classes", "images", "epochs"), LENGTHS)
+def test_length_is_that_of_the_data_set(
+    plan: Any, words: str, classes: int, images: int, epochs: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
+    options, config = plan.read_options()
+    found = (options.classes, options.train_images, options.epochs)
+    assert found == (classes, images, epochs)
+    assert config.train.processes is None
 
 
 def test_models_of_timm_are_refused(tracing: Any) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from vit.data.layout import (
     CLASSES_FILE,
     SHARD_SUFFIX,
+    TEST,
     TRAIN,
+    VALIDATION,
     content,
     find_test_folders,
     has_parts,
@@ -74,14 +76,14 @@ def _refuse_mixed(root: Path) -> None:
     Raises:
         ValueError: There are both.
     """
-    names = {path.name.lower() for path in root.glob(f"*{SHARD_SUFFIX}")}
-    if any(name.startswith(TRAIN) for name in names):
-        for name in sorted(names):
-            if name.startswith(("val", "test")):
-                raise ValueError(
-                    f"data.root: {root} contains shards of training images and {name}; move them "
-                    f"to {root / 'train'} and {root / 'test'}, so that they are not mixed"
-                )
+    names = sorted(path.name for path in root.glob(f"*{SHARD_SUFFIX}"))
+    training = [name for name in names if name.lower().startswith(TRAIN)]
+    others = [name for name in names if name.lower().startswith((TEST, *VALIDATION))]
+    if training and others:
+        raise ValueError(
+            f"data.root: {root} contains shards of training images and {others[0]}; move them to "
+            f"{root / TRAIN} and {root / TEST}, so that they are not mixed"
+        )
 
 
 def _list(

@@ -70,8 +70,8 @@ def start_environment(config: Config) -> Iterator[Environment]:
     precision = choose_precision(config.train.precision, device)
     with (
         join_world(device, config.train.timeout_minutes) as world,
-        # While processes wait for each other to start, nothing but an end can be wished for, and
-        # Later, because Python does not handle signals while it waits for other processes to start.
+        # Not earlier: while it waits for others to start, Python cannot run a handler of signals,
+        # but their default action ends it.
         stop_on_signals() as stop,
     ):
         try:

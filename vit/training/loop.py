@@ -140,9 +140,10 @@ class Loop:
             if state.skipped_in_a_row >= self.max_skipped:
                 raise self._diverged("loss or gradient")
             bar.update()
-            last, seconds = number == len(batches), activity.training_seconds()
+            last = number == len(batches)
             with activity.doing("not training"):
                 if number % self.log_every == 0 or last:
+                    seconds = activity.training_seconds()
                     self._log(bar, self.batch_size * (number - logged) / (seconds - since))
                     logged, since = number, seconds
                 measured = self.evaluate()
