@@ -1,10 +1,11 @@
 """Classifying the 10,000 test images of CIFAR-10 in many ways: speed, accuracy, preparation.
 
+    pip install -e .[export] -r benchmarks/requirements.txt
     python benchmarks/inference.py [--routes auto,float32] [--rounds 3]
 
 Every route classifies all images with the bundled model cifar10_quick; "timm" is timm's plain
-Vision Transformer of the same width and depth, with random weights. The routes take turns. Each
-group of routes needs what its function imports; those of torch alone are run by default.
+Vision Transformer of the same width and depth, with random weights. The routes take turns. Those
+of torch alone are run by default and need no other packages.
 
 `Classifier.logits` is the route "quick, bfloat16". In those marked "per core" each core classifies
 its own parts of 64 images (`vit.parallel`); in the others all cores share every operation.
@@ -423,8 +424,8 @@ def print_table(
         hits = (logits[name].argmax(dim=1) == labels).double().mean().item()
         accuracy = "" if name.startswith("timm") else f"{hits:7.2%}"
         print(
-            f"  {name:<40}{timing.seconds:6.2f}   {timing.ratio:.2f} x  "
-            f"({timing.low:.2f} to {timing.high:.2f})  {accuracy:>7}  {preparation[name]:6.1f} s"
+            f"  {name:<40}{timing.seconds:6.2f}   {timing.speed()}  {accuracy:>7}  "
+            f"{preparation[name]:6.1f} s"
         )
 
 

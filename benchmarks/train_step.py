@@ -5,9 +5,9 @@
 
 1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch size 4, MLP
    ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch and
-   transformers, each with its defaults, in float32 and under bfloat16 autocast. Models with a class
-   token (65 tokens) and models that average 64 tokens, without biases of queries, keys and values
-   as in SimpleViT, are compared separately.
+   transformers, each with its defaults, in float32 and, where the CPU supports it natively, under
+   bfloat16 autocast. Models with a class token (65 tokens) and models that average 64 tokens,
+   without biases of queries, keys and values as in SimpleViT, are compared separately.
    With --cpu_time it is the CPU time of one thread, which hardly depends on other load.
 2. The same of this project and the fastest of the others, compiled, with --compile.
 3. The FLOP/s of this project's step next to those of large matrix products.
@@ -224,12 +224,17 @@ def compare_compiled(
     print_ours_over(timings, batch * steps)
 
 
+def native_precisions() -> list[torch.dtype]:
+    """List the precisions in which this CPU computes natively."""
+    return sorted({torch.float32, choose_precision("auto", CPU)}, key=str, reverse=True)
+
+
 def compare_to_products(batch: int, rounds: int) -> None:
     """Print how the FLOP/s of our training step compare with those of large matrix products."""
     model = ours(class_token=False)
     flops = flops_of_step(ours(class_token=False, attn_kernel="math"), batch)
     print(f"\nour step without a class token, {flops / 1e9:.0f} GFLOP, and products of 2048")
-    for precision in (torch.float32, torch.bfloat16):
+    for precision in native_precisions():
         product, product_flops = matrix_product(precision)
         works = {"product": product, "step": training(model, random_batches(batch), precision, 1)}
         timings = take_turns(works, rounds)
@@ -251,7 +256,7 @@ def compare_kernels(batch: int, rounds: int) -> None:
 
     shape = (batch, HEADS, (SIZE // PATCH) ** 2, DIM // HEADS)
     print(f"\nattention of one layer, {' x '.join(map(str, shape))}, forward and backward")
-    for precision in (torch.float32, torch.bfloat16):
+    for precision in native_precisions():
         parts = [torch.randn(shape, dtype=precision, requires_grad=True) for _ in range(3)]
         works = {"fused": partial(fused, *parts), "by hand": partial(by_hand, *parts)}
         timings = take_turns(works, rounds)
@@ -342,7 +347,7 @@ def main() -> None:
     print(f"{describe(CPU)}, torch {torch.__version__}")
     torch.manual_seed(0)
     batch, rounds, steps = arguments.batch, arguments.rounds, arguments.steps
-    for group, precision in itertools.product(GROUPS, (torch.float32, torch.bfloat16)):
+    for group, precision in itertools.product(GROUPS, native_precisions()):
         fastest = compare_peers(group, precision, batch, rounds, steps, clock)
         if arguments.compile:
             compare_compiled(group, fastest, precision, batch, rounds, steps, clock)

@@ -399,7 +399,7 @@ class TrainConfig:
         timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
-        compile: compile the model with torch.compile, which takes about a minute for each image
+        compile: compile the model with torch.compile, which takes half a minute for each image
             size and makes steps faster; auto compiles where the run is long enough to gain from it
             and a compiler is installed
         max_skipped: number of consecutive steps with a non-finite loss or gradient, which are
