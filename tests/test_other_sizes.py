@@ -47,11 +47,17 @@ RESIZED = {"crop": "resized", "crop_scale": (0.7, 1.0)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("channels", "fit", "augment"),
-    [(1, "squash", {}), (2, "pad", {}), (3, "crop", RESIZED), (5, "crop", {})],
+    ("channels", "size", "fit", "augment"),
+    [
+        (1, (16, 24), "squash", {}),
+        (2, (16, 24), "pad", {}),
+        (3, (16, 24), "crop", RESIZED),
+        (5, (24, 16), "crop", {}),
+    ],
 )
 def test_from_training_to_every_way_to_look(
     channels: int,
+    size: tuple[int, int],
     fit: str,
     augment: dict[str, Any],
     tmp_path: Path,
@@ -66,7 +72,7 @@ def test_from_training_to_every_way_to_look(
     config = small(
         folder,
         data={
-            "name": "folder", "root": str(tmp_path / "images"), "image_size": (16, 24),
+            "name": "folder", "root": str(tmp_path / "images"), "image_size": size,
             "channels": channels, "fit": fit, "val_size": 12, "train_size": None,
         },
         model={"drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0, "drop_path_rate": 0},
@@ -78,22 +84,22 @@ def test_from_training_to_every_way_to_look(
     )  # fmt: skip
     report = train(config)
     assert report is not None and report["accuracy"] > 0.6  # chance is 0.33
-    assert "16 x 24 pixels" in capsys.readouterr().out
-    maps = sorted((folder / "attention").glob("step_*.npy"))
-    assert {np.load(path).shape for path in maps} == {(3, 4, 6)}
+    assert f"{size[0]} x {size[1]} pixels" in capsys.readouterr().out
+    maps, grid = sorted((folder / "attention").glob("step_*.npy")), (size[0] // 4, size[1] // 4)
+    assert {np.load(path).shape for path in maps} == {(3, *grid)}
 
     preprocess = load_model(folder, "cpu", "float32").classifier.preprocess
-    assert (preprocess.image_size, preprocess.channels) == ((16, 24), channels)
+    assert (preprocess.image_size, preprocess.channels) == (size, channels)
     assert preprocess.fit == fit
     options = EvalConfig(device="cpu", precision="float32", probes=2)
     explain_run(str(folder), dataclasses.replace(options, attention=True, faithfulness=20))
-    assert np.load(folder / "eval/attention/relevance.npy").shape == (2, 4, 6)
+    assert np.load(folder / "eval/attention/relevance.npy").shape == (2, *grid)
     photo = save(draw_stripe(1, channels, seed=999), tmp_path / "photo")
     classify_photos(str(folder), dataclasses.replace(options, image=(str(photo),)))
     assert (folder / "eval/photos/photo_sheet.png").exists()
     classifier = vit.load(folder, "cpu")
     explanation = classifier.explain(photo)
-    assert explanation.map.shape == (4, 6)
+    assert explanation.map.shape == grid
     assert explanation.sheet().width > 100
     several = draw_stripe(1, 4, seed=0)
     with pytest.raises(ValueError, match=f"has 4 channels, but the model takes {channels} "):

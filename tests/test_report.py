@@ -1,6 +1,7 @@
 """The report: mistakes and precision-recall curves."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
 from models import PLAIN
 from vit.classifier import Classifier
@@ -19,9 +21,12 @@ from vit.explain.lrp import propagate
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import (
     FRAME,
+    THUMBNAIL,
+    _require_own_report,
     class_frames,
     contrast,
     draw_gallery,
+    report_files,
     worst_mistakes,
     write_report,
 )
@@ -114,11 +119,38 @@ def test_precision_recall_curves_count_their_own_class(tmp_path):
 def test_thumbnails_are_framed_in_the_colours_of_their_classes():
     for count in (3, 15, 100):
         labels = torch.arange(2 * count) % count
-        images = torch.randint(256, (2 * count, 3, 6, 8), dtype=torch.uint8)
+        images = torch.randint(256, (2 * count, 3, 8, 8), dtype=torch.uint8)
         framed = class_frames(ImageSet(images, labels, tuple(map(str, range(count)))))
-        assert framed.shape == (2 * count, 3, 6 + 2 * FRAME, 8 + 2 * FRAME)
+        assert framed.shape == (2 * count, 3, 8 + 2 * FRAME, 8 + 2 * FRAME)
         assert torch.equal(framed[:, :, FRAME:-FRAME, FRAME:-FRAME], images)
         edges = framed[:, :, 0, 0]
         assert torch.equal(framed[:, :, -1, -1], edges) and torch.equal(framed[:, :, 0, -1], edges)
         assert torch.equal(edges[:count], edges[count:])
         assert len(edges.unique(dim=0)) == count
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 16), (16, 24), (320, 160), (65, 300)])
+def test_thumbnails_are_small_and_square(height: int, width: int, tmp_path: Path) -> None:
+    images = torch.full((3, 3, height, width), 200, dtype=torch.uint8)
+    framed = class_frames(ImageSet(images, torch.arange(3), ("a", "b", "c")))
+    scale = min(1, THUMBNAIL / max(height, width))
+    side = round(scale * max(height, width)) + 2 * FRAME
+    assert framed.shape == (3, 3, side, side)
+    inside = (framed == 200).all(dim=1).sum(dim=(1, 2))
+    assert (inside == round(scale * height) * round(scale * width)).all()
+    with SummaryWriter(str(tmp_path)) as writer:  # torch refuses tall ones
+        writer.add_embedding(torch.zeros(3, 2), ["a", "b", "c"], framed / 255)
+
+
+def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
+    mistakes: tuple[Classifier, ImageSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vit.reporting.report._project", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_report(*mistakes, tmp_path, step=1, probes=0)
+    assert report_files(tmp_path)
+    _require_own_report(tmp_path)  # raises nothing

@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.config import EvalConfig
+from vit.data.augment import shrink
 from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
@@ -30,6 +31,7 @@ MISTAKES = 16  # images in the gallery
 PROJECTED = 1000  # images in TensorBoard's projector
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
 FRAME = 4  # pixels around a thumbnail in the projector
+THUMBNAIL = 64  # largest side of a thumbnail without its frame, in pixels
 PROJECTED_AT_ONCE = 250  # limits peak memory
 
 
@@ -76,6 +78,8 @@ def write_report(
     for old in (*folder.glob("[0-9]*/features"), *folder.glob("[0-9]*")):
         with contextlib.suppress(OSError):  # not empty: it contains other files
             old.rmdir()
+    # Before the figures, so that a folder with a part of a report is recognized as one.
+    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
     with SummaryWriter(str(folder)) as writer:
         for key in SCALARS:
             writer.add_scalar(f"test/{key}", result[key], step)
@@ -88,7 +92,6 @@ def write_report(
                 f"precision_recall/{name}", images.labels == number, shares[:, number], step
             )
         _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
-    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
     return result
 
 
@@ -186,23 +189,31 @@ def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, st
 
 
 def class_frames(images: ImageSet) -> Tensor:
-    """Frame images in the colours of their classes.
+    """Make thumbnails of images, framed in the colours of their classes.
 
-    The projector cannot be configured to colour its points, but it shows thumbnails.
+    The projector cannot be configured to colour its points, but it shows thumbnails. They have to
+    be square.
 
     Returns:
-        (N, 3, height, width) uint8, FRAME pixels larger on each side.
+        (N, 3, side, side) uint8: images whose larger side is at most THUMBNAIL pixels, with a frame
+        that is FRAME pixels wide at the larger side.
     """
     count = len(images.classes)
     name = "tab10" if count <= 10 else "tab20" if count <= 20 else "hsv"
     numbers = np.arange(count) if count <= 20 else np.arange(count) / count
     colours = torch.from_numpy(matplotlib.colormaps[name](numbers, bytes=True)[:, :3].copy())
     height, width = images.images.shape[-2:]
-    framed = colours[images.labels.cpu()][:, :, None, None].repeat(
-        1, 1, height + 2 * FRAME, width + 2 * FRAME
-    )
-    pixels = torch.from_numpy(as_rgb(images.pixels().cpu().movedim(1, -1).numpy()))
-    framed[:, :, FRAME:-FRAME, FRAME:-FRAME] = pixels.movedim(-1, 1)
+    scale = min(1.0, THUMBNAIL / max(height, width))
+    rows, columns = (max(1, round(scale * n)) for n in (height, width))
+    side = max(rows, columns) + 2 * FRAME
+    top, left = (side - rows) // 2, (side - columns) // 2
+    framed = colours[images.labels.cpu()][:, :, None, None].repeat(1, 1, side, side)
+    for part, frames in zip(
+        images.parts(PROJECTED_AT_ONCE), framed.split(PROJECTED_AT_ONCE), strict=True
+    ):
+        pixels = torch.from_numpy(as_rgb(part.cpu().movedim(1, -1).numpy())).movedim(-1, 1)
+        small = shrink(pixels.float(), (rows, columns)).round().to(torch.uint8)
+        frames[:, :, top : top + rows, left : left + columns] = small
     return framed
 
 
