@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
@@ -673,6 +674,19 @@ def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
     assert "resuming after step 10" in capsys.readouterr().out
     assert_same(run, tmp_path / "resumed")
     assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_images_are_padded_with_the_mean_of_the_weights(tmp_path):
+    for number in range(6):
+        path = tmp_path / f"images/{'ab'[number % 2]}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 10)).save(path)
+    data = {"name": "folder", "root": str(tmp_path / "images"), "image_size": 20, "fit": "pad",
+            "val_size": 2, "train_size": None, "test_fraction": 0.4}  # fmt: skip
+    config = small(tmp_path / "run", data=data)
+    source = Source("w", {}, {}, (5, 5), mean=(0.2, 0.4, 0.6), std=(0.5,) * 3)
+    for images in load_data(config, None, environment(), source):
+        assert images.pixels()[:, :, 0, 0].unique(dim=0).tolist() == [[51, 102, 153]]
 
 
 @pytest.mark.slow

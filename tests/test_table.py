@@ -125,6 +125,10 @@ WRONG = {
         ["path,label,split", *rows([*"abaa"], ["train", "train", "test", "test"])],
         "class b has 0 images in split test, and needs at least 1",
     ),
+    "no training images": (
+        ["path,label,split", *rows([*"ab"], ["test"] * 2)],
+        "has no rows with split train; add some to train on",
+    ),
     "no test images": (
         ["path,label,split", *rows([*"ab"], ["train"] * 2)],
         "has no rows with split test or val; add some, or delete the column split",

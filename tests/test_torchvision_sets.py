@@ -1,6 +1,7 @@
 """torchvision's data sets: tiny files of the same form, downloaded from a real server."""
 
 import contextlib
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -22,6 +23,7 @@ from torchvision import datasets as tv
 
 from vit.config import DataConfig
 from vit.data import installed
+from vit.data.datasets import load_training
 from vit.data.sources import Source, read_source
 from vit.data.torchvision_sets import SETS
 
@@ -179,6 +181,18 @@ def test_a_set_is_downloaded_once_and_read(name, tmp_path, monkeypatch, capsys):
         again.pictures[1].unlink()
         with pytest.raises(ValueError, match="incomplete: 1 of 4 images are missing, such as /"):
             read_source(config(name, root), train=True)
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist", "svhn"])
+def test_training_downloads_the_test_images_too(name, tmp_path, monkeypatch):
+    site, data = tmp_path / "site", config(name, tmp_path / "data")
+    site.mkdir()
+    monkeypatch.setenv("no_proxy", "*")
+    with serving(site) as url:
+        MAKERS[name](site, url, monkeypatch)
+        load_training(dataclasses.replace(data, val_size=0), seed=0)
+    test = read_source(config(name, tmp_path / "data", download=False), train=False)
+    assert sorted(test.labels.tolist()) == sorted(TESTED)
 
 
 @pytest.mark.parametrize("name", MAKERS)

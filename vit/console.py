@@ -26,6 +26,12 @@ def say(text: str, file: TextIO | None = None) -> None:
         file.flush()
 
 
+def note(text: str) -> None:
+    """Print text on standard error in the first process; the others have the same to say."""
+    if rank() == 0:
+        say(text, sys.stderr)
+
+
 def warn(text: str) -> None:
     """Print a warning on standard error."""
     say(f"warning: {text}", sys.stderr)

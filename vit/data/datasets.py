@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.config import DataConfig, DataName
 from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
-from vit.data.sources import read_source
+from vit.data.sources import TEST_INCLUDED, read_source
 from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
 from vit.data.stream import Decoder, ImageFiles
 from vit.data.tar_member import TarMember
@@ -181,6 +181,7 @@ def open_images(
     preprocess: Preprocess | None = None,
     decoder: Decoder | None = None,
     count: int | None = None,
+    unreadable: Sequence[int] | None = None,
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
@@ -194,6 +195,7 @@ def open_images(
         preprocess: Resizes images from files; None is the data set's own.
         decoder: Decodes files; None decodes them in this process.
         count: Number of shapes to draw, as for `load`.
+        unreadable: What `find_unreadable` has returned, which saves decoding the files here.
 
     Returns:
         The images, in the order in which `load` returns them.
@@ -205,18 +207,39 @@ def open_images(
     source = read_source(data, train, count)
     if isinstance(source.pictures, Tensor):
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
-    paths = tuple(file if isinstance(file, TarMember) else str(file) for file in source.pictures)
-    files = ImageFiles(paths, preprocess or Preprocess.from_config(data), decoder or Decoder())
+    files = _as_files(source.pictures, preprocess or Preprocess.from_config(data), decoder)
     images = ImageSet(
         files, source.labels, source.classes, source.masks, source.fingerprint, source.split
     )
     if data.on_bad_image == "skip":
-        kept = drop_unreadable(paths, images.labels, images.classes, files.unreadable())
+        unreadable = files.unreadable() if unreadable is None else unreadable
+        kept = drop_unreadable(files.paths, images.labels, images.classes, unreadable)
         images = images.select(kept)
     if not train:
         return images
     # Shuffled, so that the first few already cover all classes.
     return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
+
+
+def find_unreadable(data: DataConfig, preprocess: Preprocess, decoder: Decoder) -> list[int]:
+    """Decode all training images in files; return the indices of those that cannot be read.
+
+    Args:
+        data: The data set.
+        preprocess: Resizes images.
+        decoder: Decodes files.
+    """
+    pictures = read_source(data, train=True).pictures
+    if isinstance(pictures, Tensor):
+        return []
+    return _as_files(pictures, preprocess, decoder).unreadable()
+
+
+def _as_files(
+    pictures: Sequence[Path | TarMember], preprocess: Preprocess, decoder: Decoder | None
+) -> ImageFiles:
+    paths = tuple(file if isinstance(file, TarMember) else str(file) for file in pictures)
+    return ImageFiles(paths, preprocess, decoder or Decoder())
 
 
 def load_test_images(
@@ -286,6 +309,7 @@ def load_training(
     stored: Preprocess | None = None,
     decoder: Decoder | None = None,
     check: bool = True,
+    unreadable: Sequence[int] | None = None,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set and hold some of them out.
 
@@ -299,6 +323,7 @@ def load_training(
         stored: Resizes the training images instead, see `Preprocess.stored`.
         decoder: Decodes files; None decodes them in this process.
         check: Whether to decode images that are not kept in memory.
+        unreadable: As for `open_images`.
 
     Returns:
         The training images and the held-out images.
@@ -312,19 +337,21 @@ def load_training(
     if data.name == "shapes" and data.train_size is not None:  # as many are drawn as needed
         val_size = held_out_beside(data.train_size, val_size)
         count = data.train_size + val_size
-    everything = open_images(data, True, preprocess, decoder, count)
+    everything = open_images(data, True, preprocess, decoder, count, unreadable)
     training, held = hold_out(everything, val_size, seed)
     if data.train_size is not None:
         training = _first(training, data.train_size)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
+    unchecked = []
+    if check and data.name not in TEST_INCLUDED:  # also downloads them; skip decodes them
+        unchecked = [open_images(data, False, preprocess, decoder)]
     if isinstance(training.images, Tensor):
         return training, held
-    unchecked = [open_images(data, False, preprocess, decoder)]
     if fit_into_memory((training, held), data.memory_gb):
         training, held = training.in_memory(), held.in_memory()
     else:
         unchecked += [training, held]
-    if check and data.on_bad_image == "error":  # skip has checked them already
+    if check and data.on_bad_image == "error":
         for images in unchecked:
             images.check()
     return training, held

@@ -1,13 +1,13 @@
 """Image folders in torchvision's layout: one folder per class, with or without train/ and test/."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from vit.console import note
 from vit.data.layout import (
     IMAGE_SUFFIXES,
     TRAIN,
@@ -116,9 +116,10 @@ def drop_unreadable(
     if len(unreadable):
         count = f"{len(unreadable):,} of {len(paths):,} images in {_common_folder(paths)}"
         names = some([str(paths[index]) for index in unreadable])
-        print(f"skipped {count} that cannot be read: {names}", file=sys.stderr, flush=True)
+        note(f"skipped {count} that cannot be read: {names}")
+    counts = labels[readable].bincount(minlength=len(classes)).tolist()
     for label, name in enumerate(classes):
-        if label not in labels[readable]:
+        if counts[label] == 0:
             of_class = (labels == label).nonzero().squeeze(1).tolist()
             raise _no_image(_common_folder([paths[index] for index in of_class]), name)
     return readable.nonzero().squeeze(1)
@@ -178,11 +179,10 @@ def _report_ignored(folder: Path) -> None:
         and path.is_file()
     ]
     if ignored:
-        print(
+        note(
             f"ignored {len(ignored):,} files in {folder} that are not images of a supported type "
-            f"({some(sorted(set(ignored)))}); supported are {', '.join(IMAGE_SUFFIXES)}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"({some(sorted(set(ignored)))}); supported are {', '.join(IMAGE_SUFFIXES)}"
+        )
 
 
 def _no_image(folder: Path, name: str) -> ValueError:

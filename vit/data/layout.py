@@ -6,9 +6,10 @@ is imported.
 
 import hashlib
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from vit.console import note
 
 # What torchvision's ImageFolder reads.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -69,7 +70,7 @@ def find_test_folders(root: Path, test_fraction: float | None, example: str) -> 
 def report_unused(what: str) -> None:
     """Say that images for validation are not used, because there are test images."""
     reason = "the test images are others, and data.val_size holds out training images"
-    print(f"not used: {what}; {reason}", file=sys.stderr, flush=True)
+    note(f"not used: {what}; {reason}")
 
 
 def recognize(root: Path) -> str | None:

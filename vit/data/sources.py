@@ -17,6 +17,8 @@ from vit.data.tar_member import TarMember
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
+# Data sets whose test images are there, and undamaged, where the training images are.
+TEST_INCLUDED = ("shapes", "digits", "cifar10", "cifar100")
 
 
 @dataclass(frozen=True)

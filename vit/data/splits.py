@@ -148,12 +148,12 @@ def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tens
         and the size of its class.
     """
     order = torch.randperm(len(labels), generator=generator(seed, purpose))
-    turn, size = torch.empty_like(labels), torch.empty_like(labels)
-    for label in labels.unique():
-        members = labels[order] == label
-        size[members] = members.sum()
-        turn[members] = torch.arange(int(members.sum()))
-    return order, turn, size
+    _, label, sizes = labels[order].unique(return_inverse=True, return_counts=True)
+    by_class = label.argsort(stable=True)
+    first = (sizes.cumsum(dim=0) - sizes)[label[by_class]]  # in by_class, of the same class
+    turn = torch.empty_like(order)
+    turn[by_class] = torch.arange(len(labels)) - first
+    return order, turn, sizes[label]
 
 
 def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:

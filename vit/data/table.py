@@ -73,7 +73,7 @@ def list_table(file: Path, train: bool, test_fraction: float | None) -> FileList
                 f"data.test_fraction: {test_fraction} is not allowed; it must be null, because "
                 f"{file} has a column {SPLIT}"
             )
-        parts = _parts(file, rows, classes)
+        parts = _parts(file, rows, classes, train)
         others = sum(row.split not in parts for row in rows)
         if train and others:
             report_unused(f"{others:,} rows of {file} with {SPLIT} {VALIDATION[0]}")
@@ -185,7 +185,7 @@ def _check_paths(file: Path, rows: list[_Row]) -> None:
         raise _problem(file, missing[0].line, what)
 
 
-def _parts(file: Path, rows: list[_Row], classes: tuple[str, ...]) -> tuple[str, str]:
+def _parts(file: Path, rows: list[_Row], classes: tuple[str, ...], train: bool) -> tuple[str, str]:
     """Return the words for training and test images in the column "split"."""
     splits = {row.split for row in rows}
     test = TEST if TEST in splits else VALIDATION[0]
@@ -200,6 +200,10 @@ def _parts(file: Path, rows: list[_Row], classes: tuple[str, ...]) -> tuple[str,
             if row.label not in trained:
                 what = f"no training image has the label {shorten(row.label)}"
                 raise _problem(file, row.line, f"{what}; those known are {some(_sorted(trained))}")
+    elif train:
+        raise ValueError(
+            f"data.root: {file} has no rows with {SPLIT} {TRAIN}; add some to train on"
+        )
     tested = [row for row in rows if row.split == test]
     _require(file, tested, classes, least=1, part=f"{SPLIT} {test}")
     return TRAIN, test

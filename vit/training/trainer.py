@@ -19,7 +19,13 @@ from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
-from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
+from vit.data.datasets import (
+    ImageSet,
+    choose_probes,
+    find_unreadable,
+    load_test_images,
+    load_training,
+)
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
 from vit.evaluation import Evaluator, Validation
@@ -37,7 +43,7 @@ from vit.training.environment import Environment, claim_run, start_environment
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
-from vit.training.pretrained import resolve_pretrained
+from vit.training.pretrained import resolve_pretrained, with_statistics
 from vit.training.rules import check_out, check_sizes
 from vit.training.saving import FileSaver, ShardedSaver
 from vit.training.sharding import is_sharded
@@ -107,7 +113,7 @@ def train_prepared(
         start_environment(config) as env,
         claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
     ):
-        training, held_out = load_data(config, checkpoint, env)
+        training, held_out = load_data(config, checkpoint, env, source)
         step = build_step(config, checkpoint, training, env, source)
         del source  # its weights are in the model
         if env.world.main:
@@ -126,20 +132,36 @@ def train_prepared(
 
 
 def load_data(
-    config: Config, checkpoint: Checkpoint | None, env: Environment
+    config: Config,
+    checkpoint: Checkpoint | None,
+    env: Environment,
+    source: Source | TimmSource | None = None,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images and the held-out images, and move them to the device.
+
+    Args:
+        config: The run.
+        checkpoint: The state to resume from, if any.
+        env: The environment of the run.
+        source: The pretrained weights to start from, if any; their mean pads images.
 
     Raises:
         ValueError: Images are missing, or differ from those the run was started with.
     """
     data = config.data
-    preprocess = Preprocess.from_config(data)
+    preprocess = with_statistics(Preprocess.from_config(data), source, checkpoint)
+    unreadable = None
+    if data.on_bad_image == "skip":  # one process looks, so that all leave out the same images
+        with env.world.main_first():
+            if env.world.main:
+                unreadable = find_unreadable(data, preprocess, env.decoder)
+        unreadable = env.world.agree(unreadable)
     with env.world.main_first():
         training, held_out = load_training(
             data, config.train.seed, preprocess,
             preprocess.stored() if config.augment.crop == "resized" else None,
             env.decoder, check=env.world.main and checkpoint is None,  # once a run
+            unreadable=unreadable,
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
