@@ -33,7 +33,7 @@ from vit.data.datasets import (
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles, decode, default_workers
 from vit.evaluation import evaluate
-from vit.hardware import free_memory
+from vit.hardware import free_memory, usable_cores
 from vit.run_folder import check_run, prepare_run
 from vit.tracking import Tracker
 from vit.training import budget
@@ -287,6 +287,26 @@ def test_free_memory_heeds_the_limits_of_containers(tmp_path: Path) -> None:
     assert free_memory(fake_linux(tmp_path / "v1", lines, v1)) == 500_000
     assert free_memory(tmp_path / "not_linux") > 1e8
     assert 1e8 < free_memory() < 1e15
+
+
+def test_cores_heed_the_limits_of_containers(tmp_path: Path) -> None:
+    every = len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path / "not_linux") == usable_cores() == every
+    limits = {
+        "sys/fs/cgroup/cpu.max": "max 100000\n",
+        "sys/fs/cgroup/job/cpu.max": "50000 100000\n",
+    }
+    assert usable_cores(fake_linux(tmp_path / "v2", "0::/job/step\n", limits)) == 1
+    unlimited = {"sys/fs/cgroup/cpu.max": "max 100000\n"}
+    assert usable_cores(fake_linux(tmp_path / "free", "0::/\n", unlimited)) == every
+    quota = {
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "90000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    lines = "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1\n"
+    assert usable_cores(fake_linux(tmp_path / "v1", lines, quota)) == 1
+    none = {**quota, "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}
+    assert usable_cores(fake_linux(tmp_path / "v1_free", lines, none)) == every
 
 
 # Workers.

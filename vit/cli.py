@@ -85,6 +85,11 @@ def eval_main() -> None:
         run, options = parse_eval(sys.argv[1:])
         # Imported late, because they import torch: a mistyped flag is answered at once.
         import_quickly("vit.reporting.loading")
+        import torch
+
+        from vit.hardware import cores_to_use
+
+        torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         if options.attention:
             from vit.reporting.attention import explain_run
 

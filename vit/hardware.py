@@ -1,6 +1,7 @@
 """The device a run computes on, its precision, and what it cannot do; processes, cores, memory."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -90,11 +91,20 @@ def describe(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the number of CPU cores that this process may use; limits of containers count.
+
+    Args:
+        root: Folder that contains proc/ and sys/ on Linux.
+    """
+    if not hasattr(os, "sched_getaffinity"):  # macOS and Windows
+        return os.cpu_count() or 1
+    quotas = [
+        quota
+        for folder, version in _control_groups(root, "cpu")
+        for quota in _cores_of_group(folder, version)
+    ]
+    return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
 
 
 def local_processes() -> int:
@@ -159,35 +169,55 @@ def free_memory(root: Path = Path("/")) -> int:
         pages = next((p for p in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if p in names), None)
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else 8 * 10**9
     available = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return min([1024 * int(available), *_free_in_groups(root)])
+    left = [
+        free
+        for folder, version in _control_groups(root, "memory")
+        for free in _free_in_group(folder, version)
+    ]
+    return min([1024 * int(available), *left])
 
 
-def _free_in_groups(root: Path) -> list[int]:
-    """Return what is left of the memory limit of each control group (Linux) of this process."""
+def _control_groups(root: Path, controller: str) -> list[tuple[Path, int]]:
+    """List the folders of the control groups (Linux) of this process, with their version, 1 or 2.
+
+    Args:
+        root: Folder that contains proc/ and sys/.
+        controller: "cpu" or "memory".
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    left = []
+    groups = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        version = 1 if controllers else 2
+        base = root / "sys/fs/cgroup" / (controller if version == 1 else "")
         group = base / path.strip("/")
         # In a container the path may be that of the host, of which only the root is visible.
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(base):
-                left += _free_in_group(folder, *names)
-    return left
+        parts = (group, *group.parents)
+        groups += [(folder, version) for folder in parts if folder.is_relative_to(base)]
+    return groups
 
 
-def _free_in_group(folder: Path, limit: str, used: str, cache: str) -> list[int]:
+def _cores_of_group(folder: Path, version: int) -> list[float]:
+    """Return the cores whose time a group may use; [] without a limit."""
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+    try:
+        quota, period = " ".join((folder / name).read_text() for name in names).split()
+    except OSError:  # there is no such group, or it has no limit
+        return []
+    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+
+
+def _free_in_group(folder: Path, version: int) -> list[int]:
     """Return a group's limit minus what it uses, apart from files in the cache; [] without one."""
+    limit, used, cache = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
     try:
         most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
