@@ -89,8 +89,24 @@ def test_a_resumed_run_takes_over_its_number_of_threads(tmp_path: Path) -> None:
     try:
         with claim_run(config, env, overwrite=False, allow_changes=False, extend=False) as (_, at):
             assert at is not None and torch.get_num_threads() == before + 1
+        torch.set_num_threads(before)
+        others = {**how, "processes": 2}  # then each had fewer threads
+        save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=others))
+        with claim_run(config, env, overwrite=False, allow_changes=True, extend=False) as (_, at):
+            assert at is not None and torch.get_num_threads() == before
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_restart_by_torchrun_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, bool]] = []
+    monkeypatch.setattr("vit.training.processes.train", lambda _, **options: given.append(options))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        train_on_all_cores(settings(), overwrite=True, extend=False)
+    assert given == [{"overwrite": True, "extend": False}, {"overwrite": False, "extend": False}]
 
 
 def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(alone: Path, tmp_path: Pat
     for line in process.stderr:
         if line.startswith("warning: could not write the checkpoint of step"):
             break
-    assert "keeping the previous one and continuing" in line
+    assert "keeping the previous checkpoint and continuing" in line
     assert checkpoint_steps(run)  # the good ones are kept
     assert not list((run / "checkpoints").glob(".*"))
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

@@ -71,6 +71,11 @@ def test_small_size_is_in_whole_patches(patch: int, scale: float, size: int) -> 
     assert scaled_size((64, 32), scale, patch)[1] == size
 
 
+def test_phases_are_those_since_the_last_restart() -> None:
+    whole = make(2000, small_fraction=0.75, mix_fraction=1, restarts=(1000,))
+    assert whole.phases() == [Phase(1000, 0.75, (24, 24)), Phase(1750, 0.25, (32, 32))]
+
+
 def test_restarts_put_schedules_one_after_another() -> None:
     settings = {"small_fraction": 0.5, "mix_fraction": 0.75, "warmup": 0.1}
     whole = make(100, **settings, restarts=(20, 60))

@@ -151,7 +151,7 @@ def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Te
     aspect = ((2 * drawn[..., 1] - 1) * math.log(BOX_ASPECT)).exp()
     sides = torch.stack([(area / aspect).sqrt(), (area * aspect).sqrt()], dim=-1).round()
     # Where the product is rounded up, a corner would be one pixel too far.
-    free = torch.tensor([height, width], device=images.device) - sides
+    free = torch.stack([height - sides[..., 0], width - sides[..., 1]], dim=-1)
     corners = ((free + 1) * drawn[..., 2:]).floor().minimum(free)
     fits = ((sides >= 1) & (free >= 0)).all(dim=-1, keepdim=True)
     first = fits.int().argmax(dim=1, keepdim=True)
@@ -159,7 +159,10 @@ def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Te
     tall = min(height, round(width * BOX_ASPECT))
     wide = min(width, round(height * BOX_ASPECT))
     central = [(height - tall) // 2, (width - wide) // 2, tall, wide]
-    return torch.where(fits.any(dim=1), boxes, torch.tensor(central, device=images.device))
+    # Numbers, not a tensor: copying one to a GPU would wait for it.
+    columns = zip(boxes.unbind(dim=1), central, strict=True)
+    some = fits.any(dim=1).squeeze(1)
+    return torch.stack([torch.where(some, column, whole) for column, whole in columns], dim=1)
 
 
 def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:

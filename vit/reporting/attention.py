@@ -222,9 +222,11 @@ def _write_records(
     weighted = images_with_weights(num_weights, len(images))
     if weighted < len(images):
         print(left_out_text(weighted, len(images)))
-    number = iter(indices)
-    for _, records in attention_records(
+    first = 0
+    for attention, records in attention_records(
         classifier, images, weighted=weighted, levels=levels, target=target, **rollout
     ):
-        for record in records:
-            add_record(writer, f"attention/image_{next(number):05d}", record, saved.step)
+        numbers = indices[first : first + len(attention.logits)]
+        first += len(numbers)
+        for number, record in zip(numbers, records, strict=False):  # none if a map is not finite
+            add_record(writer, f"attention/image_{number:05d}", record, saved.step)

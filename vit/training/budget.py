@@ -7,11 +7,13 @@ import time
 import torch
 
 from vit.data.datasets import ImageSet
+from vit.data.stream import ImageFiles
 from vit.seeding import generator
 from vit.training.step import TrainingStep
 
 TRAINING_FRACTION = 0.96  # of the budget; the rest is for validation and checkpoints
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
+AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
@@ -50,21 +52,25 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -
         training: The training images.
         batch_size: Images per step, over all processes.
     """
+    warmup, timed = WARMUP_STEPS, TIMED_STEPS
+    if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
+        ahead = step.world.agree(AHEAD * training.images.decoder.workers)
+        warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
     schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
     trial = dataclasses.replace(step, schedule=schedule)
     draw = generator(step.seed, "trial")
     seconds = 0.0
     for phase in schedule.phases():
         trial.state.step = phase.start
-        shape = (WARMUP_STEPS + TIMED_STEPS, batch_size)
+        shape = (warmup + timed, batch_size)
         batches = torch.randint(len(training), shape, generator=draw)
         for number, (images, labels) in enumerate(
             step.inputs(training).batches(step.world.part(batches.T).T), start=1
         ):
             result = trial(images, labels)
-            if number == WARMUP_STEPS:
+            if number == warmup:
                 result.sum().item()  # waits for the device
                 begin = time.perf_counter()
         result.sum().item()
-        seconds += phase.fraction * (time.perf_counter() - begin) / TIMED_STEPS
+        seconds += phase.fraction * (time.perf_counter() - begin) / timed
     return seconds

@@ -67,6 +67,8 @@ def build_step(
         and not (config.augment.changes_images or schedule.resizes)
     )
     forward: nn.Module = model.get_classifier() if fixed else model
+    begin = time.perf_counter()
+    features = compute_features(state, training, preprocess, env) if fixed else None
     step = TrainingStep(
         state=state,
         forward=forward,
@@ -85,9 +87,8 @@ def build_step(
             if config.data.balance == "loss"
             else None
         ),
-        features=compute_features(state, training, preprocess, env) if fixed else None,
+        features=features,
     )
-    begin = time.perf_counter()
     step = compile_step(config, checkpoint, step, training, env)
     if env.world.size > 1 and env.device.type != "cpu" and not is_sharded(state.model):
         step = dataclasses.replace(step, forward=replicate(step.forward))

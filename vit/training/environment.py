@@ -120,6 +120,7 @@ def claim_run(
             if env.world.main:
                 checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
         checkpoint = env.world.agree(checkpoint)
-        if checkpoint is not None and env.device.type == "cpu":
-            torch.set_num_threads(checkpoint.environment.get("threads", torch.get_num_threads()))
+        before = {} if checkpoint is None else checkpoint.environment
+        if env.device.type == "cpu" and before.get("processes") == env.world.size:
+            torch.set_num_threads(before.get("threads", torch.get_num_threads()))
         yield config, checkpoint

@@ -191,7 +191,7 @@ def training_seconds(config: Config, step: TrainingStep, available: int) -> floa
     schedule = step.schedule
     passes = config.train.batch_size * schedule.work(schedule.total_steps)
     if step.features is not None:  # each image passes through the frozen model once
-        passes = available
+        passes = len(step.features)
     elif not step.state.frozen:
         passes *= TRAINING_PASSES
     return passes * _pass_seconds(step)

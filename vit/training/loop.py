@@ -219,7 +219,8 @@ class Loop:
         self._write(self.saver.wait)
         self.save_error = None
         if self.tracker is not None:
-            self._write(self.tracker.flush)  # so that a checkpoint is never ahead of the curves
+            # First, so that a checkpoint is never ahead of the curves.
+            self._write(self.tracker.flush, f"the curves up to step {state.step}")
         problems = torch.tensor([not state.is_finite(), self.save_error is not None]).float()
         diverged, failed = self.step.world.largest(problems).tolist()
         if diverged:
@@ -227,15 +228,16 @@ class Loop:
         if not failed:
             self._write(self.saver.save)
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[], None], what: str = "") -> None:
         try:
             write()
         except OSError as error:
             self.save_error = error
             if self.tracker is not None:  # in the other processes, the error may be the same
+                what = what or f"the checkpoint of step {self.saver.step}"
                 warn(
-                    f"could not write the checkpoint of step {self.saver.step} ({error}); "
-                    "keeping the previous one and continuing"
+                    f"could not write {what} ({error}); keeping the previous checkpoint and "
+                    "continuing"
                 )
 
     def _progress_bar(self) -> "tqdm[NoReturn]":

@@ -54,6 +54,8 @@ def train_on_all_cores(config: Config, **options: bool) -> None:
         SystemExit: As for `train`.
     """
     if under_torchrun():
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            options["overwrite"] = False  # what is there now is this run, from before the restart
         with _only_the_first_tells():
             train(config, **options)
         return

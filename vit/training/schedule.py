@@ -11,7 +11,7 @@ class Phase:
 
     Attributes:
         start: First step.
-        fraction: Fraction of the run's steps, 0 to 1.
+        fraction: Fraction of the steps since the last restart, 0 to 1.
         image_size: Height and width of the images, in pixels.
     """
 
@@ -74,10 +74,10 @@ class Schedule:
         return lr_at(done, total, int(self.warmup * total), self.decay)
 
     def phases(self) -> list[Phase]:
-        """List the phases of the run in order: they differ in image size or mixing."""
-        phases = []
+        """List the phases since the last restart in order: they differ in image size or mixing."""
+        phases, restart = [], max(self.restarts, default=0)
         for begin, end in pairwise(sorted({0.0, self.small_fraction, self.mix_fraction, 1.0})):
-            start = math.ceil(begin * self.total_steps)
+            start = restart + math.ceil(begin * (self.total_steps - restart))
             phases.append(Phase(start, end - begin, self.image_size(start)))
         return phases
 

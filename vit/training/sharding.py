@@ -63,7 +63,7 @@ def choose_parallel(
     if device.type == "cpu":
         return "replicate"
     total = torch.get_device_module(device).mem_get_info()[1]
-    return "replicate" if fits_replicated(num_weights, total) else "shard"
+    return world.agree("replicate" if fits_replicated(num_weights, total) else "shard")
 
 
 def fits_replicated(num_weights: int, memory: float) -> bool:

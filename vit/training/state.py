@@ -153,6 +153,8 @@ def build_state(
         if model.name == "vit":  # of a model of timm, `fit` knows the names of the head
             assert set(loaded.missing_keys) <= set(HEAD), loaded
     num_weights = sum(parameter.numel() for parameter in network.parameters())
+    if frozen:  # a head is small, and the features are computed without the wrapper of a model
+        parallel = "replicate"
     mesh = device_mesh(choose_parallel(parallel, world, device, num_weights), world, device)
     if mesh is None:  # otherwise only a part of it goes to the device
         network.to(device)
