@@ -374,7 +374,8 @@ class TrainConfig:
         restarts: epochs after which the schedule starts over, with a new warmup; --resume.extend
             adds the length of the finished run
         budget_minutes: training time in minutes, instead of epochs: a short benchmark sets the
-            number of steps; null trains for the given number of epochs
+            number of steps; epochs of a second or less make the run longer, because validation and
+            a checkpoint follow each; null trains for the given number of epochs
         freeze: what is not trained: none trains all parameters; backbone trains only the head
             (linear probe), with the model in evaluation mode: no dropout or stochastic depth, fixed
             batch-norm statistics
