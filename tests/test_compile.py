@@ -12,9 +12,17 @@ from small_runs import CPU, environment, make_step, small
 from vit.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from vit.config import Config, to_dict
 from vit.data.datasets import load
+from vit.model.dropout import image_keys, keyed_dropout
+from vit.model.vit import VisionTransformer
 from vit.run_folder import check_run, prepare_run
 from vit.training import build
-from vit.training.compile import choose_compilation, gain, missing_tool, seconds_on
+from vit.training.compile import (
+    choose_compilation,
+    eagerly,
+    gain,
+    missing_tool,
+    seconds_on,
+)
 from vit.training.trainer import train
 
 HOUR = 3600.0
@@ -166,3 +174,30 @@ def test_compiled_run_resumes_bit_for_bit(
         torch.testing.assert_close(
             getattr(left, part), getattr(right, part), rtol=0, atol=0, msg=part
         )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
+def test_blocks_share_a_graph_for_each_size_and_evaluation_adds_none() -> None:
+    """Otherwise torch gives up compiling after eight of them, and training is slow in silence."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = VisionTransformer(
+        img_size=16, in_chans=3, num_classes=3, patch_size=4, embed_dim=8, depth=12, num_heads=2,
+        stem="linear", drop_path_rate=0.1,
+    )  # fmt: skip
+    for block in model.blocks:
+        block.compile(dynamic=False, backend=backend)
+    torch._dynamo.reset()
+    for size in (8, 16, 8, 16):
+        with keyed_dropout(model, image_keys(seed=size, first=0, count=4)):
+            model(torch.randn(4, 3, size, size)).sum().backward()
+    assert len(graphs) == 2 * 2  # for each size, the first block drops nothing and the others do
+    model.eval()
+    with eagerly():
+        for count in (1, 2, 3):
+            model(torch.randn(count, 3, 16, 16), need_weights=True)
+    assert len(graphs) == 4

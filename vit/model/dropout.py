@@ -79,6 +79,10 @@ class Dropout(nn.Dropout):
 
     keys: Tensor | None = None
 
+    def take(self, keys: Tensor | None) -> None:
+        """Set the keys of the next images, or none."""
+        self.keys = keys
+
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of (B, ...) in training and scale the others."""
         if self.keys is None or not self.training or self.p == 0:
@@ -87,10 +91,27 @@ class Dropout(nn.Dropout):
 
 
 class StochasticDepth(Dropout):
-    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382)."""
+    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382).
+
+    Attributes:
+        scale: (B,) float32, what the images are multiplied by inside `keyed_dropout`. It is not
+            computed in `forward`, because torch.compile would compile every block anew for its
+            rate.
+    """
+
+    scale: Tensor | None = None
+
+    def take(self, keys: Tensor | None) -> None:
+        """Draw which of the next images are dropped, or leave it to torch."""
+        self.scale = None
+        if keys is not None:
+            kept = keep_mask(keys, (1,), self.p).squeeze(1)
+            self.scale = kept.float() / (1 - self.p)
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop or scale each image of (B, ...)."""
+        if self.training and self.scale is not None:
+            return x * self.scale.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
         if not self.training or self.p == 0:
             return x
         return x * super().forward(x.new_ones(len(x), *[1] * (x.ndim - 1)))
@@ -111,9 +132,9 @@ def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
         return
     numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)
     for layer, layer_keys in zip(layers, derive(keys, numbers[:, None]), strict=True):
-        layer.keys = layer_keys
+        layer.take(layer_keys)
     try:
         yield
     finally:
         for layer in layers:
-            layer.keys = None
+            layer.take(None)

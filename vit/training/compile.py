@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -109,6 +110,14 @@ def missing_tool(device: torch.device) -> str | None:
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python.h (package python3-dev)"
     return None
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled blocks run as they are, not compiled for other batches.
+
+    Evaluation has batches of other sizes, and torch gives up compiling after a few.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:

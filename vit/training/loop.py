@@ -22,6 +22,7 @@ from vit.data.datasets import ImageSet
 from vit.evaluation import Evaluator
 from vit.hardware import cores_of_all_processes
 from vit.tracking import Tracker
+from vit.training.compile import eagerly
 from vit.training.distributed import under_torchrun
 from vit.training.messages import clock, diverged_text
 from vit.training.observing import (
@@ -187,7 +188,7 @@ class Loop:
             return {}
         classifier, numbers = self.classifier(), {}
         if self.tracker is not None:
-            with cores_of_all_processes():
+            with cores_of_all_processes(), eagerly():
                 numbers = self._run_evaluators(classifier, due, step)
         self.step.world.agree(None)  # so that the others do not seem to compute while they wait
         return numbers

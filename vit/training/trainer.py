@@ -39,6 +39,7 @@ from vit.reporting.report import write_report
 from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
 from vit.tracking import Tracker
 from vit.training.build import build_step
+from vit.training.compile import eagerly
 from vit.training.environment import Environment, claim_run, start_environment
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
@@ -126,9 +127,10 @@ def train_prepared(
             del loop, step, training, held_out  # make room for the test images
             if tracker is None:
                 return None
-            return finish_run(
-                config, classifier, state, tracker, save_error, env.decoder, fingerprint
-            )
+            with cores_of_all_processes(), eagerly():
+                return finish_run(
+                    config, classifier, state, tracker, save_error, env.decoder, fingerprint
+                )
 
 
 def load_data(
@@ -241,7 +243,6 @@ def build_loop(
     )  # fmt: skip
 
 
-@cores_of_all_processes()
 def finish_run(
     config: Config,
     classifier: Classifier,
