@@ -1,5 +1,6 @@
 """Metrics compared with torchmetrics, scikit-learn and their definitions."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -290,6 +291,21 @@ def test_validation_yields_loss_and_accuracy_of_the_held_out_images(model, image
     ]
     none = held.select(torch.empty(0, dtype=torch.int64))
     assert list(Validation(none, range(3)).run(classify(model), 1)) == []
+
+
+def test_validation_of_a_frozen_model_computes_features_once(model, images):
+    held = ImageSet(images, torch.arange(50) % 10, names(10))
+    tuned, validation = copy.deepcopy(model), Validation(held, range(3), frozen=True)
+    for _ in range(2):
+        result, _ = evaluate(classify(tuned), held)
+        measured = dict(validation.run(classify(tuned), 1))
+        assert measured["val/loss"] == pytest.approx(result["loss"], rel=1e-5)
+        assert measured["val/accuracy"] == result["accuracy"]
+        head = copy.deepcopy(tuned.head)
+        torch.nn.init.normal_(tuned.head.weight)
+    tuned.head = head
+    torch.nn.init.normal_(tuned.norm.weight)  # does not change in training
+    assert dict(validation.run(classify(tuned), 1)) == measured
 
 
 @pytest.mark.parametrize(

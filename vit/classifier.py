@@ -75,6 +75,12 @@ class Classifier:
         """Whether the model's attention can be read, so that there are maps."""
         return attention_model(self.model) is not None
 
+    @property
+    def has_linear_head(self) -> bool:
+        """Whether the model ends with a linear layer, which `logits_of_features` needs."""
+        model: Any = self.model  # ours and timm's have this method
+        return isinstance(model.get_classifier(), nn.Linear)
+
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
         parts = inputs.split(self.part_size(batch_size))
@@ -140,6 +146,14 @@ class Classifier:
             model: Any = self.model  # ours and timm's have both methods
             tokens = model.forward_features(self.normalize(images))
             return model.forward_head(tokens, pre_logits=True).flatten(1).float()
+
+    @torch.no_grad()
+    def logits_of_features(self, features: Tensor) -> Tensor:
+        """Return the logits (N, C) float32 of what `features` returns."""
+        model: Any = self.model
+        with autocast(self.device, self.precision):
+            logits: Tensor = model.get_classifier()(features)
+        return logits.float()
 
     def maps(
         self,

@@ -207,7 +207,8 @@ def build_loop(
     looked_at = held_out if len(held_out) else training
     plan = plan_logging(config, step, len(looked_at))
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
-    evaluators: list[Evaluator] = [Validation(held_out, epochs | {schedule.total_steps})]
+    validated = epochs | {schedule.total_steps}
+    evaluators: list[Evaluator] = [Validation(held_out, validated, step.state.frozen)]
     if config.track.probes and attention_model(step.state.model) is not None:
         # Training images may be stored larger than the model takes them. Fewer probes are the first
         # of all, so that probe 0 is the same image in every run on these data with this seed.
