@@ -27,23 +27,29 @@ class Recorded(World):
     said: ClassVar[list[Any]] = []
 
     def agree(self, value: Any) -> Any:
-        self.said.append(value)
-        return "failed"
+        if self.main:
+            self.said.append(value)
+        return self.said[-1]
 
 
 def test_others_end_quietly_when_the_main_process_fails() -> None:
+    Recorded.said.clear()
+    with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
+        raise OSError("disk")
+    assert len(Recorded.said) == 1
     entered = []
     with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
         entered.append(1)
     assert ended.value.code == 2 and entered == []
+
+
+def test_others_are_told_what_the_main_process_has_found() -> None:
     Recorded.said.clear()
-    with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
-        raise OSError("disk")
-    assert Recorded.said == ["failed"]
-    Recorded.said.clear()
-    with Recorded(0, 2).main_first():
-        entered.append(0)
-    assert Recorded.said == ["done"] and entered == [0]
+    with Recorded(0, 2).main_first() as told:
+        told["unreadable"] = [3, 7]
+    with Recorded(1, 2).main_first() as told:
+        assert told == {"unreadable": [3, 7]}
+    assert len(Recorded.said) == 1  # said once the main process is done, and by nobody else
 
 
 def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:

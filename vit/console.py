@@ -1,7 +1,6 @@
 """Messages on the terminal, or in a log file on a disk that may be full."""
 
 import contextlib
-import functools
 import os
 import sys
 from typing import TextIO
@@ -27,9 +26,8 @@ def say(text: str, file: TextIO | None = None) -> None:
         file.flush()
 
 
-@functools.cache
 def note(text: str) -> None:
-    """Print text on standard error, once and in the first process; others have the same to say."""
+    """Print text on standard error in the first process; the others have the same to say."""
     if rank() == 0:
         say(text, sys.stderr)
 

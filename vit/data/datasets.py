@@ -4,7 +4,7 @@ Shapes: N images, B batch, C classes, H height, W width.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from vit.data.tar_member import TarMember
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 
+FindUnreadable = Callable[[ImageFiles], Sequence[int]]  # indices of files that cannot be read
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
@@ -181,7 +182,7 @@ def open_images(
     preprocess: Preprocess | None = None,
     decoder: Decoder | None = None,
     count: int | None = None,
-    unreadable: Sequence[int] | None = None,
+    find_unreadable: FindUnreadable = ImageFiles.unreadable,
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
@@ -195,7 +196,7 @@ def open_images(
         preprocess: Resizes images from files; None is the data set's own.
         decoder: Decodes files; None decodes them in this process.
         count: Number of shapes to draw, as for `load`.
-        unreadable: What `find_unreadable` has returned, which saves decoding the files here.
+        find_unreadable: Returns the indices of the files that cannot be read; used with "skip".
 
     Returns:
         The images, in the order in which `load` returns them.
@@ -207,39 +208,18 @@ def open_images(
     source = read_source(data, train, count)
     if isinstance(source.pictures, Tensor):
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
-    files = _as_files(source.pictures, preprocess or Preprocess.from_config(data), decoder)
+    paths = tuple(file if isinstance(file, TarMember) else str(file) for file in source.pictures)
+    files = ImageFiles(paths, preprocess or Preprocess.from_config(data), decoder or Decoder())
     images = ImageSet(
         files, source.labels, source.classes, source.masks, source.fingerprint, source.split
     )
     if data.on_bad_image == "skip":
-        unreadable = files.unreadable() if unreadable is None else unreadable
-        kept = drop_unreadable(files.paths, images.labels, images.classes, unreadable)
+        kept = drop_unreadable(paths, images.labels, images.classes, find_unreadable(files))
         images = images.select(kept)
     if not train:
         return images
     # Shuffled, so that the first few already cover all classes.
     return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
-
-
-def find_unreadable(data: DataConfig, preprocess: Preprocess, decoder: Decoder) -> list[int]:
-    """Decode all training images in files; return the indices of those that cannot be read.
-
-    Args:
-        data: The data set.
-        preprocess: Resizes images.
-        decoder: Decodes files.
-    """
-    pictures = read_source(data, train=True).pictures
-    if isinstance(pictures, Tensor):
-        return []
-    return _as_files(pictures, preprocess, decoder).unreadable()
-
-
-def _as_files(
-    pictures: Sequence[Path | TarMember], preprocess: Preprocess, decoder: Decoder | None
-) -> ImageFiles:
-    paths = tuple(file if isinstance(file, TarMember) else str(file) for file in pictures)
-    return ImageFiles(paths, preprocess, decoder or Decoder())
 
 
 def load_test_images(
@@ -309,7 +289,7 @@ def load_training(
     stored: Preprocess | None = None,
     decoder: Decoder | None = None,
     check: bool = True,
-    unreadable: Sequence[int] | None = None,
+    find_unreadable: FindUnreadable = ImageFiles.unreadable,
 ) -> tuple[ImageSet, ImageSet]:
     """Load the training images of a data set and hold some of them out.
 
@@ -323,7 +303,7 @@ def load_training(
         stored: Resizes the training images instead, see `Preprocess.stored`.
         decoder: Decodes files; None decodes them in this process.
         check: Whether to decode images that are not kept in memory.
-        unreadable: As for `open_images`.
+        find_unreadable: As for `open_images`, among the training images.
 
     Returns:
         The training images and the held-out images.
@@ -337,7 +317,7 @@ def load_training(
     if data.name == "shapes" and data.train_size is not None:  # as many are drawn as needed
         val_size = held_out_beside(data.train_size, val_size)
         count = data.train_size + val_size
-    everything = open_images(data, True, preprocess, decoder, count, unreadable)
+    everything = open_images(data, True, preprocess, decoder, count, find_unreadable)
     training, held = hold_out(everything, val_size, seed)
     if data.train_size is not None:
         training = _first(training, data.train_size)

@@ -95,23 +95,27 @@ class World:
         return values
 
     @contextlib.contextmanager
-    def main_first(self) -> Iterator[None]:
+    def main_first(self) -> Iterator[dict[str, Any]]:
         """Let the main process do something before the others, such as downloading files.
+
+        Yields:
+            What the main process tells the others: it fills the dictionary, and they get it filled.
 
         Raises:
             SystemExit: In the other processes, with 2 if the main process fails with a ValueError
                 or OSError; it alone reports the problem.
         """
-        if not self.main and self.agree(None) == "failed":
+        told: dict[str, Any] | None = {} if self.main else self.agree(None)
+        if told is None:
             raise SystemExit(2)
         try:
-            yield
+            yield told
         except (ValueError, OSError):
             if self.main:
-                self.agree("failed")
+                self.agree(None)
             raise
         if self.main:
-            self.agree("done")
+            self.agree(told)
 
 
 def world_size() -> int:

@@ -220,7 +220,7 @@ class Loop:
         self._write(self.saver.wait)
         self.save_error = None
         if self.tracker is not None:
-            # First, so that a checkpoint is never ahead of the curves.
+            # Before the checkpoint, which must never be ahead of the curves.
             self._write(self.tracker.flush, f"the curves up to step {state.step}")
         problems = torch.tensor([not state.is_finite(), self.save_error is not None]).float()
         diverged, failed = self.step.world.largest(problems).tolist()

@@ -19,15 +19,9 @@ from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
-from vit.data.datasets import (
-    ImageSet,
-    choose_probes,
-    find_unreadable,
-    load_test_images,
-    load_training,
-)
+from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
 from vit.data.preprocess import Preprocess
-from vit.data.stream import Decoder
+from vit.data.stream import Decoder, ImageFiles
 from vit.evaluation import Evaluator, Validation
 from vit.hardware import cores_of_all_processes
 from vit.model.attention_model import attention_model
@@ -152,18 +146,19 @@ def load_data(
     """
     data = config.data
     preprocess = with_statistics(Preprocess.from_config(data), source, checkpoint)
-    unreadable = None
-    if data.on_bad_image == "skip":  # one process looks, so that all leave out the same images
-        with env.world.main_first():
-            if env.world.main:
-                unreadable = find_unreadable(data, preprocess, env.decoder)
-        unreadable = env.world.agree(unreadable)
-    with env.world.main_first():
+    with env.world.main_first() as told:
+
+        def find_unreadable(files: ImageFiles) -> list[int]:
+            if env.world.main:  # one process looks, so that all leave out the same images
+                told["unreadable"] = files.unreadable()
+            found: list[int] = told["unreadable"]
+            return found
+
         training, held_out = load_training(
             data, config.train.seed, preprocess,
             preprocess.stored() if config.augment.crop == "resized" else None,
             env.decoder, check=env.world.main and checkpoint is None,  # once a run
-            unreadable=unreadable,
+            find_unreadable=find_unreadable,
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
