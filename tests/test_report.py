@@ -119,10 +119,10 @@ def test_precision_recall_curves_count_their_own_class(tmp_path):
 def test_thumbnails_are_framed_in_the_colours_of_their_classes():
     for count in (3, 15, 100):
         labels = torch.arange(2 * count) % count
-        images = torch.randint(256, (2 * count, 3, 8, 8), dtype=torch.uint8)
+        images = torch.randint(256, (2 * count, 3, 6, 8), dtype=torch.uint8)
         framed = class_frames(ImageSet(images, labels, tuple(map(str, range(count)))))
         assert framed.shape == (2 * count, 3, 8 + 2 * FRAME, 8 + 2 * FRAME)
-        assert torch.equal(framed[:, :, FRAME:-FRAME, FRAME:-FRAME], images)
+        assert torch.equal(framed[:, :, FRAME + 1 : -FRAME - 1, FRAME:-FRAME], images)
         edges = framed[:, :, 0, 0]
         assert torch.equal(framed[:, :, -1, -1], edges) and torch.equal(framed[:, :, 0, -1], edges)
         assert torch.equal(edges[:count], edges[count:])
