@@ -243,7 +243,8 @@ def test_bad_eval_is_one_line(words: list[str], part: str) -> None:
 @pytest.mark.slow
 def test_missing_data_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None:
     out, data = tmp_path / "run", tmp_path / "data"
-    done = run("train.py", "--data.root", str(data), "--data.download", "false", "--out", str(out))
+    words = ["--data.name", "cifar10", "--data.root", str(data), "--data.download", "false"]
+    done = run("train.py", *words, "--out", str(out))
     assert_refused(
         done, "CIFAR10", str(data), "cifar-10-python.tar.gz", "cifar-10-batches-py/",
         "--data.root", "make demo",

@@ -17,8 +17,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from vit.cli import parse_train
 from vit.config import Config, DataConfig, EvalConfig, EvalDataConfig, from_dict
+from vit.data.cifar_archive import SOURCES
 from vit.data.datasets import load, load_training
-from vit.data.layout import IMAGE_SUFFIXES, recognize
+from vit.data.layout import CIFAR10, IMAGE_SUFFIXES, recognize
 from vit.data.sources import Source, read_source
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
@@ -461,12 +462,15 @@ def test_suffixes_are_those_of_torchvision():
 
 def test_without_a_name_ones_own_images_are_taken(root, classes_only, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "sets" / CIFAR10[0]).mkdir(parents=True)
     for words, name, out in (
         (["--data.root", str(root)], "folder", "runs/pictures"),
         (["--data.root", str(classes_only)], "folder", "runs/flowers and more"),
         (["--data.root", f"{root}/", "--out", "mine"], "folder", "mine"),
         (["--data.root", str(root), "--data.name", "cifar10"], "cifar10", "runs/quick"),
-        (["--data.root", str(tmp_path)], "cifar10", "runs/quick"),
+        (["--data.root", str(tmp_path / "sets")], "cifar10", "runs/quick"),
+        (["--data.root", str(tmp_path), "--data.name", "cifar10"], "cifar10", "runs/quick"),
+        (["--data.root", "data"], "cifar10", "runs/quick"),  # the default, which is created
         (["--data.name", "folder", "--data.root", str(root)], "folder", "runs/pictures"),
         (["--data.name", "shapes"], "shapes", "runs/shapes"),
         (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
@@ -476,6 +480,27 @@ def test_without_a_name_ones_own_images_are_taken(root, classes_only, tmp_path, 
     ):
         config, _ = parse_train(words)
         assert (config.data.name, config.out) == (name, out), words
+
+
+def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(
+    classes_only: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"^data\.root: .*/flower does not exist; check the path"):
+        parse_train(["--data.root", str(classes_only.with_name("flower"))])
+    (classes_only / "notes").mkdir()  # a class without images, so that nothing is recognized
+    words = ["--data.root", str(classes_only)]
+    with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); add --data\.name folder"):
+        parse_train(words)
+    file = tmp_path / "own.yaml"
+    file.write_text(f"data: {{root: '{classes_only}'}}")
+    with pytest.raises(ValueError, match=r"^data\.root: "):
+        parse_train(["--config", str(file)])
+    config, _ = parse_train(["--config", str(file), "--data.name", "cifar10"])
+    assert config.data.root == str(classes_only)
+
+
+def test_the_archive_of_cifar10_is_known_by_torchvisions_names() -> None:
+    assert {*CIFAR10} == {SOURCES["cifar10"].base_folder, SOURCES["cifar10"].filename}
 
 
 def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:

@@ -22,7 +22,7 @@ import yaml
 
 from vit.config import Config, DataConfig, EvalConfig, TrainConfig, to_dict
 from vit.console import is_out_of_memory, printable, rank
-from vit.data.layout import recognize
+from vit.data.layout import check_default_data, recognize
 from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
 from vit.startup import import_quickly
@@ -177,7 +177,10 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     stated = merge([recipe, *contents, flags]).get("train", {}).get("budget_minutes")
     minutes = TrainConfig(budget_minutes=stated).budget_minutes
     chosen = merge([*(at_budget(part, minutes) for part in contents), flags])
-    config = Config(**merge([at_budget(recipe, minutes), chosen, _recognized(chosen)]))
+    found = _recognized(chosen)
+    config = Config(**merge([at_budget(recipe, minutes), chosen, found]))
+    if config.data.root != DataConfig.root and not found and "name" not in chosen["data"]:
+        check_default_data(Path(config.data.root).expanduser())
     if "out" not in chosen and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
     check_sizes(config)

@@ -15,6 +15,7 @@ from vit.console import note
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 TABLE_SUFFIXES = (".csv", ".jsonl")
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
+CIFAR10 = ("cifar-10-batches-py", "cifar-10-python.tar.gz")  # the data set, unpacked or not
 # Folders, and words in a table's column "split", for the images of each part. Images for validation
 # are the test images where there are no others.
 TRAIN, TEST, VALIDATION = "train", "test", ("val", "valid", "validation")
@@ -84,6 +85,25 @@ def recognize(root: Path) -> str | None:
     folders = _folders(part)
     # Downloaded data sets may lie beside a folder of images, but not beside class folders.
     return "folder" if len(folders) > 1 and all(map(_has_image, folders)) else None
+
+
+def check_default_data(root: Path) -> None:
+    """Check a root that was given without data.name: the default, CIFAR-10, must be there.
+
+    Whoever mistypes the path of their own images should not train on CIFAR-10 instead.
+
+    Raises:
+        ValueError: root does not exist, or contains something else.
+    """
+    download = "add --data.name cifar10 to download CIFAR-10 into it"
+    if not root.exists():
+        raise ValueError(f"data.root: {root} does not exist; check the path, or {download}")
+    if not any((root / name).exists() for name in CIFAR10):
+        raise ValueError(
+            f"data.root: {root} contains neither CIFAR-10 nor images in a layout that is "
+            f"recognized ({content(root)}); add --data.name folder, table or shards for images of "
+            f"your own (docs/data.md describes them), or {download}"
+        )
 
 
 def refuse_to_download(name: str, root: Path) -> None:
