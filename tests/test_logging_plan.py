@@ -122,12 +122,12 @@ def test_time_of_logging_is_known_before_the_length_of_a_run(quick: TrainingStep
 def test_start_says_what_is_left_out(quick: TrainingStep) -> None:
     assert plan(quick, 2000, 10).describe() == (
         "attention is drawn at 2 of 10 milestones, the faithfulness of its maps is measured at 0; "
-        "more would take over 10% of the training time (track.max_cost)"
+        "more would take over 10% of the training time (--track.max_cost null sets no limit)"
     )
     assert plan(quick, 300, 3).describe() == (
         "attention is logged without pictures for 3 of 8 images at 1 of 9 milestones, the "
         "faithfulness of its maps is measured at 0; more would take over 10% of the training time "
-        "(track.max_cost)"
+        "(--track.max_cost null sets no limit)"
     )
 
 

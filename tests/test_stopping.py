@@ -22,7 +22,9 @@ def test_signal_is_only_noted_while_steps_are_made(
         os.kill(os.getpid(), number)
         assert stop.agreed(World())
         assert stop.signal == number
-    assert "finishing this step" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "finishing this step" in said
+    assert ("press Ctrl-C again" in said) == (number == signal.SIGINT)  # which was typed
 
 
 def test_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -> None:

@@ -72,7 +72,8 @@ class LoggingPlan:
             texts.append(
                 f"{what}{few if self.probes < self.wanted else ''} at {drawn} of {self.complete} "
                 f"milestones, the faithfulness of its maps is measured at {judged}; more would "
-                f"take over {100 * self.limit:.3g}% of the training time (track.max_cost)"
+                f"take over {100 * self.limit:.3g}% of the training time "
+                "(--track.max_cost null sets no limit)"
             )
         if self.weighted < self.probes:
             texts.append(left_out_text(self.weighted, self.probes))

@@ -53,7 +53,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     fused = config.model.attn_drop_rate == 0 and uses_fused_kernel(
         config.model.attn_kernel, device, step.precision
     )
-    budget, processes = config.train.budget_minutes, step.world.size
+    processes = step.world.size
     resized = config.data.name in OWN_FILES and config.data.image_size is None
     hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
     attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
@@ -75,13 +75,19 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f", {step.compilation.describe()}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
         f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
-        f"{'' if budget is None else f', to fit into {budget:g} minutes'}"
+        f"{_budget_text(config.train.budget_minutes)}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
         f"{_short_text(config, step, len(images))}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def _budget_text(minutes: float | None) -> str:
+    if minutes is None:
+        return ""
+    return f", to fit into {minutes:g} minute{'s' if minutes != 1 else ''}"
 
 
 def restarts_text(schedule: Schedule) -> str:

@@ -63,7 +63,8 @@ class StopRequest:
         self.signal = number
         if not self._deferred:
             raise Stopped
-        again = "; press Ctrl-C again to stop immediately" if alone else ""
+        typed = alone and number == signal.SIGINT
+        again = "; press Ctrl-C again to stop immediately" if typed else ""
         if rank() == 0:
             with contextlib.suppress(OSError):
                 # Not print, because the signal may have interrupted a print.
