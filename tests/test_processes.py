@@ -79,7 +79,9 @@ def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None
         choose_processes(settings(processes=2), None, 2)
 
 
-def test_a_resumed_run_takes_over_its_number_of_threads(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_over_its_number_of_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, before = small(tmp_path / "run"), torch.get_num_threads()
     env = environment()
     how = {**env.describe(), "threads": before + 1}
@@ -89,11 +91,13 @@ def test_a_resumed_run_takes_over_its_number_of_threads(tmp_path: Path) -> None:
     try:
         with claim_run(config, env, overwrite=False, allow_changes=False, extend=False) as (_, at):
             assert at is not None and torch.get_num_threads() == before + 1
+        assert f"threads: {before + 1} per process, not {before}" in capsys.readouterr().err
         torch.set_num_threads(before)
         others = {**how, "processes": 2}  # then each had fewer threads
         save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=others))
         with claim_run(config, env, overwrite=False, allow_changes=True, extend=False) as (_, at):
             assert at is not None and torch.get_num_threads() == before
+        assert "threads" not in capsys.readouterr().err
     finally:
         torch.set_num_threads(before)
 

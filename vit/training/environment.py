@@ -12,7 +12,7 @@ import torch
 
 from vit.checkpoint import Checkpoint
 from vit.config import Config
-from vit.console import is_out_of_memory, rank, say
+from vit.console import is_out_of_memory, note, rank, say
 from vit.data.stream import Decoder
 from vit.hardware import choose_device, choose_precision
 from vit.run_folder import check_run, extend_config, lock_run
@@ -121,6 +121,9 @@ def claim_run(
                 checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
         checkpoint = env.world.agree(checkpoint)
         before = {} if checkpoint is None else checkpoint.environment
-        if env.device.type == "cpu" and before.get("processes") == env.world.size:
-            torch.set_num_threads(before.get("threads", torch.get_num_threads()))
+        now = torch.get_num_threads()
+        threads = before.get("threads", now)
+        if (env.device.type, before.get("processes")) == ("cpu", env.world.size) and threads != now:
+            torch.set_num_threads(threads)
+            note(f"a resumed run keeps its number of threads: {threads} per process, not {now}")
         yield config, checkpoint
