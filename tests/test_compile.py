@@ -10,6 +10,7 @@ import torch
 
 from small_runs import CPU, environment, make_step, small
 from vit.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from vit.classifier import Classifier
 from vit.config import Config, to_dict
 from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
@@ -174,6 +175,30 @@ def test_compiled_run_resumes_bit_for_bit(
         torch.testing.assert_close(
             getattr(left, part), getattr(right, part), rtol=0, atol=0, msg=part
         )
+
+
+def test_every_evaluation_of_a_run_is_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, calls, logits_of_parts = [], [], Classifier.logits_of_parts
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    part_of_a_model = torch.compile(lambda x: x + 1, dynamic=False, backend=backend)
+
+    def evaluated(classifier: Classifier, *given: Any) -> torch.Tensor:
+        calls.append(len(calls))
+        part_of_a_model(torch.zeros(len(calls)))  # another shape each time
+        return logits_of_parts(classifier, *given)
+
+    monkeypatch.setattr(Classifier, "logits_of_parts", evaluated)
+    train(small(tmp_path / "run", train={"epochs": 2}, track={"probes": 0}))
+    assert len(calls) == 2 + 1  # after each epoch, and of the test images
+    assert graphs == []
+    part_of_a_model(torch.zeros(1))
+    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's

@@ -12,17 +12,21 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
-from small_runs import assert_same, make_loop, make_step, small
+from small_runs import CPU, assert_same, make_loop, make_step, small
 from vit.checkpoint import checkpoint_steps
 from vit.config import AugmentConfig, Config, from_dict
 from vit.data import sources
 from vit.data.batches import epoch_batches
 from vit.data.datasets import load_training
+from vit.data.preprocess import Preprocess
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.tracking import Tracker
 from vit.training import optim
+from vit.training.distributed import World
 from vit.training.optim import Muon, build_optimizers, set_lr
+from vit.training.sharding import is_sharded
+from vit.training.state import build_state
 from vit.training.step import TrainingStep
 from vit.training.trainer import train
 
@@ -201,6 +205,16 @@ def test_features_computed_once_train_the_same_head(tmp_path):
 )  # fmt: skip
 def test_features_are_computed_at_each_step_if_anything_differs(tmp_path, augment, train):
     assert make_step(frozen(tmp_path, augment=augment, train=train)).features is None
+
+
+def test_a_frozen_model_is_never_divided(tmp_path):
+    config = frozen(tmp_path)
+    preprocess = Preprocess.from_config(config.data)
+    state = build_state(
+        config.model, config.optim, preprocess, 10, 0, CPU,
+        frozen=True, world=World(0, 2), parallel="shard",
+    )  # fmt: skip
+    assert not is_sharded(state.model)  # and no other process was asked
 
 
 def test_mixing_that_never_happens_changes_nothing():

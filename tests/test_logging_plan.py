@@ -25,6 +25,7 @@ from vit.training.logging_plan import (
     logging_seconds,
     plan_logging,
     thin_out,
+    training_seconds,
 )
 from vit.training.messages import end_text, start_text
 from vit.training.step import TrainingStep
@@ -117,6 +118,15 @@ def test_time_of_logging_is_known_before_the_length_of_a_run(quick: TrainingStep
     assert seconds(60) == pytest.approx(6)  # a tenth
     assert seconds(60, max_cost=None) == seconds(600)
     assert seconds(600, probes=0) == 0
+
+
+def test_features_of_a_frozen_model_cost_one_pass_of_each_image(quick: TrainingStep) -> None:
+    images_trained = 128 * quick.schedule.work(quick.schedule.total_steps)
+    assert training_seconds(Config(), quick) == pytest.approx(
+        3 * images_trained * QUICK_PASS, rel=0.02
+    )
+    probe = replace(quick, features=torch.zeros(500, 96))
+    assert training_seconds(Config(), probe) == pytest.approx(500 * QUICK_PASS, rel=0.02)
 
 
 def test_start_says_what_is_left_out(quick: TrainingStep) -> None:

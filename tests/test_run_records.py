@@ -1,5 +1,6 @@
 """What a run and eval.py --attention write for the Attention tab."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vit.model.attention_model import require_attention
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging
+from vit.reporting.attention_records import BATCH_SIZE, attention_records
 from vit.tensorboard_plugin.encoding import decode_details, decode_weights
 from vit.tracking import Tracker, milestones
 from vit.training.stopping import Stopped
@@ -119,6 +121,27 @@ def test_eval_writes_records_of_the_images_asked_for(
         np.testing.assert_allclose(
             details.maps[0].values, maps["rollout"][0].flatten(), rtol=1e-3, atol=1e-4
         )
+
+
+def test_records_keep_their_images_after_a_batch_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
+    save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
+
+    def without_the_first(*given: Any, **options: Any) -> Iterator[Any]:
+        """As if the maps of an image in the first batch were not finite."""
+        for number, (attention, records) in enumerate(attention_records(*given, **options)):
+            yield attention, records if number else []
+
+    monkeypatch.setattr("vit.reporting.attention.attention_records", without_the_first)
+    indices = tuple(range(BATCH_SIZE + 2))
+    explain_run(str(tmp_path), EvalConfig(attention=True, indices=indices, faithfulness=0))
+    found, test = records_in(tmp_path / "eval/attention"), load("shapes", "", train=False)
+    tags = [f"attention/image_{index:05d}" for index in indices[BATCH_SIZE:]]
+    assert [tag for tag in found if not tag.endswith("/weights")] == tags
+    for tag, index in zip(tags, indices[BATCH_SIZE:], strict=True):
+        assert decode_details(found[tag][0][1]).label == test.labels[index]
 
 
 def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(

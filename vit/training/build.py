@@ -134,7 +134,7 @@ def compile_step(
     if checkpoint is not None:  # early versions stored it only in the config
         began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
     cores = env.world.size * torch.get_num_threads()
-    estimate = training_seconds(config, step, len(training))
+    estimate = training_seconds(config, step)
     seconds = seconds_on(env.device, env.precision, cores, estimate)
     if train.budget_minutes is not None:
         seconds = 60 * train.budget_minutes

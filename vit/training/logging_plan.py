@@ -153,7 +153,7 @@ def estimate_costs(config: Config, step: TrainingStep, available: int, num_weigh
     recording = (READING_PASSES + EXPLAINING_PASSES * explained) * seconds
     judging = JUDGING_PASSES * min(JUDGED, available) + SCORING_PASSES * probes
     return Costs(
-        training=training_seconds(config, step, available),
+        training=training_seconds(config, step),
         pictures=DRAWING_SECONDS + PROBE_SECONDS * probes,
         record=RECORD_SECONDS + SECONDS_PER_WEIGHT * num_weights + recording,
         judging=judging * seconds,
@@ -181,13 +181,12 @@ def logging_seconds(config: Config, step: TrainingStep, available: int, seconds:
     return everything if limit is None else min(everything, limit * seconds)
 
 
-def training_seconds(config: Config, step: TrainingStep, available: int) -> float:
+def training_seconds(config: Config, step: TrainingStep) -> float:
     """Estimate what training costs on two CPU cores without logging, in seconds.
 
     Args:
         config: The run.
         step: The training step, with model and schedule.
-        available: Number of images to choose from.
     """
     schedule = step.schedule
     passes = config.train.batch_size * schedule.work(schedule.total_steps)
