@@ -37,8 +37,8 @@ from vit.explain.figures import (
     heads_chart,
     heads_picture,
 )
-from vit.explain.maps import ALL_KINDS, SIGNED_KINDS, map_title
-from vit.explain.sheet import overlays_picture
+from vit.explain.maps import ALL_KINDS, MAP_KINDS, SIGNED_KINDS, map_title
+from vit.explain.sheet import TITLE_WIDTH, overlays_picture
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import draw_probes
 
@@ -531,6 +531,19 @@ def test_gallery_says_what_it_shows_and_what_each_image_is():
         assert found[:, 1].min() >= left and found[:, 1].max() < left + 112
 
 
+def test_gallery_has_room_for_the_names_of_breeds():
+    def draw(guess: str) -> np.ndarray:
+        captions = ["true Bengal", f"true Pug\nas {guess} 99%"]
+        return gallery_picture(
+            "mistakes", blue_images(2), captions, flat_maps(torch.ones(2, 1)), [["a"]] * 2
+        )
+
+    one, other = draw("American Pit Bull Terrier"), draw("American Pit Bull Terreir")
+    assert one.shape == other.shape and (one != other).any()
+    assert_not_cut_off(one)
+    assert draw("x" * 1000).shape == (38 + 46 + 224, 4 * (448 + 18) + BAR, 3)
+
+
 def compare_flat(one: float, other: float) -> np.ndarray:
     maps = flat_maps(torch.tensor([one])), flat_maps(torch.tensor([other]))
     return comparison_picture(blue_images(1), maps, [["one: cat"], ["other: dog"]], ["true cat"])
@@ -695,3 +708,9 @@ def test_class_names_of_any_kind_stay_over_their_panel(name):
     columns = np.flatnonzero((head < 128).any(axis=(0, 2)))
     gaps = (columns >= 216) & (columns < 219), (columns >= 430) & (columns < 433)
     assert len(columns) and not any(gap.any() for gap in gaps)
+
+
+def test_every_title_fits_above_the_narrowest_map_of_a_sheet():
+    for kind in MAP_KINDS:
+        title = map_title(kind, "automobile")
+        assert shorten(title, TITLE_WIDTH) == title

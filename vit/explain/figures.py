@@ -6,6 +6,8 @@ are in units of uniform attention.
 Shapes: B images, L layers, H heads, T steps.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -31,6 +33,7 @@ from vit.explain.drawing import (
     paper,
     paste,
     shorten,
+    text_width,
     upwards,
 )
 from vit.explain.maps import map_title
@@ -189,16 +192,22 @@ def gallery_picture(
 ) -> np.ndarray:
     """Draw images, each followed by its overlays if there are maps, several images per row.
 
+    Images with overlays are drawn larger if long captions need the room.
+
     Args:
         title: What the gallery shows, up to two lines.
         images: (B, channels, H, W) uint8.
-        captions: B captions, of up to two lines of 18 characters.
+        captions: B captions, of up to two lines.
         maps: (B, M, rows, columns) signed maps to lay over each image, or None.
         headings: For each image, M headings above its overlays, like the captions.
         columns: Images per row.
     """
     panel, space, first = 112, 46, 38
     count = maps.shape[1] if maps is not None else 0
+    if count:
+        words = [*captions, *itertools.chain.from_iterable(headings)]
+        widest = max(text_width(line) for text in words for line in text.split("\n"))
+        panel = max(panel, min(2 * panel, math.ceil(widest) + 4))
     width = panel * (1 + count) if count else panel + 64  # without maps, room for the captions
     rows = -(-len(images) // columns)
     canvas = paper(first + rows * (panel + space), columns * (width + 3 * GAP))
@@ -206,11 +215,11 @@ def gallery_picture(
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         top = first + number // columns * (panel + space) + space - GAP
         left = GAP + number % columns * (width + 3 * GAP)
-        parts, words = [as_pixels(image)], [caption]
+        parts, above = [as_pixels(image)], [caption]
         if maps is not None:
             parts += [overlay(parts[0], heat, SIGNED) for heat in maps[number]]
-            words += headings[number]
-        for column, (part, text) in enumerate(zip(parts, words, strict=True)):
+            above += headings[number]
+        for column, (part, text) in enumerate(zip(parts, above, strict=True)):
             x = left + column * panel
             paste(canvas, part, top, x, panel)
             texts.append((x, top - 4, "left", shorten(text, (panel if count else width) - 4)))

@@ -23,7 +23,7 @@ from vit.explain.drawing import (
 ZOOM = 2  # pixels of a sheet to one pixel of all lengths below, so that it can be printed
 PANEL = 220  # the longer side of a map
 HEADER, TITLE = 42, 48  # height of the two lines above everything, and above a panel
-NARROWEST = 180  # width of the photo's column
+NARROWEST, TITLE_WIDTH = 180, 190  # least width of the photo's column, and of those of maps
 BEST, LINE_HEIGHT = 5, 36  # classes that are listed
 BAR_HEIGHT, BAR_COLOUR, BAR_PAPER = 6, (76, 114, 176), 230
 BORDER = 3  # width of the frame around what the model sees, in pixels of the sheet
@@ -62,12 +62,12 @@ def photo_sheet(
     view = tuple(n + sum(added) for n, added in zip(part.shape[:2], padding, strict=True))
     panel = _fit(view, PANEL, PANEL)
     left = 3 * GAP + max(size[1], NARROWEST)
-    pitch = TITLE + panel[0]
+    pitch, column_width = TITLE + panel[0], max(panel[1], TITLE_WIDTH)
     height = HEADER + max(pitch * len(maps), TITLE + size[0]) + 2 * GAP
     list_top = HEADER + TITLE + max(pitch, size[0] + TITLE)
     if len(maps) > 1:
         height = max(height, list_top + BEST * LINE_HEIGHT + GAP)
-    canvas = paper(ZOOM * height, ZOOM * (left + 2 * panel[1] + 3 * GAP))
+    canvas = paper(ZOOM * height, ZOOM * (left + 2 * column_width + 3 * GAP))
     top = HEADER + TITLE
     texts: list[Text] = [
         (GAP, HEADER - 8, "left", shorten(header, canvas.shape[1] / ZOOM - GAP)),
@@ -80,9 +80,9 @@ def photo_sheet(
         top = HEADER + TITLE + row * pitch
         parts = (enlarge(colour_map(heat, bar), crop.shape), overlay(crop, heat, bar))
         for column, (part, words) in enumerate(zip(parts, (title, "overlay"), strict=True)):
-            x = left + column * (panel[1] + GAP)
-            _place(canvas, part, top, x)
-            texts.append((x + panel[1] / 2, top - 5, "center", shorten(words, panel[1])))
+            x = left + column * (column_width + GAP)
+            _place(canvas, part, top, x + (column_width - panel[1]) // 2)
+            texts.append((x + column_width / 2, top - 5, "center", shorten(words, column_width)))
     if len(maps) > 1:
         texts += _list_classes(canvas, probabilities, list_top)
     return framed(
