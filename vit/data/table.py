@@ -99,7 +99,9 @@ def _read(file: Path) -> list[_Row]:
     try:
         rows = [_row(file, line, record) for line, record in records(file)]
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.root: {file} is not UTF-8 text ({error})") from None
+        raise ValueError(
+            f"data.root: {file} is not UTF-8 text ({error}); save it as UTF-8"
+        ) from None
     if not rows:
         raise ValueError(f"data.root: {file} has no rows; it needs {EXPECTED}")
     if len({row.split is None for row in rows}) == 2:
@@ -114,6 +116,9 @@ def _csv_records(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
         reader = csv.reader(stream)
         try:
             header = [name.strip().lower() for name in next(reader, [])]
+            if len(header) == 1:
+                what = f"a single column, {shorten(header[0])}; separate {EXPECTED} by commas"
+                raise _problem(file, reader.line_num, what)
             for values in reader:
                 if not values:  # an empty line
                     continue
