@@ -15,7 +15,7 @@ from vit.config import Config, to_dict
 from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
-from vit.run_folder import check_run, prepare_run
+from vit.run_folder import prepare_run
 from vit.training import build
 from vit.training.compile import (
     choose_compilation,
@@ -24,6 +24,7 @@ from vit.training.compile import (
     missing_tool,
     seconds_on,
 )
+from vit.training.resuming import check_run
 from vit.training.trainer import train
 
 HOUR = 3600.0

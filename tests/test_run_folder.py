@@ -20,13 +20,12 @@ from vit.run_folder import (
     ATTENTION_FILES,
     LOCK_FILE,
     OWNER_FILE,
-    check_run,
-    extend_config,
     finish_extension,
     lock_run,
     prepare_run,
     stored_config,
 )
+from vit.training.resuming import check_run, extend_config
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}

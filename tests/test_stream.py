@@ -35,13 +35,14 @@ from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles, decode, default_workers
 from vit.evaluation import evaluate
 from vit.hardware import free_memory, usable_cores
-from vit.run_folder import check_run, prepare_run
+from vit.run_folder import prepare_run
 from vit.tracking import Tracker
 from vit.training import budget
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
 from vit.training.distributed import World
 from vit.training.loop import Loop
+from vit.training.resuming import check_run
 from vit.training.stopping import Stopped
 from vit.training.trainer import build_loop, load_data
 from worlds import in_world

@@ -39,10 +39,11 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import load_model
 from vit.reporting.report import evaluate_run
-from vit.run_folder import check_run, prepare_run
+from vit.run_folder import prepare_run
 from vit.tracking import Tracker, milestones
 from vit.training import trainer
 from vit.training.budget import TIMED_STEPS, WARMUP_STEPS
+from vit.training.resuming import check_run
 from vit.training.schedule import lr_at
 from vit.training.step import TrainingStep
 from vit.training.trainer import train

@@ -15,10 +15,11 @@ from vit.config import Config
 from vit.console import is_out_of_memory, note, rank, say
 from vit.data.stream import Decoder
 from vit.hardware import choose_device, choose_precision
-from vit.run_folder import check_run, extend_config, lock_run
+from vit.run_folder import lock_run
 from vit.training.distributed import World, join_world
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text
+from vit.training.resuming import check_run, extend_config
 from vit.training.rules import check_processes
 from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
