@@ -48,6 +48,7 @@ SMALL: dict[str, Any] = {
     },
     "track": {"every": 2, "probes": 3, "max_cost": None},  # logs everything, short as it is
 }  # fmt: skip
+SPARING: dict[str, Any] = {"max_cost": 0.5}  # draws attention at the first and last step alone
 WILD: dict[str, Any] = {  # diverges
     "lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0,
 }  # fmt: skip

@@ -12,7 +12,17 @@ import pytest
 import torch
 import yaml
 
-from small_runs import WILD, assert_same, command, environment, small, start, steps_logged, wait
+from small_runs import (
+    SPARING,
+    WILD,
+    assert_same,
+    command,
+    environment,
+    small,
+    start,
+    steps_logged,
+    wait,
+)
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
 from vit.config import AugmentConfig, Config, to_dict
 from vit.hardware import cores_to_use
@@ -22,8 +32,8 @@ from vit.training.processes import choose_processes, train_on_all_cores
 from vit.training.rules import check_processes
 from vit.training.trainer import train
 
-PAIR: dict[str, Any] = {"train": {"processes": 2}}
-ANY_NUMBER: dict[str, Any] = {"train": {"processes": None}}
+PAIR: dict[str, Any] = {"train": {"processes": 2}, "track": SPARING}
+ANY_NUMBER: dict[str, Any] = {"train": {"processes": None}, "track": SPARING}
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -187,7 +197,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     assert process.returncode == (130 if everyone else 143), errors
     assert errors.count("rerun the command to resume after step") == 1
     assert "Traceback" not in errors
-    words = command(small(run, train={"processes": 1}), tmp_path / "config")
+    words = command(small(run, train={"processes": 1}, track=SPARING), tmp_path / "config")
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from small_runs import (
     ROOT,
+    SPARING,
     STEPS,
     WILD,
     Payload,
@@ -58,7 +59,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Of three numbers the sum depends on the order, of two it does not.
-SHARED: dict[str, Any] = {"data": {"train_size": 240}, "train": {"batch_size": 48}}
+SHARED: dict[str, Any] = {
+    "data": {"train_size": 240}, "train": {"batch_size": 48}, "track": SPARING
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +177,9 @@ def test_processes_that_share_a_batch_learn_what_one_would(tmp_path: Path) -> No
     losses = []
     for name, count in {"one": 1, "two": 2}.items():
         shared = {"epochs": 2, "processes": count}
-        config = small(tmp_path / name, **PLAIN, optim={"name": "adamw"}, train=shared)
+        config = small(
+            tmp_path / name, **PLAIN, optim={"name": "adamw"}, train=shared, track=SPARING
+        )
         words = command(config, tmp_path / f"{name}_config")
         subprocess.run(words, capture_output=True, check=True, timeout=200)
         rows = metrics(tmp_path / name)
@@ -330,7 +335,8 @@ def test_two_processes_do_not_write_into_one_run(tmp_path: Path) -> None:
 
 def test_deterministic_runs_log_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        config = small(tmp_path / name, train={"epochs": 2, "precision": "bfloat16"})
+        short = {"epochs": 2, "precision": "bfloat16"}
+        config = small(tmp_path / name, train=short, track=SPARING)
         words = [*command(config, tmp_path / f"{name}_config"), "--deterministic", "true"]
         subprocess.run(words, capture_output=True, check=True, timeout=200)
     assert (tmp_path / "one/metrics.jsonl").read_bytes()
