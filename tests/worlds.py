@@ -1,6 +1,7 @@
 """Processes that train together, started by tests."""
 
 import dataclasses
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ from vit.training.stopping import StopRequest
 from vit.training.trainer import build_loop, load_data
 
 
+# New processes are forked from one that has imported this, which takes seconds.
+multiprocessing.set_forkserver_preload(["vit.training.trainer", "timm.utils"])
+
+
 def in_world(size: int, folder: Path, function: Callable[..., None], *values: Any) -> None:
     """Call function(world, *values) in `size` new processes that know each other.
 
@@ -33,7 +38,8 @@ def in_world(size: int, folder: Path, function: Callable[..., None], *values: An
         *values: Its other arguments.
     """
     meeting = folder / f"meeting_{os.urandom(4).hex()}"
-    start_processes(_enter, (size, str(meeting), function, values), size, start_method="spawn")
+    given = (size, str(meeting), function, values)
+    start_processes(_enter, given, size, start_method="forkserver")
 
 
 def _enter(rank: int, size: int, meeting: str, function: Callable[..., None], values: Any) -> None:
