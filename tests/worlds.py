@@ -23,7 +23,6 @@ from vit.training.loop import Loop
 from vit.training.stopping import StopRequest
 from vit.training.trainer import build_loop, load_data
 
-
 # New processes are forked from one that has imported this, which takes seconds.
 multiprocessing.set_forkserver_preload(["vit.training.trainer", "timm.utils"])
 
