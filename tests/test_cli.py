@@ -103,6 +103,8 @@ BAD_FLAGS = [
     ),
     ("--train.seed -1", "train.seed: -1", "0 to 2^63 - 1"),
     ("--modle.depth 3", "modle.depth", "did you mean model.depth?"),
+    ("--overwrite true", "true: follows a flag that takes no value", "leave it out\n"),
+    ("--resume.extend=true", "resume.extend: takes no value", "leave out 'true'\n"),
     ("--model.embed_dims=3", "model.embed_dims", "did you mean model.embed_dim?"),
     ("--depth 3", "depth", "did you mean model.depth?"),
     ("--train.lr 0.1", "train.lr", "did you mean optim.lr?"),

@@ -22,6 +22,7 @@ from vit.tracking import Tracker
 from vit.training import saving
 from vit.training.distributed import World
 from vit.training.loop import Diverged, Loop
+from vit.training.messages import clock as clock_text
 from vit.training.rules import check_processes
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
@@ -104,13 +105,18 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
     monkeypatch.setattr(TrainingStep, "update", one_second)
     loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
     loop.evaluators, loop.tracker = [TenSeconds()], Tracker(tmp_path)
-    before = loop.step.state.seconds  # in which it was decided whether to compile
+    before = loop.step.state.seconds = 1000.0  # such as for compiling
     loop.run()
     loop.tracker.close()
     speeds = events(tmp_path).Scalars("train/images_per_second")
     assert [(event.step, event.value) for event in speeds] == [(3, 64), (5, 64), (8, 64), (10, 64)]
     lines = capsys.readouterr().out.splitlines()
     assert [line.count(" 64 images/s ") for line in lines] == [1, 1]
+    work = loop.step.schedule.work
+    left = 5 * (1 + 10) * (work(10) - work(5)) / work(5)
+    assert [line.split("   ")[-1] for line in lines] == [
+        f"{clock_text(1055)}, {clock_text(left)} left", f"{clock_text(1110)}, 0:00 left"
+    ]  # fmt: skip
     assert loop.step.state.seconds - before == pytest.approx(10 * (1 + 10))
 
 

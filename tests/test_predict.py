@@ -144,7 +144,7 @@ def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
     ended = call("--predict", "a.jpg")
     assert ended.code == 2
     assert ended.error.splitlines()[-1] == (
-        "error: predict: none of the 1 files can be read as an image"
+        "error: predict: none of the files (1) can be read as an image"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jpg"]
 

@@ -206,6 +206,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     words = command(small(run, **ANY_NUMBER), tmp_path / "config")
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
     assert "device   2 processes" in done.stdout and done.stdout.count("resuming") == 1
+    assert "number of processes of the run: 2, which it keeps when it is resumed" in done.stderr
     assert_same(run, pair)
 
 

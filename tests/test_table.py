@@ -90,7 +90,7 @@ WRONG = {
     "no header": (["images/0.png,a", "images/1.png,b"], "line 2: found the columns images/0.png"),
     "semicolons": (
         ["path;label", "images/0.png;a"],
-        "line 1: a single column, path;label; separate columns path",
+        "line 1: a single column, 'path;label'; separate columns path",
     ),
     "no label": (["path,split", "images/0.png,train"], "line 2: found the columns path, split;"),
     "two paths": (["path,image,label", "a,b,c"], "line 2: found the columns path, image, label"),

@@ -266,6 +266,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.endswith("required: run"):
             message = "run: missing; name a run folder or model file first: eval.py runs/quick"
+        key, explicit, value = message.removeprefix("argument --").partition(
+            ": ignored explicit argument "
+        )
+        if explicit:
+            message = f"{key}: takes no value, so leave out {value}"
         raise ValueError(shorten(message.removeprefix("argument "), 200))
 
     def parse_keys(
@@ -309,6 +314,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
+    if word in ("true", "false"):
+        return f"{word}: follows a flag that takes no value; leave it out"
     key = word.removeprefix("--").partition("=")[0]
     if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
         return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"

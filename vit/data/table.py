@@ -117,7 +117,7 @@ def _csv_records(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
         try:
             header = [name.strip().lower() for name in next(reader, [])]
             if len(header) == 1:
-                what = f"a single column, {shorten(header[0])}; separate {EXPECTED} by commas"
+                what = f"a single column, {shorten(header[0])!r}; separate {EXPECTED} by commas"
                 raise _problem(file, reader.line_num, what)
             for values in reader:
                 if not values:  # an empty line

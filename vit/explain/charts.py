@@ -12,8 +12,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from vit.explain.drawing import DPI
+from vit.explain.drawing import DPI, shorten
 from vit.explain.fonts import font_families, missing_letters
+
+NUMBERED, NAMED = 20, 50  # at most so many classes have percentages, and names
+NAME_WIDTH = 130  # pixels
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
@@ -25,7 +28,7 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     """
     counts = torch.tensor(confusion, dtype=torch.float64)
     shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
-    few = len(classes) <= 20
+    few = len(classes) <= NUMBERED
     figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
     axis = figure.subplots()
     axis.set_facecolor("0.85")
@@ -34,10 +37,13 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     figure.colorbar(shown, ax=axis, label="fraction of the true class")
     axis.set(xlabel="predicted", ylabel="true")
     axis.set_title("confusion, % of each true class", fontsize=10)
+    if len(classes) <= NAMED:
+        names = [shorten(name, NAME_WIDTH) for name in classes]
+        how: dict[str, Any] = {"family": font_families(), "fontsize": 10 if few else 7}
+        turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if few else {"rotation": 90}
+        axis.set_xticks(range(len(names)), names, **turned, **how)
+        axis.set_yticks(range(len(names)), names, **how)
     if few:
-        family = font_families()
-        axis.set_xticks(range(len(classes)), classes, rotation=45, ha="right", family=family)
-        axis.set_yticks(range(len(classes)), classes, family=family)
         for (row, column), share in np.ndenumerate(shares.numpy()):
             if share > 0.005:
                 colour = "white" if share > 0.5 else "black"

@@ -114,7 +114,10 @@ def paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) 
 
 
 def shorten(words: str, width: float) -> str:
-    """Cut each line of a text to a width in pixels, with an ellipsis where something is missing."""
+    """Cut each line of a text to a width in pixels, with an ellipsis for what is missing.
+
+    That is the middle, because names of classes often differ at their ends, where numbers are, too.
+    """
     return "\n".join(_shorten_line(line, width) for line in words.split("\n"))
 
 
@@ -123,8 +126,13 @@ def _shorten_line(line: str, width: float) -> str:
     line = "".join(c if c.isprintable() else "?" for c in line)
     if 2 * FONT_SIZE * len(line) <= width or text_width(line) <= width:  # no letter is wider
         return line
-    fitting = bisect.bisect(range(len(line)), width, key=lambda n: text_width(f"{line[:n]}…"))
-    return f"{line[: max(0, fitting - 1)]}…"
+
+    def kept(count: int) -> str:
+        start = -(-count // 2)
+        return f"{line[:start]}…{line[len(line) - (count - start) :]}"
+
+    fitting = bisect.bisect(range(len(line)), width, key=lambda n: text_width(kept(n)))
+    return kept(max(0, fitting - 1))
 
 
 def text_width(line: str) -> float:

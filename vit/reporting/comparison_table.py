@@ -113,8 +113,9 @@ def _sentences(content: dict[str, Any]) -> list[str]:
         p_value = _p_value(pair["mcnemar_p"])
         value = f"p {p_value}" if p_value.startswith("<") else f"p = {p_value}"
         verdict = "significant" if pair["mcnemar_p"] < 0.05 else "not significant"
+        images = f"{only[0]:,} image{'s' if only[0] != 1 else ''}"
         sentence = (
-            f"{first} and {other}: only {first} is right on {only[0]:,} images, only {other} on "
+            f"{first} and {other}: only {first} is right on {images}, only {other} on "
             f"{only[1]:,}; McNemar's exact test: {value}; the difference is {verdict} at the 5% "
             "level"
         )

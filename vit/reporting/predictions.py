@@ -69,7 +69,7 @@ def predict_files(run: str, options: EvalConfig) -> Path:
         rows = _rank_files(saved.classifier, paths, options.batch_size, bar)
         first = next(rows, None)
         if first is None:
-            raise ValueError(f"predict: none of the {len(paths):,} files can be read as an image")
+            raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
         table.parent.mkdir(parents=True, exist_ok=True)
         count = _write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)

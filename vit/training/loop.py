@@ -73,6 +73,7 @@ class Loop:
     save_error: OSError | None = None
     _losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LOSSES))
     _since: float = 0.0  # time up to which state.seconds has counted
+    _began: tuple[float, float] = (0.0, 0.0)  # seconds and work of the run at the first step here
 
     def run(self) -> None:
         """Train to the end, saving a checkpoint after each epoch.
@@ -85,6 +86,7 @@ class Loop:
         if state.step == 0:
             self.evaluate()
         self._since = time.perf_counter()
+        self._began = state.seconds, schedule.work(state.step)
         try:
             with self._progress_bar() as bar, self.stop.deferred():
                 while state.step < schedule.total_steps:
@@ -252,7 +254,9 @@ class Loop:
     def _epoch_text(self, val_accuracy: float | None, speed: float) -> str:
         state, schedule = self.step.state, self.step.schedule
         loss, accuracy = _mean(state.points)
-        left = state.seconds * (schedule.work(schedule.total_steps) / schedule.work(state.step) - 1)
+        work = schedule.work(state.step)
+        pace = (state.seconds - self._began[0]) / (work - self._began[1])
+        left = pace * (schedule.work(schedule.total_steps) - work)
         validation = "" if val_accuracy is None else f"   validation {val_accuracy:6.2%}"
         return (
             f"epoch {-(-state.step // schedule.steps_per_epoch):>3}/{schedule.epochs}   "

@@ -74,7 +74,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f", {step.compilation.describe()}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
-        f"{schedule.total_steps / schedule.steps_per_epoch:.4g} epochs"
+        f"{_epochs_text(schedule)}"
         f"{_budget_text(config.train.budget_minutes)}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
@@ -82,6 +82,11 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def _epochs_text(schedule: Schedule) -> str:
+    epochs = schedule.total_steps / schedule.steps_per_epoch
+    return f"{epochs:.4g} epoch{'s' if epochs != 1 else ''}"
 
 
 def _budget_text(minutes: float | None) -> str:

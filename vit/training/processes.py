@@ -25,7 +25,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from vit.config import Config
-from vit.console import rank
+from vit.console import note, rank
 from vit.hardware import choose_device, cores_to_use
 from vit.model.pretrained import Source
 from vit.model.timm_weights import TimmSource
@@ -60,7 +60,10 @@ def train_on_all_cores(config: Config, **options: bool) -> None:
             train(config, **options)
         return
     stored = None if options["overwrite"] else stored_config(Path(config.out))
-    count = choose_processes(config, stored, cores_to_use())
+    count, fresh = (choose_processes(config, run, cores_to_use()) for run in (stored, None))
+    if count != fresh:
+        kept = "which it keeps when it is resumed"
+        note(f"number of processes of the run: {count}, {kept}; a new run would have {fresh}")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
     threads = max(1, cores_to_use() // count)
     if count == 1:
