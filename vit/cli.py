@@ -177,10 +177,12 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     stated = merge([recipe, *contents, flags]).get("train", {}).get("budget_minutes")
     minutes = TrainConfig(budget_minutes=stated).budget_minutes
     chosen = merge([*(at_budget(part, minutes) for part in contents), flags])
-    found = _recognized(chosen)
-    config = Config(**merge([at_budget(recipe, minutes), chosen, found]))
-    if config.data.root != DataConfig.root and not found and "name" not in chosen["data"]:
-        check_default_data(Path(config.data.root).expanduser())
+    root = _root_without_name(chosen)
+    own = None if root is None else recognize(root)
+    recognized = {} if own is None else {"data": {"name": own}}
+    config = Config(**merge([at_budget(recipe, minutes), chosen, recognized]))
+    if root is not None and own is None and config.data.root != DataConfig.root:
+        check_default_data(root)
     if "out" not in chosen and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
     check_sizes(config)
@@ -190,14 +192,11 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     return config, options
 
 
-def _recognized(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Choose the data set where only data.root is given, and it contains images of the user's."""
+def _root_without_name(chosen: dict[str, Any]) -> Path | None:
+    """Return data.root if it is given and data.name is not."""
     data = chosen.get("data", {})
     root = data.get("root")
-    if "name" in data or not isinstance(root, str):
-        return {}
-    name = recognize(Path(root).expanduser())
-    return {} if name is None else {"data": {**data, "name": name}}
+    return None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
 
 
 def _default_out(data: DataConfig) -> str:
