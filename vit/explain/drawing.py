@@ -116,7 +116,7 @@ def paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) 
 def shorten(words: str, width: float) -> str:
     """Cut each line of a text to a width in pixels, with an ellipsis for what is missing.
 
-    That is the middle, because names of classes often differ at their ends, where numbers are, too.
+    The middle is left out, because class names often differ at their ends, and numbers follow them.
     """
     return "\n".join(_shorten_line(line, width) for line in words.split("\n"))
 
