@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -337,22 +338,35 @@ def steps_of(run: Path) -> list[int]:
 
 
 def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = small(tmp_path / "run", train={"budget_minutes": 0.15, "epochs": 10**6})
+    """By a clock on which each step takes 25 minutes, and half of that in the resumed run."""
+    now, step_seconds = [0.0], 1500.0
+    monkeypatch.setattr("vit.training.budget.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    update = TrainingStep.update
+
+    def slow_update(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
+        now[0] += step_seconds
+        return update(step, images, targets)
+
+    monkeypatch.setattr(TrainingStep, "update", slow_update)
+    budget = {"budget_minutes": 1000.0, "compile": False}
+    config = small(tmp_path / "run", train=budget, track={"probes": 0})
     train(config)
-    total = steps_of(tmp_path / "run")[-1]
-    assert "to fit into 0.15 minutes" in capsys.readouterr().out
-    assert total >= 1
-    warmup = int(0.05 * total)
+    # 96% of 60,000 seconds less 45,000 for two phases of 15 trial steps: 12,600 or 8.4 steps. Real
+    # time counts too, for building the step and logging, but 600 seconds would not change this.
+    assert now == [(2 * 15 + 8) * step_seconds]
+    assert steps_of(tmp_path / "run") == [5, 8]
+    assert "to fit into 1000 minutes" in capsys.readouterr().out
     rates = {row["step"]: row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row}
-    assert rates[total] == pytest.approx(2e-3 * lr_at(total - 1, total, warmup, "linear"))
+    assert rates[8] == pytest.approx(2e-3 * lr_at(7, 8, 0, "linear"))
     before = load_file(tmp_path / "run" / "model.safetensors")
 
     (tmp_path / "run" / "model.safetensors").unlink()
-    max((tmp_path / "run" / "checkpoints").iterdir()).unlink()
+    (tmp_path / "run" / "checkpoints" / "step_00000008.pt").unlink()
+    step_seconds = 750.0
     train(config)  # on from the checkpoint before
-    assert steps_of(tmp_path / "run")[-1] == total
+    assert steps_of(tmp_path / "run") == [5, 8]
     after = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
