@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, the demo run, and the marker for slow tests."""
+"""Shared by all tests: threads, property tests, the demo run, and the marker for slow tests."""
 
 import os
 import subprocess
@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 # The models are so small that more threads would only wait for each other. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, however slow the machine.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
 

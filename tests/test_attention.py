@@ -51,7 +51,7 @@ with_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
-property_test = settings(max_examples=25, deadline=None, derandomize=True)
+property_test = settings(max_examples=25)
 
 
 def draw_qkv(*leading: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

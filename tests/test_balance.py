@@ -23,7 +23,7 @@ LABELS = torch.arange(4).repeat_interleave(torch.tensor(COUNTS))[
 ]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(st.data())
 def test_classes_and_the_images_of_a_class_are_equally_frequent(data):
     labels = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=200)))

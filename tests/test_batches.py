@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vit.data.batches import epoch_batches, steps_per_epoch
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(st.data())
 def test_an_epoch_takes_distinct_images_in_full_batches(data):
     num_images = data.draw(st.integers(1, 300))

@@ -41,7 +41,7 @@ CIFAR10_CLASSES = (
 )  # fmt: skip
 
 with_cifar = pytest.mark.parametrize("name", FOLDERS)
-property_test = settings(max_examples=100, deadline=None, derandomize=True)
+property_test = settings(max_examples=100)
 
 _loaded: dict[tuple[str, bool], ImageSet] = {}
 
@@ -668,7 +668,7 @@ def test_stratified_subset_is_proportional_and_leaves_one_of_each(sizes, count, 
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_stratified_counts_are_within_one_of_proportional(sizes, data):
     labels = labels_of(sizes)
     count = data.draw(st.integers(0, len(labels) - len(sizes)))

@@ -84,7 +84,7 @@ def curves_by_loop(model, images, maps, target, levels):
     return morf, lerf
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.lists(st.floats(0, 1), min_size=1, max_size=4))
 def test_curves_are_those_of_a_loop(seed, levels):
     model, images, maps = Toy(), draw_images(3, seed), draw_maps(3, seed)
@@ -444,7 +444,7 @@ def test_no_patch_of_a_constant_map_is_above_its_mean(value, side):
     assert mask_iou(torch.full((1, side, side), value), masks).tolist() == [0]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.floats(0.1, 1))
 def test_mask_iou_counts_pixels(seed, share):
     generator = torch.Generator().manual_seed(seed)

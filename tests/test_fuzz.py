@@ -179,13 +179,7 @@ Parse = Callable[[Sequence[str]], Any]
 
 
 def fuzz(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    return settings(max_examples=examples, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.chunk(3) if key.endswith("attn.qkv.weight") else (tensor,)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(st.sampled_from(SCHEDULES), st.integers(1, 400), st.data())
 def test_rate_rises_to_its_peak_and_falls_to_zero(schedule, total, data):
     warmup = data.draw(st.integers(0, total - 1))

@@ -387,7 +387,7 @@ def test_uniform_attention_and_gradients_make_a_uniform_map(variant, readout, pr
 
 
 @with_variants
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(st.permutations(range(7)), st.sampled_from(CASES), st.integers(0, 100))
 def test_permuting_patches_permutes_the_map(variant, order, case, seed):
     readout, prefix = case
@@ -506,7 +506,7 @@ def test_an_image_discards_its_own_lowest():
     assert (fused[0] == 0).sum() == 6
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["mean", "max", "min"]),
     st.floats(0, 1, exclude_max=True),
@@ -523,7 +523,7 @@ def test_fused_rows_sum_to_one(fusion, ratio, prefix, patches, sharpness, seed):
     torch.testing.assert_close(fused.sum(-1), torch.ones(2, len(fused[0])), rtol=0, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=5, max_size=5), st.integers(0, 2))
 def test_a_row_with_nothing_left_stays_with_itself(attended, prefix):
     heads = torch.eye(5)[torch.tensor(attended).T]  # two heads, each looks at one token

@@ -83,7 +83,7 @@ def close(found: Any, expected: Any) -> bool:
 # Records
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32 - 1),
     grid=st.tuples(st.integers(1, 5), st.integers(1, 5)),
@@ -250,7 +250,7 @@ def test_weights_that_lie_about_themselves_are_refused(data: bytes, message: str
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> None:
     record = make_record(grid=(2, 2), layers=1, heads=1)
