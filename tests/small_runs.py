@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,6 +171,16 @@ def pixels(encoded: bytes) -> np.ndarray:
 def stamps(folder: Path) -> dict[Path, int]:
     """What is in a folder, and when each was last written."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@dataclass
+class Clock:
+    """Stands for the module `time`; its time passes only when told to."""
+
+    now: float = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
 class Payload:

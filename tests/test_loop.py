@@ -5,14 +5,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from small_runs import StopAt, events, make_loop, make_step, metrics, small
+from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.classifier import Classifier
 from vit.config import Config
@@ -85,21 +84,20 @@ def test_run_with_balanced_classes_goes_on_in_mid_epoch(
 def test_speed_counts_training_alone_and_seconds_count_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    clock = Clock()
     monkeypatch.setattr("vit.training.loop.time", clock)
     monkeypatch.setattr("vit.training.activity.time", clock)
     update = TrainingStep.update
 
     def one_second(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
-        now[0] += 1
+        clock.now += 1
         return update(step, images, targets)
 
     class TenSeconds:
         steps = range(100)
 
         def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float]]:
-            now[0] += 10
+            clock.now += 10
             yield "val/accuracy", 0.5
 
     monkeypatch.setattr(TrainingStep, "update", one_second)

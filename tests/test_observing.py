@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from small_runs import ROOT
+from small_runs import ROOT, Clock
 from vit.training import distributed
 from vit.training.activity import Activity, Doing
 from vit.training.distributed import MEETING
@@ -30,19 +30,10 @@ CPU = torch.device("cpu")
 LIMIT = 0.2
 
 
-class Clock:
-    """Time that passes only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def slowly(self, count: int, seconds: float) -> Iterator[int]:
-        for number in range(count):
-            self.now += seconds
-            yield number
+def slowly(clock: Clock, count: int, seconds: float) -> Iterator[int]:
+    for number in range(count):
+        clock.now += seconds
+        yield number
 
 
 def test_time_is_counted_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +43,7 @@ def test_time_is_counted_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> N
     with activity.doing("computing"):
         clock.now += 50  # before the start
         activity.start()
-        for _ in activity.reading(clock.slowly(2, 1)):
+        for _ in activity.reading(slowly(clock, 2, 1)):
             assert activity.now == "computing"
             activity.images += 8
             clock.now += 3

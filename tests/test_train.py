@@ -7,7 +7,6 @@ import sys
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor
 from small_runs import (
     ROOT,
     STEPS,
+    Clock,
     command,
     events,
     make_loop,
@@ -340,33 +340,33 @@ def steps_of(run: Path) -> list[int]:
 def test_budget_sets_the_schedule_and_a_resumed_run_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a clock on which each step takes 25 minutes, and half of that in the resumed run."""
-    now, step_seconds = [0.0], 1500.0
-    monkeypatch.setattr("vit.training.budget.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    """The clock says that each step takes 1,000 seconds, and half as long in the resumed run."""
+    clock, step_seconds = Clock(0.0), 1000.0
+    monkeypatch.setattr("vit.training.budget.time", clock)
     update = TrainingStep.update
 
     def slow_update(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
-        now[0] += step_seconds
+        clock.now += step_seconds
         return update(step, images, targets)
 
     monkeypatch.setattr(TrainingStep, "update", slow_update)
     budget = {"budget_minutes": 1000.0, "compile": False}
     config = small(tmp_path / "run", train=budget, track={"probes": 0})
     train(config)
-    # 96% of 60,000 seconds less 45,000 for two phases of 15 trial steps: 12,600 or 8.4 steps. Real
-    # time counts too, for building the step and logging, but 600 seconds would not change this.
-    assert now == [(2 * 15 + 8) * step_seconds]
-    assert steps_of(tmp_path / "run") == [5, 8]
+    # 96% of 60,000 seconds less 30,000 for two phases of 15 trial steps: 27,600, or 27.6 steps. The
+    # real time of building the step counts too, but even 600 seconds would not change the result.
+    assert clock.now == (2 * 15 + 27) * step_seconds
+    assert steps_of(tmp_path / "run")[-2:] == [25, 27]
     assert "to fit into 1000 minutes" in capsys.readouterr().out
     rates = {row["step"]: row["train/lr"] for row in metrics(tmp_path / "run") if "train/lr" in row}
-    assert rates[8] == pytest.approx(2e-3 * lr_at(7, 8, 0, "linear"))
+    assert rates[27] == pytest.approx(2e-3 * lr_at(26, 27, 1, "linear"))
     before = load_file(tmp_path / "run" / "model.safetensors")
 
     (tmp_path / "run" / "model.safetensors").unlink()
-    (tmp_path / "run" / "checkpoints" / "step_00000008.pt").unlink()
-    step_seconds = 750.0
+    (tmp_path / "run" / "checkpoints" / "step_00000027.pt").unlink()
+    step_seconds = 500.0
     train(config)  # on from the checkpoint before
-    assert steps_of(tmp_path / "run") == [5, 8]
+    assert steps_of(tmp_path / "run")[-2:] == [25, 27]
     after = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
