@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.console import is_out_of_memory, say, warn
+from vit.console import counted, is_out_of_memory, say, warn
 
 
 def test_texts_go_where_they_belong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,3 +43,9 @@ def test_full_disk_ends_nothing() -> None:
 )
 def test_errors_of_memory_are_known(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+def test_nouns_are_plural_unless_there_is_one() -> None:
+    assert [counted(n, "image", ",") for n in (1, 2000)] == ["1 image", "2,000 images"]
+    assert [counted(n, "epoch", ".4g") for n in (0.5, 1.0)] == ["0.5 epochs", "1 epoch"]
+    assert counted(1000, "worker") == "1000 workers"

@@ -37,6 +37,11 @@ def warn(text: str) -> None:
     say(f"warning: {text}", sys.stderr)
 
 
+def counted(count: float, noun: str, form: str = "") -> str:
+    """Return a number, by a format such as ",", and its noun, in the plural except for 1."""
+    return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Return text as one line that cannot control the terminal, wherever it comes from."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.config import EvalConfig
+from vit.console import counted
 from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
@@ -65,9 +66,8 @@ def explain_run(run: str, options: EvalConfig) -> None:
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     levels = () if options.faithfulness == 0 else LEVELS
     _write_maps(saved, test, indices, kinds, target, rollout, levels, folder)
-    sheets = f"{len(indices)} sheet{'s' if len(indices) != 1 else ''}"
     print(
-        f"wrote {sheets}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
+        f"wrote {counted(len(indices), 'sheet')}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
         f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
     )
     if options.faithfulness_images:

@@ -5,6 +5,7 @@ Both are made from the contents of comparison.json, see `vit.reporting.compariso
 
 from typing import Any
 
+from vit.console import counted
 from vit.evaluation import text_columns
 
 LEFT, RIGHT = "left", "right"
@@ -95,7 +96,7 @@ def _training(model: dict[str, Any]) -> str:
     if model["budget_minutes"] is not None:
         length = f"budget of {model['budget_minutes']:g} min"
     else:
-        length = f"{model['epochs']} epoch{'s' if model['epochs'] != 1 else ''}"
+        length = counted(model["epochs"], "epoch")
     start = ", pretrained" if model["pretrained"] else ""
     end = "" if model["finished"] else f", unfinished: step {model['steps']:,}"
     return f"{length}{start}{end}"
@@ -113,11 +114,10 @@ def _sentences(content: dict[str, Any]) -> list[str]:
         p_value = _p_value(pair["mcnemar_p"])
         value = f"p {p_value}" if p_value.startswith("<") else f"p = {p_value}"
         verdict = "significant" if pair["mcnemar_p"] < 0.05 else "not significant"
-        images = f"{only[0]:,} image{'s' if only[0] != 1 else ''}"
         sentence = (
-            f"{first} and {other}: only {first} is right on {images}, only {other} on "
-            f"{only[1]:,}; McNemar's exact test: {value}; the difference is {verdict} at the 5% "
-            "level"
+            f"{first} and {other}: only {first} is right on {counted(only[0], 'image', ',')}, only "
+            f"{other} on {only[1]:,}; McNemar's exact test: {value}; the difference is {verdict} "
+            "at the 5% level"
         )
         if "moved_attention" in pair:
             sentence += (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vit.checkpoint import checkpoint_steps
 from vit.config import Config, DataConfig, ModelConfig
+from vit.console import counted
 from vit.data.datasets import ImageSet
 from vit.data.sources import read_source
 from vit.data.specs import OWN_FILES
@@ -74,7 +75,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f", {step.compilation.describe()}\n"
         f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
-        f"{_epochs_text(schedule)}"
+        f"{counted(schedule.total_steps / schedule.steps_per_epoch, 'epoch', '.4g')}"
         f"{_budget_text(config.train.budget_minutes)}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
@@ -84,15 +85,10 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     )
 
 
-def _epochs_text(schedule: Schedule) -> str:
-    epochs = schedule.total_steps / schedule.steps_per_epoch
-    return f"{epochs:.4g} epoch{'s' if epochs != 1 else ''}"
-
-
 def _budget_text(minutes: float | None) -> str:
     if minutes is None:
         return ""
-    return f", to fit into {minutes:g} minute{'s' if minutes != 1 else ''}"
+    return f", to fit into {counted(minutes, 'minute', 'g')}"
 
 
 def restarts_text(schedule: Schedule) -> str:
@@ -145,7 +141,7 @@ def _streaming_text(images: ImageSet) -> str:
     if isinstance(images.images, Tensor):
         return ""
     gigabytes, workers = images.images.nbytes / 1e9, images.images.decoder.workers
-    how = f"by {workers} worker{'s' if workers > 1 else ''}" if workers else "in this process"
+    how = f"by {counted(workers, 'worker')}" if workers else "in this process"
     return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
 
 
