@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from vit.explain.drawing import DPI, shorten
 from vit.explain.fonts import font_families, missing_letters
 
-NUMBERED, NAMED = 20, 50  # at most so many classes have percentages, and names
-NAME_WIDTH = 130  # pixels
+NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, and with names
+NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
