@@ -17,7 +17,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from unittest import mock
 
 import torch
 from timing import compare, take_times, take_turns
@@ -44,18 +44,19 @@ from vit.training.trainer import build_loop
 CPU = torch.device("cpu")
 
 
-def quick_model(kernel: Literal["math", "fused"]) -> VisionTransformer:
-    """Build the untrained model of configs/quick.yaml with the given attention kernel."""
-    model = dataclasses.replace(Config().model, attn_kernel=kernel)
-    built = build_model(model, Preprocess.from_config(DataConfig(name="cifar10")), 10).eval()
+def quick_model() -> VisionTransformer:
+    """Build the untrained model of configs/quick.yaml."""
+    preprocess = Preprocess.from_config(DataConfig(name="cifar10"))
+    built = build_model(Config().model, preprocess, 10).eval()
     assert isinstance(built, VisionTransformer)
     return built
 
 
 @torch.no_grad()
-def forward(model: VisionTransformer, images: Tensor, precision: torch.dtype) -> None:
-    """Classify images in batches, without attention maps."""
-    with autocast(CPU, precision):
+def forward(model: VisionTransformer, images: Tensor, precision: torch.dtype, fused: bool) -> None:
+    """Classify images in batches, without attention maps, on torch's fused kernel or without."""
+    choice = mock.patch("vit.model.attention.uses_fused_kernel", return_value=fused)
+    with choice, autocast(CPU, precision):
         for part in images.split(250):
             model(part)
 
@@ -77,18 +78,18 @@ def maps(model: VisionTransformer, images: Tensor, precision: torch.dtype, kind:
 
 def compare_maps(images: Tensor, precision: torch.dtype, rounds: int) -> None:
     """Print how long maps take compared with plain forward passes."""
-    fused, math = quick_model("fused"), quick_model("math")
+    model = quick_model()
     works: dict[str, Callable[[], object]] = {
-        "fused forward": lambda: forward(fused, images, precision),
-        "math forward": lambda: forward(math, images, precision),
-        "forward and backward": lambda: backward(fused, images, precision),
-        "forward and rollout": lambda: maps(math, images, precision, "rollout"),
-        "layer-wise relevance": lambda: maps(math, images, precision, "lrp"),
-        "relevance × rollout": lambda: maps(math, images, precision, "lrp_rollout"),
-        "relevance of pixels": lambda: maps(math, images, precision, "lrp_pixels"),
+        "fused forward": lambda: forward(model, images, precision, fused=True),
+        "written forward": lambda: forward(model, images, precision, fused=False),
+        "forward and backward": lambda: backward(model, images, precision),
+        "forward and rollout": lambda: maps(model, images, precision, "rollout"),
+        "layer-wise relevance": lambda: maps(model, images, precision, "lrp"),
+        "relevance × rollout": lambda: maps(model, images, precision, "lrp_rollout"),
+        "relevance of pixels": lambda: maps(model, images, precision, "lrp_pixels"),
     }
     with torch.no_grad(), autocast(CPU, precision):
-        _, weights, _ = math.forward_intermediates(images[:250])
+        _, weights, _ = model.forward_intermediates(images[:250])
     works["rollout alone"] = lambda: [
         attention_rollout(weights, readout="mean", num_prefix_tokens=0)
         for _ in range(0, len(images), 250)

@@ -47,9 +47,14 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: None = None, drop: fl
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, drop)[0]
 
 
-def with_flash() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def with_flash() -> Iterator[None]:
     """Let the model call `flash`."""
-    return mock.patch("torch.nn.functional.scaled_dot_product_attention", flash)
+    with (
+        mock.patch("vit.model.attention.uses_fused_kernel", return_value=True),
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", flash),
+    ):
+        yield
 
 
 def convolution_backward(

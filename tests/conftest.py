@@ -41,6 +41,14 @@ def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
 
 
+@pytest.fixture(params=["written", "fused"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let attention run as it is written, or on torch's fused kernel, whatever is faster."""
+    fused = request.param == "fused"
+    monkeypatch.setattr("vit.model.attention.uses_fused_kernel", lambda *kind: fused)
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's run folder, created by its command in a minute or two."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
+from vit.model import attention
 from vit.model.attention import (
     MultiHeadSelfAttention,
     causal_mask,
     padding_mask,
     scaled_dot_product_attention,
-    uses_fused_kernel,
 )
 
 QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
@@ -308,13 +308,12 @@ def test_padding_mask_is_the_inverse_of_torch_key_padding_mask():
 
 
 @with_masks
-@pytest.mark.parametrize("kernel", ["auto", "math", "fused"])
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "qkv_bias", "qk_norm"),
     [(1, None, True, False), (3, None, False, False), (3, None, True, True), (2, 5, True, True)],
 )
 def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm):
-    ours = draw_attention(12, num_heads, head_dim, qkv_bias, qk_norm, kernel=kernel)
+    ours = draw_attention(12, num_heads, head_dim, qkv_bias, qk_norm)
     theirs = TimmAttention(
         12,
         num_heads,
@@ -353,23 +352,22 @@ def test_single_head_is_attention_written_out():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", ["auto", "fused"])
 @pytest.mark.parametrize("mask", [*MASKS.values(), "full row"], ids=[*MASKS, "full row"])
-def test_kernels_agree(mask, kernel, device):
+def test_kernels_agree(mask, device, monkeypatch):
     if mask == "full row":
         mask = padding_mask(torch.tensor([0, 3, 5]), 5).expand(3, 5, 5).clone()
         mask[1, 2] = False
     mask = mask if mask is None else mask.to(device)
-    written_out = draw_attention(12, 3, qk_norm=True, kernel="math").float().to(device)
-    other = draw_attention(12, 3, qk_norm=True, kernel=kernel).float().to(device)
+    module = draw_attention(12, 3, qk_norm=True).float().to(device)
     x = draw_tokens().float().to(device)
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(attention, "uses_fused_kernel", lambda *kind, fused=fused: fused)
+        found.append([module(x, mask), *gradients(module, x, mask)])
 
-    assert_close(other(x, mask), written_out(x, mask), rtol=0, atol=1e-5)
-    for gradient, expected in zip(
-        gradients(other, x, mask), gradients(written_out, x, mask), strict=True
-    ):
+    for number, (value, expected) in enumerate(zip(*found, strict=True)):
         assert expected.isfinite().all()
-        assert_close(gradient, expected, rtol=1e-5, atol=5e-5)
+        assert_close(value, expected, rtol=1e-5 if number else 0, atol=5e-5 if number else 1e-5)
 
 
 class RecordCalls(TorchFunctionMode):
@@ -387,13 +385,12 @@ class RecordCalls(TorchFunctionMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", ["auto", "math", "fused"])
-def test_torchs_kernel_is_used_where_asked_for_or_faster(kernel, dtype, need_weights, device):
-    module = draw_attention(12, 3, kernel=kernel).to(device, dtype)
+def test_the_fused_kernel_is_used_where_it_is_faster(dtype, need_weights, device):
+    module = draw_attention(12, 3).to(device, dtype)
     with RecordCalls() as record:
         module(draw_tokens().to(device, dtype), need_weights=need_weights)
     faster = device == "cuda" or dtype == torch.float32
-    expected = not need_weights and (kernel == "fused" or (kernel == "auto" and faster))
+    expected = faster and not need_weights
     assert (F.scaled_dot_product_attention in record.called) == expected
 
 
@@ -413,10 +410,9 @@ def test_permuting_tokens_permutes_output_and_weights(order, num_heads):
     assert_close(permuted_weights, weights[:, :, order][..., order], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["math", "fused"])
 @pytest.mark.parametrize("changed", range(5))
 def test_causal_mask_keeps_a_token_from_those_before_it(changed, kernel):
-    module = draw_attention(12, 3, kernel=kernel)
+    module = draw_attention(12, 3)
     x = draw_tokens()
     other = x.clone()
     other[:, changed] += 1
@@ -427,9 +423,8 @@ def test_causal_mask_keeps_a_token_from_those_before_it(changed, kernel):
     assert (difference[changed:] > 1e-3).all()
 
 
-@pytest.mark.parametrize("kernel", ["math", "fused"])
 def test_padding_changes_nothing(kernel):
-    module = draw_attention(12, 3, kernel=kernel)
+    module = draw_attention(12, 3)
     lengths = [1, 3, 5]
     mask = padding_mask(torch.tensor(lengths), 5)
     x = draw_tokens()
@@ -466,11 +461,10 @@ def test_every_parameter_gets_a_gradient(mask, qk_norm):
             assert gradient.isfinite().all(), name
 
 
-@pytest.mark.parametrize("kernel", ["math", "fused"])
 @pytest.mark.parametrize("place", ["attn_drop", "proj_drop"])
 def test_dropout_acts_in_training_only(place, kernel):
     torch.manual_seed(0)
-    module = draw_attention(12, 3, kernel=kernel, **{place: 0.25})
+    module = draw_attention(12, 3, **{place: 0.25})
     expected = draw_attention(12, 3)(draw_tokens(batch=1))
     draws = 3000
     x = draw_tokens(batch=1).expand(draws, 5, 12)
@@ -521,11 +515,6 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         MultiHeadSelfAttention(12, 5)
 
 
-def test_unknown_kernel_is_refused():
-    with pytest.raises(ValueError, match="kernel: 'flash' is not auto, math or fused"):
-        MultiHeadSelfAttention(12, 3, kernel="flash")
-
-
 @with_masks
 def test_module_gradcheck(mask):
     module = draw_attention(4, 2, qk_norm=True)
@@ -543,9 +532,8 @@ def test_module_gradcheck(mask):
 
 
 @with_masks
-@pytest.mark.parametrize("kernel", ["math", "fused"])
 def test_bfloat16_autocast_is_close_to_float32(mask, kernel):
-    module = draw_attention(12, 3, qk_norm=True, kernel=kernel).float()
+    module = draw_attention(12, 3, qk_norm=True).float()
     x = draw_tokens().float()
     expected_output, expected_weights = module(x, mask, need_weights=True)
 
@@ -557,19 +545,3 @@ def test_bfloat16_autocast_is_close_to_float32(mask, kernel):
     assert_close(output.float(), expected_output, rtol=0.02, atol=0.05)
     assert_close(output_too.float(), expected_output, rtol=0.02, atol=0.05)
     assert_close(weights.float(), expected_weights, rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "device", "dtype", "fused"),
-    [
-        ("auto", "cpu", torch.bfloat16, False),
-        ("auto", "cpu", torch.float32, True),
-        ("auto", "cuda", torch.bfloat16, True),
-        ("auto", "cuda", torch.float32, True),
-        ("math", "cuda", torch.bfloat16, False),
-        ("math", "cpu", torch.float32, False),
-        ("fused", "cpu", torch.bfloat16, True),
-    ],
-)
-def test_auto_takes_the_kernel_that_is_faster(kernel, device, dtype, fused):
-    assert uses_fused_kernel(kernel, torch.device(device), dtype) is fused

@@ -45,7 +45,7 @@ BAD_FLAGS = [
     ("--model.depth 0", "model.depth: 0", "1 to 1000"),
     ("--model.head_dim big", "model.head_dim: 'big'", "a whole number from 1 to 1000, or null\n"),
     ("--model.stem convolution", "model.stem: 'convolution'", "linear, conv"),
-    ("--model.attn_kernel flash", "model.attn_kernel: 'flash'", "auto, math, fused"),
+    ("--model.attention flash", "model.attention: flash", "dot, cosine, sigmoid, differential"),
     ("--model.patch_size 0", "model.patch_size: 0", "from 1 to 10000"),
     ("--data.download 1", "data.download: '1'", "true or false"),
     ("--model.qkv_bias maybe", "model.qkv_bias: 'maybe'", "true or false"),

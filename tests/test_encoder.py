@@ -56,8 +56,8 @@ def test_block_equals_timm(variant, mask):
 
 
 @pytest.mark.parametrize("rate", ["attn_drop", "proj_drop", "drop_path"])
-def test_block_in_training_equals_timm_at_the_same_seed(rate):
-    ours = draw_block(kernel="fused", **{rate: 0.3}).train()
+def test_block_in_training_equals_timm_at_the_same_seed(rate, kernel):
+    ours = draw_block(**{rate: 0.3}).train()
     theirs = TimmBlock(12, 3, qkv_bias=True, **{rate: 0.3}).double().train()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     x = draw_tokens()
@@ -72,10 +72,9 @@ def test_block_in_training_equals_timm_at_the_same_seed(rate):
 
 
 @with_variants
-@pytest.mark.parametrize("kernel", ["math", "fused"])
 @pytest.mark.parametrize("mask", [None, causal_mask(5)], ids=["no mask", "causal"])
 def test_asking_for_weights_does_not_change_the_output(variant, kernel, mask):
-    block = draw_block(kernel=kernel, **variant)
+    block = draw_block(**variant)
     x = draw_tokens()
 
     output, weights = block(x, GRID, mask, need_weights=True)

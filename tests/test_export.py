@@ -245,7 +245,8 @@ def test_test_images_are_used_where_they_are_there(tmp_path, capsys):
     assert "on 100 test images of shapes, timm " in capsys.readouterr().out
 
 
-def test_largest_difference_is_that_of_one_logit(run):
+@pytest.mark.parametrize("kernel", ["written"], indirect=True)
+def test_largest_difference_is_that_of_one_logit(kernel, run):
     classifier = load(run, "cpu", "float32")
     images = noise(RGB, 70)
 

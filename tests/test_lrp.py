@@ -36,8 +36,7 @@ VARIANTS = {
     "no biases": {"qkv_bias": False, "pos_embed": "none"},
     "tanh": {"act_layer": "gelu_tanh", "pos_embed": "sincos"},
     "CLIP": {"act_layer": "quick_gelu", "no_embed_class": True},
-    "math kernel": {"attn_kernel": "math"},
-    "fused kernel": {"attn_kernel": "fused", "head_dim": 5},
+    "free head width": {"head_dim": 5},
 }
 with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
@@ -172,11 +171,10 @@ def test_silu_keeps_the_relevance_of_each_value():
     torch.testing.assert_close(pass_back(nn.SiLU(), x, relevance), relevance)
 
 
-@pytest.mark.parametrize("kernel", ["math", "fused"])
 @pytest.mark.parametrize("mask", [None, causal_mask(5), padding_mask(torch.tensor([3, 5]), 5)])
 def test_attention_passes_relevance_to_the_values_only(kernel, mask):
     torch.manual_seed(0)
-    attention = MultiHeadSelfAttention(6, 2, qk_norm=True, kernel=kernel).double().eval()
+    attention = MultiHeadSelfAttention(6, 2, qk_norm=True).double().eval()
     x = draw(2, 5, 6)
     _, weights = attention(x, mask, need_weights=True)
     value_weight, value_bias = attention.qkv.weight[12:], attention.qkv.bias[12:]
@@ -352,7 +350,7 @@ def leave_out(classify, inputs: Tensor, target: int) -> Tensor:
 
 @with_variants
 def test_relevance_is_what_a_frozen_model_loses_without_a_value(variant):
-    vit, image = draw_vit(variant | {"attn_kernel": "math"}), draw_images(1)
+    vit, image = draw_vit(variant), draw_images(1)
     tokens, classify = classify_tokens(vit, image)
     _, found = propagate(classify, tokens, torch.tensor([3]))
     torch.testing.assert_close(found, leave_out(classify, tokens, 3), rtol=1e-8, atol=1e-10)

@@ -56,18 +56,22 @@ def tracing() -> Any:
     return importlib.import_module("tracing")
 
 
+fused = pytest.mark.parametrize("kernel", ["fused"], indirect=True)
+
+
 def on_meta(**arguments: Any) -> VisionTransformer:
     with torch.device("meta"):
         return VisionTransformer(**arguments).train()
 
 
+@fused
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("arguments", [SMALL, CONV], ids=["linear", "conv"])
 def test_flops_are_those_of_a_real_step(
-    tracing: Any, arguments: dict[str, Any], checkpointed: bool
+    kernel: str, tracing: Any, arguments: dict[str, Any], checkpointed: bool
 ) -> None:
     planned = tracing.count_flops(on_meta(**arguments), IMAGE, checkpointed)
-    model = VisionTransformer(**arguments, attn_kernel="fused").train()
+    model = VisionTransformer(**arguments).train()
     model.set_grad_checkpointing(checkpointed)
     with FlopCounterMode(display=False, custom_mapping=tracing.FORMULAS) as counter:
         loss = model(torch.randn(3, *IMAGE)).sum()
@@ -131,13 +135,14 @@ def norms_in_float32(model: nn.Module) -> None:
             norm.forward = normalize.__get__(norm)  # type: ignore[method-assign]
 
 
+@fused
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("arguments", [SMALL, CONV], ids=["linear", "conv"])
 def test_activations_are_those_that_a_real_step_saves(
-    tracing: Any, arguments: dict[str, Any], precision: torch.dtype
+    kernel: str, tracing: Any, arguments: dict[str, Any], precision: torch.dtype
 ) -> None:
     planned = tracing.trace_activations(on_meta(**arguments), IMAGE, torch.float32, precision)
-    model = VisionTransformer(**arguments, attn_kernel="fused").train()
+    model = VisionTransformer(**arguments).train()
     norms_in_float32(model)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     batch, saved = 16, {}

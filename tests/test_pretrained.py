@@ -336,10 +336,10 @@ def test_a_source_without_a_head():
 def test_architecture_replaces_defaults_and_nothing_else():
     with torch.device("meta"):
         settings = settings_of_timm(timm.create_model("vit_small_patch14_reg4_dinov2"), "x")
-    config = ModelConfig(pretrained="x", drop_path_rate=0.2, attn_kernel="math", num_heads=6)
+    config = ModelConfig(pretrained="x", drop_path_rate=0.2, num_heads=6)
     found = adopt(config, settings, "x")
     assert {key: getattr(found, key) for key in settings} == settings
-    assert (found.pretrained, found.drop_path_rate, found.attn_kernel) == ("x", 0.2, "math")
+    assert (found.pretrained, found.drop_path_rate) == ("x", 0.2)
     assert adopt(found, settings, "x") == found  # as from the config of the run
     assert set(settings) == set(ARCHITECTURE)
 

@@ -46,7 +46,6 @@ SHARED = {
     "patch of 8": {"patch_size": 8},
     "single head": {"num_heads": 1},
     "one grey layer": {"in_chans": 1, "depth": 1},
-    "fused": {"attn_kernel": "fused"},
 }
 ALL = SHARED | {
     "conv stem": {"stem": "conv", **AVG},
@@ -80,7 +79,6 @@ def draw_vit(**kwargs) -> VisionTransformer:
 def timm_twin(model: VisionTransformer, **kwargs) -> TimmVisionTransformer:
     """Build timm's model with the weights of ours, which it takes and gives back strictly."""
     kwargs = TINY | kwargs
-    kwargs.pop("attn_kernel", None)
     kwargs["pos_embed"] = "none" if kwargs.get("pos_embed") == "none" else "learn"
     twin = TimmVisionTransformer(**kwargs).double().eval()
     twin.load_state_dict(model.state_dict(), strict=True)
@@ -97,7 +95,7 @@ def draw_images(batch: int = 3, channels: int = 3) -> Tensor:
 
 
 @with_shared
-def test_tokens_logits_and_gradients_equal_timm(variant):
+def test_tokens_logits_and_gradients_equal_timm(variant, kernel):
     ours = draw_vit(**variant)
     theirs = timm_twin(ours, **variant)
     images = draw_images(channels=variant.get("in_chans", 3))
@@ -123,7 +121,7 @@ def test_logits_equal_timm_in_float32(variant):
 
 
 def test_mask_acts_in_every_block_as_in_timm():
-    ours = draw_vit(attn_kernel="math")
+    ours = draw_vit()
     mask = causal_mask(17)
     logits, weights = ours(draw_images(), mask, need_weights=True)
     expected = timm_twin(ours)(draw_images(), attn_mask=mask)
@@ -136,8 +134,8 @@ def test_mask_acts_in_every_block_as_in_timm():
 @pytest.mark.parametrize(
     "rate", ["drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"]
 )
-def test_training_equals_timm_at_the_same_seed(rate):
-    variant = {rate: 0.5, "attn_kernel": "fused"}
+def test_training_equals_timm_at_the_same_seed(rate, kernel):
+    variant = {rate: 0.5}
     ours = draw_vit(**variant)
     theirs = timm_twin(ours, **variant).train()
     images = draw_images(batch=8)
@@ -472,7 +470,7 @@ def test_learned_positions_are_a_parameter():
         ({"pos_embed": "sincos", "embed_dim": 6}, "dim: 6 is not a multiple of 4"),
         ({"stem": "mlp"}, "stem: 'mlp' is not linear or conv"),
         ({"img_size": 12, "patch_size": 3, "stem": "conv"}, "patch_size: 3 is not a power of two"),
-        ({"attn_kernel": "flash"}, "kernel: 'flash' is not auto, math or fused"),
+        ({"attention": "flash"}, "model.attention: flash is not known here; it must be one of dot"),
     ],
 )
 def test_impossible_model_is_refused(arguments, message):

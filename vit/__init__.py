@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vit.classifier import Classifier
     from vit.explain.rollout import attention_rollout
     from vit.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention
+    from vit.model.variants import load_attention
     from vit.model.vit import VisionTransformer
     from vit.model_file import load
 
@@ -22,6 +23,7 @@ _MODULES = {
     "MultiHeadSelfAttention": "vit.model.attention",
     "scaled_dot_product_attention": "vit.model.attention",
     "VisionTransformer": "vit.model.vit",
+    "load_attention": "vit.model.variants",
 }
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "VisionTransformer",
     "attention_rollout",
     "load",
+    "load_attention",
     "scaled_dot_product_attention",
 ]
 

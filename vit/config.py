@@ -52,6 +52,7 @@ MapKind = Literal[
 TIMM = "timm:"  # how the name of a model of timm begins
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
+RETIRED = ("attn_kernel",)  # fields of ModelConfig in files of earlier versions
 
 
 @settings("data")
@@ -164,13 +165,14 @@ class ModelConfig:
         norm_eps: epsilon of layer norms
         act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
         drop_rate: dropout rate before the classification head
-        attn_drop_rate: dropout rate of the attention weights; above 0, training takes
-            attn_kernel=math
+        attn_drop_rate: dropout rate of the attention weights
         proj_drop_rate: dropout rate after the projections in attention and MLP
         drop_path_rate: stochastic depth rate of the last block, increasing linearly from 0 in the
             first (arXiv 1603.09382)
-        attn_kernel: attention implementation: math is written out step by step, fused is PyTorch's
-            scaled_dot_product_attention (same result), auto chooses the faster one for the device
+        attention: what each attention head computes: dot is that of the paper
+            (arXiv 1706.03762), cosine (arXiv 2111.09883), sigmoid (arXiv 2409.04431), differential
+            (arXiv 2410.05258), or a function of a Python file, my_attention.py:function
+            (docs/variants.md)
     """
 
     name: Text = "vit"
@@ -201,7 +203,7 @@ class ModelConfig:
     attn_drop_rate: FractionBelow1 = 0.0
     proj_drop_rate: FractionBelow1 = 0.0
     drop_path_rate: FractionBelow1 = 0.0
-    attn_kernel: Literal["auto", "math", "fused"] = "auto"
+    attention: Text = "dot"
 
     def __post_init__(self) -> None:
         if self.name != "vit":
@@ -506,12 +508,25 @@ class EvalDataConfig:
     download: Switch = True
 
 
+@settings("model")
+class EvalModelConfig:
+    """The model.
+
+    Attributes:
+        attention: for a model that was trained with attention of a Python file, that file:
+            my_attention.py:function; model files contain its name and no code
+    """
+
+    attention: PathName | None = None
+
+
 @settings("")
 class EvalConfig:
     """The evaluation.
 
     Attributes:
         data: the test images
+        model: what the model's file does not contain
         out: folder for the report and the figures; null is eval/ next to the model; with --predict,
             a .csv file, with --export onnx a .onnx file and with --export torch a .pt2 file
         device: device to run on; auto chooses a GPU if there is one
@@ -547,6 +562,7 @@ class EvalConfig:
     """
 
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    model: EvalModelConfig = field(default_factory=EvalModelConfig)
     out: PathName | None = None
     device: DeviceName = "auto"
     precision: Precision = "auto"
@@ -631,11 +647,14 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Make a config from nested dictionaries as `to_dict` returns them.
+    """Make a config from nested dictionaries as `to_dict` returns them, also by earlier versions.
 
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
+    if isinstance(model := values.get("model"), dict):
+        model = {key: value for key, value in model.items() if key not in RETIRED}
+        values = {**values, "model": model}
     return Config(**values)
 
 

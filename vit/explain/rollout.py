@@ -23,7 +23,8 @@ def fuse_heads(
     """Fuse the heads of a layer into one row-stochastic matrix.
 
     Args:
-        layer: Attention weights (B, H, N, N), rows summing to 1.
+        layer: Attention weights (B, H, N, N). Negative ones, as in differential attention, count
+            as zero.
         num_prefix_tokens: Tokens before the patches. Attention to them is never discarded.
         head_fusion: "mean", "max" or "min" over the heads.
         discard_ratio: Fraction of an image's weights to patches that is set to zero, lowest first;
@@ -32,7 +33,7 @@ def fuse_heads(
     Returns:
         (B, N, N) float32, each row summing to 1. A row with no weights left attends to itself.
     """
-    fused = layer.float()
+    fused = layer.float().clamp(min=0)
     fused = fused.mean(dim=1) if head_fusion == "mean" else getattr(fused, f"a{head_fusion}")(dim=1)
     if discard_ratio > 0:
         to_patches = fused[..., num_prefix_tokens:]
@@ -59,8 +60,8 @@ def attention_rollout(
     it shows where information came from, not what it is evidence for.
 
     Args:
-        weights: Attention weights (L, B, H, N, N), first layer first, rows summing to 1; a tensor
-            or a sequence of L tensors.
+        weights: Attention weights (L, B, H, N, N), first layer first; a tensor or a sequence of L
+            tensors.
         readout: What the head reads: "class_token" for the first token, "mean" for the mean of the
             patch tokens.
         num_prefix_tokens: Tokens before the patches (class token and registers).

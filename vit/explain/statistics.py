@@ -10,18 +10,29 @@ import torch
 from torch import Tensor
 
 
+def _fractions(layer: Tensor) -> Tensor:
+    """Return attention weights as fractions of each row's sum.
+
+    Rows of a softmax, which sum to 1 but for rounding, stay as they are. Others are divided by
+    their sum, in which negative weights, as in differential attention, count as zero.
+    """
+    positive = layer.float().clamp(min=0)
+    total = positive.sum(dim=-1, keepdim=True)
+    return torch.where((total - 1).abs() < 0.01, positive, positive / total.clamp(min=1e-30))
+
+
 def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
     """Compute the entropy of each head's attention, divided by the maximum, log N.
 
     Args:
-        weights: L attention weights (B, H, N, N), rows summing to 1.
+        weights: L attention weights (B, H, N, N).
 
     Returns:
         (L, H) float32, 0 to 1, mean over rows and images: 0 if every token attends to a single
         token, 1 if attention is uniform.
     """
     maximum = math.log(weights[0].shape[-1]) or 1.0  # log 1 is 0, and so is the entropy
-    entropies = [torch.special.entr(layer.float()).sum(dim=-1) for layer in weights]
+    entropies = [torch.special.entr(_fractions(layer)).sum(dim=-1) for layer in weights]
     return torch.stack([layer.mean(dim=(0, 2)) / maximum for layer in entropies])
 
 
@@ -34,7 +45,7 @@ def attention_distance(
     renormalized to sum to 1.
 
     Args:
-        weights: L attention weights (B, H, N, N), rows summing to 1.
+        weights: L attention weights (B, H, N, N).
         grid: Rows and columns of patches.
         patch_size: Side of a patch in pixels.
         num_prefix_tokens: Tokens before the patches.
@@ -49,7 +60,7 @@ def attention_distance(
     patches = slice(num_prefix_tokens, None)
     means = []
     for layer in weights:
-        to_patches = layer[..., patches, patches].float()
+        to_patches = _fractions(layer)[..., patches, patches]
         total = to_patches.sum(dim=-1).clamp(min=1e-30)
         means.append(((to_patches * distance).sum(dim=-1) / total).mean(dim=(0, 2)))
     return torch.stack(means)
@@ -61,12 +72,12 @@ def sink_mass(weights: Sequence[Tensor]) -> Tensor:
     The sink of a head and image is the token that receives the most attention.
 
     Args:
-        weights: L attention weights (B, H, N, N), rows summing to 1.
+        weights: L attention weights (B, H, N, N).
 
     Returns:
         (L, H) float32, 1 / N to 1, mean over images.
     """
-    return torch.stack([layer.float().mean(dim=2).amax(dim=-1).mean(dim=0) for layer in weights])
+    return torch.stack([_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights])
 
 
 def largest_patch_norm(tokens: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:

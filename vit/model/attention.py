@@ -4,8 +4,8 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
+import operator
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit.model.dropout import Dropout
+from vit.model.fused_kernel import Kind, agrees_with_fused_kernel
+
+# A function like `scaled_dot_product_attention`, or a module class whose forward is one and whose
+# constructor takes num_heads and head_dim.
+Attention = Callable[..., tuple[Tensor, Tensor]] | type[nn.Module]
 
 
 def scaled_dot_product_attention(
@@ -39,16 +44,28 @@ def scaled_dot_product_attention(
     """
     # Scaling the query instead of the scores is cheaper and keeps the product in float16's range.
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    if mask is None:
-        weights = scores.softmax(dim=-1)
-    else:
-        # With the lowest finite number instead of -inf, the softmax of a fully masked row is
-        # uniform, not NaN, and the second masked_fill sets it to zero. In all other rows masked
-        # weights underflow to zero by themselves.
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(dim=-1).masked_fill(~mask, 0.0)
+    weights = masked_softmax(scores, mask)
     kept = weights if dropout is None else dropout(weights)
     return kept @ value, weights
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Compute the softmax over the keys that a mask allows.
+
+    Args:
+        scores: (..., N, M).
+        mask: Boolean, broadcastable to (..., N, M), or None.
+
+    Returns:
+        (..., N, M). Each row sums to 1, or to 0 if all its keys are masked.
+    """
+    if mask is None:
+        return scores.softmax(dim=-1)
+    # With the lowest finite number instead of -inf, the softmax of a fully masked row is uniform,
+    # not NaN, and the second masked_fill sets it to zero. In all other rows masked weights
+    # underflow to zero by themselves.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1).masked_fill(~mask, 0.0)
 
 
 def causal_mask(num_tokens: int, device: torch.device | str | None = None) -> Tensor:
@@ -77,24 +94,33 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
-def uses_fused_kernel(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether attention runs on torch's fused kernel.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not to be traced
+def uses_fused_kernel(
+    device: torch.device, dtype: torch.dtype, num_heads: int, tokens: int, width: int, masked: bool
+) -> bool:
+    """Return whether torch's fused kernel computes `scaled_dot_product_attention`, and faster.
 
     Args:
-        kernel: "auto", "math" or "fused". "auto" means the fused kernel except for bfloat16 on a
-            CPU, where its backward pass takes several times as long.
         device: Device of the queries.
-        dtype: Data type of the queries.
+        dtype: Data type of the queries. In bfloat16 on a CPU, the backward pass of the kernel takes
+            several times as long as that of the function.
+        num_heads: H.
+        tokens: N.
+        width: d, width of a head.
+        masked: Whether there is a mask.
     """
     faster = device.type != "cpu" or dtype == torch.float32
-    return kernel == "fused" or (kernel == "auto" and faster)
+    kind = Kind(device, dtype, (num_heads, tokens, width), masked)
+    return faster and agrees_with_fused_kernel(scaled_dot_product_attention, kind)
 
 
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
     One fused projection computes queries, keys and values. Each head attends independently, and an
-    output projection combines the heads.
+    output projection combines the heads. Where torch's fused kernel computes the same as
+    `scaled_dot_product_attention`, see `uses_fused_kernel`, it takes its place, except where the
+    weights are needed or dropped.
 
     Args:
         dim: D, token width.
@@ -104,14 +130,12 @@ class MultiHeadSelfAttention(nn.Module):
         qk_norm: Whether queries and keys are layer-normalized in each head (arXiv 2302.05442).
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projection.
-        kernel: "math" is `scaled_dot_product_attention` in this file, "fused" is torch's kernel,
-            and "auto" picks the faster one, see `uses_fused_kernel`. All give the same result. The
-            fused kernel does not show its attention weights, so need_weights=True, and training
-            with attn_drop above 0, always take "math".
+        attention: What each head computes instead of `scaled_dot_product_attention`, see
+            `vit.model.variants`; None for that function.
         norm_eps: Added to the variance in the norms of queries and keys.
 
     Raises:
-        ValueError: num_heads does not divide dim and head_dim is None, or kernel is unknown.
+        ValueError: num_heads does not divide dim and head_dim is None.
     """
 
     def __init__(
@@ -123,7 +147,7 @@ class MultiHeadSelfAttention(nn.Module):
         qk_norm: bool = False,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        kernel: Literal["auto", "math", "fused"] = "auto",
+        attention: Attention | None = None,
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
@@ -131,13 +155,13 @@ class MultiHeadSelfAttention(nn.Module):
             if dim % num_heads:
                 raise ValueError(f"num_heads: {num_heads} does not divide dim={dim}; set head_dim")
             head_dim = dim // num_heads
-        if kernel not in ("auto", "math", "fused"):
-            raise ValueError(f"kernel: {kernel!r} is not auto, math or fused")
         self.num_heads = num_heads
-        self.kernel = kernel
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.attention = (
+            attention(num_heads, head_dim) if isinstance(attention, type) else attention
+        )
         self.attn_drop = Dropout(attn_drop)
         self.proj = nn.Linear(num_heads * head_dim, dim)
         self.proj_drop = Dropout(proj_drop)
@@ -164,11 +188,18 @@ class MultiHeadSelfAttention(nn.Module):
         query, key = self.q_norm(query), self.k_norm(key)
         if mask is not None:
             mask = mask.unsqueeze(-3)  # broadcast over heads
-        dropping = self.training and self.attn_drop.p > 0
-        fused = uses_fused_kernel(self.kernel, x.device, query.dtype)
-        if fused and not need_weights and not dropping:
+        if not need_weights and self._uses_fused_kernel(query, mask):
             heads = F.scaled_dot_product_attention(query, key, value, mask)
         else:
-            heads, weights = scaled_dot_product_attention(query, key, value, mask, self.attn_drop)
+            attend = self.attention or scaled_dot_product_attention
+            heads, weights = attend(query, key, value, mask, self.attn_drop)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output
+
+    def _uses_fused_kernel(self, query: Tensor, mask: Tensor | None) -> bool:
+        dropping = self.training and self.attn_drop.p > 0
+        if self.attention is not None or dropping:
+            return False
+        # operator.index makes numbers of the symbols that torch.compile may have for them.
+        shape = map(operator.index, query.shape[1:])
+        return uses_fused_kernel(query.device, query.dtype, *shape, mask is not None)

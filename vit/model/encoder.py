@@ -7,13 +7,12 @@ Shapes: B batch, N tokens (prefix, then patches), D token width, H heads.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import MultiHeadSelfAttention
+from vit.model.attention import Attention, MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
 
 
@@ -137,7 +136,7 @@ class EncoderBlock(nn.Module):
         attn_drop: Dropout probability on the attention weights.
         proj_drop: Dropout probability after the output projections of attention and MLP.
         drop_path: Probability of skipping a residual branch, per image (arXiv 1603.09382).
-        kernel: "auto", "math" or "fused", see `MultiHeadSelfAttention`.
+        attention: What each head computes, see `MultiHeadSelfAttention`.
         act_layer: Kind of GELU in the MLP, see `Mlp`.
         norm_eps: Added to the variance in layer norms.
 
@@ -159,14 +158,14 @@ class EncoderBlock(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
-        kernel: Literal["auto", "math", "fused"] = "auto",
+        attention: Attention | None = None,
         act_layer: str = "gelu",
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = MultiHeadSelfAttention(
-            dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop, proj_drop, kernel, norm_eps
+            dim, num_heads, head_dim, qkv_bias, qk_norm, attn_drop, proj_drop, attention, norm_eps
         )
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path1 = StochasticDepth(drop_path)

@@ -19,14 +19,7 @@ from vit.model.embed import resample_pos_embed
 from vit.model.vit import VisionTransformer
 
 # Settings of a run, whatever its weights come from; all others describe the architecture.
-_OWN = (
-    "zero_init",
-    "drop_rate",
-    "attn_drop_rate",
-    "proj_drop_rate",
-    "drop_path_rate",
-    "attn_kernel",
-)
+_OWN = ("zero_init", "drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
 ARCHITECTURE = tuple(
     name
     for name, parameter in inspect.signature(VisionTransformer).parameters.items()

@@ -16,7 +16,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit.config import TIMM
-from vit.model.attention import scaled_dot_product_attention
 from vit.settings import shorten
 
 # Arguments of timm.create_model that come from the data set, or that this project does not offer.
@@ -199,7 +198,7 @@ class TimmAttentionModel:
     """Reads the attention weights of timm's VisionTransformer or NaFlexVit, as ours returns them.
 
     It runs the model's own modules in the model's own order, and computes attention step by step
-    with `scaled_dot_product_attention`: no hooks, and the model is not changed. The head may read
+    as timm does without a fused kernel: no hooks, and the model is not changed. The head may read
     more than `global_pool` says: with attention or maximum pooling, maps start from the mean of the
     patches; with a distillation token, from the class token.
 
@@ -323,8 +322,9 @@ def _attend(attentions: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[list[T
         )
         parts.append((attn.q_norm(query), attn.k_norm(key), value))
     query, key, value = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-    dropout = attentions[0].attn_drop
-    heads, weights = scaled_dot_product_attention(query, key, value, dropout=dropout)
+    # As in timm; `scaled_dot_product_attention` may be edited, and these models do not call it.
+    weights = ((query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)).softmax(dim=-1)
+    heads = attentions[0].attn_drop(weights) @ value
     outputs = []
     for attn, x, own in zip(attentions, inputs, heads.chunk(len(attentions), dim=1), strict=True):
         y = attn.norm(rearrange(own, "b h n d -> b n (h d)"))

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.config import PATCH_SIZE, ModelConfig
+from vit.model.attention import Attention
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
+from vit.model.variants import find_attention
 
 _DEFAULTS = ModelConfig()
 
@@ -60,7 +62,8 @@ class VisionTransformer(nn.Module):
         proj_drop_rate: Dropout probability after the output projections of attention and MLP.
         drop_path_rate: Stochastic depth probability of the last block; it rises linearly from 0 at
             the first.
-        attn_kernel: "auto", "math" or "fused", see `MultiHeadSelfAttention`.
+        attention: What each head computes: a name in `vit.model.variants.ATTENTION`, "dot" for
+            that of the paper, or a function or class of that kind.
 
     Raises:
         ValueError: global_pool is "token" without class_token, a size does not divide another, or
@@ -98,13 +101,14 @@ class VisionTransformer(nn.Module):
         attn_drop_rate: float = _DEFAULTS.attn_drop_rate,
         proj_drop_rate: float = _DEFAULTS.proj_drop_rate,
         drop_path_rate: float = _DEFAULTS.drop_path_rate,
-        attn_kernel: Literal["auto", "math", "fused"] = _DEFAULTS.attn_kernel,
+        attention: str | Attention = _DEFAULTS.attention,
     ) -> None:
         super().__init__()
         if global_pool not in ("token", "avg"):
             raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
         if global_pool == "token" and not class_token:
             raise ValueError("global_pool: token needs class_token=True; or use avg")
+        attend = find_attention(attention) if isinstance(attention, str) else attention
         pooled = global_pool == "avg"
         self.global_pool = global_pool
         self.num_prefix_tokens = int(class_token) + reg_tokens
@@ -146,7 +150,7 @@ class VisionTransformer(nn.Module):
                 attn_drop=attn_drop_rate,
                 proj_drop=proj_drop_rate,
                 drop_path=drop_path_rate * layer / max(depth - 1, 1),
-                kernel=attn_kernel,
+                attention=attend,
                 act_layer=act_layer,
                 norm_eps=norm_eps,
             )

@@ -80,6 +80,7 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
         f"the heads of model.head_dim={config.head_dim}": (
             config.head_dim is not None and config.head_dim * config.num_heads != config.embed_dim
         ),
+        f"the attention of model.attention={config.attention}": config.attention != "dot",
         f"the layer norms of model.norm_eps={config.norm_eps:g}": (
             config.norm_eps not in TIMM_ARCHITECTURES
         ),

@@ -16,7 +16,6 @@ from vit.data.sources import read_source
 from vit.data.specs import OWN_FILES
 from vit.data.splits import describe_counts
 from vit.hardware import describe
-from vit.model.attention import uses_fused_kernel
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
@@ -51,13 +50,11 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         when = "at every step" if step.features is None else "once"
         trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
-    fused = config.model.attn_drop_rate == 0 and uses_fused_kernel(
-        config.model.attn_kernel, device, step.precision
-    )
     processes = step.world.size
     resized = config.data.name in OWN_FILES and config.data.image_size is None
     hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
-    attention = f", {'fused' if fused else 'math'} attention" if config.model.name == "vit" else ""
+    variant = config.model.attention
+    attention = "" if variant == "dot" else f", {variant} attention"
     has_maps = attention_model(state.model) is not None
     maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
     left_out = (

@@ -219,7 +219,9 @@ def build_optimizers(
         scale = scales.get(parameter, 1.0)
         if not parameter.requires_grad:
             continue
-        if parameter.ndim < 2 or key in exempt:
+        # A vector may have the shape that it broadcasts in, as a temperature (H, 1, 1) per head.
+        is_vector = parameter.ndim != 2 and parameter.numel() == max(parameter.shape, default=1)
+        if is_vector or key in exempt:
             others[scale, False].append(parameter)
         elif name == "muon" and (
             key.startswith("patch_embed.") or (key.startswith("blocks.") and parameter.ndim == 2)

@@ -10,15 +10,15 @@ from vit.settings import divisors, require
 
 
 def check_sizes(config: Config) -> None:
-    """Check that model and augmentation fit the images of the data set.
+    """Check that model and augmentation fit the images of the data set, and load the attention.
 
     `ModelConfig` and `AugmentConfig` cannot check this themselves: the image size belongs to the
     data set.
 
     Raises:
         ValueError: The patch size does not divide the image size or is not supported by the stem, a
-            model of timm does not fit the run, the crop padding is not smaller than the image, or
-            the data set has other channels.
+            model of timm does not fit the run, the crop padding is not smaller than the image, the
+            data set has other channels, or there is no such attention.
     """
     require(
         config.data.channels in (None, 1, 3) or config.data.name in OWN_FILES,
@@ -67,6 +67,10 @@ def check_sizes(config: Config) -> None:
         from vit.training.timm_rules import check_timm  # late: it imports torch and timm
 
         check_timm(config, (height, width), spec_of(config.data).channels)
+    elif config.model.attention != "dot":
+        from vit.model.variants import load_attention  # late: it imports torch
+
+        load_attention(config.model.attention)
 
 
 def check_out(config: Config) -> None:

@@ -1,0 +1,290 @@
+"""Whatever `scaled_dot_product_attention` computes is what predicts, is exported and is drawn.
+
+The function is edited as a user would edit it, line by line, and compared with NumPy.
+
+Shapes: B images, H heads, N tokens, d head width.
+"""
+
+import csv
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.testing import assert_close
+
+from vit.classifier import Classifier, build_model
+from vit.config import EvalConfig, from_dict
+from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.explain.rollout import attention_rollout
+from vit.model import attention, fused_kernel
+from vit.model.attention import MultiHeadSelfAttention, causal_mask
+from vit.model_file import load, save_model
+from vit.reporting.attention_records import attention_records
+from vit.reporting.export import export_run
+from vit.reporting.export_formats import FORMATS
+from vit.reporting.predictions import predict_files
+
+SCORES = "scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)"
+WEIGHTS = "weights = masked_softmax(scores, mask)"
+CLASSES = ("cat", "dog", "ship")
+Array = np.ndarray
+
+
+def softmax(scores: Array) -> Array:
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def scores_of(q: Array, k: Array) -> Array:
+    return np.einsum("bhnd,bhmd->bhnm", q, k) / q.shape[-1] ** 0.5
+
+
+def directions(x: Array) -> Array:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def largest(scores: Array, count: int) -> Array:
+    return np.where(scores >= np.sort(scores)[..., -count, None], scores, -np.inf)
+
+
+def squared(weights: Array) -> Array:
+    return weights**2 / (weights**2).sum(-1, keepdims=True)
+
+
+def distances(tokens: int) -> Array:
+    return np.abs(np.arange(tokens)[:, None] - np.arange(tokens))
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A line of the function, what replaces it, and the weights (B, H, N, N) in NumPy."""
+
+    line: str
+    replacement: str
+    weights: Callable[[Array, Array], Array] = lambda q, k: softmax(scores_of(q, k))
+    values: Callable[[Array], Array] = lambda v: v
+
+
+EDITS = {
+    "scale": Edit(
+        "** -0.5", "** -0.25", lambda q, k: softmax(scores_of(q, k) * q.shape[-1] ** 0.25)
+    ),
+    "diagonal masked": Edit(
+        WEIGHTS,
+        "scores = scores.masked_fill(torch.eye(scores.shape[-1]).bool(), -1e9)\n    " + WEIGHTS,
+        lambda q, k: softmax(np.where(np.eye(q.shape[2]), -np.inf, scores_of(q, k))),
+    ),
+    "sharpened": Edit(
+        WEIGHTS,
+        WEIGHTS + "**2\n    weights = weights / weights.sum(-1, keepdim=True)",
+        lambda q, k: squared(softmax(scores_of(q, k))),
+    ),
+    "cosine similarity": Edit(
+        SCORES,
+        "scores = 5 * F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT",
+        lambda q, k: softmax(5 * np.einsum("bhnd,bhmd->bhnm", directions(q), directions(k))),
+    ),
+    "sigmoid": Edit(
+        WEIGHTS,
+        "weights = scores.sigmoid() / scores.shape[-1]",
+        lambda q, k: 1 / (1 + np.exp(-scores_of(q, k))) / q.shape[2],
+    ),
+    "top 4": Edit(
+        WEIGHTS,
+        "scores = scores.masked_fill(scores < scores.topk(4).values[..., -1:], -1e9)\n    "
+        + WEIGHTS,
+        lambda q, k: softmax(largest(scores_of(q, k), 4)),
+    ),
+    "talking heads": Edit(
+        WEIGHTS,
+        WEIGHTS + "\n    weights = 0.4 * weights + 0.6 * weights.roll(1, dims=-3)",
+        lambda q, k: np.einsum(
+            "gh,bhnm->bgnm", 0.4 * np.eye(3) + 0.6 * np.eye(3)[[2, 0, 1]], softmax(scores_of(q, k))
+        ),
+    ),
+    "added bias": Edit(
+        WEIGHTS,
+        "place = torch.arange(scores.shape[-1])\n"
+        "    scores = scores - 0.25 * (place[:, None] - place).abs()\n    " + WEIGHTS,
+        lambda q, k: softmax(scores_of(q, k) - 0.25 * distances(q.shape[2])),
+    ),
+    "value gate": Edit(
+        "kept @ value", "kept @ (value * value.sigmoid())", values=lambda v: v / (1 + np.exp(-v))
+    ),
+    "head dropped": Edit(
+        WEIGHTS,
+        WEIGHTS + "\n    weights = weights * torch.tensor([0.0, 1.5, 1.5])[:, None, None]",
+        lambda q, k: softmax(scores_of(q, k)) * np.array([0, 1.5, 1.5])[:, None, None],
+    ),
+}
+with_edits = pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with torch's kernel anew in each test, as in a process of its own."""
+    for function in (fused_kernel._compare_once, fused_kernel._say_that_it_differs):
+        function.cache_clear()
+    torch.compiler.reset()
+
+
+def write(monkeypatch: pytest.MonkeyPatch, line: str, replacement: str) -> None:
+    """Edit the function in the source code of its module."""
+    source = inspect.getsource(attention.scaled_dot_product_attention)
+    assert source.count(line) == 1
+    names = dict(vars(attention))
+    exec(source.replace(line, replacement), names)
+    edited = names["scaled_dot_product_attention"]
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", edited)
+
+
+def lively(model: torch.nn.Module, std: float) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=std, generator=generator)
+    return model.eval()
+
+
+@with_edits
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_an_edited_function_is_what_the_module_computes(edit, dtype, monkeypatch, capsys):
+    write(monkeypatch, edit.line, edit.replacement)
+    module = lively(MultiHeadSelfAttention(12, 3), std=0.6).to(dtype)
+    x = torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    output, (same_output, weights) = module(x), module(x, need_weights=True)
+
+    parts = module.qkv(x).chunk(3, dim=-1)
+    q, k, v = (p.detach().double().numpy().reshape(2, 9, 3, 4).swapaxes(1, 2) for p in parts)
+    expected = edit.weights(q, k)
+    attended = torch.from_numpy(expected @ edit.values(v)).to(dtype)
+    expected_output = module.proj(attended.transpose(1, 2).flatten(2))
+    limit = 1e-5 if dtype == torch.float32 else 1e-12
+    assert_close(weights.double(), torch.from_numpy(expected), rtol=0, atol=limit)
+    assert_close(same_output, expected_output, rtol=0, atol=limit)
+    assert_close(output, expected_output, rtol=0, atol=limit)
+    says = "attention differs from torch's fused kernel: using vit/model/attention.py\n"
+    assert capsys.readouterr().err == (says if dtype == torch.float32 else "")  # else not faster
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A model file with random weights for 17 tokens, and photos of the model's size."""
+    preprocess = Preprocess((32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    settings = {"stem": "linear", "mlp_conv": False, "class_token": True, "global_pool": "token"}
+    size = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8}
+    config = from_dict({"data": {"root": str(tmp_path / "none")}, "model": settings | size})
+    model = lively(build_model(config.model, preprocess, len(CLASSES)), std=0.25)
+    classifier = Classifier(model, preprocess, CLASSES, torch.device("cpu"), torch.float32)
+    save_model(tmp_path / "model.safetensors", classifier, config, step=1)
+    photos = np.random.default_rng(0).integers(256, size=(6, 32, 32, 3), dtype=np.uint8)
+    (tmp_path / "photos").mkdir()
+    for number, photo in enumerate(photos):
+        Image.fromarray(photo).save(tmp_path / "photos" / f"{number}.png")
+    return tmp_path
+
+
+def predictions(run: Path, images: Tensor) -> dict[str, Tensor]:
+    """Return the probabilities of the classes (B, C) by everything that computes them."""
+    classifier, found = load(run, "cpu", "float32"), {}
+    inputs = classifier.normalize(images)
+    with torch.no_grad():
+        found["need_weights"], weights = classifier.model(inputs, need_weights=True)
+    found["float32"] = classifier.logits(images)
+    found["bfloat16"] = load(run, "cpu", "bfloat16").logits(images)
+    for name in ("onnx", "torch"):
+        exported = export_run(str(run), EvalConfig(export=name))
+        found[name] = FORMATS[name].load(exported)(inputs)
+    found["maps"], maps = classifier.maps(images, ("rollout", "relevance", "lrp_pixels"))
+    assert all(each.isfinite().all() for each in maps.values())
+    rollout = attention_rollout(list(weights), readout="class_token", num_prefix_tokens=1)
+    assert_close(maps["rollout"].flatten(1), rollout * 17)
+    found = {name: logits.softmax(dim=1) for name, logits in found.items()}
+    table = predict_files(str(run), EvalConfig(predict=(str(run / "photos"),), precision="float32"))
+    with table.open() as file:
+        rows = [
+            dict(zip(row[3::2], map(float, row[4::2]), strict=True))
+            for row in [*csv.reader(file)][1:]
+        ]
+    found["--predict"] = torch.tensor([[row[name] for name in CLASSES] for row in rows])
+    image_set = ImageSet(images, torch.zeros(len(images), dtype=torch.int64), CLASSES)
+    ((_, records),) = attention_records(classifier, image_set, weighted=len(images))
+    found["tab"] = torch.tensor([[dict(r.details.top)[c] for c in range(3)] for r in records])
+    stored = torch.from_numpy(np.stack([record.weights for record in records], axis=1))
+    assert_close(stored, weights, rtol=0, atol=1e-6)
+    return found
+
+
+@pytest.mark.slow
+@with_edits
+def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run, monkeypatch):
+    photos = [np.asarray(Image.open(file)) for file in sorted((run / "photos").iterdir())]
+    images = torch.from_numpy(np.stack(photos)).movedim(-1, 1)
+    unedited = load(run, "cpu", "float32").logits(images).softmax(dim=1)
+    write(monkeypatch, edit.line, edit.replacement)
+
+    found = predictions(run, images)
+
+    assert found.keys() >= {"float32", "bfloat16", "onnx", "torch", "maps", "--predict", "tab"}
+    for name, probabilities in found.items():
+        limit = 0.03 if name == "bfloat16" else 1e-4
+        assert_close(probabilities, found["need_weights"], rtol=0, atol=limit, msg=name)
+        assert (probabilities - unedited).abs().max() > 2 * limit, name
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("line", "replacement"),
+    [
+        (SCORES, SCORES + " * 1.0001"),
+        (WEIGHTS, WEIGHTS + ".detach()"),  # only gradients differ
+        (WEIGHTS, WEIGHTS + " * (torch.rand(1) < 2)"),  # random, although nothing comes of it
+        (WEIGHTS, "scores = scores.clamp(max=20)\n    " + WEIGHTS),
+        (WEIGHTS, WEIGHTS + " * (0.9 if dropout.training else 1)"),
+        (WEIGHTS, WEIGHTS + " * (0.9 if query.dtype == torch.float32 else 1)"),
+        (WEIGHTS, "scores = scores + torch.zeros(5, 5)\n    " + WEIGHTS),  # for 5 tokens only
+        (
+            WEIGHTS,
+            "scores = scores.masked_fill(scores < scores.topk(20).values[..., -1:], -1e9)\n    "
+            + WEIGHTS,
+        ),
+    ],
+)
+def test_small_and_hidden_edits_are_found(line, replacement, masked, monkeypatch):
+    kind = fused_kernel.Kind(torch.device("cpu"), torch.float32, (3, 21, 8), masked)
+    state = torch.get_rng_state()
+    assert fused_kernel.agrees_with_fused_kernel(attention.scaled_dot_product_attention, kind)
+    write(monkeypatch, line, replacement)
+    assert not fused_kernel.agrees_with_fused_kernel(attention.scaled_dot_product_attention, kind)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_edit_of_masks_alone_changes_masked_attention_alone(monkeypatch):
+    monkeypatch.setattr(attention, "masked_softmax", lambda scores, mask: scores.softmax(dim=-1))
+    module, x = lively(MultiHeadSelfAttention(12, 3), std=0.6), torch.randn(2, 5, 12)
+    assert_close(module(x, causal_mask(5)), module(x))
+    assert attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, False)
+    assert not attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, True)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_compiling_and_exporting_ask_before_they_trace(edited, monkeypatch):
+    if edited:
+        write(monkeypatch, "** -0.5", "** -0.25")
+    module, x = lively(MultiHeadSelfAttention(12, 3), std=0.6), torch.randn(2, 5, 12)
+    expected = module(x, need_weights=True)[0]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert_close(compiled(x), expected)
+    fused_kernel._compare_once.cache_clear()
+    program = torch.export.export(module, (x,))
+    assert_close(program.module()(x), expected)
+    targets = {node.target for node in program.graph.nodes}
+    assert (torch.ops.aten.scaled_dot_product_attention.default in targets) != edited

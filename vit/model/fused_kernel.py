@@ -1,0 +1,115 @@
+"""Whether torch's fused attention kernel may take the place of attention as it is written.
+
+The kernel is faster, but computes one thing only: softmax(Q Kᵀ / √d) V. Before it is used, it has
+to agree with the written function on random inputs; so an edited function runs as it is.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit.console import note
+from vit.model.dropout import Dropout
+
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+# Largest difference, relative to the largest value. Kernels round intermediate results differently;
+# in float64, functions that compute the same agree to the last digits.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+MOST_TOKENS = 256  # that are compared: the memory of the written function grows with their square
+
+_lock = threading.Lock()  # evaluation runs a model in several threads
+
+
+class Kind(NamedTuple):
+    """A kind of input; its shape is (heads, tokens, head width)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    masked: bool
+
+
+def agrees_with_fused_kernel(attention: Attend, kind: Kind) -> bool:
+    """Return whether a function computes what torch's fused kernel computes; say so if not.
+
+    Outputs and gradients are compared in float64 on the CPU, in training and in evaluation, and
+    then in the dtype and on the device of the inputs. This happens once per process and kind of
+    input, and leaves the global random generator as it is.
+
+    Args:
+        attention: The function, see `vit.model.attention.scaled_dot_product_attention`.
+        kind: The inputs that it is about to get.
+    """
+    with _lock:
+        return _compare_once(attention, kind)
+
+
+@functools.cache
+def _compare_once(attention: Attend, kind: Kind) -> bool:
+    # None of the caller's contexts apply in a new thread: autocast, no_grad, tracing for an export,
+    # rules that replace gradients.
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        agrees = thread.submit(_compare, attention, kind).result()
+    torch.set_num_threads(threads)
+    if not agrees:
+        _say_that_it_differs()
+    return agrees
+
+
+@functools.cache
+def _say_that_it_differs() -> None:
+    note("attention differs from torch's fused kernel: using vit/model/attention.py")
+
+
+def _compare(attention: Attend, kind: Kind) -> bool:
+    heads, tokens, width = kind.shape
+    tokens = min(tokens, MOST_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    size = (4, 1, heads, tokens, width)  # queries, keys, values and the gradient of the output
+    inputs = torch.randn(size, generator=generator, dtype=torch.float64)
+    # Short queries attend nearly uniformly, long ones to a single token.
+    inputs[0] *= torch.logspace(-1, 1, tokens, dtype=torch.float64)[:, None]
+    mask = torch.rand(tokens, tokens, generator=generator) < 0.5 if kind.masked else None
+    if mask is not None:
+        mask[0] = False  # a query that may attend to nothing
+    before = torch.get_rng_state()
+    try:
+        exact = all(_same(attention, inputs, mask, training) for training in (True, False))
+        if not exact or not torch.equal(torch.get_rng_state(), before):  # random, if it has changed
+            return False
+        if kind.device.type == "meta":  # has no values
+            return True
+        mask = None if mask is None else mask.to(kind.device)
+        return _same(attention, inputs.to(kind.device, kind.dtype), mask, training=True)
+    except (RuntimeError, TypeError, ValueError):  # it is not made for such inputs
+        return False
+    finally:
+        torch.set_rng_state(before)
+
+
+def _same(attention: Attend, inputs: Tensor, mask: Tensor | None, training: bool) -> bool:
+    """Compare outputs and gradients for inputs (4, 1, H, N, d), see `_compare`."""
+    dropout = Dropout(0.0).train(training)
+
+    def results(attend: Attend) -> Tensor:
+        qkv = [part.detach().requires_grad_() for part in inputs[:3]]
+        output, _ = attend(*qkv, mask, dropout)
+        return torch.stack([output, *torch.autograd.grad((output * inputs[3]).sum(), qkv)])
+
+    ours, theirs = results(attention), results(_fused)
+    difference, size = ((x.abs().flatten(1).amax(dim=1)) for x in (ours - theirs, theirs))
+    return bool((difference <= TOLERANCE[inputs.dtype] * size).all())
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, _: Dropout
+) -> tuple[Tensor, None]:
+    return F.scaled_dot_product_attention(query, key, value, mask), None

@@ -1,0 +1,135 @@
+"""Variants of attention, by name. Each can be read on its own beside `vit.model.attention`.
+
+A variant is a function with the arguments and results of `scaled_dot_product_attention`, or a
+module class whose forward is one and whose constructor takes num_heads and head_dim, for parameters
+of its own. docs/variants.md shows how to write, train and compare one.
+
+Shapes: B batch, H heads, N queries, M keys, d head width.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit.model.attention import Attention, masked_softmax
+
+Dropout = Callable[[Tensor], Tensor]
+
+
+class CosineAttention(nn.Module):
+    """softmax(cos(Q, K) / τ) V with a learned temperature τ per head (arXiv 2111.09883, eq. 2)."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10)))  # log 1 / τ
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout
+    ) -> tuple[Tensor, Tensor]:
+        """Attend like `scaled_dot_product_attention`."""
+        scale = self.log_scale.clamp(max=math.log(100)).exp()  # τ is at least 0.01
+        scores = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).transpose(-2, -1) * scale
+        weights = masked_softmax(scores, mask)
+        return dropout(weights) @ value, weights
+
+
+def sigmoid_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout
+) -> tuple[Tensor, Tensor]:
+    """σ(Q Kᵀ / √d - log M) V (arXiv 2409.04431, eq. 3): no softmax, so keys do not compete."""
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    weights = torch.sigmoid(scores - math.log(key.shape[-2]))
+    weights = weights if mask is None else weights.masked_fill(~mask, 0.0)
+    return dropout(weights) @ value, weights
+
+
+class DifferentialAttention(nn.Module):
+    """(softmax(Q₁ K₁ᵀ / √d) - λ softmax(Q₂ K₂ᵀ / √d)) V with a learned λ (arXiv 2410.05258).
+
+    Queries and keys are split into halves of width d. Weights may be negative; rows sum to 1 - λ.
+    """
+
+    START = 0.8  # of λ; the paper's ablation finds it as good as its schedule over layers
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"model.attention: differential halves heads; {head_dim} is odd")
+        # q1, k1, q2, k2; vectors, which have no weight decay
+        self.lambdas = nn.ParameterList(0.1 * torch.randn(head_dim // 2) for _ in range(4))
+        self.norm = nn.RMSNorm(head_dim, eps=1e-5)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout
+    ) -> tuple[Tensor, Tensor]:
+        """Attend like `scaled_dot_product_attention`."""
+        q1, k1, q2, k2 = self.lambdas
+        factor = (q1 @ k1).exp() - (q2 @ k2).exp() + self.START
+        signal, noise = (
+            masked_softmax((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), mask)
+            for q, k in zip(query.chunk(2, dim=-1), key.chunk(2, dim=-1), strict=True)
+        )
+        weights = signal - factor * noise
+        return (1 - self.START) * self.norm(dropout(weights) @ value), weights
+
+
+# What `model.attention` may name. Its description in vit/config.py lists the same names.
+ATTENTION: dict[str, Attention | None] = {
+    "dot": None,  # `scaled_dot_product_attention`, as it is when it is called
+    "cosine": CosineAttention,
+    "sigmoid": sigmoid_attention,
+    "differential": DifferentialAttention,
+}
+
+
+def find_attention(name: str) -> Attention | None:
+    """Return a variant by its name; no file is read.
+
+    Args:
+        name: A key of `ATTENTION`, with or without the folder of its file.
+
+    Raises:
+        ValueError: There is no such variant.
+    """
+    known = Path(name).name
+    if known not in ATTENTION:
+        supply = (
+            f"supply it with --model.attention {known}, or vit.load_attention({known!r}) in Python"
+            if ".py:" in known
+            else f"it must be one of {', '.join(ATTENTION)}, or FILE.py:NAME"
+        )
+        raise ValueError(f"model.attention: {known} is not known here; {supply}")
+    return ATTENTION[known]
+
+
+def load_attention(name: str) -> Attention | None:
+    """Run a Python file and register an attention variant that it defines.
+
+    Args:
+        name: FILE.py:NAME, the path of the file and the function or class in it. It is registered
+            without the folder, which is how model files name it. Other names are looked up.
+
+    Raises:
+        ValueError: There is no such variant, or the file cannot be run.
+    """
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py"):
+        return find_attention(name)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise ValueError(f"model.attention: {file}: file not found") from None
+    except Exception as error:
+        raise ValueError(f"model.attention: {file}: {type(error).__name__}: {error}") from error
+    if not callable(found := getattr(module, attribute, None)):
+        raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}")
+    ATTENTION[Path(name).name] = found
+    return ATTENTION[Path(name).name]
