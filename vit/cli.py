@@ -305,7 +305,7 @@ class _Parser(argparse.ArgumentParser):
             default = json.dumps(field.default).strip('"').replace("[]", "none")
             text = f"{about[0].upper()}{about[1:]}."
             how: dict[str, Any] = {"metavar": "VALUE"}
-            if field.name in switches:
+            if prefix + field.name in switches:
                 how = {"action": "store_true"}
             else:
                 text += f" ({describe(field.type)}; default: {default})"

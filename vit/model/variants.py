@@ -75,7 +75,9 @@ class DifferentialAttention(nn.Module):
             for q, k in zip(query.chunk(2, dim=-1), key.chunk(2, dim=-1), strict=True)
         )
         weights = signal - factor * noise
-        return (1 - self.START) * self.norm(dropout(weights) @ value), weights
+        heads = dropout(weights) @ value
+        normed = self.norm(heads.to(self.norm.weight.dtype)).to(heads.dtype)
+        return (1 - self.START) * normed, weights
 
 
 # What `model.attention` may name. Its description in vit/config.py lists the same names.

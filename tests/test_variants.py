@@ -1,0 +1,304 @@
+"""Variants of attention: their formulas, everything that uses them, and variants from a file.
+
+Shapes: B images, H heads, N tokens, d head width.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from timm.layers.diff_attention import DiffAttention
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from vit.classifier import Classifier
+from vit.cli import eval_main
+from vit.config import (
+    AugmentConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrackConfig,
+    TrainConfig,
+)
+from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.explain.lrp import propagate, token_relevance
+from vit.explain.maps import MAP_KINDS
+from vit.explain.statistics import attention_entropy, sink_mass
+from vit.model import variants
+from vit.model.attention import MultiHeadSelfAttention, causal_mask
+from vit.model.variants import ATTENTION, CosineAttention, find_attention, load_attention
+from vit.model.vit import VisionTransformer
+from vit.model_file import load
+from vit.reporting.attention_records import attention_records
+from vit.reporting.export_formats import FORMATS
+from vit.training.optim import build_optimizers
+from vit.training.trainer import train
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
+NAMES = [name for name in ATTENTION if name != "dot"]
+with_names = pytest.mark.parametrize("name", NAMES)
+MASK = causal_mask(9).clone()
+MASK[4] = False  # a query that may attend to nothing
+PLAIN = {
+    "img_size": 32, "in_chans": 3, "num_classes": 10, "stem": "linear", "mlp_conv": False,
+    "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "zero_init": False,
+}  # fmt: skip
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def attend(name: str, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor):
+    found = find_attention(name)
+    torch.manual_seed(0)
+    function = found(query.shape[1], query.shape[-1]).double() if isinstance(found, type) else found
+    return function(query, key, value, mask, nn.Identity())
+
+
+def softmax(scores: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(scores) * allowed
+    total = exponentials.sum(-1, keepdims=True)
+    return exponentials / np.where(total > 0, total, 1)
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no mask", "mask"])
+def test_cosine_and_sigmoid_are_their_formulas(mask):
+    qkv = draw(3, 2, 3, 9, 4)
+    q, k, v = qkv.numpy()
+    allowed = np.ones((9, 9), bool) if mask is None else mask.numpy()
+    product = np.einsum("bhnd,bhmd->bhnm", q, k)
+    lengths = np.linalg.norm(q, axis=-1)[..., None] * np.linalg.norm(k, axis=-1)[..., None, :]
+    expected = {
+        "cosine": softmax(10 * product / lengths, allowed),  # a temperature of 0.1 at the start
+        "sigmoid": allowed / (1 + np.exp(-(product / 2 - np.log(9)))),
+    }
+    for name, weights in expected.items():
+        output, found = attend(name, mask, *qkv)
+        # The logarithm of the temperature is a float32 number.
+        assert_close(found, torch.from_numpy(weights), rtol=0, atol=1e-6)
+        assert_close(output, torch.from_numpy(weights @ v), rtol=0, atol=1e-6)
+
+
+def test_the_temperature_of_cosine_attention_is_learned_and_at_least_a_hundredth():
+    query, key, value = draw(3, 1, 2, 9, 4)
+    module = CosineAttention(2, 4).double()
+    with torch.no_grad():
+        module.log_scale.copy_(torch.tensor([0.0, 9.0])[:, None, None])
+    weights = module(query, key, value, None, nn.Identity())[1]
+    cosine = torch.cosine_similarity(query[..., None, :], key[..., None, :, :], dim=-1)
+    factors = torch.tensor([1.0, 100.0]).double()[:, None, None]
+    assert_close(weights, (cosine * factors).softmax(dim=-1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", [None, causal_mask(9)], ids=["no mask", "mask"])
+def test_differential_attention_is_timms(mask):
+    ours = MultiHeadSelfAttention(24, 3, attention=ATTENTION["differential"]).double()
+    theirs = DiffAttention(24, 3, qkv_bias=True).double()
+    theirs.lambda_init = 0.8
+    with torch.no_grad():
+        for number, parameter in enumerate(ours.parameters()):
+            parameter.copy_(0.5 * draw(*parameter.shape, seed=number))
+    state = ours.state_dict()
+    theirs.load_state_dict(
+        {
+            **{key: state[key] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")},
+            "sub_norm.weight": state["attention.norm.weight"],
+            **{
+                f"lambda_{key}": state[f"attention.lambdas.{number}"]
+                for number, key in enumerate(("q1", "k1", "q2", "k2"))
+            },
+        }
+    )
+    x = draw(2, 9, 24)
+    output, weights = ours(x, mask, need_weights=True)
+    expected = theirs(x, attn_mask=None if mask is None else mask.expand(2, 1, 9, 9))
+    assert_close(output, expected, rtol=0, atol=1e-6)  # timm computes λ in float32
+    assert (weights < 0).any()
+    sums = weights.sum(dim=-1)
+    assert_close(sums, sums[:1, :1, :1].expand_as(sums))  # 1 - λ
+
+
+@with_names
+def test_masked_keys_get_nothing(name):
+    query, key, value = draw(3, 2, 3, 9, 4)
+    output, weights = attend(name, MASK, query, key, value)
+    assert (weights[..., ~MASK] == 0).all()
+    assert (output[:, :, 4] == 0).all() and output.isfinite().all()
+    changed = torch.where(torch.arange(9)[:, None] == 8, 99.0, value)  # for the last query
+    assert torch.equal(attend(name, MASK, query, key, changed)[0][:, :, :8], output[:, :, :8])
+
+
+@with_names
+def test_everything_that_reads_attention_reads_a_variant(name, tmp_path):
+    torch.manual_seed(0)
+    model: nn.Module = VisionTransformer(**PLAIN, attention=name).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    preprocess = Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
+    classes = tuple("abcdefghij")
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    classifier = Classifier(model, preprocess, classes, torch.device("cpu"), torch.float32)
+    inputs = classifier.normalize(images)
+    with torch.no_grad():
+        expected, weights = model(inputs, need_weights=True)
+
+    logits, maps = classifier.maps(images, tuple(MAP_KINDS))
+    assert_close(classifier.logits(images), expected)
+    assert_close(logits, expected)
+    assert all(each.isfinite().all() and each.std() > 0 for each in maps.values())
+    assert (maps["rollout"] >= 0).all()
+    for measure in (attention_entropy, sink_mass):
+        assert (measure(list(weights)) >= 0).all() and (measure(list(weights)) <= 1 + 1e-6).all()
+    labels = torch.zeros(4, dtype=torch.int64)
+    ((_, records),) = attention_records(
+        classifier, ImageSet(images, labels, classes), weighted=len(images)
+    )
+    stored = np.stack([record.weights for record in records], axis=1)
+    assert_close(torch.from_numpy(stored), weights, rtol=0, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        close = model(inputs).float()
+    assert (close - expected).abs().max() < 0.1 * expected.abs().max()
+    FORMATS["torch"].write(classifier, ModelConfig(attention=name), tmp_path / "model.pt2")
+    assert_close(FORMATS["torch"].load(tmp_path / "model.pt2")(inputs), expected)
+    with pytest.raises(ValueError, match=f"lacks .*the attention of model.attention={name}"):
+        FORMATS["timm"].write(classifier, ModelConfig(attention=name), tmp_path / "timm")
+
+
+@with_names
+def test_relevance_of_a_variant_adds_up_to_the_logit(name):
+    model = VisionTransformer(**PLAIN, attention=name, pos_embed="none").double().eval()
+    with torch.no_grad():
+        for number, (key, parameter) in enumerate(model.named_parameters()):
+            parameter.copy_(0.3 * draw(*parameter.shape, seed=number))
+            if key.endswith("bias"):
+                parameter.zero_()
+    images = draw(2, 3, 32, 32)
+    target = torch.tensor([3, 7])
+    logits, relevance = propagate(model, images, target)
+    chosen = logits.gather(1, target[:, None])[:, 0]
+    assert_close(relevance.sum(dim=(1, 2, 3)), chosen, rtol=1e-8, atol=1e-8)
+    _, tokens, _ = token_relevance(model, images, target)
+    assert_close(tokens.sum(dim=-1), chosen.expand(2, 2), rtol=1e-8, atol=1e-8)
+
+
+@with_names
+def test_parameters_of_a_variant_have_no_weight_decay(name):
+    model = VisionTransformer(**PLAIN, attention=name)
+    own = {p for key, p in model.named_parameters() if ".attn.attention." in key}
+    assert bool(own) == isinstance(ATTENTION[name], type)
+    for optimizer in build_optimizers(model, "muon", 1e-3, 0.1, 1e-3, 0.1, 0.9):
+        for group in optimizer.param_groups:
+            assert group["weight_decay"] == 0 or not own & set(group["params"])
+
+
+# --- variants from a file ---
+
+CUBE = """
+def cube(query, key, value, mask, dropout):
+    weights = (query @ key.transpose(-2, -1)).pow(3).softmax(dim=-1)
+    return dropout(weights) @ value, weights
+"""
+
+
+def small_run(out: Path, attention: str) -> Config:
+    return Config(
+        out=str(out),
+        data=DataConfig(name="shapes", train_size=64, val_size=16),
+        model=ModelConfig(embed_dim=24, depth=1, attention=attention),
+        augment=AugmentConfig(),
+        optim=OptimConfig(name="adamw"),
+        train=TrainConfig(epochs=1, batch_size=32, processes=1),
+        track=TrackConfig(probes=0),
+    )
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget afterwards what a test registers."""
+    monkeypatch.setattr("vit.model.variants.ATTENTION", dict(ATTENTION))
+
+
+def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/mine.py").write_text(CUBE)
+    train(small_run(tmp_path / "run", "code/mine.py:cube"))
+    classifier = load(tmp_path / "run")
+    assert classifier.model.blocks[0].attn.attention.__name__ == "cube"
+    assert b"softmax" not in (tmp_path / "run/model.safetensors").read_bytes()
+
+    del variants.ATTENTION["mine.py:cube"]
+    (tmp_path / "code/mine.py").write_text("raise SystemExit('this must not run')")
+    (tmp_path / "mine.py").write_text("raise SystemExit('this must not run')")
+    message = "attention: mine.py:cube is not known here; supply it with --model.attention mine.py"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "run")
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/mine.py").write_text(CUBE)
+    load_attention(str(tmp_path / "elsewhere/mine.py:cube"))
+    photo = np.zeros((32, 32, 3), np.uint8)
+    assert load(tmp_path / "run").predict(photo) == classifier.predict(photo)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing.py:cube", "nothing.py: file not found"),
+        ("mine.py:cubes", "mine.py defines no function or class 'cubes'"),
+        ("broken.py:cube", r"broken.py: SyntaxError: .*line 2"),
+        ("failing.py:cube", "failing.py: NameError: name 'undefined' is not defined"),
+        ("flash", "flash is not known here; it must be one of dot, cosine, .* or FILE.py:NAME"),
+    ],
+)
+def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(CUBE)
+    (tmp_path / "broken.py").write_text("x = 1\ndef cube(:\n")
+    (tmp_path / "failing.py").write_text("undefined")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^model.attention: {message}"):
+        load_attention(name)
+
+
+def test_the_page_and_the_help_name_all_variants():
+    text = " ".join((ModelConfig.__doc__ or "").split())
+    about = text.partition(" attention: ")[2].partition("my_attention.py")[0]
+    assert all(name in about and f"| `{name}` |" in PAGE for name in ATTENTION)
+
+
+@pytest.mark.slow
+def test_the_exercise_of_the_page(tmp_path, registry, monkeypatch, capsys):
+    """Each command is run as it stands, on few images and with a small model."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    dot, own, compare = re.findall(r"^    (vit-(?:train|eval) .*)$", PAGE, flags=re.MULTILINE)
+    (tmp_path / "my_attention.py").write_text(code)
+    small = (
+        "--data.name shapes --data.train_size 64 --data.val_size 16 --train.batch_size 32 "
+        "--track.probes 2 --model.embed_dim 24 --model.depth 1 --model.patch_size 8"
+    )
+    monkeypatch.chdir(tmp_path)
+    for command, processes in ((dot, 1), (own, 2)):  # which inherit the variant
+        words = f"{command.removeprefix('vit-train ')} {small} --train.processes {processes}"
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *words.split()], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert ", my_attention.py:top8 attention" in done.stdout
+
+    monkeypatch.setattr(sys, "argv", compare.split())
+    eval_main()
+    table = capsys.readouterr().out
+    assert "McNemar" in table and "top8" in table and "dot" in table
+    noise = torch.randn(1, 3, 32, 32)
+    weights = load("runs/top8").model(noise, need_weights=True)[1]
+    assert ((weights > 0).sum(dim=-1) == 8).all()
