@@ -249,6 +249,8 @@ def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run,
         (WEIGHTS, WEIGHTS + " * (torch.rand(1) < 2)"),  # random, although nothing comes of it
         (WEIGHTS, "scores = scores.clamp(max=20)\n    " + WEIGHTS),
         (WEIGHTS, WEIGHTS + " * (0.9 if dropout.training else 1)"),
+        (WEIGHTS, WEIGHTS + " * (1 if dropout.training else 0.9)"),
+        (WEIGHTS, WEIGHTS + " * (torch.rand(1) < 2 if dropout.training else 1)"),
         (WEIGHTS, WEIGHTS + " * (0.9 if query.dtype == torch.float32 else 1)"),
         (WEIGHTS, "scores = scores + torch.zeros(5, 5)\n    " + WEIGHTS),  # for 5 tokens only
         (
