@@ -7,7 +7,9 @@ const ZOOM = 2; // pixels of the PNG to a CSS pixel
 
 /** Save the panes as a PNG file. */
 export async function savePicture(app) {
+  app.main.classList.add("still"); // nothing sticks to the edge of the window
   const canvas = drawElement(app.main);
+  app.main.classList.remove("still");
   const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
   download(blob, `${fileName(app)}.png`);
   return "Picture saved.";
