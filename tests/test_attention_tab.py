@@ -300,10 +300,10 @@ def colours_of(values: np.ndarray, contrast: str, shown: Sequence[np.ndarray]) -
 
 @pytest.mark.parametrize("contrast", ["fixed", "auto", "log"])
 def test_both_panes_have_the_colours_of_one_scale(
-    page: Page, address: str, logs: Path, contrast: str
+    new_page: Page, address: str, logs: Path, contrast: str
 ) -> None:
     state = {"image": TAG, "token": "3, 3", "contrast": contrast}
-    frame = show(page, address, run="even", run2="sharp", **state)
+    frame = show(new_page, address, run="even", run2="sharp", **state)
     wait_until(frame, "run", "sharp", pane=1)
     wait_until(frame, "contrast", contrast, pane=1)
     shown = [attention(weights_of(logs, run, TAG, 0), 28, "to") for run in ("even", "sharp")]
@@ -317,7 +317,7 @@ def test_both_panes_have_the_colours_of_one_scale(
     bars = frame.locator(".scale").all_inner_texts()
     assert len(set(bars)) == 1 or contrast == "fixed"  # which also says what is beyond
     assert all(f"× uniform, {named} scale on both sides" in bar for bar in bars)
-    frame = show(page, address, run="even", enlarged="yes", layer=4, head=2, **state)
+    frame = show(new_page, address, run="even", enlarged="yes", layer=4, head=2, **state)
     alone = shown[0][4, 2]
     frame.wait_for_function("() => window.attentionTab.state.enlarged === 'yes'")
     expected = colours_of(alone[1:].reshape(8, 8), contrast, [alone])
@@ -775,31 +775,36 @@ def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
         assert frame.evaluate("() => getComputedStyle(document.body).backgroundColor") == colour
 
 
+def saved_picture(page: Page, frame: Frame, name: str) -> np.ndarray:
+    with page.expect_download() as saved:
+        frame.get_by_role("button", name="PNG").click()
+    assert re.fullmatch(name, saved.value.suggested_filename)
+    with Image.open(saved.value.path()) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
 def test_saving_picture_and_numbers(page: Page, address: str) -> None:
-    frame = show(page, address, token="3, 3", contrast="auto")
+    frame = show(page, address, run="even", token="3, 3", contrast="auto")
     wait_until(frame, "contrast", "auto")
     with page.expect_download() as saved:
         frame.get_by_role("button", name="JSON").click()
     found = json.loads(Path(saved.value.path()).read_text())
     assert found["panes"] == [numbers(frame)]
     assert "p.attention.token=3%2C%203" in found["address"]
-    with page.expect_download() as saved:
-        frame.get_by_role("button", name="PNG").click()
-    assert re.fullmatch(r"attention_square_.*_step_100\.png", saved.value.suggested_filename)
-    with Image.open(saved.value.path()) as image:
-        pixels = np.asarray(image.convert("RGB")).astype(int)
+    picture = saved_picture(page, frame, r"attention_even_.*_step_0\.png")
     x, y, zoom = frame.evaluate(
         """() => {
             const { left, top, zoom } = window.attentionTab.panes[0].views.heads.place(1, 1);
             const [main, maps] = ["main", "[data-maps]"].map((name) =>
                 document.querySelector(name).getBoundingClientRect());
-            const { scrollTop } = document.querySelector("main");
-            return [left + maps.left - main.left, top + maps.top - main.top + scrollTop, zoom];
+            return [left + maps.left - main.left, top + maps.top - main.top, zoom];
         }"""
     )
-    rows, columns = (2 * (start + (np.arange(8) + 0.3) * zoom) for start in (y, x))
-    found = pixels[np.ix_(rows.astype(int), columns.astype(int))]
-    np.testing.assert_allclose(found, pixels_of_map(frame, 1, 1), atol=1)
+    rows, columns = (2 * (start + (np.arange(8) + 0.5) * zoom) for start in (y, x))
+    colours = picture[np.ix_(rows.astype(int), columns.astype(int))]
+    np.testing.assert_allclose(colours, pixels_of_map(frame, 1, 1), atol=1)
+    frame.evaluate("() => document.querySelector('main').scrollTo(0, 300)")
+    np.testing.assert_array_equal(saved_picture(page, frame, ".*"), picture)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,7 @@ const OTHER_CLASS = "#9e9e9e";
 
 /** 256 colours; those of a diverging one are pale in the middle. */
 class Palette {
-  /**
-   * @param {string} colours - Six hexadecimal digits for each step.
-   * @param {boolean} diverging
-   */
+  /** Take six hexadecimal digits for each colour. */
   constructor(colours, diverging) {
     const steps = range(256).map((step) =>
       [0, 2, 4].map((at) => parseInt(colours.slice(6 * step + at, 6 * step + at + 2), 16)),

@@ -5,7 +5,7 @@ import { digits, range } from "./maths.js";
 import { CONTRASTS } from "./state.js";
 
 const FIXED = 3; // end of a fixed scale, in its unit
-const NARROWEST = 0.01; // range, as a fraction of its end: weights are stored in 255 steps
+const NARROWEST = 0.02; // range, as a fraction of its end: weights are stored in 255 steps
 const FAINTEST = 0.001; // start of a logarithmic scale, as a fraction of its end, at least
 const LINEAR = 0.01; // end of the linear part of a symmetric logarithmic scale, likewise
 const TINY = 1e-9; // what counts as 0
@@ -27,22 +27,18 @@ class Scale {
     this.palette = signed ? DIVERGING : SEQUENTIAL;
   }
 
-  /** Return where a value is on the scale: 0 is its start, 1 its end. */
-  #place(value) {
+  /** Return where a value is on the scale, 0 to 1; at an end if it is beyond. */
+  placeOf(beyond) {
     const { low, high } = this;
+    const value = Math.min(high, Math.max(low, beyond));
     if (this.contrast !== "log") return (value - low) / (high - low);
-    if (!this.signed) return Math.log(Math.max(value, low) / low) / Math.log(high / low);
+    if (!this.signed) return Math.log(value / low) / Math.log(high / low);
     const size = Math.log1p(Math.abs(value) / (LINEAR * high)) / Math.log1p(1 / LINEAR);
     return 0.5 + 0.5 * Math.sign(value) * size;
   }
 
   #stepOf(value) {
-    return Math.min(255, Math.max(0, Math.floor(256 * this.#place(value))));
-  }
-
-  /** Return where a value is on the scale, 0 to 1; at an end if it is beyond. */
-  placeOf(value) {
-    return Math.min(1, Math.max(0, this.#place(value)));
+    return Math.min(255, Math.floor(256 * this.placeOf(value)));
   }
 
   /** Return the pixels of values. */
@@ -76,12 +72,10 @@ class Scale {
     if (this.kind === "signedMaps" && !decades)
       ticks.push([low / 2, "← against"], [high / 2, "for →"]);
     ticks.push(...roundOnes(low, high, signed, decades).map((value) => [value, text(value)]));
-    const apart = (one, other) => Math.abs(this.#place(one) - this.#place(other)) >= APART;
+    const distance = ([one], [other]) => Math.abs(this.placeOf(one) - this.placeOf(other));
     const kept = [];
-    for (const [value, label] of ticks) {
-      const fits = value >= low && value <= high && kept.every(([other]) => apart(value, other));
-      if (fits) kept.push([value, label]);
-    }
+    for (const tick of ticks)
+      if (kept.every((other) => distance(tick, other) >= APART)) kept.push(tick);
     return kept.sort(([one], [other]) => one - other);
   }
 
@@ -124,13 +118,7 @@ function endsFor(contrast, signed, { smallest, largest }) {
   return [start - spare, end + spare];
 }
 
-/**
- * Return a scale for each kind of value: the key of `UNITS` that says what the values are.
- *
- * @param {string} contrast
- * @param {Array<{kind: string, signed: boolean, smallest: number, largest: number}>} shown - All
- *   that shares the scales.
- */
+/** Return a scale for each kind of value; `shown` has {kind, signed, smallest, largest} of all. */
 export function scalesOf(contrast, shown) {
   const scaleOf = (kind) => {
     const own = shown.filter((one) => one.kind === kind);

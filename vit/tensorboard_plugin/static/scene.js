@@ -29,11 +29,8 @@ export function onScale(record, { state, attention, values }) {
   if (state.view !== "heads" || !values) return [];
   // Rollout follows from the heads; the residual connections in it would dwarf them.
   const heads = state.enlarged === "yes" ? [values] : attention.heads.flat();
-  return heads.map((head) => ({
-    kind: "weights",
-    signed: record.weights.signed,
-    ...endsOf(head),
-  }));
+  const { signed } = record.weights;
+  return heads.map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
 }
 
 /** Return a map of `Weights.of`, (N,). */
