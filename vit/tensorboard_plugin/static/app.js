@@ -183,8 +183,7 @@ export class App {
 
   /** Return the scales of all that is shown: both panes share them, to be comparable. */
   scales() {
-    const shown = this.panes.flatMap((pane) => pane.onScale());
-    return scalesOf(this.state.contrast, shown);
+    return scalesOf(this.state.contrast, this.panes.flatMap((pane) => pane.onScale()));
   }
 
   /** Paint before the next frame, once however often this is called. */

@@ -59,9 +59,8 @@ const CLASS_COLOURS = [
 ];
 const OTHER_CLASS = "#9e9e9e";
 
-/** 256 colours; those of a diverging one are pale in the middle. */
+/** 256 colours, six hexadecimal digits each; a diverging palette is pale in the middle. */
 class Palette {
-  /** Take six hexadecimal digits for each colour. */
   constructor(colours, diverging) {
     const steps = range(256).map((step) =>
       [0, 2, 4].map((at) => parseInt(colours.slice(6 * step + at, 6 * step + at + 2), 16)),

@@ -13,7 +13,7 @@ const EDGE = 4; // around a map, for its frame
 const ROOMY = { label: 54, gap: 6 }; // for "layer 11", and between maps
 const NARROW = { label: 26, gap: 3 }; // for "L11"
 const NARROW_WIDTH = 640;
-const SMALLEST = 36; // width of a map; if the heads do not fit, a layer has several lines
+const SMALLEST = 34; // width of a map; if the heads do not fit, a layer has several lines
 const AT_ONCE = 4; // maps below each other that are visible without scrolling, at least
 const LARGE = 16; // patch whose outline is bold
 const STRIP_SIDE = 6; // of a prefix token, at least
@@ -53,7 +53,7 @@ export class HeadsView {
       this.over,
       this.anchor,
     );
-    this.notes = range(3).map(() => make("p", { class: "note" }));
+    this.notes = range(3).map((at) => make("p", { class: "note", "data-noexport": at === 2 }));
     const notes = this.notes.flatMap((note) => [note, " "]);
     this.element = make("div", { class: "view heads" }, ...notes, this.names, this.stack);
   }
