@@ -6,7 +6,7 @@ import { VIEWS } from "./state.js";
 const KEYS = [
   ["← ↑ → ↓", "move the patch; in a list or a grid, choose there"],
   ["T", "class token, registers, mean of patches"],
-  ["Enter", "enlarge a head; in a list, choose"],
+  ["Enter", "enlarge the chosen head"],
   ["Esc", "back to all heads; release the patch"],
   ["X", "where it attends ⇄ who attends to it"],
   ["A D, W S", "previous and next head, layer"],

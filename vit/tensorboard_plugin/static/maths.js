@@ -178,10 +178,12 @@ export function indexOfLargest(values) {
 }
 
 export function endsOf(values) {
-  return {
-    smallest: values.reduce((one, other) => Math.min(one, other)),
-    largest: values.reduce((one, other) => Math.max(one, other)),
-  };
+  let [smallest, largest] = [Infinity, -Infinity];
+  for (let index = 0; index < values.length; index++) {
+    if (values[index] < smallest) smallest = values[index];
+    if (values[index] > largest) largest = values[index];
+  }
+  return { smallest, largest };
 }
 
 export function range(count) {
@@ -205,7 +207,7 @@ function meanOf(vectors) {
 }
 
 function maxOf(vectors) {
-  return vectors[0].map((_, index) => Math.max(...vectors.map((one) => one[index])));
+  return vectors.reduce((most, one) => most.map((value, index) => Math.max(value, one[index])));
 }
 
 function halfway(a, b) {

@@ -8,7 +8,6 @@ const FIXED = 3; // end of a fixed scale, in its unit
 const NARROWEST = 0.02; // range, as a fraction of its end: weights are stored in 255 steps
 const FAINTEST = 0.001; // start of a logarithmic scale, as a fraction of its end, at least
 const LINEAR = 0.01; // end of the linear part of a symmetric logarithmic scale, likewise
-const TINY = 1e-9; // what counts as 0
 const APART = 0.23; // least distance of ticks, as a fraction of the colour bar: room for a number
 
 const UNIFORM = { short: "× uniform", long: "uniform attention" };
@@ -64,9 +63,9 @@ class Scale {
     const { low, high, contrast, signed } = this;
     const decades = contrast === "log" && (signed || high >= 10 * low);
     const decimals = Math.max(0, Math.ceil(Math.log10(30 / (high - low))));
-    const whole = decades || contrast === "fixed";
-    const text = (value) =>
-      (whole ? String(Number(value.toPrecision(3))) : value.toFixed(decimals)).replace("-", "−");
+    const short = decades || contrast === "fixed";
+    const write = (value) => (short ? String(+value.toPrecision(3)) : value.toFixed(decimals));
+    const text = (value) => write(value).replace("-", "−");
     const ticks = [low, high, signed ? 0 : 1].map((value) => [value, text(value)]);
     if (contrast === "log" && !signed) ticks[0][1] = `≤ ${ticks[0][1]}`;
     if (this.kind === "signedMaps" && !decades)
@@ -111,7 +110,7 @@ function roundOnes(low, high, signed, decades) {
 function endsFor(contrast, signed, { smallest, largest }) {
   if (contrast === "fixed") return [signed ? -FIXED : 0, FIXED];
   const farthest = signed ? Math.max(largest, -smallest) : largest;
-  const end = farthest > TINY ? farthest : 1;
+  const end = farthest > 1e-9 ? farthest : 1; // 1 if all are 0
   if (signed) return [-end, end];
   const start = contrast === "log" ? Math.max(smallest, FAINTEST * end) : smallest;
   const spare = Math.max(0, NARROWEST * end - (end - start)) / 2;

@@ -14,8 +14,7 @@ const EXPLAINED = [
 const LISTED =
   "Runs with recorded attention. python eval.py RUN --attention adds that of a finished one.";
 const CONTRAST =
-  "fixed: 0 to 3, or −3 to 3 for signed values\n" +
-  "automatic and logarithmic: the smallest to the largest value that is shown";
+  "fixed: 0 to 3, or −3 to 3 if signed; the others: all values that are shown, on both sides";
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
 
 export class Toolbar {
