@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +19,15 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from attention_tab import HOSTILE, STEPS, event_file, make_record, serve, write_record
+from attention_tab import (
+    HOSTILE,
+    STEPS,
+    event_file,
+    make_record,
+    serve,
+    softmax,
+    write_record,
+)
 from vit.explain.drawing import SIGNED, overlay
 from vit.explain.statistics import attention_distance
 from vit.tensorboard_plugin.encoding import summaries
@@ -45,6 +53,17 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+SHARPNESS = {"even": 0.01, "sharp": 12}  # weights of 0.95 to 1.05 and of 0 to 64 times uniform
+
+
+def deep_record(sharpness: float) -> Record:
+    """A record of 12 layers with 12 heads, with a class token."""
+    record = make_record(grid=(8, 8), prefix=["class token"], layers=12, heads=12)
+    logits = np.random.default_rng(0).normal(size=(12, 12, 65, 65))
+    weights = softmax(sharpness * logits).astype(np.float32)
+    return Record(details=record.details, weights=weights)
+
+
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
@@ -58,6 +77,14 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.add_event(Event(step=0, summary=loss))  # so that there is another tab
     with event_file(folder / HOSTILE) as writer:
         write_record(writer, TAG, Record(details=make_record().details, weights=None), 0)
+    for run, sharpness in SHARPNESS.items():
+        with event_file(folder / run) as writer:
+            write_record(writer, TAG, deep_record(sharpness), 0)
+    with event_file(folder / "signed") as writer:
+        record = make_record(**RUNS["square"])
+        assert record.weights is not None
+        weights = record.weights - 0.8 * record.weights[..., ::-1, :]  # differential attention
+        write_record(writer, TAG, Record(details=record.details, weights=weights), 0)
     with event_file(folder / "mixed") as writer:
         for number, label in enumerate((0, 0, 1, 1)):
             write_record(writer, f"attention/probe_{number:02d}", make_record(label=label), 0)
@@ -194,16 +221,17 @@ def rollouts(weights: np.ndarray) -> np.ndarray:
     """Return the rollout up to each layer, (L, N, N)."""
     product, found = np.eye(weights.shape[-1]), []
     for layer in weights.mean(axis=1, dtype=np.float64):
+        layer = layer / layer.sum(axis=-1, keepdims=True)  # 8 bits do not keep the sum
         product = (0.5 * layer + 0.5 * np.eye(len(layer))) @ product
         found.append(product)
     return np.stack(found)
 
 
-def pixels_of_map(frame: Frame, layer: int, head: int) -> np.ndarray:
+def pixels_of_map(frame: Frame, layer: int, head: int | str, pane: int = 0) -> np.ndarray:
     """Read the colour in the middle of every patch of a small map, (rows, columns, 3)."""
     found = frame.evaluate(
-        """([layer, head]) => {
-            const view = window.attentionTab.panes[0].views.heads;
+        """([layer, head, pane]) => {
+            const view = window.attentionTab.panes[pane].views.heads;
             const { left, top, zoom } = view.place(layer, head);
             const { rows, columns } = view.record;
             const context = view.maps.canvas.getContext("2d");
@@ -212,7 +240,7 @@ def pixels_of_map(frame: Frame, layer: int, head: int) -> np.ndarray:
             return Array.from({ length: rows }, (_, row) =>
                 Array.from({ length: columns }, (_, column) => read(row, column)));
         }""",
-        [layer, head],
+        [layer, head, pane],
     )
     return np.asarray(found)
 
@@ -251,6 +279,152 @@ def test_hovering_a_patch_paints_its_weights(
         )
         # A value between two of the 256 colours may be rounded either way.
         np.testing.assert_allclose(pixels_of_map(frame, layer, head), colours[..., :3], atol=6)
+
+
+def colours_of(values: np.ndarray, contrast: str, shown: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the colours of values beside all others that are shown."""
+    low, high = min(one.min() for one in shown), max(one.max() for one in shown)
+    if low < 0:
+        low, high = -max(high, -low), max(high, -low)
+    if contrast == "fixed":
+        low, high = -3 if low < 0 else 0, 3
+    norm = matplotlib.colors.Normalize(low, high)
+    if contrast == "log" and low >= 0:
+        norm = matplotlib.colors.LogNorm(max(low, high / 1000), high, clip=True)
+    elif contrast == "log":  # linear up to a hundredth
+        values = np.sign(values) * np.log1p(np.abs(values) * 100 / high)
+        norm = matplotlib.colors.Normalize(-np.log1p(100), np.log1p(100))
+    colour_map = matplotlib.colormaps["RdBu_r" if low < 0 else "inferno"]
+    return colour_map(np.asarray(norm(values)), bytes=True)[..., :3].astype(int)
+
+
+@pytest.mark.parametrize("contrast", ["fixed", "auto", "log"])
+def test_both_panes_have_the_colours_of_one_scale(
+    new_page: Page, address: str, logs: Path, contrast: str
+) -> None:
+    state = {"image": TAG, "token": "3, 3", "contrast": contrast}
+    frame = show(new_page, address, run="even", run2="sharp", **state)
+    wait_until(frame, "run", "sharp", pane=1)
+    wait_until(frame, "contrast", contrast, pane=1)
+    shown = [attention(weights_of(logs, run, TAG, 0), 28, "to") for run in ("even", "sharp")]
+    for pane, values in enumerate(shown):
+        for layer, head in ((0, 0), (11, 7)):
+            expected = colours_of(values[layer, head, 1:].reshape(8, 8), contrast, shown)
+            # A value between two of the 256 colours may be rounded either way.
+            found = pixels_of_map(frame, layer, head, pane)
+            np.testing.assert_allclose(found, expected, atol=6)
+    named = {"fixed": "fixed", "auto": "automatic", "log": "logarithmic"}[contrast]
+    bars = frame.locator(".scale").all_inner_texts()
+    assert len(set(bars)) == 1 or contrast == "fixed"  # which also says what is beyond
+    assert all(f"× uniform, {named} scale on both sides" in bar for bar in bars)
+    frame = show(new_page, address, run="even", enlarged="yes", layer=4, head=2, **state)
+    alone = shown[0][4, 2]
+    frame.wait_for_function("() => window.attentionTab.state.enlarged === 'yes'")
+    expected = colours_of(alone[1:].reshape(8, 8), contrast, [alone])
+    np.testing.assert_allclose(pixels_of_map(frame, 4, 2), expected, atol=6)
+
+
+@pytest.mark.parametrize("contrast", ["fixed", "auto", "log"])
+def test_negative_weights_have_a_signed_scale(
+    page: Page, address: str, logs: Path, contrast: str
+) -> None:
+    frame = show(page, address, run="signed", token="3, 3", contrast=contrast)
+    painted = wait_until(frame, "contrast", contrast)
+    weights = weights_of(logs, "signed", TAG, 0)
+    expected = attention(weights, 27, "to")
+    assert expected.min() < -1
+    np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
+    np.testing.assert_allclose(painted["max"], expected.max(axis=1), rtol=1e-5)
+    rolled = rollouts(np.maximum(weights, 0))[:, 27] * 64
+    np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
+    colours = colours_of(expected[1, 1].reshape(8, 8), contrast, [expected])
+    np.testing.assert_allclose(pixels_of_map(frame, 1, 1), colours, atol=6)
+
+
+def test_a_head_is_enlarged_by_click_and_key(page: Page, address: str) -> None:
+    frame = show(page, address, run="even", image=TAG, layer=2, head=3)
+    stack = frame.locator(".stack").first
+    small = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
+    for key in ("click", "Enter"):
+        if key == "click":  # on the chosen map
+            stack.click(position={"x": small["left"] + 5, "y": small["top"] + 5})
+        else:
+            stack.press("Enter")
+        page.wait_for_function("() => location.hash.includes('p.attention.enlarged=yes')")
+        large = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
+        assert large["zoom"] > 5 * small["zoom"]
+        page.keyboard.press("Escape")
+        page.wait_for_function("() => !location.hash.includes('p.attention.enlarged')")
+    stack.press("Enter")
+    stack.press("ArrowDown")
+    stack.press("ArrowRight")
+    wait_until(frame, "layer", 3)
+    wait_until(frame, "head", 4)
+    stack.press("Escape")
+    for _ in range(8):
+        page.keyboard.press("s")  # the layers scroll along
+    wait_until(frame, "layer", 11)
+    frame.wait_for_function("() => document.querySelector('main').scrollTop > 0")
+    box = frame.locator(".anchor").first.bounding_box()
+    assert box is not None and box["y"] + box["height"] <= VIEWPORT["height"] + 1
+
+
+BOXES = """() => {
+    window.written = [];
+    window.attentionTab.layout();
+    const boxes = window.written.map(({ context, text, x, y }) => {
+        const { left, top } = context.canvas.getBoundingClientRect();
+        const size = context.measureText(text);
+        return { text, left: left + x - size.actualBoundingBoxLeft,
+            right: left + x + size.actualBoundingBoxRight,
+            top: top + y - size.actualBoundingBoxAscent,
+            bottom: top + y + size.actualBoundingBoxDescent };
+    });
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const { currentNode: node } = walker;
+        const { parentElement: parent } = node;
+        if (!node.data.trim() || parent.closest("option, [role=listbox], .unseen") ||
+            !parent.checkVisibility({ visibilityProperty: true })) continue;
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        for (const { left, right, top, bottom } of range.getClientRects())
+            boxes.push({ text: node.data, left, right: Math.min(right,
+                parent.getBoundingClientRect().right), top: top + 2, bottom: bottom - 2 });
+    }
+    return boxes;
+}"""
+RECORD_TEXT = """() => {
+    window.written = [];
+    const { fillText } = CanvasRenderingContext2D.prototype;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (this.canvas.isConnected && text) window.written.push({ context: this, text, x, y });
+        return fillText.call(this, text, x, y);
+    };
+}"""
+
+
+def test_no_labels_overlap_at_any_width(new_page: Page, address: str) -> None:
+    frame = show(new_page, address, run="even")
+    frame.evaluate(RECORD_TEXT)
+    for width in (600, 800, 1280, 2560):
+        new_page.set_viewport_size({"width": width, "height": 900})
+        for state in (
+            {"run2": ""}, {"run2": "sharp", "contrast": "auto"}, {"run2": "", "order": "lowest"},
+            {"contrast": "log", "order": "layer"},
+        ):  # fmt: skip
+            frame.evaluate("state => window.attentionTab.set(state)", state)
+            boxes = frame.evaluate(BOXES)
+            assert len(boxes) > 12 * 12
+            for number, one in enumerate(boxes):
+                for other in boxes[:number]:
+                    apart = (
+                        one["left"] >= other["right"] or other["left"] >= one["right"]
+                        or one["top"] >= other["bottom"] or other["top"] >= one["bottom"]
+                    )  # fmt: skip
+                    assert apart, (width, state, one, other)
+            narrowest = frame.evaluate("() => window.attentionTab.panes[0].views.heads.cellWidth")
+            assert narrowest >= 34
 
 
 @pytest.mark.parametrize("direction", ["to", "from"])
@@ -601,18 +775,36 @@ def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
         assert frame.evaluate("() => getComputedStyle(document.body).backgroundColor") == colour
 
 
+def saved_picture(page: Page, frame: Frame, name: str) -> np.ndarray:
+    with page.expect_download() as saved:
+        frame.get_by_role("button", name="PNG").click()
+    assert re.fullmatch(name, saved.value.suggested_filename)
+    with Image.open(saved.value.path()) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
 def test_saving_picture_and_numbers(page: Page, address: str) -> None:
-    frame = show(page, address, token="3, 3")
+    frame = show(page, address, run="even", token="3, 3", contrast="auto")
+    wait_until(frame, "contrast", "auto")
     with page.expect_download() as saved:
         frame.get_by_role("button", name="JSON").click()
     found = json.loads(Path(saved.value.path()).read_text())
     assert found["panes"] == [numbers(frame)]
     assert "p.attention.token=3%2C%203" in found["address"]
-    with page.expect_download() as saved:
-        frame.get_by_role("button", name="PNG").click()
-    assert re.fullmatch(r"attention_square_.*_step_100\.png", saved.value.suggested_filename)
-    with Image.open(saved.value.path()) as image:
-        assert image.height > 800 and np.asarray(image).std() > 10
+    picture = saved_picture(page, frame, r"attention_even_.*_step_0\.png")
+    x, y, zoom = frame.evaluate(
+        """() => {
+            const { left, top, zoom } = window.attentionTab.panes[0].views.heads.place(1, 1);
+            const [main, maps] = ["main", "[data-maps]"].map((name) =>
+                document.querySelector(name).getBoundingClientRect());
+            return [left + maps.left - main.left, top + maps.top - main.top, zoom];
+        }"""
+    )
+    rows, columns = (2 * (start + (np.arange(8) + 0.5) * zoom) for start in (y, x))
+    colours = picture[np.ix_(rows.astype(int), columns.astype(int))]
+    np.testing.assert_allclose(colours, pixels_of_map(frame, 1, 1), atol=1)
+    frame.evaluate("() => document.querySelector('main').scrollTo(0, 300)")
+    np.testing.assert_array_equal(saved_picture(page, frame, ".*"), picture)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,17 @@ def test_maps_of_older_records_are_not_signed() -> None:
     assert [shown.signed for shown in read.maps] == [False] * 5
 
 
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6), least=st.sampled_from([-1, 0]), size=st.sampled_from([1e-6, 9]))
+def test_weights_of_any_sign_and_sum_survive_encoding(seed: int, least: int, size: float) -> None:
+    weights = np.random.default_rng(seed).uniform(least, 1, (2, 3, 5, 5)).astype(np.float32) * size
+    codes, scale = decode_weights(encode_weights(weights))
+    assert codes.dtype == (np.int8 if least < 0 else np.uint8)
+    error = np.abs(codes * scale[..., None] - weights)
+    largest = np.abs(weights).max(axis=-1, keepdims=True)
+    assert (error <= largest / (254 if least < 0 else 510) * (1 + 1e-5)).all()
+
+
 def test_rows_of_zeros_and_one_hot_rows_are_exact() -> None:
     weights = np.zeros((1, 2, 3, 3), np.float32)
     weights[0, 1] = np.eye(3)

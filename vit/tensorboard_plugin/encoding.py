@@ -111,18 +111,19 @@ def details_json(details: Details) -> bytes:
 def encode_weights(weights: np.ndarray) -> bytes:
     """Return attention weights as a compressed npz file of 8-bit numbers.
 
-    Every row is divided by its maximum, so a weight is off by at most 1/510 of the largest weight
-    of its row.
+    Every row is divided by its largest absolute value, so a weight is off by at most 1/510 of it,
+    or 1/254 if there are negative weights.
 
     Args:
-        weights: (L, H, N, N), at least 0.
+        weights: (L, H, N, N), finite. Rows need not sum to 1.
 
     Returns:
-        A file with "weights", (L, H, N, N) uint8, and "scale", (L, H, N) float32: row i of a head
-        is weights[l, h, i] * scale[l, h, i].
+        A file with "weights", (L, H, N, N) uint8, or int8 if any weight is negative, and "scale",
+        (L, H, N) float32: row i of a head is weights[l, h, i] * scale[l, h, i].
     """
-    scale = weights.max(axis=-1).astype(np.float32) / 255
-    codes = np.rint(weights / np.where(scale > 0, scale, 1)[..., None]).astype(np.uint8)
+    dtype = np.uint8 if weights.min() >= 0 else np.int8
+    scale = np.abs(weights).max(axis=-1).astype(np.float32) / np.iinfo(dtype).max
+    codes = np.rint(weights / np.where(scale > 0, scale, 1)[..., None]).astype(dtype)
     file = io.BytesIO()
     # As np.savez_compressed, whose level of compression is six times slower and saves little.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -136,7 +137,7 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Decode and check what `encode_weights` returned.
 
     Returns:
-        Numbers (L, H, N, N) uint8 and scale (L, H, N) float32; the weights are
+        Numbers (L, H, N, N), uint8 or int8, and scale (L, H, N) float32; the weights are
         `numbers * scale[..., None]`.
 
     Raises:
@@ -144,8 +145,8 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            codes = _member(archive, "weights.npy", np.dtype(np.uint8))
-            scale = _member(archive, "scale.npy", np.dtype(np.float32))
+            codes = _member(archive, "weights.npy", np.uint8, np.int8)
+            scale = _member(archive, "scale.npy", np.float32)
     except (
         zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, EOFError, OSError,
         RuntimeError,  # also NotImplementedError: encrypted, or compressed in another way
@@ -198,20 +199,20 @@ def _value(tag: str, part: Part, data: bytes) -> Summary.Value:
     )
 
 
-def _member(archive: zipfile.ZipFile, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+def _member(archive: zipfile.ZipFile, name: str, *dtypes: type[np.generic]) -> np.ndarray:
     """Read an array from an npz file without trusting the sizes it claims."""
     with archive.open(name) as file:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError(f"{name} is of another version")
         shape, fortran_order, found = np.lib.format.read_array_header_1_0(file)
-        if found != dtype or fortran_order or min(shape, default=0) < 1:
+        if found not in dtypes or fortran_order or min(shape, default=0) < 1:
             raise ValueError(f"{name} is {shape} {found}")
         if (count := math.prod(shape)) > MAX_WEIGHTS:
             raise ValueError(f"{name} has {count} numbers, more than {MAX_WEIGHTS}")
-        content = file.read(count * dtype.itemsize + 1)
-    if len(content) != count * dtype.itemsize:
+        content = file.read(count * found.itemsize + 1)
+    if len(content) != count * found.itemsize:
         raise ValueError(f"{name} is not as long as it claims")
-    return np.frombuffer(content, dtype).reshape(shape)
+    return np.frombuffer(content, found).reshape(shape)
 
 
 def _png_bytes(url: str) -> bytes:

@@ -122,7 +122,10 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         return details_json(self._details_of(request, run, tag, step))
 
     def _weights(self, request: wrappers.Request) -> Answer:
-        """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32."""
+        """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32.
+
+        A last byte says that the first L*H*N*N are int8.
+        """
         run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
         details = self._details_of(request, run, tag, step)
         stored = self._list_run(request, run)
@@ -133,7 +136,8 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         shape = (details.layers, details.heads, details.tokens, details.tokens)
         if codes.shape != shape:
             raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
-        return codes.tobytes() + scale.astype("<f4").tobytes()
+        signed = b"\1" if codes.dtype.kind == "i" else b""
+        return codes.tobytes() + scale.astype("<f4").tobytes() + signed
 
     def _details_of(self, request: wrappers.Request, run: str, tag: str, step: int) -> Details:
         series = self._list_run(request, run)

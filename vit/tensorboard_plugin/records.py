@@ -159,8 +159,8 @@ class Record:
 
     Attributes:
         details: Everything but the weights.
-        weights: Attention weights (L, H, N, N), rows summing to 1; None leaves them out, and the
-            tab shows maps only.
+        weights: Attention weights (L, H, N, N), finite; None leaves them out, and the tab shows
+            maps only. Negative ones, and rows that do not sum to 1, are shown as they are.
 
     Raises:
         ValueError: The weights have another shape than the details say.

@@ -10,6 +10,7 @@ import { listen } from "./keyboard.js";
 import { nearest } from "./maths.js";
 import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
 import { Pane } from "./pane.js";
+import { scalesOf } from "./scale.js";
 import { parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
 
@@ -154,6 +155,7 @@ export class App {
     const difference = second ? differenceOf(...this.panes.map((pane) => pane.record)) : "";
     write(this.notice, difference);
     this.notice.hidden = difference === "";
+    this.panes.forEach((pane) => pane.paint()); // on the scales of all that has been loaded
   }
 
   /** Return what a pane is to show: the step, or the nearest that exists. */
@@ -177,6 +179,11 @@ export class App {
 
   layout() {
     this.panes.forEach((pane) => pane.layout());
+  }
+
+  /** Return the scales of all that is shown: both panes share them, to be comparable. */
+  scales() {
+    return scalesOf(this.state.contrast, this.panes.flatMap((pane) => pane.onScale()));
   }
 
   /** Paint before the next frame, once however often this is called. */
@@ -220,14 +227,26 @@ export class App {
     if (record) this.#keep(nextSpecial(record, this.state.token));
   }
 
-  moveHead(by) {
-    const { record } = this.panes[0];
-    if (record) this.set({ head: nextHead(record, this.state.head, by) });
+  moveHead = (by) => this.#move("head", nextHead, by);
+  moveLayer = (by) => this.#move("layer", nextLayer, by);
+
+  async #move(name, next, by) {
+    const { record, views } = this.panes[0];
+    if (!record) return;
+    await this.set({ [name]: next(record, this.state[name], by) });
+    views.heads.reveal();
   }
 
-  moveLayer(by) {
-    const { record } = this.panes[0];
-    if (record) this.set({ layer: nextLayer(record, this.state.layer, by) });
+  /** Show one head only, as large as possible, or all of them again. */
+  enlarge() {
+    if (this.state.view === "heads")
+      this.set({ enlarged: this.state.enlarged === "yes" ? "no" : "yes" });
+  }
+
+  /** Go back from an enlarged head, or release the token. */
+  escape() {
+    const enlarged = this.state.view === "heads" && this.state.enlarged === "yes";
+    this.set(enlarged ? { enlarged: "no" } : { token: "" });
   }
 
   chooseRun(run) {
@@ -284,9 +303,9 @@ export class App {
     return Math.max(160, Math.min(640, window.innerHeight - 410));
   }
 
-  /** Return the height that the view beside a picture should have. */
+  /** Return the height that a view may have without scrolling. */
   viewHeight() {
-    return this.main.classList.contains("two") ? Infinity : window.innerHeight - 190;
+    return Math.max(160, window.innerHeight - 240);
   }
 
   /** Return what is painted, as plain numbers: one object for each pane. */

@@ -1,6 +1,5 @@
 // The colour bar: the scale of the heat map that is shown large, and a value marked on it.
 
-import { UNIFORM } from "./colours.js";
 import { make, write } from "./dom.js";
 
 export class ColourBar {
@@ -8,7 +7,7 @@ export class ColourBar {
     this.gradient = make("canvas", { width: 256, height: 1 });
     this.marker = make("i", { class: "marker" });
     this.ticks = make("div", {});
-    this.unit = make("span", { class: "unit" });
+    this.unit = make("span", {});
     this.beyond = make("span", { class: "beyond" });
     this.element = make(
       "div",
@@ -16,28 +15,26 @@ export class ColourBar {
       this.marker,
       this.gradient,
       this.ticks,
-      this.unit,
-      this.beyond,
+      make("p", { class: "unit" }, this.unit, " ", this.beyond),
     );
-    this.#draw(UNIFORM);
   }
 
   #draw(scale) {
     this.scale = scale;
     const pixels = new ImageData(256, 1);
-    new Uint32Array(pixels.data.buffer).set(scale.barPixels());
+    new Uint32Array(pixels.data.buffer).set(scale.palette.pixels);
     this.gradient.getContext("2d").putImageData(pixels, 0, 0);
     this.ticks.replaceChildren(
-      ...scale.ticks.map(([value, text]) =>
+      ...scale.ticks().map(([value, text]) =>
         make("span", { class: "tick", style: `left: ${100 * scale.placeOf(value)}%` }, text),
       ),
     );
-    write(this.unit, scale.unit.short);
   }
 
   /** Show a scale, mark a value on it, or none, and say if values are beyond its ends. */
-  paint({ scale, marked, ends }, visible) {
-    if (scale !== this.scale) this.#draw(scale);
+  paint({ scale, marked, ends }, visible, shared) {
+    if (scale.key !== this.scale?.key) this.#draw(scale);
+    write(this.unit, scale.describe() + (shared ? " on both sides" : ""));
     this.element.style.visibility = visible ? "" : "hidden";
     this.marker.style.visibility = marked === null ? "hidden" : "inherit";
     if (marked !== null) this.marker.style.left = `${100 * scale.placeOf(marked)}%`;

@@ -1,8 +1,6 @@
 // Colours, the same as in the figures that the project draws with matplotlib.
 
-import { digits, range } from "./maths.js";
-
-const LARGEST = 3; // value of a scale, in its unit
+import { range } from "./maths.js";
 
 // matplotlib's colour map "inferno" in 256 steps, (255 * colour) rounded down as matplotlib does:
 // by Nathaniel J. Smith, Stefan van der Walt and Eric Firing, published under CC0.
@@ -61,77 +59,18 @@ const CLASS_COLOURS = [
 ];
 const OTHER_CLASS = "#9e9e9e";
 
-/** A scale of 256 colours from `low` to 3, and the unit of its values. */
-class Scale {
-  #steps;
-  #pixels;
-  #overlays;
-
-  /**
-   * @param {string} colours - Six hexadecimal digits for each step.
-   * @param {number} low - The least value.
-   * @param {{short: string, long: string}} unit - For the page and for the JSON file.
-   * @param {Array<[number, string]>} ticks - Values and what is written below them.
-   */
-  constructor(colours, low, unit, ticks) {
-    this.low = low;
-    this.unit = unit;
-    this.ticks = ticks;
-    this.#steps = range(256).map((step) =>
+/** 256 colours, six hexadecimal digits each; a diverging palette is pale in the middle. */
+class Palette {
+  constructor(colours, diverging) {
+    const steps = range(256).map((step) =>
       [0, 2, 4].map((at) => parseInt(colours.slice(6 * step + at, 6 * step + at + 2), 16)),
     );
-    this.#pixels = Uint32Array.from(this.#steps, (colour) => pack(...colour));
-    this.#overlays = this.#steps.map((colour, step) => {
-      const strength = Math.abs(low + ((LARGEST - low) * step) / 255) / LARGEST;
-      return low < 0 ? overPale(colour, 0.75 * strength) : css(colour, 0.1 + 0.65 * strength);
+    this.pixels = Uint32Array.from(steps, (colour) => pack(...colour)); // as those of an ImageData
+    this.css = steps.map((colour) => `rgb(${colour.join(", ")})`);
+    this.overlays = steps.map((colour, step) => {
+      const strength = diverging ? Math.abs((2 * step) / 255 - 1) : step / 255;
+      return diverging ? overPale(colour, 0.75 * strength) : css(colour, 0.1 + 0.65 * strength);
     });
-  }
-
-  #stepOf(value) {
-    return Math.min(255, Math.max(0, Math.floor(256 * this.#place(value))));
-  }
-
-  #place(value) {
-    return (value - this.low) / (LARGEST - this.low);
-  }
-
-  /** Return where a value is on the scale, 0 to 1; at an end if it is beyond. */
-  placeOf(value) {
-    return Math.min(1, Math.max(0, this.#place(value)));
-  }
-
-  /** Return the pixels of values. */
-  pixelsOf(values) {
-    const pixels = new Uint32Array(values.length);
-    for (let index = 0; index < values.length; index++)
-      pixels[index] = this.#pixels[this.#stepOf(values[index])];
-    return pixels;
-  }
-
-  /** Return a value's colour over a picture, as CSS. */
-  overlay(value) {
-    return this.#overlays[this.#stepOf(value)];
-  }
-
-  /** Return a value's colour, as CSS. */
-  colour(value) {
-    return `rgb(${this.#steps[this.#stepOf(value)].join(", ")})`;
-  }
-
-  /** Return the pixels of a colour bar: those of an ImageData seen as Uint32Array. */
-  barPixels() {
-    return this.#pixels;
-  }
-
-  /** Say that values are beyond the ends of the scale, or nothing. */
-  beyond({ smallest, largest }) {
-    if (this.low < 0 && smallest < this.low) return `${digits(smallest)} to ${digits(largest)}`;
-    return largest > LARGEST ? `▸ up to ${digits(largest)}` : "";
-  }
-
-  /** Write a value with its unit. */
-  write(value) {
-    return `${digits(value)} ${this.unit.short}`;
   }
 }
 
@@ -143,7 +82,7 @@ function css(colour, opacity) {
 
 /**
  * Return a colour as one that is drawn over a picture after a veil of half-opaque white, because both
- * ends of a signed scale are dark.
+ * ends of a diverging palette are dark.
  */
 function overPale(colour, opacity) {
   const veiled = 1 - 0.5 * (1 - opacity);
@@ -156,27 +95,8 @@ function pack(red, green, blue, alpha = 255) {
   return ((alpha << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-/** Attention weights and maps that are at least 0. */
-export const UNIFORM = new Scale(
-  INFERNO,
-  0,
-  { short: "× uniform", long: "uniform attention" },
-  range(LARGEST + 1).map((tick) => [tick, String(tick)]),
-);
-
-/** Maps that are positive for a class and negative against it. */
-export const SIGNED = new Scale(
-  RED_BLUE,
-  -LARGEST,
-  { short: "× mean", long: "mean of absolute values" },
-  [
-    [-3, "−3"],
-    [-1.5, "← against"],
-    [0, "0"],
-    [1.5, "for →"],
-    [3, "3"],
-  ],
-);
+export const SEQUENTIAL = new Palette(INFERNO, false);
+export const DIVERGING = new Palette(RED_BLUE, true);
 
 /**
  * Choose a colour for each class of a logit lens: the same for the same class as far as possible.

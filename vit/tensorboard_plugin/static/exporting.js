@@ -7,7 +7,9 @@ const ZOOM = 2; // pixels of the PNG to a CSS pixel
 
 /** Save the panes as a PNG file. */
 export async function savePicture(app) {
+  app.main.classList.add("still"); // nothing sticks to the edge of the window
   const canvas = drawElement(app.main);
+  app.main.classList.remove("still");
   const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
   download(blob, `${fileName(app)}.png`);
   return "Picture saved.";
@@ -96,14 +98,18 @@ function drawNode(context, node) {
   return undefined;
 }
 
+/** Draw a text word by word, because it may have several lines. */
 function drawText(context, node) {
-  if (node.data.trim() === "") return;
   const range = document.createRange();
-  range.selectNodeContents(node);
-  const box = range.getBoundingClientRect();
   const style = getComputedStyle(node.parentElement);
   context.font = `${style.fontStyle} ${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
   context.fillStyle = style.color;
   context.textBaseline = "middle";
-  context.fillText(node.data, box.left, box.top + box.height / 2);
+  let end = 0;
+  for (const word of node.data.match(/\s*\S+|\s+$/g) ?? []) {
+    range.setStart(node, end + word.search(/\S|$/));
+    range.setEnd(node, (end += word.length));
+    const { left, top, height } = range.getBoundingClientRect();
+    context.fillText(word.trim(), left, top + height / 2);
+  }
 }

@@ -1,18 +1,21 @@
 // Layers x heads: a small map of every head for the token in question, and the heads' statistics.
 
-import { UNIFORM } from "./colours.js";
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
 import { MARK, Raster, resize } from "./raster.js";
+import { valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
 import { uniformDistance } from "./statistics.js";
 
 const TITLE = 16; // CSS pixels for the names of the columns
 const LINE = 12; // of text below a map
+const EDGE = 4; // around a map, for its frame
 const ROOMY = { label: 54, gap: 6 }; // for "layer 11", and between maps
 const NARROW = { label: 26, gap: 3 }; // for "L11"
 const NARROW_WIDTH = 640;
-const LARGEST = 136; // side of a small map
+const SMALLEST = 34; // width of a map; if the heads do not fit, a layer has several lines
+const AT_ONCE = 4; // maps below each other that are visible without scrolling, at least
+const LARGE = 16; // patch whose outline is bold
 const STRIP_SIDE = 6; // of a prefix token, at least
 const STRIP_GAP = 2; // between the prefix tokens and the patches
 const FUSED_GAP = 12; // before mean, max and rollout
@@ -21,82 +24,97 @@ export class HeadsView {
   #cells = [];
 
   /**
-   * @param {{choose: function(number, (number|string)): void, point: function(?object): void}}
-   *   actions - Called with a layer and head that is chosen, and with what is under the pointer.
+   * @param {{choose: function(number, (number|string)): Promise, enlarge: function(): void,
+   *   point: function(?object): void}} actions - Called with a layer and head that is chosen, when
+   *   the chosen one is clicked, and with what is under the pointer.
    */
-  constructor({ choose, point }) {
+  constructor({ choose, enlarge, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
     this.over = make("canvas", {});
+    this.names = make("canvas", { class: "names" });
+    this.anchor = make("i", { class: "anchor" });
     this.stack = make(
       "div",
       {
         class: "stack",
         tabindex: "0",
         role: "application",
-        "aria-label": "Maps of all layers and heads. Arrow keys choose the one shown large.",
+        "aria-label": "Maps of all layers and heads. Arrow keys choose one, Enter enlarges it.",
         pointermove: (event) => point(this.#under(event)),
         pointerleave: () => point(null),
         click: (event) => {
           const found = this.#under(event);
-          if (found) choose(found.layer, found.head);
+          const again = found?.layer === this.chosen.layer && found.head === this.chosen.head;
+          if (found) again ? enlarge() : choose(found.layer, found.head);
         },
         keydown: (event) => this.#move(event, choose),
       },
       this.maps.canvas,
       this.over,
+      this.anchor,
     );
-    this.notes = [make("p", { class: "note" }), make("p", { class: "note" })];
-    this.element = make("div", { class: "view heads" }, this.stack, ...this.notes);
+    this.notes = range(3).map((at) => make("p", { class: "note", "data-noexport": at === 2 }));
+    const notes = this.notes.flatMap((note) => [note, " "]);
+    this.element = make("div", { class: "view heads" }, ...notes, this.names, this.stack);
   }
 
-  /** Arrange the maps: one row for each layer, or all heads sorted by a statistic. */
+  /** Arrange the maps: those of each layer below each other, all sorted by a statistic, or one. */
   layout(record, state, width, height) {
     this.record = record;
-    const { layers, heads, rows, columns, prefix } = record;
-    const strip = prefix.length; // the prefix tokens are in a row above the patches
+    const { layers, heads, columns } = record;
+    const prefix = record.prefix.length;
     const statistic = state.statistics[state.statistic];
     const inOrder = state.order === "layer" || !statistic;
-    const wide = Math.max(columns, prefix.length);
-    const perRow = heads + FUSED.length;
-    const text = inOrder ? LINE : 2 * LINE;
-    this.narrow = width < NARROW_WIDTH;
-    const { label, gap } = this.narrow ? NARROW : ROOMY;
-    const across = Math.floor(((width - label - FUSED_GAP) / perRow - gap) / wide);
-    const above = strip ? STRIP_SIDE + STRIP_GAP : 0;
-    const down = Math.floor(((height - TITLE) / layers - text - gap - above) / rows);
-    const largest = Math.floor(LARGEST / Math.max(wide, rows));
-    this.zoom = Math.max(1, Math.min(across, Math.max(down, 2), Math.max(largest, 2)));
-    this.cellWidth = wide * this.zoom;
-    this.stripZoom = Math.max(
-      this.zoom,
-      Math.min(STRIP_SIDE, Math.floor((wide * this.zoom) / strip)),
-    );
-    this.strip = strip && this.stripZoom + STRIP_GAP;
-    this.cellHeight = this.strip + rows * this.zoom;
-    const placed = inOrder
+    const perLayer = heads + FUSED.length;
+    this.all = inOrder
       ? range(layers).flatMap((layer) => [...range(heads), ...FUSED].map((head) => [layer, head]))
       : sortedHeads(statistic, state.order === "highest");
-    this.columns = perRow;
-    this.#cells = placed.map(([layer, head], index) => ({
-      layer,
-      head,
-      left:
-        label +
-        (index % perRow) * (this.cellWidth + gap) +
-        (inOrder && index % perRow >= heads ? FUSED_GAP : 0),
-      top: TITLE + Math.floor(index / perRow) * (this.cellHeight + text + gap),
-    }));
-    const last = this.#cells[this.#cells.length - 1];
-    const size = [
-      label + FUSED_GAP + perRow * (this.cellWidth + gap),
-      last.top + this.cellHeight + text + gap,
-    ];
+    this.enlarged = state.enlarged === "yes";
+    this.narrow = width < NARROW_WIDTH;
+    const { label, gap } = this.narrow ? NARROW : ROOMY;
+    const free = width - label - FUSED_GAP;
+    const fitting = Math.floor(free / (Math.max(SMALLEST, columns, prefix) + gap));
+    const lines = Math.ceil(perLayer / Math.max(1, fitting)); // of a layer
+    const perRow = this.enlarged ? 1 : Math.ceil(perLayer / lines);
+    this.named = !inOrder || lines > 1 || this.enlarged; // below each map, not above the columns
+    const text = (this.named ? 2 : 1) * LINE + EDGE;
+    const between = inOrder && lines > 1 ? LINE : 0; // between layers
+    this.#fit(Math.floor(free / perRow) - gap, height / (this.enlarged ? 1 : AT_ONCE) - text);
+    this.down = inOrder ? perLayer : perRow;
+    const [across, along] = [this.cellWidth + gap, this.cellHeight + text + gap];
+    const shown = this.enlarged ? [[state.layer, state.head]] : this.all;
+    this.#cells = shown.map(([layer, head], index) => {
+      const at = inOrder ? index % perLayer : index;
+      const row = inOrder ? Math.floor(index / perLayer) : 0;
+      const line = Math.floor(at / perRow) + row * lines;
+      const apart = !this.named && at >= heads ? FUSED_GAP : 0;
+      const left = label + (at % perRow) * across + apart;
+      const top = EDGE + line * along + row * between;
+      const strip = [left, top, Math.round(prefix * this.stripZoom), this.strip - STRIP_GAP];
+      const patches = [left, top + this.strip, this.patchesWidth, this.cellHeight - this.strip];
+      return { layer, head, left, top, strip, patches };
+    });
+    const size = [label + FUSED_GAP + perRow * across, this.#cells.at(-1).top + along];
     this.stack.style.width = `${size[0]}px`;
     this.stack.style.height = `${size[1]}px`;
     this.maps.resize(...size);
-    this.context = resize(this.over, ...size);
-    this.#drawLabels(state, inOrder, statistic);
+    const names = resize(this.names, size[0], this.named ? 0 : TITLE);
+    this.#drawLabels(resize(this.over, ...size), names, state, inOrder, statistic);
     this.#describe(state, inOrder);
+  }
+
+  /** Set the size of the maps: the largest that is at most so wide and so high. */
+  #fit(width, height) {
+    const { rows, columns, prefix } = this.record;
+    const wide = Math.max(columns, prefix.length); // the prefix tokens are a row of their own
+    const strips = prefix.length ? 1 : 0;
+    const zoom = Math.min(width / wide, height / (rows + strips));
+    this.cellWidth = Math.max(wide, Math.floor(wide * zoom));
+    this.zoom = this.cellWidth / wide; // CSS pixels to a patch
+    this.stripZoom = Math.max(this.zoom, Math.min(STRIP_SIDE, this.cellWidth / prefix.length));
+    this.strip = strips * (Math.round(this.stripZoom) + STRIP_GAP);
+    this.patchesWidth = Math.round(columns * this.zoom);
+    this.cellHeight = this.strip + Math.round(rows * this.zoom);
   }
 
   #describe({ statistic, statistics }, inOrder) {
@@ -117,31 +135,22 @@ export class HeadsView {
         : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.${reference}`;
     write(this.notes[0], below);
     write(this.notes[1], `Mean over all heads: ${means.join(", ")}.`);
+    const hint = "Click a map to lay it over the picture, and again to enlarge it.";
+    write(this.notes[2], this.enlarged ? "Click the map or press Esc to see all maps." : hint);
   }
 
   /** Paint every map. `attention` is what `Weights.of` returns. */
-  paint(record, attention, token) {
+  paint(record, attention, token, scale) {
     this.record = record;
     const prefix = record.prefix.length;
-    for (const { layer, head, left, top } of this.#cells) {
-      const values = FUSED.includes(head) ? attention[head][layer] : attention.heads[layer][head];
-      if (prefix)
-        this.maps.paint(
-          UNIFORM.pixelsOf(values.subarray(0, prefix)),
-          prefix,
-          left,
-          top,
-          this.stripZoom,
-        );
-      this.maps.paint(
-        UNIFORM.pixelsOf(values.subarray(prefix)),
-        record.columns,
-        left,
-        top + this.strip,
-        this.zoom,
-      );
-    }
-    this.maps.flush();
+    const maps = this.#cells.map((cell) => ({
+      ...cell,
+      colours: scale.pixelsOf(valuesOf(attention, cell.layer, cell.head)),
+    }));
+    const part = (box, ...tokens) =>
+      maps.map((map) => ({ box: map[box], colours: map.colours.subarray(...tokens) }));
+    if (prefix) this.maps.paint(part("strip", 0, prefix), prefix);
+    this.maps.paint(part("patches", prefix), record.columns);
     if (token >= prefix && this.zoom >= 4) this.#markToken(token - prefix);
   }
 
@@ -152,59 +161,59 @@ export class HeadsView {
   }
 
   #markToken(patch) {
-    const { context } = this.maps;
-    context.strokeStyle = MARK;
-    context.lineWidth = 1;
-    const row = Math.floor(patch / this.record.columns);
-    const column = patch % this.record.columns;
+    const { zoom, maps } = this;
+    const at = [patch % this.record.columns, Math.floor(patch / this.record.columns)];
+    const [x, y, side] = [...at, 1].map((count) => Math.round(count * zoom));
+    maps.context.strokeStyle = MARK;
+    maps.context.lineWidth = zoom < LARGE ? 1 : 3;
+    const inset = maps.context.lineWidth / 2;
     for (const { left, top } of this.#cells) {
-      context.strokeRect(
-        left + column * this.zoom + 0.5,
-        top + this.strip + row * this.zoom + 0.5,
-        this.zoom - 1,
-        this.zoom - 1,
-      );
+      const corner = [left + x + inset, top + this.strip + y + inset];
+      maps.context.strokeRect(...corner, side - 2 * inset, side - 2 * inset);
     }
   }
 
-  #drawLabels(state, inOrder, statistic) {
-    const { context, record } = this;
+  #drawLabels(context, names, state, inOrder, statistic) {
     const style = getComputedStyle(this.element);
-    const quiet = style.getPropertyValue("--quiet");
-    const accent = style.getPropertyValue("--accent");
-    context.font = `10px ${style.fontFamily}`;
+    for (const one of [context, names]) {
+      one.font = `10px ${style.fontFamily}`;
+      one.fillStyle = style.getPropertyValue("--quiet");
+      one.textAlign = "center";
+    }
     for (const { layer, head, left, top } of this.#cells) {
       const middle = left + this.cellWidth / 2;
       const bottom = top + this.cellHeight;
-      context.fillStyle = quiet;
-      context.textAlign = "center";
-      const lines = [];
-      if (!inOrder && statistic)
-        lines.push(this.cellWidth < 80 ? `${layer}/${head}` : `layer ${layer} head ${head}`);
-      if (statistic && !FUSED.includes(head)) lines.push(digits(statistic[layer][head]));
-      lines.forEach((line, number) =>
-        context.fillText(line, middle, bottom + (number + 1) * LINE - 2),
+      const name = this.#nameOf(context, inOrder, layer, head);
+      const value = statistic && !FUSED.includes(head) ? digits(statistic[layer][head]) : "";
+      if (layer === 0 && !this.named) names.fillText(name, middle, TITLE - 4);
+      (this.named ? [name, value] : [value]).forEach((line, number) =>
+        context.fillText(line, middle, bottom + (number + 1) * LINE + 1),
       );
-      if (inOrder && layer === 0) context.fillText(this.#columnName(head), middle, TITLE - 5);
-      if (inOrder && head === 0) {
+      if (inOrder && head === 0 && !this.enlarged) {
         context.textAlign = "left";
-        context.fillText(
-          `${this.narrow ? "L" : "layer "}${layer}`,
-          2,
-          top + this.cellHeight / 2 + 4,
-        );
+        const text = `${this.narrow ? "L" : "layer "}${layer}`;
+        context.fillText(text, 2, top + this.cellHeight / 2 + 4);
+        context.textAlign = "center";
       }
-      if (layer === (state.layer ?? record.layers - 1) && head === state.head) {
-        context.strokeStyle = accent;
+      if (layer === state.layer && head === state.head) {
+        context.strokeStyle = style.getPropertyValue("--accent");
         context.lineWidth = 2;
         context.strokeRect(left - 2, top - 2, this.cellWidth + 4, this.cellHeight + 4);
+        this.anchor.style.inset = `${top}px auto auto ${left}px`;
+        this.anchor.style.height = `${this.cellHeight + 3 * LINE}px`;
       }
     }
   }
 
-  #columnName(head) {
-    if (FUSED.includes(head)) return head;
-    return this.cellWidth < 44 ? String(head) : `head ${head}`;
+  /** Return a map's name; a short one if the long ones do not fit. */
+  #nameOf(context, inOrder, layer, head) {
+    const long = FUSED.includes(head) ? head : `head ${head}`;
+    if (this.enlarged) return `layer ${layer}, ${long}`;
+    const { layers, heads } = this.record;
+    const longest = `${inOrder ? "" : `layer ${layers - 1} `}head ${heads - 1}`;
+    if (context.measureText(longest).width > this.cellWidth)
+      return inOrder ? String(head) : `${layer}/${head}`;
+    return inOrder ? long : `layer ${layer} ${long}`;
   }
 
   /** Return the map and the token under the pointer, or null. */
@@ -218,7 +227,7 @@ export class HeadsView {
     if (!cell) return null;
     const prefix = record.prefix.length;
     const column = Math.floor((x - cell.left) / zoom);
-    const row = Math.floor((y - cell.top - this.strip) / zoom);
+    const row = Math.min(Math.floor((y - cell.top - this.strip) / zoom), record.rows - 1);
     const special = Math.floor((x - cell.left) / this.stripZoom);
     let token = null;
     if (row >= 0 && column < record.columns) token = prefix + row * record.columns + column;
@@ -227,7 +236,7 @@ export class HeadsView {
   }
 
   #move(event, choose) {
-    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.down, ArrowDown: this.down }[
       event.key
     ];
     if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -237,12 +246,20 @@ export class HeadsView {
   }
 
   /** Choose another map, `by` places further. */
-  step(by, choose) {
-    const at = this.#cells.findIndex(
-      ({ layer, head }) => layer === this.chosen.layer && head === this.chosen.head,
+  async step(by, choose) {
+    const { chosen } = this;
+    const at = this.all.findIndex(
+      ([layer, head]) => layer === chosen.layer && head === chosen.head,
     );
-    const next = this.#cells[Math.max(at, 0) + by];
-    if (next) choose(next.layer, next.head);
+    const next = this.all[Math.max(at, 0) + by];
+    if (!next) return;
+    await choose(...next);
+    this.reveal();
+  }
+
+  /** Scroll to the chosen map. */
+  reveal() {
+    this.anchor.scrollIntoView({ block: "nearest" });
   }
 
   /** The map shown large. */

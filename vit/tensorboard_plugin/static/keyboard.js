@@ -6,7 +6,8 @@ import { VIEWS } from "./state.js";
 const KEYS = [
   ["← ↑ → ↓", "move the patch; in a list or a grid, choose there"],
   ["T", "class token, registers, mean of patches"],
-  ["Esc", "release the patch"],
+  ["Enter", "enlarge the chosen head"],
+  ["Esc", "back to all heads; release the patch"],
   ["X", "where it attends ⇄ who attends to it"],
   ["A D, W S", "previous and next head, layer"],
   ["[ ]", "previous and next step"],
@@ -37,7 +38,8 @@ export function listen(app, help) {
     ArrowUp: () => app.movePatch(-1, 0),
     ArrowDown: () => app.movePatch(1, 0),
     t: () => app.nextToken(),
-    Escape: () => app.set({ token: "" }),
+    Enter: () => app.enlarge(),
+    Escape: () => app.escape(),
     x: () => app.set({ direction: app.state.direction === "to" ? "from" : "to" }),
     a: () => app.moveHead(-1),
     d: () => app.moveHead(1),
@@ -59,7 +61,7 @@ export function listen(app, help) {
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     if (target.matches("select") || !(key in actions)) return;
     if (key.startsWith("Arrow") && target.matches("input")) return; // the slider's own keys
-    if (key === " " && target.matches("button, input")) return;
+    if ([" ", "Enter"].includes(key) && target.matches("button, input")) return;
     event.preventDefault();
     actions[key]();
   });

@@ -1,6 +1,5 @@
 // Kinds of map of the whole image, side by side.
 
-import { SIGNED, UNIFORM } from "./colours.js";
 import { make, write } from "./dom.js";
 import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
 
@@ -41,9 +40,9 @@ export function aboutClass(record, map) {
   return map.target === null ? "class-agnostic" : `for ${record.className(map.target)}`;
 }
 
-/** Return the colours and the unit of a map. */
-export function scaleOf(map) {
-  return map.signed ? SIGNED : UNIFORM;
+/** Return the scale of a map among those of `scalesOf`. */
+export function scaleOf(map, scales) {
+  return map.signed ? scales.signedMaps : scales.maps;
 }
 
 export class MapsView {
@@ -86,8 +85,6 @@ export class MapsView {
       pointerleave: () => this.actions.point(null),
     });
     const context = resize(canvas, this.size.width, this.size.height);
-    drawOverlay(context, record, this.size, (patch) => scaleOf(map).overlay(map.values[patch]));
-    const plain = context.getImageData(0, 0, canvas.width, canvas.height);
     const value = make("span", { class: "value" });
     const faithfulness =
       map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3).replace("-", "−");
@@ -104,7 +101,7 @@ export class MapsView {
       make("span", { class: "quiet", title: FAITHFULNESS }, `faithfulness ${faithfulness}`),
       value,
     );
-    return { element, context, plain, value, map };
+    return { element, context, value, map };
   }
 
   #patchAt(record, event) {
@@ -113,12 +110,19 @@ export class MapsView {
     return row < record.rows && column < record.columns ? row * record.columns + column : null;
   }
 
-  /** Mark a patch in all maps, or none, and write its value. */
-  paint(record, patch) {
-    for (const { context, plain, value, map } of this.#cards) {
-      context.putImageData(plain, 0, 0);
+  /** Paint all maps, mark a patch in them, or none, and write its value. */
+  paint(record, patch, scales) {
+    for (const card of this.#cards) {
+      const { context, value, map } = card;
+      const scale = scaleOf(map, scales);
+      if (card.key !== scale.key) {
+        drawOverlay(context, record, this.size, (one) => scale.overlay(map.values[one]));
+        card.plain = context.getImageData(0, 0, context.canvas.width, context.canvas.height);
+        card.key = scale.key;
+      }
+      context.putImageData(card.plain, 0, 0);
       if (patch !== null) outline(context, patchBox(record, this.size, patch), MARK, 2);
-      write(value, patch === null ? " " : `here ${scaleOf(map).write(map.values[patch])}`);
+      write(value, patch === null ? " " : `here ${scale.write(map.values[patch])}`);
     }
   }
 }

@@ -116,8 +116,8 @@ export class LensView {
         probabilities[layer][first + patch][0],
       ),
     );
-    map.paint(colours, record.columns, 0, 0, zoom);
-    map.flush();
+    const box = [0, 0, record.columns * zoom, record.rows * zoom];
+    map.paint([{ colours, box }], record.columns);
     const guesses = range(classes[layer][0].length);
     const pooled = guesses.map(() => bar());
     const own = guesses.map(() => bar());

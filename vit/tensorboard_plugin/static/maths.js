@@ -4,24 +4,31 @@
 
 export const MEAN = -1; // instead of a token: the mean over all patches
 
-/** The attention weights of an image at a step, kept as they come: 8 bits and a scale per row. */
+/**
+ * The attention weights of an image at a step, kept as they come: 8 bits and a scale per row.
+ *
+ * Rows need not sum to 1, and weights may be negative: not all attention is a softmax.
+ */
 export class Weights {
   #means = [];
   #meanOfPatches = {};
 
   /**
-   * @param {ArrayBuffer} buffer - L*H*N*N uint8 codes, then L*H*N float32 scales; their products
-   *   are the weights.
+   * @param {ArrayBuffer} buffer - L*H*N*N codes, then L*H*N float32 scales; their products are the
+   *   weights. One more byte says that the codes are int8, not uint8.
    * @param {{layers: number, heads: number, tokens: number, prefix: number}} shape
    */
   constructor(buffer, { layers, heads, tokens, prefix }) {
     const size = layers * heads * tokens * tokens;
-    if (buffer.byteLength !== size + 4 * layers * heads * tokens) {
+    const scales = 4 * layers * heads * tokens; // bytes
+    this.signed = buffer.byteLength === size + scales + 1;
+    if (!this.signed && buffer.byteLength !== size + scales) {
       throw new Error("The weights have another size than the image's details say.");
     }
     Object.assign(this, { layers, heads, tokens, prefix });
-    this.codes = new Uint8Array(buffer, 0, size);
-    this.scale = new Float32Array(buffer.slice(size)); // a copy, because floats must be aligned
+    this.codes = new (this.signed ? Int8Array : Uint8Array)(buffer, 0, size);
+    const floats = buffer.slice(size, size + scales); // a copy, because floats must be aligned
+    this.scale = new Float32Array(floats);
   }
 
   /**
@@ -88,7 +95,10 @@ export class Weights {
     });
   }
 
-  /** Return the mean over a layer's heads, (N * N,), as plain weights. */
+  /**
+   * Return the mean over a layer's heads, (N * N,), with rows scaled to sum to 1; negative weights
+   * count as zero.
+   */
   meanMatrix(layer) {
     if (this.#means[layer]) return this.#means[layer];
     const n = this.tokens;
@@ -98,8 +108,14 @@ export class Weights {
       for (let query = 0; query < n; query++) {
         const scale = this.scale[rows + query] / this.heads;
         const codes = (rows + query) * n;
-        for (let key = 0; key < n; key++) mean[query * n + key] += this.codes[codes + key] * scale;
+        for (let key = 0; key < n; key++)
+          mean[query * n + key] += Math.max(0, this.codes[codes + key]) * scale;
       }
+    }
+    for (let query = 0; query < n; query++) {
+      const row = mean.subarray(query * n, (query + 1) * n);
+      const sum = row.reduce((total, weight) => total + weight, 0);
+      row.forEach((weight, key) => (row[key] = sum > 0 ? weight / sum : Number(key === query)));
     }
     return (this.#means[layer] = mean);
   }
@@ -162,10 +178,12 @@ export function indexOfLargest(values) {
 }
 
 export function endsOf(values) {
-  return {
-    smallest: values.reduce((one, other) => Math.min(one, other)),
-    largest: values.reduce((one, other) => Math.max(one, other)),
-  };
+  let [smallest, largest] = [Infinity, -Infinity];
+  for (let index = 0; index < values.length; index++) {
+    if (values[index] < smallest) smallest = values[index];
+    if (values[index] > largest) largest = values[index];
+  }
+  return { smallest, largest };
 }
 
 export function range(count) {
@@ -189,7 +207,7 @@ function meanOf(vectors) {
 }
 
 function maxOf(vectors) {
-  return vectors[0].map((_, index) => vectors.reduce((most, one) => Math.max(most, one[index]), 0));
+  return vectors.reduce((most, one) => most.map((value, index) => Math.max(value, one[index])));
 }
 
 function halfway(a, b) {

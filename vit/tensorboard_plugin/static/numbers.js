@@ -21,6 +21,8 @@ export function numbersOf(record, { state, token, attention }, shown) {
     layer: state.layer,
     head: state.head,
     unit: shown.scale.unit.long,
+    contrast: state.contrast,
+    range: [shown.scale.low, shown.scale.high],
     values: plain(shown.values),
     ...ofView(record, state, attention),
     classes: record.details.classes,

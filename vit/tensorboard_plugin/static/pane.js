@@ -11,7 +11,7 @@ import { bar, fill, LensView } from "./lens.js";
 import { MEAN, range, tokenName, tokenOf } from "./maths.js";
 import { numbersOf } from "./numbers.js";
 import { Picture } from "./picture.js";
-import { describe, show, valuesOf } from "./scene.js";
+import { describe, onScale, show, valuesOf } from "./scene.js";
 import { statisticsOf } from "./statistics.js";
 import { FUSED } from "./state.js";
 
@@ -38,6 +38,7 @@ export class Pane {
     this.views = {
       heads: new HeadsView({
         choose: (layer, head) => app.set({ layer, head }),
+        enlarge: () => app.enlarge(),
         point: (probe) => {
           this.#probe = probe;
           app.paint();
@@ -262,12 +263,17 @@ export class Pane {
     return this.#memory.attention;
   }
 
+  /** Return what has to be on the scales, see `scalesOf`. */
+  onScale() {
+    return this.record && !this.element.hidden ? onScale(this.record, this.#scene()) : [];
+  }
+
   /** Paint what depends on the pointer; nothing changes its size. */
   paint() {
-    const { record } = this;
+    const { record, app } = this;
     if (!record || !this.picture.size) return;
-    const scene = this.#scene();
-    const { state, token, pointer } = scene;
+    const scene = { ...this.#scene(), scales: app.scales() };
+    const { state, token, pointer, scales } = scene;
     const prefix = record.prefix.length;
     const patchOf = (one) => (one !== null && one >= prefix ? one - prefix : null);
     const shown = show(record, scene);
@@ -278,8 +284,9 @@ export class Pane {
     });
     const view = this.views[state.view];
     view.chosen = { layer: state.layer, head: state.head };
-    if (state.view === "heads" && scene.attention) view.paint(record, scene.attention, token);
-    if (state.view === "maps") view.paint(record, patchOf(pointer ?? token));
+    if (state.view === "heads" && scene.attention)
+      view.paint(record, scene.attention, token, scales.weights);
+    if (state.view === "maps") view.paint(record, patchOf(pointer ?? token), scales);
     if (state.view === "lens" && record.details.lens)
       view.paint(record, token, describe(token, record));
     for (const chip of this.chipParts) {
@@ -288,7 +295,7 @@ export class Pane {
       write(chip.value, shown.number(chip.token));
     }
     this.lines.forEach((line, index) => write(line, shown.lines[index] ?? ""));
-    this.scale.paint(shown, state.view !== "lens");
+    this.scale.paint(shown, state.view !== "lens", Boolean(state.run2));
     this.painted = { scene, shown };
   }
 

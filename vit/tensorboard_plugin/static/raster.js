@@ -18,7 +18,7 @@ export function resize(canvas, width, height) {
   return context;
 }
 
-/** A canvas for maps of a few pixels to a patch: all are painted at once, without smoothing. */
+/** A canvas for small maps, which are painted without smoothing. */
 export class Raster {
   constructor(canvas) {
     this.canvas = canvas;
@@ -27,38 +27,26 @@ export class Raster {
   /** Set the size in CSS pixels and clear it. */
   resize(width, height) {
     this.context = resize(this.canvas, width, height);
-    this.image = new ImageData(this.canvas.width, this.canvas.height);
-    this.pixels = new Uint32Array(this.image.data.buffer);
+    this.context.imageSmoothingEnabled = false;
   }
 
   /**
-   * Paint a map.
+   * Paint maps of equal size.
    *
-   * @param {Uint32Array} colours - A pixel for each patch, row by row.
+   * @param {Array<{colours: Uint32Array, box: number[]}>} maps - A pixel for each patch, row by
+   *   row; left, top, width and height in whole CSS pixels.
    * @param {number} columns - Patches in a row.
-   * @param {number} left - CSS pixels, as is `top`.
-   * @param {number} top
-   * @param {number} zoom - CSS pixels to a patch, whole.
    */
-  paint(colours, columns, left, top, zoom) {
-    const scale = ratio();
-    const side = zoom * scale;
-    const width = this.image.width;
-    for (let row = 0; row * columns < colours.length; row++) {
-      const start = (top * scale + row * side) * width + left * scale;
-      for (let column = 0; column < columns && row * columns + column < colours.length; column++) {
-        const at = start + column * side;
-        this.pixels.fill(colours[row * columns + column], at, at + side);
-      }
-      for (let line = 1; line < side; line++) {
-        this.pixels.copyWithin(start + line * width, start, start + columns * side);
-      }
-    }
-  }
-
-  /** Show what has been painted. */
-  flush() {
-    this.context.putImageData(this.image, 0, 0);
+  paint(maps, columns) {
+    const rows = maps[0].colours.length / columns;
+    const image = new ImageData(columns, rows * maps.length); // all maps, a pixel for each patch
+    const pixels = new Uint32Array(image.data.buffer);
+    maps.forEach(({ colours }, index) => pixels.set(colours, index * rows * columns));
+    const small = new OffscreenCanvas(image.width, image.height);
+    small.getContext("2d").putImageData(image, 0, 0);
+    maps.forEach(({ box }, index) =>
+      this.context.drawImage(small, 0, index * rows, columns, rows, ...box),
+    );
   }
 }
 

@@ -1,7 +1,6 @@
 // What the large picture, the chips and the lines below it show in each view.
 
-import { UNIFORM } from "./colours.js";
-import { aboutClass, chosenMap, scaleOf } from "./kinds.js";
+import { aboutClass, chosenMap, mapsOf, scaleOf } from "./kinds.js";
 import { lensColours, lensOf, lensOverlay } from "./lens.js";
 import { MEAN, digits, endsOf, indexOfLargest, percent, tokenName } from "./maths.js";
 import { FUSED } from "./state.js";
@@ -18,6 +17,20 @@ import { FUSED } from "./state.js";
  */
 export function show(record, scene) {
   return { heads: showHead, maps: showMap, lens: showLens }[scene.state.view](record, scene);
+}
+
+/** Return what has to be on a scale, see `scalesOf`. */
+export function onScale(record, { state, attention, values }) {
+  if (state.view === "maps")
+    return mapsOf(record, state.target).map((map) => ({
+      kind: map.signed ? "signedMaps" : "maps",
+      ...endsOf(map.values),
+    }));
+  if (state.view !== "heads" || !values) return [];
+  // Rollout follows from the heads; the residual connections in it would dwarf them.
+  const heads = state.enlarged === "yes" ? [values] : attention.heads.flat();
+  const { signed } = record.weights;
+  return heads.map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
 }
 
 /** Return a map of `Weights.of`, (N,). */
@@ -54,11 +67,12 @@ function describeValue(record, values, token, other) {
   if (other !== null) return `${describe(other, record)} at ${digits(values[other])} × uniform`;
   const best = indexOfLargest(values);
   const own = token === MEAN ? "" : `, itself at ${digits(values[token])} ×`;
-  return `strongest: ${describe(best, record)} at ${digits(values[best])} × uniform${own}`;
+  return `strongest: ${describe(best, record)} at ${digits(values[best])} ×${own || " uniform"}`;
 }
 
-function showHead(record, { state, token, pointer, probe, attention, values }) {
-  if (!values) return nothing(["No attention weights of this image"]);
+function showHead(record, { state, token, pointer, probe, attention, values, scales }) {
+  const scale = scales.weights;
+  if (!values) return nothing(["No attention weights of this image"], scale);
   const prefix = record.prefix.length;
   const { layer, head } = probe ?? state; // the small map under the pointer, or that shown large
   const looked = valuesOf(attention, layer, head);
@@ -67,29 +81,29 @@ function showHead(record, { state, token, pointer, probe, attention, values }) {
   const verb = state.direction === "to" ? "attends to" : "receives attention from";
   return {
     values,
-    colourOf: (patch) => UNIFORM.overlay(values[prefix + patch]),
-    swatch: (one) => (one === MEAN ? "none" : UNIFORM.colour(values[one])),
+    colourOf: (patch) => scale.overlay(values[prefix + patch]),
+    swatch: (one) => (one === MEAN ? "none" : scale.colour(values[one])),
     number: (one) => (one === MEAN ? "" : `${digits(values[one])} ×`),
     lines: [
       `${nameHead(layer, head)}: ${describe(token, record)} ${verb}`,
       describeValue(record, looked, token, other),
       describeStatistics(state.statistics, layer, head),
     ],
-    scale: UNIFORM,
+    scale,
     marked: looked[other ?? indexOfLargest(looked)],
     ends: endsOf(values),
   };
 }
 
-function showMap(record, { state, pointer, token }) {
+function showMap(record, { state, pointer, token, scales }) {
   const map = chosenMap(record, state);
-  if (!map) return nothing(["No maps of this image"]);
+  if (!map) return nothing(["No maps of this image"], scales.maps);
   const prefix = record.prefix.length;
   const at = [pointer, token].find((one) => one !== null && one >= prefix) ?? null;
   const value = at === null ? null : map.values[at - prefix];
-  const scale = scaleOf(map);
+  const scale = scaleOf(map, scales);
   return {
-    ...nothing([]),
+    ...nothing([], scale),
     values: map.values,
     colourOf: (patch) => scale.overlay(map.values[patch]),
     lines: [
@@ -97,14 +111,14 @@ function showMap(record, { state, pointer, token }) {
       at === null ? "" : `${describe(at, record)} at ${scale.write(value)}`,
       map.signed ? "red speaks for the class, blue against it" : "",
     ],
-    scale,
     marked: value,
     ends: endsOf(map.values),
   };
 }
 
-function showLens(record, { state, pointer, token }) {
-  if (!record.details.lens) return nothing(["No layer-by-layer predictions of this image"]);
+function showLens(record, { state, pointer, token, scales }) {
+  const { lens } = record.details;
+  if (!lens) return nothing(["No layer-by-layer predictions of this image"], scales.maps);
   const colourOf = lensOverlay(record, lensColours(record), state.layer);
   const at = pointer ?? token;
   const readName = at === MEAN ? "what the head reads" : describe(at, record);
@@ -112,21 +126,21 @@ function showLens(record, { state, pointer, token }) {
     .map(([index, probability]) => `${record.className(index)} ${percent(probability)}`)
     .join(", ");
   return {
-    ...nothing([]),
+    ...nothing([], scales.maps),
     colourOf: (patch) => colourOf(record.prefix.length + patch),
     swatch: (one) => (one === MEAN ? "none" : colourOf(one)),
     lines: [`after layer ${state.layer}, ${readName} is read as`, read],
   };
 }
 
-function nothing(lines) {
+function nothing(lines, scale) {
   return {
     values: null,
     colourOf: null,
     swatch: () => "none",
     number: () => "",
     lines,
-    scale: UNIFORM,
+    scale,
     marked: null,
     ends: { smallest: 0, largest: 0 },
   };

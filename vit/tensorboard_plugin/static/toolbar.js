@@ -4,7 +4,7 @@ import { copyLink, saveNumbers, savePicture } from "./exporting.js";
 import { make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
-import { DIRECTIONS, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
+import { CONTRASTS, DIRECTIONS, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
 
 const EXPLAINED = [
   "entropy: 0 if every token attends to a single token, 1 if attention is uniform",
@@ -13,6 +13,8 @@ const EXPLAINED = [
 ].join("\n");
 const LISTED =
   "Runs with recorded attention. python eval.py RUN --attention adds that of a finished one.";
+const CONTRAST =
+  "fixed: 0 to 3, or −3 to 3 if signed; the others: all values that are shown, on both sides";
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
 
 export class Toolbar {
@@ -58,6 +60,8 @@ export class Toolbar {
     this.targets = menu("Class that the maps explain", (target) =>
       app.set({ target: Number(target) }),
     );
+    this.contrasts = menu("Contrast", (contrast) => app.set({ contrast }), { title: CONTRAST });
+    this.contrast = make("label", {}, "contrast ", this.contrasts);
     this.heat = make("input", {
       type: "checkbox",
       change: () => app.set({ heat: this.heat.checked ? "yes" : "no" }),
@@ -114,7 +118,8 @@ export class Toolbar {
       this.forHeads,
       this.forMaps,
       make("span", { class: "space" }),
-      make("label", { class: "check" }, this.heat, "colours over the picture"),
+      this.contrast,
+      make("label", { class: "check", title: "Colours over the picture" }, this.heat, "overlay"),
     );
   }
 
@@ -177,6 +182,8 @@ export class Toolbar {
     offer(this.statistics, Object.entries(STATISTICS), state.statistic);
     offer(this.over, Object.entries(OVER), state.over);
     offer(this.orders, Object.entries(ORDERS), state.order);
+    offer(this.contrasts, Object.entries(CONTRASTS), state.contrast);
+    this.contrast.hidden = state.view === "lens";
     this.forHeads.hidden = state.view !== "heads";
     this.forMaps.hidden = state.view !== "maps";
     this.heat.checked = state.heat === "yes";
