@@ -20,7 +20,7 @@ from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, SIGNED_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
@@ -114,9 +114,9 @@ def check_maps(classifier: Classifier, inputs: Tensor, record: Record) -> None:
     kinds = {"rollout", "raw", "gradient_rollout", "relevance", "lrp", "lrp_rollout"}
     assert {shown.kind for shown in found.maps} == kinds
     for shown in found.maps:
-        assert (shown.target is None) == (shown.kind not in CLASS_SPECIFIC)
-        assert shown.signed == (shown.kind in SIGNED_KINDS)
-        assert shown.title == MAP_KINDS[shown.kind] and shown.faithfulness is None
+        assert (shown.target is None) == (not MAP_KINDS[shown.kind].class_specific)
+        assert shown.signed == MAP_KINDS[shown.kind].signed
+        assert shown.title == MAP_KINDS[shown.kind].title and shown.faithfulness is None
         target = None if shown.target is None else torch.tensor([shown.target])
         _, maps = attention_maps(classifier.model, inputs, [shown.kind], target)
         close(shown.values, maps[shown.kind][0].flatten())

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.explain.lrp import token_relevance
-from vit.explain.maps import (
-    ALL_KINDS,
-    BY_RULES,
-    CLASS_SPECIFIC,
-    MAP_KINDS,
-    attention_maps,
-    readout_of,
-    rollout_title,
-)
+from vit.explain.maps import MAP_KINDS, attention_maps, readout_of, rollout_title
 from vit.explain.rollout import (
     attention_gradients,
     attention_rollout,
@@ -32,6 +24,7 @@ from vit.explain.rollout import (
 )
 from vit.model import attention
 from vit.model.vit import VisionTransformer
+from vit.registry import ALL_KINDS
 
 CASES = [("mean", 0), ("mean", 1), ("mean", 5), ("class_token", 1), ("class_token", 5)]
 with_cases = pytest.mark.parametrize(("readout", "prefix"), CASES)
@@ -60,7 +53,8 @@ ROLLOUTS = {
     "rollout of later layers": {"start_layer": 1},
 }
 VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
-OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")  # the others: test_lrp.py
+OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")
+BY_RULES = ("lrp", "lrp_rollout", "lrp_pixels")  # see test_lrp.py
 with_variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -705,7 +699,7 @@ def test_the_predicted_class_is_explained_unless_another_is_chosen(variant):
         chosen = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
         for kind in ("rollout", "raw"):
             assert torch.equal(chosen[kind], predicted[kind])
-        for kind in chosen.keys() & {*CLASS_SPECIFIC}:
+        for kind in [kind for kind in chosen if MAP_KINDS[kind].class_specific]:
             difference = (chosen[kind] - predicted[kind]).abs().amax((1, 2))
             assert (difference == 0).all() if same else (difference > 0.05).all()
 

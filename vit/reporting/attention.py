@@ -19,20 +19,12 @@ from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.maps import (
-    CLASS_SPECIFIC,
-    MAP_KINDS,
-    SIGNED_KINDS,
-    map_title,
-    readout_of,
-    rollout_title,
-)
+from vit.explain.maps import MAP_KINDS, map_title, readout_of, rollout_title
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import (
-    attention_records,
-)
+from vit.registry import ALL_KINDS
+from vit.reporting.attention_records import attention_records
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
@@ -157,6 +149,8 @@ def _write_maps(
     logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
     probabilities, predicted = logits.softmax(dim=1).cpu().max(dim=1)
     explained = predicted if target is None else torch.full_like(predicted, target)
+    signed = [kind for kind, entry in ALL_KINDS.items() if entry.signed]
+    means = [k for k, e in ALL_KINDS.items() if e.unit != "uniform" and not e.signed]
     entries = [
         {
             "row": row,
@@ -174,10 +168,12 @@ def _write_maps(
         "split": "test",
         "readout": readout_of(require_attention(saved.classifier.model)),
         "rollout": rollout,
-        "unit": "1 is the value of every token under uniform attention; relevance and lrp_rollout: "
-        f"the mean of all patches; {', '.join(SIGNED_KINDS)}: that of the absolute values",
+        "unit": "1 is the value of every token under uniform attention; "
+        f"{' and '.join(means)}: the mean of all patches; {', '.join(signed)}: that of the "
+        "absolute values",
         "maps": {
-            kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
+            kind: {"file": f"{kind}.npy", "class_specific": ALL_KINDS[kind].class_specific}
+            for kind in maps
         },
         "images": entries,
     }
@@ -204,7 +200,9 @@ def _write_maps(
 
 def _title(kind: str, class_name: str, rollout: dict[str, Any]) -> str:
     title = map_title(kind, class_name)
-    return title if kind != "rollout" else title.replace(MAP_KINDS[kind], rollout_title(**rollout))
+    if kind == "rollout":
+        title = title.replace(ALL_KINDS[kind].title, rollout_title(**rollout))
+    return title
 
 
 def _write_records(

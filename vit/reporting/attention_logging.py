@@ -31,6 +31,7 @@ from vit.explain.statistics import (
 )
 from vit.files import write_atomically
 from vit.model.attention_model import require_attention
+from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tracking import ROLLOUT_TAG, Logged
@@ -39,7 +40,7 @@ RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
 JUDGED = 32  # number of images for measuring faithfulness during training
 JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
-JUDGED_KINDS = ("rollout", "relevance", "lrp")
+JUDGED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
 
 
 class AttentionLogging:
@@ -197,7 +198,7 @@ class MapFaithfulness:
         self.images, self.seed, self.steps = images, seed, steps
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
-        """Yield faithfulness/KIND, -0.5 to 0.5, for three kinds of map and two baselines."""
+        """Yield faithfulness/KIND, -0.5 to 0.5, for `JUDGED_KINDS` and two baselines."""
         if len(self.images) == 0:
             return
         logits, maps = classifier.maps(

@@ -1,0 +1,192 @@
+"""What is chosen by name: data sets, optimizers and kinds of attention map.
+
+An entry and the function that it names are all there is to add; CONTRIBUTING.md shows how. Nothing
+slow is imported, so the command line can list and check names before torch is imported. Functions
+are therefore named, as "module:name", and found by `pkgutil.resolve_name` when they are called.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A data set, or what a model depends on of one.
+
+    Attributes:
+        image_size: Height and width of an image, in pixels.
+        mean: Mean of each channel over the training images, 0 to 1.
+        std: Standard deviation of each channel over the training images, 0 to 1.
+        reader: The function that finds its images: it takes a `DataConfig` and whether to find the
+            training images rather than the test images, and returns a `vit.data.sources.Source`.
+        own_files: Whether the images are files of a user, which may have any number of channels;
+            all other data sets are grey or RGB.
+        drawn: Whether images are drawn; the reader's third argument is then how many, or None.
+        test_included: Whether the test images are there, and undamaged, where the training images
+            are.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    reader: str
+    own_files: bool = False
+    drawn: bool = False
+    test_included: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return len(self.mean)
+
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+# tests/test_datasets.py recomputes the means and standard deviations of cifar10, cifar100, shapes
+# and digits; those of fashion_mnist and svhn are the published ones of their training images. Image
+# files of any size are normalized like ImageNet, so that a model file does not depend on the folder
+# it was trained on, and weights that were trained on ImageNet fit. 64 pixels let a CPU train on
+# photos from scratch.
+DATASETS = {
+    "cifar10": DatasetSpec(
+        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "vit.data.sources:cifar",
+        test_included=True,
+    ),
+    "cifar100": DatasetSpec(
+        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "vit.data.sources:cifar",
+        test_included=True,
+    ),
+    "shapes": DatasetSpec(
+        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "vit.data.sources:shapes",
+        drawn=True, test_included=True,
+    ),
+    "folder": DatasetSpec((32, 32), *IMAGENET, "vit.data.sources:folder", own_files=True),
+    "shards": DatasetSpec((32, 32), *IMAGENET, "vit.data.sources:shards", own_files=True),
+    "table": DatasetSpec((32, 32), *IMAGENET, "vit.data.sources:table", own_files=True),
+    "digits": DatasetSpec(
+        (8, 8), (0.3045,), (0.3755,), "vit.data.sources:digits", test_included=True
+    ),
+    "fashion_mnist": DatasetSpec(
+        (28, 28), (0.2860,), (0.3530,), "vit.data.torchvision_sets:fashion_mnist"
+    ),
+    "svhn": DatasetSpec(
+        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970),
+        "vit.data.torchvision_sets:svhn",
+    ),
+    "flowers102": DatasetSpec((64, 64), *IMAGENET, "vit.data.torchvision_sets:flowers102"),
+    "food101": DatasetSpec((64, 64), *IMAGENET, "vit.data.torchvision_sets:food101"),
+    "oxford_iiit_pet": DatasetSpec(
+        (64, 64), *IMAGENET, "vit.data.torchvision_sets:oxford_iiit_pet"
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer.
+
+    Attributes:
+        make: Its class, which takes parameter groups, each with its weight decay, and `lr`.
+        arguments: Its other arguments.
+        muon: Whether Muon takes its place for the weight matrices of the encoder blocks.
+    """
+
+    make: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    muon: bool = False
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerSpec("torch.optim:AdamW", {"fused": True}),
+    "muon": OptimizerSpec("torch.optim:AdamW", {"fused": True}, muon=True),
+}
+
+
+@dataclass(frozen=True)
+class MapKind:
+    """A kind of attention map.
+
+    What its function takes depends on what it needs (L layers, B batch, H heads, N tokens):
+
+        weights       weights, L tensors (B, H, N, N)
+        gradients     weights; gradients of the explained class's logit by them, of the same shapes
+        relevance     layer-wise relevance of the patches that enter each layer,
+                      (L, B, rows, columns); weights
+        pixels        layer-wise relevance of the input, (B, channels, height, width)
+        passes        a function from images to logits, images, grid (rows, columns), target (B,)
+        exact passes  the same, in float32 whatever the precision
+
+    The first three are also given `readout` and `num_prefix_tokens`, see
+    `vit.explain.rollout.attention_rollout`, and take one pass for all kinds together, and another
+    one back for each class. Maps that need more than weights explain a class.
+
+    Attributes:
+        title: What it is called in figures and tables.
+        function: Returns (B, patches) or (B, rows, columns).
+        needs: What the function takes.
+        unit: What 1 means on the map, to which the function's values are scaled: "uniform", for
+            fractions of the head's input, what each gets if all tokens get the same; "mean", for
+            values from 0, the mean; "size" the mean of the absolute values.
+        signed: Whether it is positive for the class and negative against it.
+        default: Whether `eval.py --attention` and the Attention tab show it unless told otherwise.
+            The tab has no maps that need pixels or passes.
+        photos: Whether it is drawn for photos unless told otherwise.
+        training: Whether its faithfulness is measured during training. It is not of pixels.
+        options: Options of `vit.explain.maps.attention_maps` that the function takes.
+    """
+
+    title: str
+    function: str
+    needs: Literal["weights", "gradients", "relevance", "pixels", "passes", "exact passes"]
+    unit: Literal["uniform", "mean", "size"]
+    signed: bool = False
+    default: bool = True
+    photos: bool = False
+    training: bool = False
+    options: tuple[str, ...] = ()
+
+    @property
+    def class_specific(self) -> bool:
+        """Whether it explains one class, rather than being the same for all."""
+        return self.needs != "weights"
+
+
+# Those that take many passes come last.
+ALL_KINDS = {
+    "rollout": MapKind(
+        "attention rollout", "vit.explain.rollout:attention_rollout", "weights", "uniform",
+        photos=True, training=True, options=("head_fusion", "discard_ratio", "start_layer"),
+    ),
+    "gradient_rollout": MapKind(
+        "gradient rollout", "vit.explain.rollout:gradient_rollout", "gradients", "uniform"
+    ),
+    "relevance": MapKind(
+        "class relevance", "vit.explain.rollout:class_relevance", "gradients", "mean", training=True
+    ),
+    "raw": MapKind(
+        "last layer's attention", "vit.explain.rollout:raw_attention", "weights", "uniform"
+    ),
+    "lrp": MapKind(
+        "layer-wise relevance", "vit.explain.maps:relevance_of_patches", "relevance", "size",
+        signed=True, training=True,
+    ),
+    "lrp_rollout": MapKind(
+        "relevance × rollout", "vit.explain.maps:relevance_times_rollout", "relevance", "size"
+    ),
+    "lrp_pixels": MapKind(
+        "layer-wise relevance of pixels", "vit.explain.maps:relevance_of_pixels", "pixels", "size",
+        signed=True, photos=True,
+    ),
+    "occlusion": MapKind(
+        "occlusion", "vit.explain.references:occlusion", "exact passes", "size",
+        signed=True, default=False,
+    ),
+    "integrated_gradients": MapKind(
+        "integrated gradients", "vit.explain.references:integrated_gradients_of_patches",
+        "exact passes", "size", signed=True, default=False,
+    ),
+    "rise": MapKind(
+        "RISE", "vit.explain.references:rise_of_1000_masks", "passes", "size",
+        signed=True, default=False,
+    ),
+}  # fmt: skip
