@@ -29,8 +29,8 @@ from vit.config import DataConfig
 from vit.data.cifar import FILES
 from vit.data.datasets import ImageSet, hold_out, load, load_training
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.specs import DATASETS
 from vit.data.splits import balanced_subset, describe_counts, held_out, stratified_subset
+from vit.registry import DATASETS
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.explain.lrp import token_relevance
-from vit.explain.maps import MAP_KINDS, attention_maps, readout_of, rollout_title
+from vit.explain.maps import MAP_KINDS, attention_maps, readout_of, title_of
 from vit.explain.rollout import (
     attention_gradients,
     attention_rollout,
@@ -434,8 +434,8 @@ def test_readouts_that_cannot_be(variant, readout, prefix, message):
         ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not at least 0 and less than 1"),
         ({"discard_ratio": -0.1}, "discard_ratio: -0.1 is not at least 0 and less than 1"),
         ({"discard_ratio": float("nan")}, "discard_ratio: nan is not at least 0 and less than 1"),
-        ({"start_layer": 3}, "start_layer: 3 is not 0 to 2"),
-        ({"start_layer": -1}, "start_layer: -1 is not 0 to 2"),
+        ({"start_layer": 3}, "start_layer: 3 is not a layer of this model; it must be 0 to 2"),
+        ({"start_layer": -1}, "start_layer: -1 is not a layer of this model; it must be 0 to 2"),
     ],
 )
 def test_options_that_cannot_be(wrong, message, monkeypatch):
@@ -857,7 +857,8 @@ def test_gradients_are_finite_differences(variant, monkeypatch):
 
 
 def test_title_of_rollout_names_what_is_not_the_default() -> None:
-    assert rollout_title() == rollout_title("mean", 0.0, 0) == "attention rollout"
-    assert rollout_title("max", 0.9, 2) == (
+    assert title_of("rollout") == title_of("rollout", "mean", 0.0, 0) == "attention rollout"
+    assert title_of("raw", "max", 0.9, 2) == "last layer's attention"
+    assert title_of("rollout", "max", 0.9, 2) == (
         "attention rollout (max over heads, lowest 90% discarded, from layer 2)"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from vit.registry import ALL_KINDS, DATASETS, OPTIMIZERS
+from vit.registry import ALL_KINDS, DATASETS, OPTIMIZERS, DatasetSpec
 from vit.settings import (
     LARGE,
     Arguments,
@@ -110,7 +110,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.test_fraction is None or DATASETS[self.name].own_files,
+            self.test_fraction is None or self.spec.own_files,
             "data.test_fraction",
             self.test_fraction,
             f"null with data.name={self.name}, whose test images are fixed",
@@ -121,6 +121,22 @@ class DataConfig:
             self.val_size,
             "a fraction less than 1, or a whole number",
         )
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """The data set with the image size and the channels of this config.
+
+        Other channels than the data set's own have other statistics: RGB as grey, or grey as RGB,
+        the average over the registered channels; any other number 0.5 and 0.25 in each.
+        """
+        own = DATASETS[self.name]
+        channels, mean, std = self.channels or own.channels, own.mean, own.std
+        if {channels, own.channels} == {1, 3}:
+            mean, std = ((round(sum(v) / len(v), 4),) * channels for v in (mean, std))
+        elif channels != own.channels:
+            mean, std = (0.5,) * channels, (0.25,) * channels
+        image_size = self.image_size or own.image_size
+        return dataclasses.replace(own, image_size=image_size, mean=mean, std=std)
 
 
 @settings("model")

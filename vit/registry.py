@@ -1,8 +1,8 @@
 """What is chosen by name: data sets, optimizers and kinds of attention map.
 
-An entry and the function that it names are all there is to add; CONTRIBUTING.md shows how. Nothing
-slow is imported, so the command line can list and check names before torch is imported. Functions
-are therefore named, as "module:name", and found by `pkgutil.resolve_name` when they are called.
+An entry says everything about a thing and names its function, as "module:name"; CONTRIBUTING.md
+shows how to add one. Functions are found by name when they are called, so that the command line can
+list and check what there is without importing torch.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,9 @@ class DatasetSpec:
         image_size: Height and width of an image, in pixels.
         mean: Mean of each channel over the training images, 0 to 1.
         std: Standard deviation of each channel over the training images, 0 to 1.
-        reader: The function that finds its images: it takes a `DataConfig` and whether to find the
-            training images rather than the test images, and returns a `vit.data.sources.Source`.
+        reader: The function in `vit.data` that finds its images: it takes a `DataConfig` and
+            whether to find the training images rather than the test images, and returns a
+            `vit.data.listing.Source`.
         own_files: Whether the images are files of a user, which may have any number of channels;
             all other data sets are grey or RGB.
         drawn: Whether images are drawn; the reader's third argument is then how many, or None.
@@ -49,35 +50,28 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # photos from scratch.
 DATASETS = {
     "cifar10": DatasetSpec(
-        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "vit.data.sources:cifar",
+        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "cifar:read_cifar",
         test_included=True,
     ),
     "cifar100": DatasetSpec(
-        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "vit.data.sources:cifar",
+        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "cifar:read_cifar",
         test_included=True,
     ),
     "shapes": DatasetSpec(
-        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "vit.data.sources:shapes",
+        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "sources:shapes",
         drawn=True, test_included=True,
     ),
-    "folder": DatasetSpec((32, 32), *IMAGENET, "vit.data.sources:folder", own_files=True),
-    "shards": DatasetSpec((32, 32), *IMAGENET, "vit.data.sources:shards", own_files=True),
-    "table": DatasetSpec((32, 32), *IMAGENET, "vit.data.sources:table", own_files=True),
-    "digits": DatasetSpec(
-        (8, 8), (0.3045,), (0.3755,), "vit.data.sources:digits", test_included=True
-    ),
-    "fashion_mnist": DatasetSpec(
-        (28, 28), (0.2860,), (0.3530,), "vit.data.torchvision_sets:fashion_mnist"
-    ),
+    "folder": DatasetSpec((32, 32), *IMAGENET, "sources:folder", own_files=True),
+    "shards": DatasetSpec((32, 32), *IMAGENET, "sources:shards", own_files=True),
+    "table": DatasetSpec((32, 32), *IMAGENET, "sources:table", own_files=True),
+    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "digits:read_digits", test_included=True),
+    "fashion_mnist": DatasetSpec((28, 28), (0.2860,), (0.3530,), "torchvision_sets:fashion_mnist"),
     "svhn": DatasetSpec(
-        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970),
-        "vit.data.torchvision_sets:svhn",
+        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), "torchvision_sets:svhn"
     ),
-    "flowers102": DatasetSpec((64, 64), *IMAGENET, "vit.data.torchvision_sets:flowers102"),
-    "food101": DatasetSpec((64, 64), *IMAGENET, "vit.data.torchvision_sets:food101"),
-    "oxford_iiit_pet": DatasetSpec(
-        (64, 64), *IMAGENET, "vit.data.torchvision_sets:oxford_iiit_pet"
-    ),
+    "flowers102": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:flowers102"),
+    "food101": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:food101"),
+    "oxford_iiit_pet": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:oxford_iiit_pet"),
 }  # fmt: skip
 
 
@@ -86,19 +80,19 @@ class OptimizerSpec:
     """An optimizer.
 
     Attributes:
-        make: Its class, which takes parameter groups, each with its weight decay, and `lr`.
+        name: Its class in torch.optim, which takes parameter groups and `lr`.
         arguments: Its other arguments.
         muon: Whether Muon takes its place for the weight matrices of the encoder blocks.
     """
 
-    make: str
+    name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     muon: bool = False
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec("torch.optim:AdamW", {"fused": True}),
-    "muon": OptimizerSpec("torch.optim:AdamW", {"fused": True}, muon=True),
+    "adamw": OptimizerSpec("AdamW", {"fused": True}),
+    "muon": OptimizerSpec("AdamW", {"fused": True}, muon=True),
 }
 
 
@@ -122,7 +116,7 @@ class MapKind:
 
     Attributes:
         title: What it is called in figures and tables.
-        function: Returns (B, patches) or (B, rows, columns).
+        function: The function in `vit.explain`, which returns (B, patches) or (B, rows, columns).
         needs: What the function takes.
         unit: What 1 means on the map, to which the function's values are scaled: "uniform", for
             fractions of the head's input, what each gets if all tokens get the same; "mean", for
@@ -154,39 +148,35 @@ class MapKind:
 # Those that take many passes come last.
 ALL_KINDS = {
     "rollout": MapKind(
-        "attention rollout", "vit.explain.rollout:attention_rollout", "weights", "uniform",
+        "attention rollout", "rollout:attention_rollout", "weights", "uniform",
         photos=True, training=True, options=("head_fusion", "discard_ratio", "start_layer"),
     ),
     "gradient_rollout": MapKind(
-        "gradient rollout", "vit.explain.rollout:gradient_rollout", "gradients", "uniform"
+        "gradient rollout", "rollout:gradient_rollout", "gradients", "uniform"
     ),
     "relevance": MapKind(
-        "class relevance", "vit.explain.rollout:class_relevance", "gradients", "mean", training=True
+        "class relevance", "rollout:class_relevance", "gradients", "mean", training=True
     ),
-    "raw": MapKind(
-        "last layer's attention", "vit.explain.rollout:raw_attention", "weights", "uniform"
-    ),
+    "raw": MapKind("last layer's attention", "rollout:raw_attention", "weights", "uniform"),
     "lrp": MapKind(
-        "layer-wise relevance", "vit.explain.maps:relevance_of_patches", "relevance", "size",
+        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size",
         signed=True, training=True,
     ),
     "lrp_rollout": MapKind(
-        "relevance × rollout", "vit.explain.maps:relevance_times_rollout", "relevance", "size"
+        "relevance × rollout", "maps:relevance_times_rollout", "relevance", "size"
     ),
     "lrp_pixels": MapKind(
-        "layer-wise relevance of pixels", "vit.explain.maps:relevance_of_pixels", "pixels", "size",
+        "layer-wise relevance of pixels", "maps:relevance_of_pixels", "pixels", "size",
         signed=True, photos=True,
     ),
     "occlusion": MapKind(
-        "occlusion", "vit.explain.references:occlusion", "exact passes", "size",
-        signed=True, default=False,
+        "occlusion", "references:occlusion", "exact passes", "size", signed=True, default=False
     ),
     "integrated_gradients": MapKind(
-        "integrated gradients", "vit.explain.references:integrated_gradients_of_patches",
-        "exact passes", "size", signed=True, default=False,
+        "integrated gradients", "references:integrated_gradients_of_patches", "exact passes",
+        "size", signed=True, default=False,
     ),
     "rise": MapKind(
-        "RISE", "vit.explain.references:rise_of_1000_masks", "passes", "size",
-        signed=True, default=False,
+        "RISE", "references:rise_of_1000_masks", "passes", "size", signed=True, default=False
     ),
 }  # fmt: skip

@@ -25,22 +25,23 @@ from vit.registry import ALL_KINDS
 MAP_KINDS = {kind: entry for kind, entry in ALL_KINDS.items() if entry.default}
 
 
-def map_title(kind: str, class_name: str) -> str:
+def map_title(kind: str, class_name: str, **options: Any) -> str:
     """Return a two-line title: the kind of map, and the class it explains, if any."""
-    entry = ALL_KINDS[kind]
-    return f"{entry.title}\n{f'(for {class_name})' if entry.class_specific else '(class-agnostic)'}"
+    explained = f"(for {class_name})" if ALL_KINDS[kind].class_specific else "(class-agnostic)"
+    return f"{title_of(kind, **options)}\n{explained}"
 
 
-def rollout_title(
-    head_fusion: HeadFusion = "mean", discard_ratio: float = 0.0, start_layer: int = 0
+def title_of(
+    kind: str, head_fusion: HeadFusion = "mean", discard_ratio: float = 0.0, start_layer: int = 0
 ) -> str:
-    """Return the title of attention rollout, with the options that are not the default."""
+    """Return the title of a kind of map, with those of its options that are not the default."""
     options = [
         *([f"{head_fusion} over heads"] if head_fusion != "mean" else []),
         *([f"lowest {100 * discard_ratio:.3g}% discarded"] if discard_ratio else []),
         *([f"from layer {start_layer}"] if start_layer else []),
     ]
-    return ALL_KINDS["rollout"].title + (f" ({', '.join(options)})" if options else "")
+    shown = options if ALL_KINDS[kind].options else []
+    return ALL_KINDS[kind].title + (f" ({', '.join(shown)})" if shown else "")
 
 
 def readout_of(model: AttentionModel) -> Readout:
@@ -67,7 +68,7 @@ def map_of(
     keywords = {name: value for name, value in options.items() if name in entry.options}
     if entry.needs in ("weights", "gradients", "relevance"):
         keywords |= {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
-    found: Tensor = resolve_name(entry.function)(*given, **keywords).float()
+    found: Tensor = resolve_name(f"vit.explain.{entry.function}")(*given, **keywords).float()
     found = found.unflatten(1, grid) if found.ndim == 2 else found
     patches = grid[0] * grid[1]
     if entry.unit == "uniform":

@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.console import counted
 from vit.data.datasets import ImageSet
@@ -19,7 +18,8 @@ from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.maps import MAP_KINDS, map_title, readout_of, rollout_title
+from vit.explain.maps import MAP_KINDS, map_title, readout_of
+from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
@@ -49,7 +49,8 @@ def explain_run(run: str, options: EvalConfig) -> None:
     if not classifier.has_maps:
         raise ValueError(f"{no_maps_text(classifier.model)}; leave out --attention")
     target = None if options.target is None else classifier.class_index(options.target)
-    rollout = rollout_options(classifier, options)
+    rollout = {name: getattr(options, name) for name in ALL_KINDS["rollout"].options}
+    check_rollout_options(**rollout, depth=len(require_attention(classifier.model).blocks))
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options)
     indices = _choose_images(test, options)
@@ -74,25 +75,6 @@ def explain_run(run: str, options: EvalConfig) -> None:
         }  # fmt: skip
         write_atomically(folder / TABLE_FILE, json.dumps(content, indent=1).encode())
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
-
-
-def rollout_options(classifier: Classifier, options: EvalConfig) -> dict[str, Any]:
-    """Return the options of attention rollout.
-
-    Raises:
-        ValueError: The model does not have the layer that rollout is to start at.
-    """
-    depth = len(require_attention(classifier.model).blocks)
-    if options.start_layer >= depth:
-        raise ValueError(
-            f"start_layer: {options.start_layer} is not a layer of this model; "
-            f"it must be 0 to {depth - 1}"
-        )
-    return {
-        "head_fusion": options.head_fusion,
-        "discard_ratio": options.discard_ratio,
-        "start_layer": options.start_layer,
-    }
 
 
 def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
@@ -186,7 +168,7 @@ def _write_maps(
                 chosen.pixels()[row].expand(len(maps), -1, -1, -1),
                 [found[row] for found in maps.values()],
                 [captions[row]] * len(maps),
-                [_title(kind, classes[explained[row]], rollout) for kind in maps],
+                [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
                 [bar_of(kind) for kind in maps],
             )
             name = f"image_{index:05d}"
@@ -196,13 +178,6 @@ def _write_maps(
         _write_records(writer, saved, chosen, indices.tolist(), target, rollout, levels)
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
-
-
-def _title(kind: str, class_name: str, rollout: dict[str, Any]) -> str:
-    title = map_title(kind, class_name)
-    if kind == "rollout":
-        title = title.replace(ALL_KINDS[kind].title, rollout_title(**rollout))
-    return title
 
 
 def _write_records(

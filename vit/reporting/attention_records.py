@@ -8,7 +8,7 @@ then patches), C classes.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
 from vit.explain.lrp import token_relevances
-from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, rollout_title
+from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, title_of
 from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import prefix_names, require_attention
 from vit.tensorboard_plugin.records import (
@@ -210,9 +210,7 @@ def attention_records(
         scores = torch.full(attention.targets.shape, math.nan)
         if levels:
             scores = score_each_map(classifier, pixels, attention, levels, scored, predicted_only)
-        titles = {kind: entry.title for kind, entry in MAP_KINDS.items()}
-        titles["rollout"] = rollout_title(**rollout)
-        yield attention, _records(classifier, part, attention, scores, weighted - start, titles)
+        yield attention, _records(classifier, part, attention, scores, weighted - start, rollout)
 
 
 def _records(
@@ -221,7 +219,7 @@ def _records(
     attention: Attention,
     scores: Tensor,
     weighted: int,
-    titles: Mapping[str, str],
+    rollout: dict[str, Any],
 ) -> list[Record]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
@@ -248,7 +246,7 @@ def _records(
             label=int(images.labels[row]),
             top=list(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)),
             statistics=image_statistics(weights, grid, model.num_prefix_tokens, size),
-            maps=_maps(attention, scores, row, titles),
+            maps=_maps(attention, scores, row, rollout),
             lens=Lens(
                 classes=lens.classes[:, row].tolist(),
                 probabilities=lens.probabilities[:, row].tolist(),
@@ -261,13 +259,13 @@ def _records(
     return records
 
 
-def _maps(attention: Attention, scores: Tensor, row: int, titles: Mapping[str, str]) -> list[Map]:
+def _maps(attention: Attention, scores: Tensor, row: int, rollout: dict[str, Any]) -> list[Map]:
     """Return the maps of an image of a batch."""
     columns = attention.targets[:, row], attention.maps[:, row].flatten(1), scores[:, row]
     return [
         Map(
             kind=kind,
-            title=titles[kind],
+            title=title_of(kind, **rollout),
             target=None if target < 0 else target,
             values=values,
             faithfulness=None if math.isnan(score) else score,
