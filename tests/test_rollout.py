@@ -602,8 +602,8 @@ def test_maps_have_the_grid_of_the_image(variant, size, extra):
     prefix = vit.num_prefix_tokens
     for kind in BY_RULES:
         assert found.pop(kind).shape == (2, *(size if kind == "lrp_pixels" else (rows, columns)))
-    for kind, maps in found.items():
-        assert maps.shape == (2, rows, columns)
+    assert {maps.shape for maps in found.values()} == {(2, rows, columns)}
+    for kind, maps in ((kind, found[kind]) for kind in OF_WEIGHTS):
         for number in range(2):
             weights, gradients = differentiate_one(vit, images[number], target[number].item())
             fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
