@@ -78,7 +78,7 @@ def relevance_maps(model: torch.nn.Module, images: Tensor, target: Tensor) -> di
     """Compute the maps that are compared, (B, rows, columns) each."""
     reader = require_attention(model)
     grid = reader.patch_embed.grid(*images.shape[-2:])
-    _, relevance, _ = token_relevance(reader, images, target)
+    _, (relevance,), _ = token_relevance(reader, images, [target])
     tokens = relevance[0][:, reader.num_prefix_tokens :].unflatten(1, grid)
     return {
         "tokens": tokens,

@@ -731,9 +731,9 @@ def test_all_kinds_explain_one_class_even_if_two_are_almost_as_probable(monkeypa
     vit, images = draw_vit(MODELS["mean"]), draw_images()
     aims = []
 
-    def record(reader, images, target=None):
-        aims.append(target)
-        return token_relevance(reader, images, target)
+    def record(reader, images, targets):
+        aims.extend(targets)
+        return token_relevance(reader, images, targets)
 
     monkeypatch.setattr("vit.explain.maps.token_relevance", record)
     logits, _ = attention_maps(vit, images, ["rollout", "lrp"])

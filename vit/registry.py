@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set, or what a model depends on of one.
+    """A data set: how it is read, and what a model depends on.
 
     Attributes:
         image_size: Height and width of an image, in pixels.
@@ -22,9 +22,8 @@ class DatasetSpec:
             `vit.data.listing.Source`.
         own_files: Whether the images are files of a user, which may have any number of channels;
             all other data sets are grey or RGB.
-        drawn: Whether images are drawn; the reader's third argument is then how many, or None.
-        test_included: Whether the test images are there, and undamaged, where the training images
-            are.
+        drawn: Whether images are drawn; the reader then also takes how many, or None.
+        test_included: Whether reading the training images shows that the test images can be read.
     """
 
     image_size: tuple[int, int]
@@ -103,29 +102,31 @@ class MapKind:
     What its function takes depends on what it needs (L layers, B batch, H heads, N tokens):
 
         weights       weights, L tensors (B, H, N, N)
-        gradients     weights; gradients of the explained class's logit by them, of the same shapes
+        gradients     weights; their gradients of the logit of the explained class
         relevance     layer-wise relevance of the patches that enter each layer,
                       (L, B, rows, columns); weights
         pixels        layer-wise relevance of the input, (B, channels, height, width)
-        passes        a function from images to logits, images, grid (rows, columns), target (B,)
+        passes        a function that turns images into logits, to be called any number of times;
+                      images, grid (rows, columns) and explained classes (B,)
         exact passes  the same, in float32 whatever the precision
 
-    The first three are also given `readout` and `num_prefix_tokens`, see
-    `vit.explain.rollout.attention_rollout`, and take one pass for all kinds together, and another
-    one back for each class. Maps that need more than weights explain a class.
+    The first three also take `readout` and `num_prefix_tokens`, see
+    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes: one
+    forward, and for gradients and relevance one backward for each class. A map that needs more than
+    weights explains a class.
 
     Attributes:
         title: What it is called in figures and tables.
         function: The function in `vit.explain`, which returns (B, patches) or (B, rows, columns).
         needs: What the function takes.
-        unit: What 1 means on the map, to which the function's values are scaled: "uniform", for
-            fractions of the head's input, what each gets if all tokens get the same; "mean", for
-            values from 0, the mean; "size" the mean of the absolute values.
+        unit: What 1 means on the map, to which values are scaled: for "uniform", what each token
+            gets if all get the same (the function returns fractions of what the head reads); for
+            "mean" the mean (of values that are at least 0), for "size" that of absolute values.
         signed: Whether it is positive for the class and negative against it.
         default: Whether `eval.py --attention` and the Attention tab show it unless told otherwise.
             The tab has no maps that need pixels or passes.
         photos: Whether it is drawn for photos unless told otherwise.
-        training: Whether its faithfulness is measured during training. It is not of pixels.
+        training: Whether its faithfulness is measured during training.
         options: Options of `vit.explain.maps.attention_maps` that the function takes.
     """
 

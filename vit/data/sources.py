@@ -1,5 +1,7 @@
 """Where images come from: each data set's pictures, labels and class names, not resized yet."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -40,16 +42,11 @@ def shapes(data: DataConfig, train: bool, count: int | None) -> Source:
     return Source(images, labels, KINDS, masks)
 
 
-def folder(data: DataConfig, train: bool) -> Source:
-    """List a folder of image files."""
-    return list_folder(Path(data.root).expanduser(), train, data.test_fraction)
+def own_files(find: Callable[..., Source], data: DataConfig, train: bool) -> Source:
+    """List image files of the user's own."""
+    return find(Path(data.root).expanduser(), train, data.test_fraction)
 
 
-def shards(data: DataConfig, train: bool) -> Source:
-    """List the images in tar files."""
-    return list_shards(Path(data.root).expanduser(), train, data.test_fraction)
-
-
-def table(data: DataConfig, train: bool) -> Source:
-    """List the image files of a table."""
-    return list_table(Path(data.root).expanduser(), train, data.test_fraction)
+folder = partial(own_files, list_folder)
+shards = partial(own_files, list_shards)
+table = partial(own_files, list_table)

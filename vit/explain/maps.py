@@ -174,7 +174,7 @@ def attention_maps(
         draw("pixels", pixels)
     if "relevance" in needs:
         with autocast(images.device, precision):
-            found, relevance, weights = token_relevance(reader, images, target)
+            found, (relevance,), weights = token_relevance(reader, images, [target])
         logits = logits if plain else found.float()
         draw("relevance", patches_of(relevance, reader, grid), weights)
     target = logits.argmax(dim=1) if target is None else target

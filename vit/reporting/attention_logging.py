@@ -20,6 +20,7 @@ from vit.explain.figures import (
     heads_picture,
     rollout_pictures,
 )
+from vit.explain.filling import to_patches
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
 from vit.explain.sheet import overlays_picture
@@ -201,12 +202,13 @@ class MapFaithfulness:
         """Yield faithfulness/KIND, -0.5 to 0.5, for `JUDGED_KINDS` and two baselines."""
         if len(self.images) == 0:
             return
-        logits, maps = classifier.maps(
-            self.images.pixels(), JUDGED_KINDS, precision=classifier.precision
-        )
+        pixels = self.images.pixels()
+        logits, maps = classifier.maps(pixels, JUDGED_KINDS, precision=classifier.precision)
+        grid = require_attention(classifier.model).patch_embed.grid(*pixels.shape[-2:])
+        by_patch = {kind: to_patches(found, grid) for kind, found in maps.items()}
         scores = score_maps(
-            classifier.forward, classifier.normalize(self.images.pixels()),
-            with_baselines(maps, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
+            classifier.forward, classifier.normalize(pixels),
+            with_baselines(by_patch, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
         )  # fmt: skip
         for kind, values in scores.items():
             yield f"faithfulness/{kind}", values["lerf_morf"].mean().item()

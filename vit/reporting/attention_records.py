@@ -20,7 +20,7 @@ from vit.data.datasets import ImageSet
 from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.lrp import token_relevances
+from vit.explain.lrp import token_relevance
 from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, title_of
 from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import prefix_names, require_attention
@@ -125,7 +125,7 @@ def read_attention(
     for number, target in enumerate(classes, start=1):
         gradients = attention_gradients(logits, weights, target, number < len(classes))
         draw("gradients", target, detached, gradients)
-    _, relevances, _ = token_relevances(model, inputs.detach(), list(classes))
+    _, relevances, _ = token_relevance(model, inputs.detach(), list(classes))
     for target, relevance in zip(classes, relevances, strict=True):
         draw("relevance", target, patches_of(relevance, model, grid), detached)
     kinds, targets, values = zip(*maps, strict=True)

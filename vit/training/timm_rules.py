@@ -12,13 +12,7 @@ from torch import nn
 from vit.config import Config, ModelConfig
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
-from vit.model.timm_model import (
-    build_timm_model,
-    complete_arguments,
-    head_names,
-    heads,
-    timm_name,
-)
+from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
 from vit.registry import OPTIMIZERS
 from vit.settings import require, shorten
 from vit.training.schedule import scaled_size
