@@ -110,9 +110,10 @@ def check_maps(classifier: Classifier, inputs: Tensor, record: Record) -> None:
     else:
         assert len(explained) == 6 and found.label in explained
         assert {index for index, _ in found.top} <= {*explained}
-    assert len(found.maps) == 2 + 4 * len(explained)
-    kinds = {"rollout", "raw", "gradient_rollout", "relevance", "lrp", "lrp_rollout"}
+    kinds = {*MAP_KINDS} - {"lrp_pixels"}
     assert {shown.kind for shown in found.maps} == kinds
+    specific = sum(MAP_KINDS[kind].class_specific for kind in kinds)
+    assert len(found.maps) == len(kinds) - specific + specific * len(explained)
     for shown in found.maps:
         assert (shown.target is None) == (not MAP_KINDS[shown.kind].class_specific)
         assert shown.signed == MAP_KINDS[shown.kind].signed

@@ -114,8 +114,8 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, "):
-        load("mnist", tmp_path, train=True)
+    with pytest.raises(ValueError, match=r"data\.name: 'letters' .* cifar10, cifar100, "):
+        load("letters", tmp_path, train=True)
 
 
 def test_digits_are_those_of_scikit_learn(tmp_path):
