@@ -39,8 +39,8 @@ from train_step import (
 
 from vit.cli import parse_train
 from vit.config import PATCH_SIZE, Config
-from vit.data.specs import DATASETS
 from vit.hardware import choose_device, describe
+from vit.registry import DATASETS
 
 CONFIGS = ("configs/cifar10.yaml", "configs/cifar10_fast.yaml", "configs/cifar10_paper.yaml")
 

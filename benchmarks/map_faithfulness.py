@@ -40,12 +40,12 @@ from vit.cli import user_errors
 from vit.config import EvalConfig
 from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import LEVELS, score_maps, with_baselines
-from vit.explain.filling import FILLINGS, Filling, make_filling
-from vit.explain.maps import ALL_KINDS, REFERENCES, to_patches
+from vit.explain.filling import FILLINGS, Filling, make_filling, to_patches
 from vit.explain.references import rise
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
+from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_run, load_test
 from vit.reporting.map_faithfulness import BASELINES
 from vit.seeding import generator
@@ -181,13 +181,13 @@ def compute_maps(
     """
     numbers = sorted(number_of_masks(kind) for kind in kinds if kind.startswith(RISE))
     for kind in [kind for kind in kinds if not kind.startswith(RISE)] + ["rise"] * bool(numbers):
-        print(f"  {ALL_KINDS[kind]}", flush=True)
+        print(f"  {ALL_KINDS[kind].title}", flush=True)
         before = timed(lambda: classifier.logits(pixels, BATCH))
         if kind == "rise":
             found, seconds = rise_maps(classifier, pixels, grid, target, numbers)
         else:
             # None: the class that the kind's own pass predicts, as in eval.py.
-            aim = target if kind in REFERENCES else None
+            aim = target if not ALL_KINDS[kind].default else None
             start = time.perf_counter()
             _, found = classifier.maps(pixels, [kind], aim, classifier.precision, BATCH)
             seconds = {kind: time.perf_counter() - start}
@@ -222,7 +222,7 @@ def rise_maps(
         for start in range(0, len(pixels), BATCH):
             inputs = classifier.normalize(pixels[start : start + BATCH])
             aim = target[start : start + BATCH]
-            random = generator(0, "rise")  # the masks of vit.explain.maps
+            random = generator(0, "rise")  # the masks of vit.explain.references
             began, done, mean = time.perf_counter(), 0, torch.zeros(())
             for number, (label, maps) in zip(numbers, parts.items(), strict=True):
                 more = rise(classify, inputs, grid, aim, number - done, random)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vit.explain.faithfulness import mean_interval
 from vit.explain.filling import FILLINGS
-from vit.explain.maps import ALL_KINDS
+from vit.registry import ALL_KINDS
 from vit.reporting.map_faithfulness import BASELINES, METRICS
 
 COMPARED = ("lrp_pixels", "lrp")  # with RISE
@@ -218,7 +218,7 @@ def title(kind: str) -> str:
     """Return a map's or baseline's name for tables."""
     if kind.startswith(RISE):
         return f"RISE, {number_of_masks(kind):,} masks"
-    return BASELINES.get(kind) or ALL_KINDS[kind]
+    return BASELINES.get(kind) or ALL_KINDS[kind].title
 
 
 def plus_minus(mean: float, half: float, digits: int = 3) -> str:

@@ -27,7 +27,6 @@ from tracing import build, count_flops, muons, trace_activations
 
 from vit.cli import parse_train, user_errors
 from vit.config import Config
-from vit.data.specs import spec_of
 from vit.settings import require
 from vit.training.rules import check_processes
 from vit.training.sharding import fits_replicated
@@ -262,7 +261,7 @@ def show_step(
 
 def report(options: argparse.Namespace, config: Config) -> Iterator[str]:
     """Yield the lines of the plan."""
-    train, spec = config.train, spec_of(config.data)
+    train, spec = config.train, config.data.spec
     model = build(config, options.classes)
     parallel = train.parallel
     if parallel == "auto":

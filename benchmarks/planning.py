@@ -8,7 +8,6 @@ from torch import nn
 from tracing import Activations
 
 from vit.config import Config
-from vit.data.specs import spec_of
 from vit.model.vit import VisionTransformer
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
@@ -175,7 +174,7 @@ def memory(
         activations: Bytes that autograd saves.
         muon: The parameters that Muon updates.
     """
-    train, spec = config.train, spec_of(config.data)
+    train, spec = config.train, config.data.spec
     everything = list(model.parameters())
     own, own_muon = (shard_size(some, cluster.shards) for some in (everything, muon))
     images = train.batch_size / cluster.gpus

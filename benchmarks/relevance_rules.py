@@ -22,8 +22,9 @@ from vit.cli import user_errors
 from vit.config import EvalConfig
 from vit.data.datasets import load_training
 from vit.explain.faithfulness import mean_interval, pointing_game, score_maps, with_baselines
+from vit.explain.filling import to_patches
 from vit.explain.lrp import RULES, propagate, smooth, token_relevance
-from vit.explain.maps import attention_maps, to_patches
+from vit.explain.maps import attention_maps
 from vit.model.attention_model import require_attention
 from vit.reporting.loading import load_run
 
@@ -77,7 +78,7 @@ def relevance_maps(model: torch.nn.Module, images: Tensor, target: Tensor) -> di
     """Compute the maps that are compared, (B, rows, columns) each."""
     reader = require_attention(model)
     grid = reader.patch_embed.grid(*images.shape[-2:])
-    _, relevance, _ = token_relevance(reader, images, target)
+    _, (relevance,), _ = token_relevance(reader, images, [target])
     tokens = relevance[0][:, reader.num_prefix_tokens :].unflatten(1, grid)
     return {
         "tokens": tokens,

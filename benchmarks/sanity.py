@@ -37,9 +37,10 @@ from vit.data.batches import epoch_batches
 from vit.data.datasets import ImageSet, load_training
 from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import mean_interval
-from vit.explain.maps import ALL_KINDS, MAP_KINDS, SIGNED_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.sanity import cascade, for_shifted_inputs, rank_correlation, shuffled_weights
 from vit.model_file import SavedModel
+from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_run, load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step
@@ -52,7 +53,7 @@ BATCH = 100  # images per forward pass
 MARGIN = 0.1  # correlation above chance at which a map fails a test with random weights or labels
 TRAINED_CHANCE = "trained, other image"
 SHIFT = 1.0  # in standard deviations of the training images
-SIGNED = [ALL_KINDS[kind] for kind in SIGNED_KINDS]
+SIGNED = [entry.title for entry in ALL_KINDS.values() if entry.signed]
 UNAUGMENTED = AugmentConfig(crop_padding=0, flip=False)
 
 Maps = dict[str, Tensor]  # (B, rows, columns) by name of the row in a table
@@ -87,9 +88,10 @@ class Question:
         ]
         maps: Maps = {}
         for kind in self.kinds:
-            maps[ALL_KINDS[kind]] = found = torch.cat([part[kind] for part in parts])
-            if kind in SIGNED_KINDS:
-                maps[f"{ALL_KINDS[kind]}, absolute"] = found.abs()
+            title = ALL_KINDS[kind].title
+            maps[title] = found = torch.cat([part[kind] for part in parts])
+            if title in SIGNED:
+                maps[f"{title}, absolute"] = found.abs()
         return maps
 
     def ask_trained(self, classifier: Classifier) -> Maps:

@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import Config
-from vit.data.specs import spec_of
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.settings import require
@@ -33,7 +32,7 @@ BATCHES = (2, 4)  # from whose difference the bytes of an image follow
 def build(config: Config, classes: int) -> VisionTransformer:
     """Build the model of a config on the meta device."""
     require(config.model.name == "vit", "model.name", config.model.name, "vit to be planned")
-    spec = spec_of(config.data)
+    spec = config.data.spec
     with torch.device("meta"):
         model = VisionTransformer(
             img_size=spec.image_size, in_chans=spec.channels, num_classes=classes,

@@ -43,7 +43,8 @@ from vit.explain.drawing import (
     shorten,
 )
 from vit.explain.faithfulness import mean_interval, pointing_game
-from vit.explain.maps import ALL_KINDS, MAP_KINDS
+from vit.explain.maps import MAP_KINDS
+from vit.registry import ALL_KINDS
 from vit.seeding import fold_in, generator
 
 MARKED = "marked"
@@ -200,7 +201,7 @@ def as_table(rows: dict[str, dict[str, Interval]]) -> str:
         cells = [("{:+.1f}" if name in VALUES else "{:.1%}") for name in columns]
         cells = [f"{cell} ± {cell.replace('+', '')}" for cell in cells]
         cells = [cell.format(*values[name]) for cell, name in zip(cells, columns, strict=True)]
-        lines.append(f"| {ALL_KINDS[kind]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {ALL_KINDS[kind].title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -218,8 +219,8 @@ def draw_figure(classifier: Classifier, pairs: Pairs, chosen: Sequence[int]) -> 
     for row, pixels in enumerate(map(as_pixels, marked.pixels())):
         top, names = row * (panel + head) + head - GAP, classifier.classes
         shown = [
-            (ALL_KINDS["rollout"], "(class-agnostic)", maps["rollout"][row], bar_of("rollout")),
-            (ALL_KINDS["relevance"], MARKED, maps["relevance"][row], bar_of("relevance")),
+            ("attention rollout", "(class-agnostic)", maps["rollout"][row], bar_of("rollout")),
+            ("class relevance", MARKED, maps["relevance"][row], bar_of("relevance")),
             ("relevance of pixels", MARKED, maps["lrp_pixels"][row], bar_of("lrp_pixels")),
             ("relevance of pixels", names[int(objects[row])], against[row], bar_of("lrp_pixels")),
         ]

@@ -20,7 +20,7 @@ from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, SIGNED_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
@@ -110,13 +110,14 @@ def check_maps(classifier: Classifier, inputs: Tensor, record: Record) -> None:
     else:
         assert len(explained) == 6 and found.label in explained
         assert {index for index, _ in found.top} <= {*explained}
-    assert len(found.maps) == 2 + 4 * len(explained)
-    kinds = {"rollout", "raw", "gradient_rollout", "relevance", "lrp", "lrp_rollout"}
+    kinds = {*MAP_KINDS} - {"lrp_pixels"}
     assert {shown.kind for shown in found.maps} == kinds
+    specific = sum(MAP_KINDS[kind].class_specific for kind in kinds)
+    assert len(found.maps) == len(kinds) - specific + specific * len(explained)
     for shown in found.maps:
-        assert (shown.target is None) == (shown.kind not in CLASS_SPECIFIC)
-        assert shown.signed == (shown.kind in SIGNED_KINDS)
-        assert shown.title == MAP_KINDS[shown.kind] and shown.faithfulness is None
+        assert (shown.target is None) == (not MAP_KINDS[shown.kind].class_specific)
+        assert shown.signed == MAP_KINDS[shown.kind].signed
+        assert shown.title == MAP_KINDS[shown.kind].title and shown.faithfulness is None
         target = None if shown.target is None else torch.tensor([shown.target])
         _, maps = attention_maps(classifier.model, inputs, [shown.kind], target)
         close(shown.values, maps[shown.kind][0].flatten())

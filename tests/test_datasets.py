@@ -29,8 +29,8 @@ from vit.config import DataConfig
 from vit.data.cifar import FILES
 from vit.data.datasets import ImageSet, hold_out, load, load_training
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.specs import DATASETS
 from vit.data.splits import balanced_subset, describe_counts, held_out, stratified_subset
+from vit.registry import DATASETS
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -114,8 +114,8 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.name: 'mnist' .* cifar10, cifar100, "):
-        load("mnist", tmp_path, train=True)
+    with pytest.raises(ValueError, match=r"data\.name: 'letters' .* cifar10, cifar100, "):
+        load("letters", tmp_path, train=True)
 
 
 def test_digits_are_those_of_scikit_learn(tmp_path):

@@ -31,7 +31,7 @@ from vit.data.photos import to_photo
 from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval
 from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
-from vit.explain.maps import CLASS_SPECIFIC, MAP_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
 from vit.reporting.map_faithfulness import measure_maps
@@ -144,7 +144,7 @@ def test_index_says_what_each_row_is(explained, opened, shapes):
     index = read_index(folder)
     assert (index["data"], index["split"], index["readout"]) == ("shapes", "test", "mean")
     assert index["maps"] == {
-        kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC}
+        kind: {"file": f"{kind}.npy", "class_specific": MAP_KINDS[kind].class_specific}
         for kind in MAP_KINDS
     }
     logits, _ = map_images(opened, shapes.images[list(CHOSEN)])
@@ -226,7 +226,7 @@ def test_a_chosen_class_changes_only_class_specific_maps(call, demo, tmp_path):
         found[target] = {kind: np.load(out / "attention" / f"{kind}.npy") for kind in MAP_KINDS}
     for kind in MAP_KINDS:
         far = np.abs(found["star"][kind] - found["circle"][kind]).max(axis=(1, 2))
-        assert (far > 0.01).all() if kind in CLASS_SPECIFIC else (far == 0).all()
+        assert (far > 0.01).all() if MAP_KINDS[kind].class_specific else (far == 0).all()
 
 
 def test_random_images_are_chosen_by_the_seed(call, demo, tmp_path):

@@ -37,9 +37,10 @@ from vit.explain.figures import (
     heads_chart,
     heads_picture,
 )
-from vit.explain.maps import ALL_KINDS, MAP_KINDS, SIGNED_KINDS, map_title
+from vit.explain.maps import MAP_KINDS, map_title
 from vit.explain.sheet import TITLE_WIDTH, overlays_picture
 from vit.model.vit import VisionTransformer
+from vit.registry import ALL_KINDS
 from vit.reporting.report import draw_probes
 
 BLUE = torch.tensor([0, 0, 200], dtype=torch.uint8)[:, None, None]
@@ -127,8 +128,8 @@ def test_signed_maps_are_red_for_and_blue_against_the_class():
 
 
 def test_only_signed_kinds_have_two_colours():
-    assert {kind for kind in ALL_KINDS if bar_of(kind) == SIGNED} == {*SIGNED_KINDS}
-    assert {kind for kind in ALL_KINDS if bar_of(kind) == UNIFORM} == {*ALL_KINDS} - {*SIGNED_KINDS}
+    for kind, entry in ALL_KINDS.items():
+        assert bar_of(kind) == (SIGNED if entry.signed else UNIFORM)
 
 
 def test_the_overlay_is_the_brighter_the_more_is_attended_to():

@@ -9,17 +9,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb")])
 
 
+def text_of(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
+
+
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to the headings of a page."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if link.startswith(("https://", "http://")):
             continue
         file, _, anchor = link.partition("#")

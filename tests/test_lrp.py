@@ -505,7 +505,7 @@ def test_frozen_and_checkpointed_models_have_the_same_relevance(frozen, checkpoi
 @with_variants
 def test_tokens_of_every_layer_have_the_relevance_that_is_passed_back_to_them(variant):
     vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
-    logits, found, weights = token_relevance(vit, images, target)
+    logits, (found,), weights = token_relevance(vit, images, [target])
     torch.testing.assert_close(logits, vit(images).detach())
     with torch.no_grad():
         x, grid = vit.embed(images)
@@ -540,7 +540,7 @@ def test_smoothing_by_hand():
 @with_variants
 def test_maps_by_rules_of_a_model(variant):
     vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
-    _, relevance, weights = token_relevance(vit, images, target)
+    _, (relevance,), weights = token_relevance(vit, images, [target])
     prefix = vit.num_prefix_tokens
     patches = relevance[..., prefix:].unflatten(2, (2, 3)).float()
     rolled = attention_rollout(weights, readout=readout_of(vit), num_prefix_tokens=prefix)

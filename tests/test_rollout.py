@@ -12,15 +12,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.explain.lrp import token_relevance
-from vit.explain.maps import (
-    ALL_KINDS,
-    BY_RULES,
-    CLASS_SPECIFIC,
-    MAP_KINDS,
-    attention_maps,
-    readout_of,
-    rollout_title,
-)
+from vit.explain.maps import MAP_KINDS, attention_maps, readout_of, title_of
 from vit.explain.rollout import (
     attention_gradients,
     attention_rollout,
@@ -32,6 +24,7 @@ from vit.explain.rollout import (
 )
 from vit.model import attention
 from vit.model.vit import VisionTransformer
+from vit.registry import ALL_KINDS
 
 CASES = [("mean", 0), ("mean", 1), ("mean", 5), ("class_token", 1), ("class_token", 5)]
 with_cases = pytest.mark.parametrize(("readout", "prefix"), CASES)
@@ -60,7 +53,8 @@ ROLLOUTS = {
     "rollout of later layers": {"start_layer": 1},
 }
 VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
-OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")  # the others: test_lrp.py
+OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")
+BY_RULES = ("lrp", "lrp_rollout", "lrp_pixels")  # see test_lrp.py
 with_variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -440,8 +434,8 @@ def test_readouts_that_cannot_be(variant, readout, prefix, message):
         ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not at least 0 and less than 1"),
         ({"discard_ratio": -0.1}, "discard_ratio: -0.1 is not at least 0 and less than 1"),
         ({"discard_ratio": float("nan")}, "discard_ratio: nan is not at least 0 and less than 1"),
-        ({"start_layer": 3}, "start_layer: 3 is not 0 to 2"),
-        ({"start_layer": -1}, "start_layer: -1 is not 0 to 2"),
+        ({"start_layer": 3}, "start_layer: 3 is not a layer of this model; it must be 0 to 2"),
+        ({"start_layer": -1}, "start_layer: -1 is not a layer of this model; it must be 0 to 2"),
     ],
 )
 def test_options_that_cannot_be(wrong, message, monkeypatch):
@@ -608,8 +602,8 @@ def test_maps_have_the_grid_of_the_image(variant, size, extra):
     prefix = vit.num_prefix_tokens
     for kind in BY_RULES:
         assert found.pop(kind).shape == (2, *(size if kind == "lrp_pixels" else (rows, columns)))
-    for kind, maps in found.items():
-        assert maps.shape == (2, rows, columns)
+    assert {maps.shape for maps in found.values()} == {(2, rows, columns)}
+    for kind, maps in ((kind, found[kind]) for kind in OF_WEIGHTS):
         for number in range(2):
             weights, gradients = differentiate_one(vit, images[number], target[number].item())
             fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
@@ -705,7 +699,7 @@ def test_the_predicted_class_is_explained_unless_another_is_chosen(variant):
         chosen = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
         for kind in ("rollout", "raw"):
             assert torch.equal(chosen[kind], predicted[kind])
-        for kind in chosen.keys() & {*CLASS_SPECIFIC}:
+        for kind in [kind for kind in chosen if MAP_KINDS[kind].class_specific]:
             difference = (chosen[kind] - predicted[kind]).abs().amax((1, 2))
             assert (difference == 0).all() if same else (difference > 0.05).all()
 
@@ -737,9 +731,9 @@ def test_all_kinds_explain_one_class_even_if_two_are_almost_as_probable(monkeypa
     vit, images = draw_vit(MODELS["mean"]), draw_images()
     aims = []
 
-    def record(reader, images, target=None):
-        aims.append(target)
-        return token_relevance(reader, images, target)
+    def record(reader, images, targets):
+        aims.extend(targets)
+        return token_relevance(reader, images, targets)
 
     monkeypatch.setattr("vit.explain.maps.token_relevance", record)
     logits, _ = attention_maps(vit, images, ["rollout", "lrp"])
@@ -863,7 +857,8 @@ def test_gradients_are_finite_differences(variant, monkeypatch):
 
 
 def test_title_of_rollout_names_what_is_not_the_default() -> None:
-    assert rollout_title() == rollout_title("mean", 0.0, 0) == "attention rollout"
-    assert rollout_title("max", 0.9, 2) == (
+    assert title_of("rollout") == title_of("rollout", "mean", 0.0, 0) == "attention rollout"
+    assert title_of("raw", "max", 0.9, 2) == "last layer's attention"
+    assert title_of("rollout", "max", 0.9, 2) == (
         "attention rollout (max over heads, lowest 90% discarded, from layer 2)"
     )

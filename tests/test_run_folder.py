@@ -15,9 +15,7 @@ import yaml
 
 from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.config import Config, to_dict
-from vit.explain.maps import ALL_KINDS
 from vit.run_folder import (
-    ATTENTION_FILES,
     LOCK_FILE,
     OWNER_FILE,
     finish_extension,
@@ -320,10 +318,6 @@ def test_time_budget_is_never_changed(unfinished: Config) -> None:
     changed = replace(unfinished, train=replace(unfinished.train, budget_minutes=3.0))
     with pytest.raises(ValueError, match=r"train\.budget_minutes: None -> 3\.0"):
         check_run(changed, overwrite=False, environment=HOW, allow_changes=True)
-
-
-def test_maps_of_every_kind_are_known_to_overwrite() -> None:
-    assert {f"{kind}.npy" for kind in ALL_KINDS} <= set(ATTENTION_FILES)
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

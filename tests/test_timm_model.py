@@ -22,7 +22,7 @@ from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, t
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import mcnemar
-from vit.explain.maps import MAP_KINDS, SIGNED_KINDS, attention_maps
+from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model
 from vit.model.embed import whiten
 from vit.model.timm_model import TimmAttentionModel, build_timm_model
@@ -131,7 +131,7 @@ def test_there_is_a_map_of_every_kind(variant: str) -> None:
     for kind, found in maps.items():
         assert found.shape == ((2, 32, 32) if kind == "lrp_pixels" else (2, 4, 4))
         assert found.isfinite().all()
-        assert kind in SIGNED_KINDS or found.min() >= 0
+        assert MAP_KINDS[kind].signed or found.min() >= 0
         assert found.std() > 1e-3
 
 

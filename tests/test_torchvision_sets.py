@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from vit.config import DataConfig
 from vit.data import installed
 from vit.data.datasets import load_training
 from vit.data.sources import Source, read_source
-from vit.data.torchvision_sets import SETS
+from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
 
@@ -206,7 +207,8 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
         read_source(config(name, root), train=True)
     message = str(info.value)
     assert message.startswith(f"data.root: {name} is not in {root}") and "\n" not in message
-    assert SETS[name].place in message and "refused" in message and "`make demo`" in message
+    place = resolve_name(f"vit.data.{DATASETS[name].reader}").args[-1]
+    assert place in message and "refused" in message and "`make demo`" in message
 
 
 def test_classes_are_named():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from vit.explain.lrp import propagate, smooth
-from vit.explain.maps import ALL_KINDS
 from vit.explain.references import integrated_gradients, occlusion, rise
 from vit.explain.rollout import (
     attention_gradients,
@@ -19,6 +18,7 @@ from vit.explain.rollout import (
     gradient_rollout,
     raw_attention,
 )
+from vit.registry import ALL_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/attention.md"
 TEXT = PAGE.read_text(encoding="utf-8")

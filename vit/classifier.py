@@ -15,15 +15,17 @@ from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
-from vit.explain.maps import ALL_KINDS, attention_maps
+from vit.explain.maps import attention_maps
 from vit.hardware import autocast
 from vit.model.attention_model import attention_model
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
+from vit.registry import ALL_KINDS
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64
+PHOTO_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.photos)
 
 Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tell from a str
 
@@ -168,7 +170,7 @@ class Classifier:
 
         Args:
             images: (N, channels, H, W) uint8, on any device.
-            kinds: Kinds of map, keys of `vit.explain.maps.ALL_KINDS`.
+            kinds: Kinds of map, keys of `vit.registry.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
             precision: Precision of the forward pass.
@@ -244,7 +246,7 @@ class Classifier:
     def explain(
         self,
         photos: Photo | Photos,
-        kind: str | Sequence[str] = ("rollout", "lrp_pixels"),
+        kind: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
     ) -> Explanation | list[Explanation]:
         """Map what the model attends to in one photo or in several.
@@ -252,7 +254,7 @@ class Classifier:
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
                 size; or a list of them.
-            kind: One kind of map or several, keys of `vit.explain.maps.ALL_KINDS`.
+            kind: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Returns:

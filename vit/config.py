@@ -8,10 +8,11 @@ line or from a model file. Nothing slow is imported, so that `--help` answers at
 import dataclasses
 import json
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from vit.registry import ALL_KINDS, DATASETS, OPTIMIZERS, DatasetSpec
 from vit.settings import (
     LARGE,
     Arguments,
@@ -39,16 +40,16 @@ STRONGEST = 30  # magnitude of RandAugment
 
 PATCH_SIZE = 4  # of a model trained from scratch, unless set
 
-DataName = Literal[
-    "cifar10", "cifar100", "shapes", "folder", "shards", "table", "digits", "fashion_mnist",
-    "svhn", "flowers102", "food101", "oxford_iiit_pet",
-]  # fmt: skip
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
-MapKind = Literal[
-    "rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout", "lrp_pixels",
-    "occlusion", "integrated_gradients", "rise",
-]  # fmt: skip
+if TYPE_CHECKING:  # a type checker does not look into the registry
+    DataName = str
+    MapKindName = str
+    OptimizerName = str
+else:
+    DataName = Literal[*DATASETS]
+    MapKindName = Literal[*ALL_KINDS]
+    OptimizerName = Literal[*OPTIMIZERS]
 TIMM = "timm:"  # how the name of a model of timm begins
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
@@ -110,7 +111,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.test_fraction is None or self.name in ("folder", "shards", "table"),
+            self.test_fraction is None or self.spec.own_files,
             "data.test_fraction",
             self.test_fraction,
             f"null with data.name={self.name}, whose test images are fixed",
@@ -121,6 +122,22 @@ class DataConfig:
             self.val_size,
             "a fraction less than 1, or a whole number",
         )
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """The data set with the image size and the channels of this config.
+
+        Other channels than the data set's own have other statistics: RGB as grey, or grey as RGB,
+        the average over the registered channels; any other number 0.5 and 0.25 in each.
+        """
+        own = DATASETS[self.name]
+        channels, mean, std = self.channels or own.channels, own.mean, own.std
+        if {channels, own.channels} == {1, 3}:
+            mean, std = ((round(sum(v) / len(v), 4),) * channels for v in (mean, std))
+        elif channels != own.channels:
+            mean, std = (0.5,) * channels, (0.25,) * channels
+        image_size = self.image_size or own.image_size
+        return dataclasses.replace(own, image_size=image_size, mean=mean, std=std)
 
 
 @settings("model")
@@ -353,7 +370,7 @@ class OptimConfig:
             that is evaluated and saved; null disables averaging
     """
 
-    name: Literal["adamw", "muon"] = "muon"
+    name: OptimizerName = "muon"
     lr: Positive = 2e-3
     weight_decay: NonNegative = 0.05
     muon_lr: Positive = 0.02
@@ -543,8 +560,8 @@ class EvalConfig:
         target: with --attention or --image, name of the class to explain; null explains the
             predicted class
         kinds: with --attention or --image, kinds of map to draw and, with --attention, to measure;
-            without it, all but the references, or rollout and lrp_pixels with --image. The
-            references occlusion, integrated_gradients and rise take 16 to 1,000 passes
+            without it, rollout and lrp_pixels with --image, otherwise all that take few passes;
+            occlusion, integrated_gradients and rise take 16 to 1,000 passes
         faithfulness: with --attention, number of test images on which the faithfulness of the maps
             is measured; 0 skips the measurement; null means 500, or 0 with --indices
         head_fusion: with --attention, how rollout combines the attention heads
@@ -573,7 +590,7 @@ class EvalConfig:
     attention: Switch = False
     indices: tuple[int, ...] = ()
     target: Text | None = None
-    kinds: tuple[MapKind, ...] = ()
+    kinds: tuple[MapKindName, ...] = ()
     faithfulness: int | None = None
     head_fusion: Literal["mean", "max", "min"] = "mean"
     discard_ratio: FractionBelow1 = 0.0

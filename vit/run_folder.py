@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from vit.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
 from vit.config import Config, changed_keys, from_dict, to_dict
 from vit.files import write_atomically
+from vit.registry import ALL_KINDS
 
 CONFIG_FILE = "config.yaml"
 EXTENSION_FILE = "extension.yaml"  # config of an extension, until it is finished
@@ -38,9 +39,7 @@ TABLE_FILE = "faithfulness.json"
 ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
     TABLE_FILE,
     f"image_{'[0-9]' * 5}.png",
-    *(f"{kind}.npy" for kind in ("rollout", "gradient_rollout", "relevance", "raw")),
-    *(f"{kind}.npy" for kind in ("lrp", "lrp_rollout", "lrp_pixels")),
-    *(f"{kind}.npy" for kind in ("occlusion", "integrated_gradients", "rise")),
+    *(f"{kind}.npy" for kind in ALL_KINDS),
     "events.out.tfevents.*",
     INDEX_FILE,
 )

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from vit.config import DataConfig
+from vit.data.listing import Source
 from vit.hardware import usable_cores
 
 
@@ -64,37 +65,25 @@ FILES = {
 }
 
 
-def read_cifar(
-    name: str, root: Path, train: bool, download: bool
-) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+def read_cifar(data: DataConfig, train: bool) -> Source:
     """Read the training or test images; unpack or download the files if any is missing or damaged.
-
-    Args:
-        name: "cifar10" or "cifar100".
-        root: Folder for the archive and its unpacked contents.
-        train: Whether to read the training images rather than the test images.
-        download: Whether to download what is missing from root.
-
-    Returns:
-        Images (N, 3, H, W) uint8, labels (N,) int64 and the class names.
 
     Raises:
         ValueError: The data is missing or damaged and could not be downloaded.
     """
-    found = _read_files(FILES[name], root, train)
+    files, root = FILES[data.name], Path(data.root).expanduser()
+    found = _read_files(files, root, train)
     if found is None:
         # Imported late, because it imports torchvision.
         from vit.data.cifar_archive import restore
 
-        restore(name, root, download)
-        found = _read_files(FILES[name], root, train)
+        restore(data.name, root, data.download)
+        found = _read_files(files, root, train)
         assert found is not None
     return found
 
 
-def _read_files(
-    files: CifarFiles, root: Path, train: bool
-) -> tuple[Tensor, Tensor, tuple[str, ...]] | None:
+def _read_files(files: CifarFiles, root: Path, train: bool) -> Source | None:
     """Read a data set, or return None if any of its files is missing or damaged."""
     folder, (meta, meta_sum) = root / files.folder, files.meta
     needed = files.train if train else files.test
@@ -115,4 +104,5 @@ def _read_files(
         return None
     images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches if batch])
     labels = [label for batch in batches if batch for label in batch[files.labels]]
-    return images.view(-1, 3, 32, 32), torch.tensor(labels), tuple(names[files.classes])
+    images = images.view(-1, 3, 32, 32)
+    return Source(images, torch.tensor(labels), tuple(names[files.classes]))

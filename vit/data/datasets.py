@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.config import DataConfig, DataName
 from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
-from vit.data.sources import TEST_INCLUDED, read_source
+from vit.data.sources import read_source
 from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
 from vit.data.stream import Decoder, ImageFiles
 from vit.data.tar_member import TarMember
@@ -36,7 +36,7 @@ class ImageSet:
         classes: The C class names.
         masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
         fingerprint: Identifies the user's files that the set was made from, see
-            `vit.data.listing.FileList`; "" for published data sets.
+            `vit.data.listing.Source`; "" for published data sets.
         split: Whether data.test_fraction decides which of these files are for testing.
     """
 
@@ -314,7 +314,7 @@ def load_training(
     """
     preprocess = preprocess or Preprocess.from_config(data)
     val_size, count = data.val_size, None
-    if data.name == "shapes" and data.train_size is not None:  # as many are drawn as needed
+    if data.spec.drawn and data.train_size is not None:  # as many are drawn as needed
         val_size = held_out_beside(data.train_size, val_size)
         count = data.train_size + val_size
     everything = open_images(data, True, preprocess, decoder, count, find_unreadable)
@@ -323,7 +323,7 @@ def load_training(
         training = _first(training, data.train_size)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
     unchecked = []
-    if check and data.name not in TEST_INCLUDED:  # also downloads them; skip decodes them
+    if check and not data.spec.test_included:  # also downloads them; skip decodes them
         unchecked = [open_images(data, False, preprocess, decoder)]
     if isinstance(training.images, Tensor):
         return training, held

@@ -2,23 +2,18 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from vit.config import DataConfig
 from vit.data.installed import require_package
+from vit.data.listing import Source
 from vit.data.splits import fraction_per_class
 
 TEST_FRACTION = 0.2
 BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are ink
 
 
-def read_digits(train: bool) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+def read_digits(data: DataConfig, train: bool) -> Source:
     """Read the training images, or the test images: a fifth of each digit, always the same.
-
-    Args:
-        train: Whether to read the training images rather than the test images.
-
-    Returns:
-        Images (N, 1, 8, 8) uint8, labels (N,) int64 and the class names.
 
     Raises:
         ValueError: scikit-learn is not installed.
@@ -31,4 +26,4 @@ def read_digits(train: bool) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     labels = torch.from_numpy(raw.target).long()
     chosen = torch.full((len(labels),), train)
     chosen[fraction_per_class(labels, TEST_FRACTION, 0, "digits")] = not train
-    return images[chosen], labels[chosen], tuple(str(name) for name in raw.target_names)
+    return Source(images[chosen], labels[chosen], tuple(str(name) for name in raw.target_names))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vit.config import DataConfig
 from vit.data.photos import Photo, to_bands
-from vit.data.specs import spec_of
 from vit.data.tar_member import TarMember
 
 # Training images that are cropped at random are stored larger by this factor, which keeps detail.
@@ -53,7 +52,7 @@ class Preprocess:
     @classmethod
     def from_config(cls, data: DataConfig) -> "Preprocess":
         """Return the preprocessing of a data set with the image size, fit and channels given."""
-        spec = spec_of(data)
+        spec = data.spec
         return cls(spec.image_size, spec.mean, spec.std, fit=data.fit)
 
     @classmethod

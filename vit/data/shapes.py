@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from vit.data.specs import DATASETS
+from vit.registry import DATASETS
 
 SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels
 SUBSAMPLES = 3  # sample points per pixel and axis; averaged for antialiased edges

@@ -1,46 +1,19 @@
 """Where images come from: each data set's pictures, labels and class names, not resized yet."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-from torch import Tensor
+from pkgutil import resolve_name
 
 from vit.config import DataConfig
-from vit.data.cifar import read_cifar
-from vit.data.digits import read_digits
 from vit.data.folder import list_folder
-from vit.data.listing import FileList
+from vit.data.listing import Source
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.shards import list_shards
 from vit.data.table import list_table
-from vit.data.tar_member import TarMember
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
-# Data sets whose test images are there, and undamaged, where the training images are.
-TEST_INCLUDED = ("shapes", "digits", "cifar10", "cifar100")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Labelled pictures as a data set provides them.
-
-    Attributes:
-        pictures: (N, channels, H, W) uint8, or N image files of any size, which may be members of
-            tar files.
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names.
-        masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
-        fingerprint: Identifies a user's own files, see `FileList`; "" for published data sets.
-        split: Whether data.test_fraction decides which of these files are for testing.
-    """
-
-    pictures: Tensor | tuple[Path, ...] | tuple[TarMember, ...]
-    labels: Tensor
-    classes: tuple[str, ...]
-    masks: Tensor | None = None
-    fingerprint: str = ""
-    split: bool = False
 
 
 def read_source(data: DataConfig, train: bool, count: int | None = None) -> Source:
@@ -58,28 +31,22 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
     Raises:
         ValueError: The data is missing and could not be downloaded.
     """
-    if data.name == "shapes":
-        split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
-        images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
-        return Source(images, labels, KINDS, masks)
-    if data.name == "digits":
-        return Source(*read_digits(train))
-    root = Path(data.root).expanduser()
-    if data.name == "folder":
-        return _from_files(list_folder(root, train, data.test_fraction))
-    if data.name == "shards":
-        return _from_files(list_shards(root, train, data.test_fraction))
-    if data.name == "table":
-        return _from_files(list_table(root, train, data.test_fraction))
-    if data.name in ("cifar10", "cifar100"):
-        return Source(*read_cifar(data.name, root, train, data.download))
-    # Imported late, because torchvision takes seconds.
-    from vit.data.torchvision_sets import read_torchvision
-
-    return Source(*read_torchvision(data.name, root, train, data.download))
+    reader = resolve_name(f"vit.data.{data.spec.reader}")
+    return reader(data, train, count) if data.spec.drawn else reader(data, train)
 
 
-def _from_files(files: FileList) -> Source:
-    return Source(
-        files.paths, files.labels, files.classes, fingerprint=files.fingerprint, split=files.split
-    )
+def shapes(data: DataConfig, train: bool, count: int | None) -> Source:
+    """Draw shapes."""
+    split, default = ("train", SHAPES_TRAIN) if train else ("test", SHAPES_TEST)
+    images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", split))
+    return Source(images, labels, KINDS, masks)
+
+
+def own_files(find: Callable[..., Source], data: DataConfig, train: bool) -> Source:
+    """List image files of the user's own."""
+    return find(Path(data.root).expanduser(), train, data.test_fraction)
+
+
+folder = partial(own_files, list_folder)
+shards = partial(own_files, list_shards)
+table = partial(own_files, list_table)

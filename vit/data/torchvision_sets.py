@@ -4,8 +4,8 @@ CIFAR has a module of its own, `vit.data.cifar`, because its files are verified 
 """
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -14,125 +14,78 @@ import torch
 from torch import Tensor
 from torchvision.datasets import SVHN, FashionMNIST, Flowers102, Food101, OxfordIIITPet
 
+from vit.config import DataConfig
 from vit.data.installed import require_package
 from vit.data.layout import refuse_to_download
+from vit.data.listing import Source
 from vit.settings import shorten
-
-Pictures = Tensor | tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class _Set:
-    """How torchvision's data set is made and read.
-
-    Attributes:
-        make: torchvision's class.
-        train: Arguments of each part of the training images.
-        test: Arguments of each part of the test images.
-        read: Returns pictures and labels of a part.
-        place: What is in root, as a hint for files put there by hand.
-        needs: Whether reading needs scipy.
-    """
-
-    make: Callable[..., Any]
-    train: tuple[dict[str, Any], ...]
-    test: tuple[dict[str, Any], ...]
-    read: Callable[[Any], tuple[Pictures, Any]]
-    place: str
-    needs_scipy: bool = False
-
-
-SETS = {
-    "fashion_mnist": _Set(
-        FashionMNIST,
-        train=({"train": True},),
-        test=({"train": False},),
-        read=lambda part: (part.data[:, None], part.targets),
-        place="FashionMNIST/raw/",
-    ),
-    "svhn": _Set(
-        SVHN,
-        train=({"split": "train"},),
-        test=({"split": "test"},),
-        read=lambda part: (torch.from_numpy(part.data).contiguous(), part.labels),
-        place="train_32x32.mat and test_32x32.mat",
-        needs_scipy=True,
-    ),
-    # As is usual, both of the small parts, 1,020 images each, are for training; 6,149 for testing.
-    "flowers102": _Set(
-        Flowers102,
-        train=({"split": "train"}, {"split": "val"}),
-        test=({"split": "test"},),
-        read=lambda part: (tuple(part._image_files), part._labels),
-        place="flowers-102/",
-        needs_scipy=True,
-    ),
-    "food101": _Set(
-        Food101,
-        train=({"split": "train"},),
-        test=({"split": "test"},),
-        read=lambda part: (tuple(part._image_files), part._labels),
-        place="food-101/",
-    ),
-    "oxford_iiit_pet": _Set(
-        OxfordIIITPet,
-        train=({"split": "trainval"},),
-        test=({"split": "test"},),
-        read=lambda part: (tuple(part._images), part._labels),
-        place="oxford-iiit-pet/",
-    ),
-}
 
 
 def read_torchvision(
-    name: str, root: Path, train: bool, download: bool
-) -> tuple[Pictures, Tensor, tuple[str, ...]]:
+    make: Callable[..., Any],
+    training: Sequence[dict[str, Any]],
+    test: Sequence[dict[str, Any]],
+    read: Callable[[Any], tuple[Tensor | Sequence[Path], Any]],
+    place: str,
+    data: DataConfig,
+    train: bool,
+    needs_scipy: bool = False,
+) -> Source:
     """Read or list the training or test images, downloading them if they are missing.
 
     Args:
-        name: A key of `SETS`.
-        root: Folder for the downloaded files.
+        make: torchvision's class.
+        training: Its arguments for each part of the training images.
+        test: Its arguments for each part of the test images.
+        read: Returns images (N, channels, H, W) uint8 or N image files, and labels, of a part.
+        place: What is in data.root, as a hint for files put there by hand.
+        data: The data set.
         train: Whether to read the training images rather than the test images.
-        download: Whether to download what is missing from root.
-
-    Returns:
-        Images (N, channels, H, W) uint8 or N image files, labels (N,) int64 and the class names.
+        needs_scipy: Whether reading needs scipy.
 
     Raises:
         ValueError: The data is missing or damaged and could not be downloaded, or scipy is not
             installed.
     """
-    known = SETS[name]
-    if known.needs_scipy:
-        require_package(name, "scipy", "scipy")
-    parts = [_made(name, root, kind, download) for kind in (known.train if train else known.test)]
-    read = [known.read(part) for part in parts]
-    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in read])
+    if needs_scipy:
+        require_package(data.name, "scipy", "scipy")
+    parts = [_made(make, kind, place, data) for kind in (training if train else test)]
+    pictures = [read(part) for part in parts]
+    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in pictures])
     # SVHN's classes are the digits themselves.
     classes = tuple(getattr(parts[0], "classes", map(str, range(10))))
-    if isinstance(read[0][0], Tensor):
-        return read[0][0], labels, classes
-    paths = tuple(path for paths, _ in read for path in paths)
+    if isinstance(pictures[0][0], Tensor):
+        return Source(pictures[0][0], labels, classes)
+    paths = tuple(path for paths, _ in pictures for path in paths)
     missing = [path for path in paths if not path.is_file()]
     if missing:
+        root = Path(data.root).expanduser()
         raise ValueError(
-            f"data.root: {name} in {root} is incomplete: {len(missing):,} of {len(paths):,} images "
-            f"are missing, such as {missing[0]}; delete {root / known.place} to unpack it again"
+            f"data.root: {data.name} in {root} is incomplete: {len(missing):,} of {len(paths):,} "
+            f"images are missing, such as {missing[0]}; delete {root / place} to unpack it again"
         )
-    return paths, labels, classes
+    return Source(paths, labels, classes)
 
 
-def _made(name: str, root: Path, kind: dict[str, Any], download: bool) -> Any:
+def _made(make: Callable[..., Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
     """Make torchvision's data set, downloading it if it is missing.
 
     Raises:
         ValueError: It is missing or damaged and could not be downloaded.
     """
-    make = SETS[name].make
+    name, root = data.name, Path(data.root).expanduser()
+
+    def no_data(problem: str) -> ValueError:
+        return ValueError(
+            f"data.root: {name} is not in {root}, or damaged ({problem}). Put {place} into "
+            f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` "
+            "needs no download."
+        )
+
     with contextlib.suppress(RuntimeError):  # missing or, for some data sets, damaged
         return make(root, **kind)
-    if not download:
-        raise _no_data(name, root, "data.download=false, so it was not downloaded")
+    if not data.download:
+        raise no_data("data.download=false, so it was not downloaded")
     refuse_to_download(name, root)
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     print(f"{name} is not in {root}, or damaged: downloading it", flush=True)
@@ -142,12 +95,49 @@ def _made(name: str, root: Path, kind: dict[str, Any], download: bool) -> Any:
         with contextlib.suppress(OSError):
             for folder in missing:  # torchvision creates them before the download
                 folder.rmdir()
-        raise _no_data(name, root, shorten(error, 300)) from None
+        raise no_data(shorten(error, 300)) from None
 
 
-def _no_data(name: str, root: Path, problem: str) -> ValueError:
-    return ValueError(
-        f"data.root: {name} is not in {root}, or damaged ({problem}). Put {SETS[name].place} into "
-        f"{root.resolve()}, or point --data.root at the folder that contains it; `make demo` needs "
-        "no download."
-    )
+fashion_mnist = partial(
+    read_torchvision,
+    FashionMNIST,
+    [{"train": True}],
+    [{"train": False}],
+    lambda part: (part.data[:, None], part.targets),
+    "FashionMNIST/raw/",
+)
+svhn = partial(
+    read_torchvision,
+    SVHN,
+    [{"split": "train"}],
+    [{"split": "test"}],
+    lambda part: (torch.from_numpy(part.data).contiguous(), part.labels),
+    "train_32x32.mat and test_32x32.mat",
+    needs_scipy=True,
+)
+# As is usual, both of the small parts, 1,020 images each, are for training; 6,149 for testing.
+flowers102 = partial(
+    read_torchvision,
+    Flowers102,
+    [{"split": "train"}, {"split": "val"}],
+    [{"split": "test"}],
+    lambda part: (part._image_files, part._labels),
+    "flowers-102/",
+    needs_scipy=True,
+)
+food101 = partial(
+    read_torchvision,
+    Food101,
+    [{"split": "train"}],
+    [{"split": "test"}],
+    lambda part: (part._image_files, part._labels),
+    "food-101/",
+)
+oxford_iiit_pet = partial(
+    read_torchvision,
+    OxfordIIITPet,
+    [{"split": "trainval"}],
+    [{"split": "test"}],
+    lambda part: (part._images, part._labels),
+    "oxford-iiit-pet/",
+)

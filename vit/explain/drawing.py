@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from vit.explain.fonts import font_families
-from vit.explain.maps import SIGNED_KINDS
+from vit.registry import ALL_KINDS
 
 DPI = 100  # pixels to 72 points
 COLOURS = "inferno"
@@ -41,7 +41,7 @@ SIGNED: Bar = ("RdBu_r", (-SCALE[1], SCALE[1]), "against ← → for, × mean")
 
 def bar_of(kind: str) -> Bar:
     """Return the colours and scale of a kind of map."""
-    return SIGNED if kind in SIGNED_KINDS else UNIFORM
+    return SIGNED if ALL_KINDS[kind].signed else UNIFORM
 
 
 def overlay(pixels: np.ndarray, heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:

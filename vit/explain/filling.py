@@ -15,6 +15,7 @@ Shapes: B images, H x W pixels.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vit.seeding import generator
@@ -62,6 +63,11 @@ def to_pixels(patches: Tensor, size: Sequence[int]) -> Tensor:
     """Enlarge values of patches (B, rows, columns) to a height and width: (B, 1, H, W)."""
     tall = patches.repeat_interleave(size[0] // patches.shape[1], dim=1)
     return tall.repeat_interleave(size[1] // patches.shape[2], dim=2)[:, None]
+
+
+def to_patches(maps: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Average maps of pixels (B, height, width) over each patch; leave (B, rows, columns) as is."""
+    return F.adaptive_avg_pool2d(maps[:, None], grid)[:, 0]
 
 
 def mean_colour(images: Tensor, hidden: Tensor) -> Tensor:

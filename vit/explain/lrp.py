@@ -225,31 +225,21 @@ def propagate(
 
 
 def token_relevance(
-    model: AttentionModel, images: Tensor, target: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Classify images and distribute one logit of each over the tokens that enter each block.
+    model: AttentionModel, images: Tensor, targets: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Classify images and distribute logits over the tokens that enter each block.
+
+    One forward pass serves all targets.
 
     Args:
         model: In evaluation mode.
         images: (B, channels, height, width), normalized.
-        target: (B,) int64, as for `propagate`.
+        targets: The classes to explain, each (B,) int64 or None as for `propagate`.
 
     Returns:
-        Logits (B, C); relevances of the tokens, (L, B, N), in units of the logit; and L attention
-        weights, (B, H, N, N). In every layer, the relevances of the tokens and what the biases of
-        this and later layers contribute add up to the logit.
-    """
-    logits, relevances, weights = token_relevances(model, images, [target])
-    return logits, relevances[0], weights
-
-
-def token_relevances(
-    model: AttentionModel, images: Tensor, targets: Sequence[Tensor | None]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Do as `token_relevance` for several targets, with one forward pass.
-
-    Returns:
-        Logits, relevances for each target, and attention weights, as from `token_relevance`.
+        Logits (B, C); for each target, relevances of the tokens, (L, B, N), in units of the logit;
+        and L attention weights, (B, H, N, N). In every layer, the relevances of the tokens and what
+        the biases of this and later layers contribute add up to the logit.
     """
     with torch.no_grad():
         tokens, grid = model.embed(images)

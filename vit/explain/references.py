@@ -11,7 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from vit.explain.filling import mean_colour, to_pixels
+from vit.explain.filling import mean_colour, to_patches, to_pixels
+from vit.seeding import generator
+
+RISE_MASKS = 1000
 
 
 @torch.no_grad()
@@ -62,6 +65,13 @@ def integrated_gradients(
     return images.detach() * total / steps
 
 
+def integrated_gradients_of_patches(
+    classify: Callable[[Tensor], Tensor], images: Tensor, grid: tuple[int, int], target: Tensor
+) -> Tensor:
+    """Average `integrated_gradients` over each patch: (B, rows, columns)."""
+    return to_patches(integrated_gradients(classify, images, target).sum(dim=1), grid)
+
+
 @torch.no_grad()
 def rise(
     classify: Callable[[Tensor], Tensor],
@@ -69,7 +79,7 @@ def rise(
     grid: tuple[int, int],
     target: Tensor,
     num_masks: int,
-    generator: Generator,
+    random: Generator,
 ) -> Tensor:
     """Estimate how much a patch raises a class's probability if others are hidden at random.
 
@@ -85,7 +95,7 @@ def rise(
         grid: Rows and columns of patches.
         target: (B,) int64, the class.
         num_masks: Number of masks, even, at least 2.
-        generator: Random numbers on the CPU. Maps of n masks and of the next n masks have those of
+        random: Random numbers on the CPU. Maps of n masks and of the next n masks have those of
             2n masks as their mean.
 
     Returns:
@@ -98,7 +108,7 @@ def rise(
         raise ValueError(f"num_masks: {num_masks} is not an even number from 2")
     total = torch.zeros(len(images), *grid, device=images.device)
     for _ in range(num_masks // 2):
-        hidden = (torch.rand(1, *grid, generator=generator) < 0.5).to(images.device)
+        hidden = (torch.rand(1, *grid, generator=random) < 0.5).to(images.device)
         part = to_pixels(hidden, images.shape[-2:])
         shown, inverse = (
             _of_class(classify(mean_colour(images, mask)).softmax(dim=1), target)
@@ -106,6 +116,13 @@ def rise(
         )
         total += (shown - inverse)[:, None, None] * (1 - 2 * hidden.float())
     return total * 2 / num_masks
+
+
+def rise_of_1000_masks(
+    classify: Callable[[Tensor], Tensor], images: Tensor, grid: tuple[int, int], target: Tensor
+) -> Tensor:
+    """Compute `rise` with 1,000 masks, always the same."""
+    return rise(classify, images, grid, target, RISE_MASKS, generator(0, "rise"))
 
 
 def _of_class(values: Tensor, target: Tensor) -> Tensor:

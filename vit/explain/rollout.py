@@ -250,4 +250,6 @@ def check_rollout_options(
     if not 0 <= discard_ratio < 1:
         raise ValueError(f"discard_ratio: {discard_ratio} is not at least 0 and less than 1")
     if not 0 <= start_layer < depth:
-        raise ValueError(f"start_layer: {start_layer} is not 0 to {depth - 1}")
+        raise ValueError(
+            f"start_layer: {start_layer} is not a layer of this model; it must be 0 to {depth - 1}"
+        )

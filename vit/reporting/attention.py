@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.classifier import Classifier
 from vit.config import EvalConfig
 from vit.console import counted
 from vit.data.datasets import ImageSet
@@ -19,20 +18,13 @@ from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of
-from vit.explain.maps import (
-    CLASS_SPECIFIC,
-    MAP_KINDS,
-    SIGNED_KINDS,
-    map_title,
-    readout_of,
-    rollout_title,
-)
+from vit.explain.maps import MAP_KINDS, map_title, readout_of
+from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import (
-    attention_records,
-)
+from vit.registry import ALL_KINDS
+from vit.reporting.attention_records import attention_records
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
@@ -57,7 +49,8 @@ def explain_run(run: str, options: EvalConfig) -> None:
     if not classifier.has_maps:
         raise ValueError(f"{no_maps_text(classifier.model)}; leave out --attention")
     target = None if options.target is None else classifier.class_index(options.target)
-    rollout = rollout_options(classifier, options)
+    rollout = {name: getattr(options, name) for name in ALL_KINDS["rollout"].options}
+    check_rollout_options(**rollout, depth=len(require_attention(classifier.model).blocks))
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
     test = load_test(saved, options)
     indices = _choose_images(test, options)
@@ -82,25 +75,6 @@ def explain_run(run: str, options: EvalConfig) -> None:
         }  # fmt: skip
         write_atomically(folder / TABLE_FILE, json.dumps(content, indent=1).encode())
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
-
-
-def rollout_options(classifier: Classifier, options: EvalConfig) -> dict[str, Any]:
-    """Return the options of attention rollout.
-
-    Raises:
-        ValueError: The model does not have the layer that rollout is to start at.
-    """
-    depth = len(require_attention(classifier.model).blocks)
-    if options.start_layer >= depth:
-        raise ValueError(
-            f"start_layer: {options.start_layer} is not a layer of this model; "
-            f"it must be 0 to {depth - 1}"
-        )
-    return {
-        "head_fusion": options.head_fusion,
-        "discard_ratio": options.discard_ratio,
-        "start_layer": options.start_layer,
-    }
 
 
 def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
@@ -157,6 +131,8 @@ def _write_maps(
     logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
     probabilities, predicted = logits.softmax(dim=1).cpu().max(dim=1)
     explained = predicted if target is None else torch.full_like(predicted, target)
+    signed = [kind for kind, entry in ALL_KINDS.items() if entry.signed]
+    means = [k for k, e in ALL_KINDS.items() if e.unit != "uniform" and not e.signed]
     entries = [
         {
             "row": row,
@@ -174,10 +150,12 @@ def _write_maps(
         "split": "test",
         "readout": readout_of(require_attention(saved.classifier.model)),
         "rollout": rollout,
-        "unit": "1 is the value of every token under uniform attention; relevance and lrp_rollout: "
-        f"the mean of all patches; {', '.join(SIGNED_KINDS)}: that of the absolute values",
+        "unit": "1 is the value of every token under uniform attention; "
+        f"{' and '.join(means)}: the mean of all patches; {', '.join(signed)}: that of the "
+        "absolute values",
         "maps": {
-            kind: {"file": f"{kind}.npy", "class_specific": kind in CLASS_SPECIFIC} for kind in maps
+            kind: {"file": f"{kind}.npy", "class_specific": ALL_KINDS[kind].class_specific}
+            for kind in maps
         },
         "images": entries,
     }
@@ -190,7 +168,7 @@ def _write_maps(
                 chosen.pixels()[row].expand(len(maps), -1, -1, -1),
                 [found[row] for found in maps.values()],
                 [captions[row]] * len(maps),
-                [_title(kind, classes[explained[row]], rollout) for kind in maps],
+                [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
                 [bar_of(kind) for kind in maps],
             )
             name = f"image_{index:05d}"
@@ -200,11 +178,6 @@ def _write_maps(
         _write_records(writer, saved, chosen, indices.tolist(), target, rollout, levels)
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
-
-
-def _title(kind: str, class_name: str, rollout: dict[str, Any]) -> str:
-    title = map_title(kind, class_name)
-    return title if kind != "rollout" else title.replace(MAP_KINDS[kind], rollout_title(**rollout))
 
 
 def _write_records(

@@ -20,6 +20,7 @@ from vit.explain.figures import (
     heads_picture,
     rollout_pictures,
 )
+from vit.explain.filling import to_patches
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
 from vit.explain.sheet import overlays_picture
@@ -31,6 +32,7 @@ from vit.explain.statistics import (
 )
 from vit.files import write_atomically
 from vit.model.attention_model import require_attention
+from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tracking import ROLLOUT_TAG, Logged
@@ -39,7 +41,7 @@ RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
 JUDGED = 32  # number of images for measuring faithfulness during training
 JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
-JUDGED_KINDS = ("rollout", "relevance", "lrp")
+JUDGED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
 
 
 class AttentionLogging:
@@ -197,15 +199,16 @@ class MapFaithfulness:
         self.images, self.seed, self.steps = images, seed, steps
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
-        """Yield faithfulness/KIND, -0.5 to 0.5, for three kinds of map and two baselines."""
+        """Yield faithfulness/KIND, -0.5 to 0.5, for `JUDGED_KINDS` and two baselines."""
         if len(self.images) == 0:
             return
-        logits, maps = classifier.maps(
-            self.images.pixels(), JUDGED_KINDS, precision=classifier.precision
-        )
+        pixels = self.images.pixels()
+        logits, maps = classifier.maps(pixels, JUDGED_KINDS, precision=classifier.precision)
+        grid = require_attention(classifier.model).patch_embed.grid(*pixels.shape[-2:])
+        by_patch = {kind: to_patches(found, grid) for kind, found in maps.items()}
         scores = score_maps(
-            classifier.forward, classifier.normalize(self.images.pixels()),
-            with_baselines(maps, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
+            classifier.forward, classifier.normalize(pixels),
+            with_baselines(by_patch, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
         )  # fmt: skip
         for kind, values in scores.items():
             yield f"faithfulness/{kind}", values["lerf_morf"].mean().item()

@@ -8,7 +8,7 @@ then patches), C classes.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,8 @@ from vit.data.datasets import ImageSet
 from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
-from vit.explain.lrp import token_relevances
-from vit.explain.maps import (
-    MAP_KINDS,
-    SIGNED_KINDS,
-    readout_of,
-    relevance_map,
-    rollout_title,
-    scaled_map,
-)
+from vit.explain.lrp import token_relevance
+from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, title_of
 from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import prefix_names, require_attention
 from vit.tensorboard_plugin.records import (
@@ -45,9 +38,6 @@ from vit.tensorboard_plugin.summary import image_statistics
 BATCH_SIZE = 16  # images whose graph is kept at the same time
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
-AGNOSTIC = ("rollout", "raw")
-BY_GRADIENTS = ("gradient_rollout", "relevance")
-BY_RELEVANCE = ("lrp", "lrp_rollout")
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,7 @@ class Attention:
         logits: (B, C) float32.
         weights: L attention weights (B, H, N, N).
         tokens: L outputs of the blocks, (B, N, D).
-        kinds: M keys of `vit.explain.maps.MAP_KINDS`.
+        kinds: M keys of `vit.registry.ALL_KINDS`.
         targets: (M, B) int64, the class that a map explains; -1 if it is class-agnostic.
         maps: (M, B, rows, columns) float32, in the units of `vit.explain.maps.attention_maps`.
     """
@@ -121,23 +111,23 @@ def read_attention(
     # The images require gradients, so that the weights do too even if all parameters are frozen.
     inputs = classifier.normalize(images).requires_grad_()
     logits, weights, tokens = model.forward_intermediates(inputs)
-    layout: Any = {
-        "grid": model.patch_embed.grid(*images.shape[-2:]),
-        "readout": readout_of(model),
-        "num_prefix_tokens": model.num_prefix_tokens,
-    }
+    grid = model.patch_embed.grid(*images.shape[-2:])
     classes = explained_classes(logits.detach(), wanted)
     detached = [layer.detach() for layer in weights]
-    none = torch.full_like(classes[0], -1)
-    maps = [(kind, none, scaled_map(kind, detached, (), **layout, **rollout)) for kind in AGNOSTIC]
+    maps: list[tuple[str, Tensor, Tensor]] = []
+
+    def draw(need: str, target: Tensor, *given: Any) -> None:
+        for kind, entry in MAP_KINDS.items():
+            if entry.needs == need:
+                maps.append((kind, target, map_of(kind, model, grid, *given, **rollout)))
+
+    draw("weights", torch.full_like(classes[0], -1), detached)
     for number, target in enumerate(classes, start=1):
         gradients = attention_gradients(logits, weights, target, number < len(classes))
-        for kind in BY_GRADIENTS:
-            maps.append((kind, target, scaled_map(kind, detached, gradients, **layout)))
-    _, relevances, _ = token_relevances(model, inputs.detach(), list(classes))
+        draw("gradients", target, detached, gradients)
+    _, relevances, _ = token_relevance(model, inputs.detach(), list(classes))
     for target, relevance in zip(classes, relevances, strict=True):
-        for kind in BY_RELEVANCE:
-            maps.append((kind, target, relevance_map(kind, relevance, detached, **layout)))
+        draw("relevance", target, patches_of(relevance, model, grid), detached)
     kinds, targets, values = zip(*maps, strict=True)
     return Attention(
         logits.detach().float(), detached, [layer.detach() for layer in tokens],
@@ -220,8 +210,7 @@ def attention_records(
         scores = torch.full(attention.targets.shape, math.nan)
         if levels:
             scores = score_each_map(classifier, pixels, attention, levels, scored, predicted_only)
-        titles = {**MAP_KINDS, "rollout": rollout_title(**rollout)}
-        yield attention, _records(classifier, part, attention, scores, weighted - start, titles)
+        yield attention, _records(classifier, part, attention, scores, weighted - start, rollout)
 
 
 def _records(
@@ -230,7 +219,7 @@ def _records(
     attention: Attention,
     scores: Tensor,
     weighted: int,
-    titles: Mapping[str, str],
+    rollout: dict[str, Any],
 ) -> list[Record]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
@@ -257,7 +246,7 @@ def _records(
             label=int(images.labels[row]),
             top=list(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)),
             statistics=image_statistics(weights, grid, model.num_prefix_tokens, size),
-            maps=_maps(attention, scores, row, titles),
+            maps=_maps(attention, scores, row, rollout),
             lens=Lens(
                 classes=lens.classes[:, row].tolist(),
                 probabilities=lens.probabilities[:, row].tolist(),
@@ -270,17 +259,17 @@ def _records(
     return records
 
 
-def _maps(attention: Attention, scores: Tensor, row: int, titles: Mapping[str, str]) -> list[Map]:
+def _maps(attention: Attention, scores: Tensor, row: int, rollout: dict[str, Any]) -> list[Map]:
     """Return the maps of an image of a batch."""
     columns = attention.targets[:, row], attention.maps[:, row].flatten(1), scores[:, row]
     return [
         Map(
             kind=kind,
-            title=titles[kind],
+            title=title_of(kind, **rollout),
             target=None if target < 0 else target,
             values=values,
             faithfulness=None if math.isnan(score) else score,
-            signed=kind in SIGNED_KINDS,
+            signed=MAP_KINDS[kind].signed,
         )
         for kind, target, values, score in zip(
             attention.kinds, *(column.tolist() for column in columns), strict=True

@@ -16,8 +16,9 @@ from vit.explain.faithfulness import (
     score_maps,
     with_baselines,
 )
-from vit.explain.maps import ALL_KINDS, CLASS_SPECIFIC, to_patches
+from vit.explain.filling import to_patches
 from vit.model.attention_model import require_attention
+from vit.registry import ALL_KINDS
 
 BASELINES = {"random": "random", "centred": "centred Gaussian"}
 METRICS = {  # the arrow says whether lower or higher is better
@@ -48,7 +49,7 @@ def measure_maps(
     Args:
         classifier: The model.
         images: Test images; if they have masks, the maps are compared with the masks too.
-        kinds: Keys of `vit.explain.maps.ALL_KINDS`.
+        kinds: Keys of `vit.registry.ALL_KINDS`.
         batch_size: Images per forward pass.
         seed: Seed of the random maps.
         **rollout: Options of `vit.explain.rollout.attention_rollout`.
@@ -101,8 +102,9 @@ def as_table(table: Table, count: int) -> str:
             "{:.3f} ± {:.3f}".format(*values[metric]) if metric in values else "–"
             for metric in metrics
         )
-        name = ALL_KINDS.get(kind) or f"{BASELINES[kind]} (baseline)"
-        if kind in ALL_KINDS and kind not in CLASS_SPECIFIC:
+        entry = ALL_KINDS.get(kind)
+        name = entry.title if entry else f"{BASELINES[kind]} (baseline)"
+        if entry and not entry.class_specific:
             name += ", class-agnostic"
         lines.append(name.ljust(40) + "".join(cell.rjust(17) for cell in cells))
     return "\n".join(lines)

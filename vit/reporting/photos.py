@@ -3,17 +3,17 @@
 import dataclasses
 from pathlib import Path
 
+from vit.classifier import PHOTO_KINDS
 from vit.config import EvalConfig
 from vit.data.photo_files import find_photos
 from vit.data.photos import to_photo
 from vit.explain.drawing import SCALE
-from vit.explain.maps import SIGNED_KINDS
 from vit.model.attention_model import no_maps_text
+from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_run, results_folder
 from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 BEST = 5  # number of classes printed
-KINDS = ("rollout", "lrp_pixels")
 
 
 def classify_photos(run: str, options: EvalConfig) -> None:
@@ -31,7 +31,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
     photos = find_photos(options.image, "image")
     saved = load_run(run, options)
     classifier, has_maps = saved.classifier, saved.classifier.has_maps
-    kinds = tuple(dict.fromkeys(options.kinds)) or KINDS
+    kinds = tuple(dict.fromkeys(options.kinds)) or PHOTO_KINDS
     channels = classifier.preprocess.channels
     for path in photos:  # before a file is written
         to_photo(path, channels, "image")
@@ -60,7 +60,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
             True: f"signed maps {-high:g} to {high:g} × their mean size, red for the class, blue "
             "against it",
         }
-        drawn = dict.fromkeys(kind in SIGNED_KINDS for kind in kinds)
+        drawn = dict.fromkeys(ALL_KINDS[kind].signed for kind in kinds)
         print(f"\ncolour scale: {'; '.join(scales[signed] for signed in drawn)}")
     else:
         print(f"\nno sheets: {no_maps_text(classifier.model)}")

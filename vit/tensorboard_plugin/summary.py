@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from vit.console import warn
+from vit.registry import ALL_KINDS
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import (
     MAX_WEIGHTS,
@@ -78,7 +79,7 @@ def add_attention(
         labels: (B,) indices of the true classes.
         logits: (B, C), for the predictions.
         maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention;
-            those named as in `vit.explain.maps.SIGNED_KINDS` are signed, in units of the mean of
+            those that `vit.registry.ALL_KINDS` has as signed are so, in units of the mean of
             their absolute values. None computes attention rollout.
 
     Raises:
@@ -272,7 +273,6 @@ def _maps(
     readout: Literal["class_token", "mean"] | None,
 ) -> list[list[Map]]:
     """Return the maps of each image; where none are given, attention rollout."""
-    from vit.explain.maps import ALL_KINDS, SIGNED_KINDS
     from vit.explain.rollout import attention_rollout
 
     if maps is None:
@@ -292,10 +292,10 @@ def _maps(
         [
             Map(
                 kind=kind,
-                title=ALL_KINDS.get(kind, kind),
+                title=ALL_KINDS[kind].title if kind in ALL_KINDS else kind,
                 target=None,
                 values=values[number].float().flatten().tolist(),
-                signed=kind in SIGNED_KINDS,
+                signed=kind in ALL_KINDS and ALL_KINDS[kind].signed,
             )
             for kind, values in maps.items()
         ]

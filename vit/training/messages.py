@@ -13,7 +13,6 @@ from vit.config import Config, DataConfig, ModelConfig
 from vit.console import counted
 from vit.data.datasets import ImageSet
 from vit.data.sources import read_source
-from vit.data.specs import OWN_FILES
 from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
@@ -51,7 +50,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         when = "at every step" if step.features is None else "once"
         trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
     processes = step.world.size
-    resized = config.data.name in OWN_FILES and config.data.image_size is None
+    resized = config.data.spec.own_files and config.data.image_size is None
     hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
     variant = config.model.attention
     attention = "" if variant == "dot" else f", {variant} attention"
@@ -98,7 +97,7 @@ def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     """Count the images of each part; published data sets need no count of their test images."""
     parts = f"{len(images):,} training images ({_counts(images.classes, images.labels)})"
     parts += f", {_held_out_text(held_out)}"
-    if data.name not in OWN_FILES or data.on_bad_image == "skip":  # some may not be readable
+    if not data.spec.own_files or data.on_bad_image == "skip":  # some may not be readable
         return f"{parts}; the test images are used once, at the end"
     test = read_source(data, train=False)
     counts = _counts(test.classes, test.labels)

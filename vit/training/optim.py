@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vit.registry import OPTIMIZERS
 from vit.training.distributed import World
 from vit.training.sharding import own, whole
 
@@ -200,11 +201,11 @@ def build_optimizers(
     """Build the optimizers of a VisionTransformer or of a model of timm.
 
     Norms, biases, tokens, position embeddings and what a model of timm exempts itself have no
-    weight decay. With "muon", `Muon` updates
-    the weight matrices of the encoder blocks (queries, keys and values as separate matrices) and
-    the kernels of the stem. AdamW (arXiv 1711.05101) updates everything else, including depthwise
-    kernels and the head; with "adamw" it updates all parameters. Parameters that need no gradient
-    are left out. With layer_decay, both optimizers have groups for each layer, see `lr_scales`.
+    weight decay. With "muon", `Muon` updates the weight matrices of the encoder blocks (queries,
+    keys and values as separate matrices) and the kernels of the stem, and AdamW (arXiv 1711.05101)
+    everything else, including depthwise kernels and the head. Without, one optimizer, see
+    `vit.registry.OPTIMIZERS`, updates all parameters. Parameters that need no gradient are left
+    out. With layer_decay, each optimizer has groups for each layer, see `lr_scales`.
 
     Returns:
         One or two optimizers; each group keeps its peak learning rate as "initial_lr". The first
@@ -223,7 +224,7 @@ def build_optimizers(
         is_vector = parameter.ndim != 2 and parameter.numel() == max(parameter.shape, default=1)
         if is_vector or key in exempt:
             others[scale, False].append(parameter)
-        elif name == "muon" and (
+        elif OPTIMIZERS[name].muon and (
             key.startswith("patch_embed.") or (key.startswith("blocks.") and parameter.ndim == 2)
         ):
             matrices[scale].append(parameter)
@@ -238,7 +239,8 @@ def build_optimizers(
         }
         for scale, decays in sorted(others, reverse=True)
     ]
-    optimizers: list[Optimizer] = [torch.optim.AdamW(groups, lr=lr, fused=True)]
+    make = getattr(torch.optim, OPTIMIZERS[name].name)
+    optimizers: list[Optimizer] = [make(groups, lr=lr, **OPTIMIZERS[name].arguments)]
     if matrices:
         groups = [
             {"params": matrices[scale], "initial_lr": scale * muon_lr}

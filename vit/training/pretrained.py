@@ -10,7 +10,6 @@ from typing import Any
 from vit.checkpoint import Checkpoint, checkpoint_paths
 from vit.config import Config, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
-from vit.data.specs import spec_of
 from vit.model.pretrained import ARCHITECTURE, Pretrained, Source, adopt
 from vit.model.timm_weights import TimmSource, adopt_arguments, fit
 from vit.run_folder import stored_config
@@ -48,7 +47,7 @@ def resolve_pretrained(
     source = find_source(name, config.model)
     if isinstance(source, Source):
         return dataclasses.replace(config, model=adopt(config.model, source.settings, name)), source
-    model, images = adopt_arguments(config.model, source.arguments), spec_of(config.data)
+    model, images = adopt_arguments(config.model, source.arguments), config.data.spec
     fitted = fit(source, model, images.image_size, images.channels)
     return dataclasses.replace(config, model=model), fitted
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from vit.config import Config, ModelConfig
 from vit.data.layout import has_parts
-from vit.data.specs import OWN_FILES, spec_of
 from vit.settings import divisors, require
 
 
@@ -21,12 +20,12 @@ def check_sizes(config: Config) -> None:
             data set has other channels, or there is no such attention.
     """
     require(
-        config.data.channels in (None, 1, 3) or config.data.name in OWN_FILES,
+        config.data.channels in (None, 1, 3) or config.data.spec.own_files,
         "data.channels",
         config.data.channels,
         f"1 or 3 with data.name={config.data.name}",
     )
-    height, width = spec_of(config.data).image_size
+    height, width = config.data.spec.image_size
     patch_size, padding = config.model.patch_size, config.augment.crop_padding
     size = f"{height}" if height == width else f"{height}x{width}"
     common = math.gcd(height, width)
@@ -66,7 +65,7 @@ def check_sizes(config: Config) -> None:
     if is_timm:
         from vit.training.timm_rules import check_timm  # late: it imports torch and timm
 
-        check_timm(config, (height, width), spec_of(config.data).channels)
+        check_timm(config, (height, width), config.data.spec.channels)
     elif config.model.attention != "dot":
         from vit.model.variants import load_attention  # late: it imports torch
 

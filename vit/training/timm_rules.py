@@ -12,13 +12,8 @@ from torch import nn
 from vit.config import Config, ModelConfig
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
-from vit.model.timm_model import (
-    build_timm_model,
-    complete_arguments,
-    head_names,
-    heads,
-    timm_name,
-)
+from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
+from vit.registry import OPTIMIZERS
 from vit.settings import require, shorten
 from vit.training.schedule import scaled_size
 
@@ -58,7 +53,7 @@ def check_timm(config: Config, image_size: tuple[int, int], channels: int) -> No
         f"false with model.name={name}, which does not begin with a convolution of the image",
     )
     require(
-        config.optim.name != "muon" or attention_model(model) is not None,
+        not OPTIMIZERS[config.optim.name].muon or attention_model(model) is not None,
         "optim.name",
         config.optim.name,
         f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",

@@ -1,0 +1,183 @@
+"""What is chosen by name: data sets, optimizers and kinds of attention map.
+
+An entry says everything about a thing and names its function, as "module:name"; CONTRIBUTING.md
+shows how to add one. Functions are found by name when they are called, so that the command line can
+list and check what there is without importing torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """A data set: how it is read, and what a model depends on.
+
+    Attributes:
+        image_size: Height and width of an image, in pixels.
+        mean: Mean of each channel over the training images, 0 to 1.
+        std: Standard deviation of each channel over the training images, 0 to 1.
+        reader: The function in `vit.data` that finds its images: it takes a `DataConfig` and
+            whether to find the training images rather than the test images, and returns a
+            `vit.data.listing.Source`.
+        own_files: Whether the images are files of a user, which may have any number of channels;
+            all other data sets are grey or RGB.
+        drawn: Whether images are drawn; the reader then also takes how many, or None.
+        test_included: Whether reading the training images shows that the test images can be read.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    reader: str
+    own_files: bool = False
+    drawn: bool = False
+    test_included: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return len(self.mean)
+
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+# tests/test_datasets.py recomputes the means and standard deviations of cifar10, cifar100, shapes
+# and digits; those of fashion_mnist and svhn are the published ones of their training images. Image
+# files of any size are normalized like ImageNet, so that a model file does not depend on the folder
+# it was trained on, and weights that were trained on ImageNet fit. 64 pixels let a CPU train on
+# photos from scratch.
+DATASETS = {
+    "cifar10": DatasetSpec(
+        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "cifar:read_cifar",
+        test_included=True,
+    ),
+    "cifar100": DatasetSpec(
+        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "cifar:read_cifar",
+        test_included=True,
+    ),
+    "shapes": DatasetSpec(
+        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "sources:shapes",
+        drawn=True, test_included=True,
+    ),
+    "folder": DatasetSpec((32, 32), *IMAGENET, "sources:folder", own_files=True),
+    "shards": DatasetSpec((32, 32), *IMAGENET, "sources:shards", own_files=True),
+    "table": DatasetSpec((32, 32), *IMAGENET, "sources:table", own_files=True),
+    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "digits:read_digits", test_included=True),
+    "fashion_mnist": DatasetSpec((28, 28), (0.2860,), (0.3530,), "torchvision_sets:fashion_mnist"),
+    "svhn": DatasetSpec(
+        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), "torchvision_sets:svhn"
+    ),
+    "flowers102": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:flowers102"),
+    "food101": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:food101"),
+    "oxford_iiit_pet": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:oxford_iiit_pet"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer.
+
+    Attributes:
+        name: Its class in torch.optim, which takes parameter groups and `lr`.
+        arguments: Its other arguments.
+        muon: Whether Muon takes its place for the weight matrices of the encoder blocks.
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    muon: bool = False
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerSpec("AdamW", {"fused": True}),
+    "muon": OptimizerSpec("AdamW", {"fused": True}, muon=True),
+}
+
+
+@dataclass(frozen=True)
+class MapKind:
+    """A kind of attention map.
+
+    What its function takes depends on what it needs (L layers, B batch, H heads, N tokens):
+
+        weights       weights, L tensors (B, H, N, N)
+        gradients     weights; their gradients of the logit of the explained class
+        relevance     layer-wise relevance of the patches that enter each layer,
+                      (L, B, rows, columns); weights
+        pixels        layer-wise relevance of the input, (B, channels, height, width)
+        passes        a function that turns images into logits, to be called any number of times;
+                      images, grid (rows, columns) and explained classes (B,)
+        exact passes  the same, in float32 whatever the precision
+
+    The first three also take `readout` and `num_prefix_tokens`, see
+    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes: one
+    forward, and for gradients and relevance one backward for each class. A map that needs more than
+    weights explains a class.
+
+    Attributes:
+        title: What it is called in figures and tables.
+        function: The function in `vit.explain`, which returns (B, patches) or (B, rows, columns).
+        needs: What the function takes.
+        unit: What 1 means on the map, to which values are scaled: for "uniform", what each token
+            gets if all get the same (the function returns fractions of what the head reads); for
+            "mean" the mean (of values that are at least 0), for "size" that of absolute values.
+        signed: Whether it is positive for the class and negative against it.
+        default: Whether `eval.py --attention` and the Attention tab show it unless told otherwise.
+            The tab has no maps that need pixels or passes.
+        photos: Whether it is drawn for photos unless told otherwise.
+        training: Whether its faithfulness is measured during training.
+        options: Options of `vit.explain.maps.attention_maps` that the function takes.
+    """
+
+    title: str
+    function: str
+    needs: Literal["weights", "gradients", "relevance", "pixels", "passes", "exact passes"]
+    unit: Literal["uniform", "mean", "size"]
+    signed: bool = False
+    default: bool = True
+    photos: bool = False
+    training: bool = False
+    options: tuple[str, ...] = ()
+
+    @property
+    def class_specific(self) -> bool:
+        """Whether it explains one class, rather than being the same for all."""
+        return self.needs != "weights"
+
+
+# Those that take many passes come last.
+ALL_KINDS = {
+    "rollout": MapKind(
+        "attention rollout", "rollout:attention_rollout", "weights", "uniform",
+        photos=True, training=True, options=("head_fusion", "discard_ratio", "start_layer"),
+    ),
+    "gradient_rollout": MapKind(
+        "gradient rollout", "rollout:gradient_rollout", "gradients", "uniform"
+    ),
+    "relevance": MapKind(
+        "class relevance", "rollout:class_relevance", "gradients", "mean", training=True
+    ),
+    "raw": MapKind("last layer's attention", "rollout:raw_attention", "weights", "uniform"),
+    "lrp": MapKind(
+        "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size",
+        signed=True, training=True,
+    ),
+    "lrp_rollout": MapKind(
+        "relevance × rollout", "maps:relevance_times_rollout", "relevance", "size"
+    ),
+    "lrp_pixels": MapKind(
+        "layer-wise relevance of pixels", "maps:relevance_of_pixels", "pixels", "size",
+        signed=True, photos=True,
+    ),
+    "occlusion": MapKind(
+        "occlusion", "references:occlusion", "exact passes", "size", signed=True, default=False
+    ),
+    "integrated_gradients": MapKind(
+        "integrated gradients", "references:integrated_gradients_of_patches", "exact passes",
+        "size", signed=True, default=False,
+    ),
+    "rise": MapKind(
+        "RISE", "references:rise_of_1000_masks", "passes", "size", signed=True, default=False
+    ),
+}  # fmt: skip
