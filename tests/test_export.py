@@ -1,9 +1,10 @@
 """eval.py --export: timm, ONNX and torch.export give the same logits; what they cannot do."""
 
+import csv
 import importlib.util
 import json
 import re
-import shutil
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from vit.model_file import load, save_model
 from vit.reporting import export
 from vit.reporting.export import export_run, largest_difference
 from vit.reporting.export_formats import FORMATS
+from vit.reporting.predictions import predict_files
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "zero_init": False}
 PLAIN = {**TINY, "stem": "linear", "mlp_conv": False}
@@ -292,7 +294,7 @@ def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
     export_run(str(run), options)
     (tmp_path / "folder/README.md").write_text("mine")
     export_run(str(run), options)
-    assert len(list((tmp_path / "folder").iterdir())) == 3
+    assert len(list((tmp_path / "folder").iterdir())) == 4
     for name, file in [("timm", run), ("onnx", tmp_path / "b.onnx"), ("torch", tmp_path / "b.pt2")]:
         before = (run / "model.safetensors").read_bytes()
         if name != "timm":
@@ -334,6 +336,80 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, words, part):
     assert part in printed.err
 
 
+# Image files.
+
+
+def save_files(folder: Path) -> list[Path]:
+    """Save small images of all kinds; each is another picture of coarse noise."""
+    generator = np.random.default_rng(0)
+
+    def draw(mode: str, width: int = 40, height: int = 30) -> Image.Image:
+        bands = len(Image.new(mode, (1, 1)).getbands())
+        pixels = generator.integers(256, size=(3, 4, bands), dtype=np.uint8)
+        return Image.frombytes(mode, (4, 3), pixels.tobytes()).resize((width, height))
+
+    folder.mkdir()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # taken with the camera turned
+    deep = generator.integers(65_536, size=(30, 40), dtype=np.uint16)
+    for name, image, how in (
+        ("colour.png", draw("RGB"), {}),
+        ("wide.webp", draw("RGB", 300, 40), {}),
+        ("tall.bmp", draw("RGB", 7, 50), {}),
+        ("grey.png", draw("L"), {}),
+        ("bits.png", draw("L").convert("1"), {}),
+        ("deep.png", Image.fromarray(deep), {}),
+        ("palette.png", draw("RGB").quantize(16), {}),
+        ("clear_palette.png", draw("RGB").quantize(16), {"transparency": 3}),
+        ("clear_colour.png", draw("RGBA"), {}),
+        ("clear_grey.png", draw("LA"), {}),
+        ("ink.jpg", draw("CMYK"), {}),
+        ("turned.jpg", draw("RGB"), {"exif": turned}),
+        ("moving.gif", draw("RGB"), {"save_all": True, "append_images": [draw("RGB")]}),
+    ):
+        image.save(folder / name, **how)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_exported_preprocess_gives_the_bits_that_predict_gives_the_model(
+    tmp_path, monkeypatch, fit, channels
+):
+    interpolation = {"crop": "bicubic", "pad": "bilinear", "squash": "lanczos"}[fit]
+    mean, std = (0.4914, 0.48, 0.45)[:channels], (0.247, 0.24, 0.26)[:channels]
+    preprocess = Preprocess((24, 32), mean, std, interpolation, fit, crop_pct=0.9)
+    run, files, given = save(tmp_path / "run", {}, preprocess), save_files(tmp_path / "in"), []
+    export_run(str(run), EvalConfig(export="timm"))
+    forward = Classifier._forward
+
+    def listen(classifier: Classifier, inputs: torch.Tensor) -> torch.Tensor:
+        given.append(inputs.numpy().copy())
+        return forward(classifier, inputs)
+
+    monkeypatch.setattr(Classifier, "_forward", listen)
+    predict_files(str(run), EvalConfig(predict=(str(tmp_path / "in"),), device="cpu", batch_size=1))
+    with monkeypatch.context() as without:
+        for module in ("torch", "vit"):
+            without.setitem(sys.modules, module, None)
+        read = runpy.run_path(str(run / "export/timm/preprocess.py"))["load"]
+    assert len(given) == len(files)
+    for file, expected in zip(files, given, strict=True):
+        found = read(file)
+        assert found.dtype == np.float32 and found.shape == (1, channels, 24, 32), file
+        assert found.tobytes() == expected.tobytes(), file
+
+
+def test_preprocess_of_another_model_is_not_replaced(tmp_path, run):
+    other = save(tmp_path / "other", {}, replace(RGB, fit="pad"))
+    options = EvalConfig(export="timm", out=str(tmp_path / "out"))
+    export_run(str(run), options)
+    before = (tmp_path / "out/preprocess.py").read_bytes()
+    with pytest.raises(ValueError, match=r"out: .*preprocess\.py is not that of this model; use"):
+        export_run(str(other), options)
+    assert (tmp_path / "out/preprocess.py").read_bytes() == before
+
+
 # The programs in docs/export.md.
 
 
@@ -344,37 +420,27 @@ def programs() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(60, 60), (67, 45), (20, 33)])
-def test_program_for_onnx_runtime_gives_the_probabilities_of_predict(
-    tmp_path, monkeypatch, capsys, exported, size
+@pytest.mark.parametrize("name", ["ONNX Runtime", "torch.export", "timm"])
+def test_programs_give_the_classes_and_probabilities_of_predict(
+    tmp_path, monkeypatch, capsys, exported, run, name
 ):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(exported / "export/model.onnx", "model.onnx")
-    pixels = np.random.default_rng(0).integers(256, size=(5, 4, 3), dtype=np.uint8)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # taken with the camera turned
-    Image.fromarray(pixels).resize(size).save("photo.jpg", exif=exif)
-    exec(programs()["ONNX Runtime"], {})
-    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    expected = load(exported, "cpu", "float32").predict("photo.jpg")
-    assert list(found) == list(expected)
-    assert [float(share) for share in found.values()] == pytest.approx(
-        list(expected.values()), abs=1e-4
-    )
-
-
-@pytest.mark.slow
-def test_program_for_torch_gives_logits_and_class_names(monkeypatch, exported):
-    monkeypatch.chdir(exported / "export")
-    names: dict[str, Any] = {}
-    exec(programs()["torch.export"], names)
-    assert names["logits"].shape == (3, 3) and tuple(names["classes"]) == CLASSES
-
-
-def test_program_for_timm_gives_model_transform_and_class_names(tmp_path, monkeypatch, run):
-    export_run(str(run), EvalConfig(export="timm", out=str(tmp_path / "timm")))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(programs()["timm"], names)
-    images = names["transform"](Image.new("RGB", (70, 50)))[None]
-    assert names["model"](images).shape == (1, 3) and tuple(names["classes"]) == CLASSES
+    if name == "timm":
+        folder = export_run(str(run), EvalConfig(export="timm", out=str(tmp_path / "timm")))
+    else:
+        run, folder = exported, exported / "export"
+    files, table = save_files(tmp_path / "in"), tmp_path / "table.csv"
+    words = {"predict": (str(tmp_path / "in"),), "out": str(table), "device": "cpu"}
+    predict_files(str(run), EvalConfig(**words, precision="float32"))
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len({row["probability"] for row in rows}) == len(rows) == len(files)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "preprocess", raising=False)
+    capsys.readouterr()
+    for file, row in zip(files, rows, strict=True):
+        exec(programs()[name].replace("photo.jpg", str(file)), {})
+        found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+        assert list(found) == [row[f"class_{number}"] for number in (1, 2, 3)], file
+        expected = [float(row[f"probability_{number}"]) for number in (1, 2, 3)]
+        assert [float(share) for share in found.values()] == pytest.approx(expected, abs=1e-4)
+    del sys.modules["preprocess"]

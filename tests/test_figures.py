@@ -675,13 +675,15 @@ def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch, caps
     for families in (["sans-serif"], fonts.font_families.__wrapped__()):
         for module in (charts, drawing):
             monkeypatch.setattr(module, "font_families", lambda found=families: found)
-        fonts._warn_of_boxes.cache_clear()
         pictures.append(
             framed(
                 np.full((40, 99, 3), 255, np.uint8), [(9, 30, "left", letter)], [], length=9, top=9
             )
         )
         pictures.append(confusion_picture([[1, 0], [0, 1]], [letter, "b"]))
+        assert capsys.readouterr().err == ""
+        fonts.report_boxes()
+        fonts.report_boxes()
         said = capsys.readouterr().err
         assert said.count("warning: pictures show boxes") == (families == ["sans-serif"])
     assert families == ["sans-serif", "STIXGeneral"]

@@ -280,12 +280,17 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
         (root / half / "cat" / "bad.png").touch()
     run = tmp_path / "run"
     result = train(small(root, run, on_bad_image="skip"))
+    said = re.findall(r"^skipped 1 of \d+ images in .*?/(\w+) that", capsys.readouterr().err, re.M)
+    assert said == ["train", "test"]
     assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
     saved = load_model(run)
     assert saved.classifier.classes == CLASSES
     options = EvalConfig(device="cpu", precision="float32", probes=1)
     again = evaluate_run(str(run), options)
     assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
+    assert capsys.readouterr().err == ""
+    evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
+    assert capsys.readouterr().err.startswith("skipped 1 of 13 images in ")  # of other images
     explain_run(str(run), replace(options, attention=True, faithfulness=0))
     assert (run / "eval/attention/index.json").exists()
     classify_photos(str(run), replace(options, image=(str(root / "test/owl/26.png"),)))
@@ -304,13 +309,13 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_files_of_other_types_are_reported(root, capsys):
-    for name in ("a.gif", "b.avif", "c.AVIF"):
+    for name in ("a.svg", "b.mov", "c.MOV"):
         (root / "train" / "dog" / name).write_bytes(b"an image of a type that is not read")
     (root / "train" / "dog" / ".DS_Store").touch()
     assert len(load("folder", root, train=True)) == 24
     printed = capsys.readouterr().err
-    assert printed.startswith(f"ignored 3 files in {root / 'train'} ")
-    assert "(.avif, .gif); supported are .jpg" in printed
+    assert printed.startswith(f"ignored 3 files of other types in {root / 'train'} (")
+    assert "(.mov, .svg); supported are .jpg" in printed
     assert len(load("folder", root, train=False)) == 12
     assert capsys.readouterr().err == ""
 
@@ -456,8 +461,8 @@ def test_images_are_recognized(root, classes_only, tmp_path):
         assert recognize(other) is None, other
 
 
-def test_suffixes_are_those_of_torchvision():
-    assert set(IMAGE_SUFFIXES) == set(IMG_EXTENSIONS)
+def test_suffixes_are_those_of_torchvision_and_four_more():
+    assert {*IMAGE_SUFFIXES} == {*IMG_EXTENSIONS, ".gif", ".avif", ".heic", ".heif"}
 
 
 def test_without_a_name_ones_own_images_are_taken(root, classes_only, tmp_path, monkeypatch):

@@ -1,12 +1,16 @@
 """Channels of image files: grey, RGB, 16 bits, pages and bands."""
 
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+import vit.data.pixels
 from vit.data.photos import to_bands, to_photo
 
 
@@ -120,6 +124,14 @@ def test_bands_are_one_rgb_image_or_a_grey_one_for_each_channel(channels: int) -
     bands = to_bands(pixels, channels)
     assert [band.mode for band in bands] == (["RGB"] if channels == 3 else ["L"] * channels)
     np.testing.assert_array_equal(to_photo(pixels, channels), pixels)
+
+
+def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
+    registered: list[bool] = []
+    package = SimpleNamespace(register_heif_opener=lambda: registered.append(True))
+    monkeypatch.setitem(sys.modules, "pillow_heif", package)
+    runpy.run_path(vit.data.pixels.__file__)
+    assert registered == [True]
 
 
 def test_an_image_that_needs_no_conversion_is_not_copied() -> None:

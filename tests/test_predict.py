@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +99,9 @@ def test_folder_without_images_and_missing_file_are_refused(tmp_path):
 def test_table_holds_what_predict_says(call, photos, tmp_path, batch_size):
     table = tmp_path / "new" / "table.csv"
     ended = call("--predict", photos, "--out", table, "--batch_size", batch_size, *SAME)
-    assert (ended.code, ended.error) == (0, "")
+    assert ended.code == 0
+    assert ended.error.startswith(f"ignored 2 files of other types in {photos} (.csv, .txt); supp")
+    assert ended.error.count("\n") == 1
     assert "classified 7 of 7 files" in ended.out and f"wrote {table}" in ended.out
     rows = read_table(table)
     assert [row["file"] for row in rows] == [str(photos / name) for name in NAMES]
@@ -223,4 +226,26 @@ def test_files_are_read_in_order_and_only_so_many_in_advance():
 def test_image_takes_a_folder_too(call, photos):
     ended = call("--image", photos / "c/d", "--out", "out")
     assert ended.code == 0 and f"\n{photos / 'c/d/1.webp'}, 53 × 40 pixels\n" in ended.out
-    assert [path.name for path in Path("out/photos").iterdir()] == ["1_sheet.png"]
+    (sheet,) = Path("out/photos").iterdir()
+    assert re.fullmatch(r"1_[0-9a-f]{6}_sheet\.png", sheet.name)
+
+
+@pytest.mark.parametrize("flag", ["--predict", "--image"])
+def test_what_is_left_out_of_a_folder_is_counted_and_named(call, tmp_path, flag):
+    save_photo(tmp_path / "in/good.png", 0)
+    (tmp_path / "in/cut.png").write_bytes((tmp_path / "in/good.png").read_bytes()[:60])
+    (tmp_path / "in/phone.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(99))
+    (tmp_path / "in/film.mov").touch()
+    frames = [Image.new("RGB", (40, 40), colour) for colour in ("white", "black")]
+    frames[0].save(tmp_path / "in/moving.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "first.png")
+    ended = call(flag, "in", "first.png", *(["--out", "a.csv"] if flag == "--predict" else []))
+    assert ended.code == 0 and "classified 3 of 5 files" in ended.out
+    ignored, *skipped = ended.error.splitlines()
+    assert ignored.startswith("ignored 1 file of other types in in (.mov); supported are .jpg, ")
+    assert [line[: line.index(":", 10)] for line in skipped] == ["warning: skipped"] * 2
+    assert "in/cut.png cannot be read as an image: " in skipped[0]
+    assert skipped[1].endswith("HEIC needs a package; run pip install pillow-heif")
+    if flag == "--predict":
+        shares = {row.pop("file"): row for row in read_table(Path("a.csv"))}
+        assert shares["in/moving.gif"] == shares["first.png"] != shares["in/good.png"]

@@ -13,7 +13,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from vit.config import DataConfig, DataName
-from vit.data.preprocess import LONGEST, Preprocess
+from vit.data.pixels import LONGEST
+from vit.data.preprocess import Preprocess
 from vit.registry import DATASETS
 
 CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))

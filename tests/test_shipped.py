@@ -56,9 +56,8 @@ def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(t
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^  \w+ +[\d.]+%$", done.stdout, re.MULTILINE)) == 5
-    written = [*(tmp_path / "runs/cifar10_quick/eval/photos").iterdir()]
-    assert [path.name for path in written] == ["photo_sheet.png"]
-    assert "wrote runs/cifar10_quick/eval/photos/photo_sheet.png" in done.stdout
+    (written,) = (tmp_path / "runs/cifar10_quick/eval/photos").iterdir()
+    assert f"wrote {written.relative_to(tmp_path)}" in done.stdout
     assert sorted(BUNDLED.iterdir()) == before
 
 

@@ -481,7 +481,7 @@ def test_overwrite_deletes_what_eval_wrote_and_no_more(
             "attention/index.json", "attention/faithfulness.json", "attention/image_00003.png",
             "attention/relevance.npy", "photos/cat_sheet.png", "compare_other/comparison.json",
             "compare_other/comparison.md", "compare_other/comparison.png",
-            "00030/features/tensors.tsv",
+            "00030/features/tensors.tsv", "../export/preprocess.py",
         )
     ]  # fmt: skip
     mine = [

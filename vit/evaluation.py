@@ -209,7 +209,7 @@ def as_table(result: dict[str, Any]) -> str:
         f"macro F1        {result['macro_f1']:7.4f}   mean F1 score of the classes",
         f"loss            {result['loss']:7.4f}",
         f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
-        f"speed           {result['images_per_second']:7,.0f}   images/s",
+        f"speed           {result['images_per_second']:7,.0f}   images/s, slow start included",
         "",
         f"{'class':<{wide}}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",
     ]

@@ -47,6 +47,7 @@ PHOTOS_FOLDER = "photos"
 SHEET_SUFFIX = "_sheet.png"
 PREDICTIONS_FILE = "predictions.csv"
 EXPORT_FOLDER = "export"
+PREPROCESS_FILE = "preprocess.py"  # with each export
 EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2"}
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
@@ -66,6 +67,8 @@ _WRITTEN = (
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EXPORT_FOLDER}/timm/config.json",
     f"{EXPORT_FOLDER}/timm/model.safetensors",
+    f"{EXPORT_FOLDER}/timm/{PREPROCESS_FILE}",
+    f"{EXPORT_FOLDER}/{PREPROCESS_FILE}",
     f"{EXPORT_FOLDER}/model.onnx",
     f"{EXPORT_FOLDER}/model.pt2",
     ".*.tmp",

@@ -183,6 +183,7 @@ def open_images(
     decoder: Decoder | None = None,
     count: int | None = None,
     find_unreadable: FindUnreadable = ImageFiles.unreadable,
+    report: bool = True,
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
@@ -197,6 +198,7 @@ def open_images(
         decoder: Decodes files; None decodes them in this process.
         count: Number of shapes to draw, as for `load`.
         find_unreadable: Returns the indices of the files that cannot be read; used with "skip".
+        report: Whether to print which files these are.
 
     Returns:
         The images, in the order in which `load` returns them.
@@ -214,7 +216,8 @@ def open_images(
         files, source.labels, source.classes, source.masks, source.fingerprint, source.split
     )
     if data.on_bad_image == "skip":
-        kept = drop_unreadable(paths, images.labels, images.classes, find_unreadable(files))
+        unreadable = find_unreadable(files)
+        kept = drop_unreadable(paths, images.labels, images.classes, unreadable, report)
         images = images.select(kept)
     if not train:
         return images
@@ -223,7 +226,10 @@ def open_images(
 
 
 def load_test_images(
-    data: DataConfig, preprocess: Preprocess | None = None, decoder: Decoder | None = None
+    data: DataConfig,
+    preprocess: Preprocess | None = None,
+    decoder: Decoder | None = None,
+    report: bool = False,
 ) -> ImageSet:
     """Load the test images of a data set into memory, or leave them in their files if too large.
 
@@ -231,13 +237,15 @@ def load_test_images(
         data: The data set.
         preprocess: Resizes the images; None is the data set's own.
         decoder: Decodes files; None decodes them in this process.
+        report: Whether to print which files are left out by `data.on_bad_image`; the start of
+            training has printed it.
 
     Raises:
         ValueError: The data is missing and could not be downloaded, or an image that was to be
             read into memory cannot be read.
     """
     preprocess = preprocess or Preprocess.from_config(data)
-    test = open_images(data, False, preprocess, decoder).resized(preprocess)
+    test = open_images(data, False, preprocess, decoder, report=report).resized(preprocess)
     return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
 
 

@@ -17,6 +17,7 @@ from vit.data.layout import (
     has_parts,
     is_image,
     is_visible,
+    report_ignored,
     report_unused,
     some,
 )
@@ -96,14 +97,16 @@ def drop_unreadable(
     labels: Tensor,
     classes: Sequence[str],
     unreadable: Sequence[int],
+    report: bool = True,
 ) -> Tensor:
-    """Report files that cannot be read and leave them out.
+    """Leave out files that cannot be read.
 
     Args:
         paths: The N files, or members of tar files.
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
         unreadable: Indices of the files that cannot be read.
+        report: Whether to print which they are.
 
     Returns:
         Indices of the others, ascending.
@@ -113,7 +116,7 @@ def drop_unreadable(
     """
     readable = torch.ones(len(paths), dtype=torch.bool)
     readable[list(unreadable)] = False
-    if len(unreadable):
+    if len(unreadable) and report:
         count = f"{len(unreadable):,} of {len(paths):,} images in {_common_folder(paths)}"
         names = some([str(paths[index]) for index in unreadable])
         note(f"skipped {count} that cannot be read: {names}")
@@ -171,18 +174,10 @@ def _require_same_classes(root: Path, test: str, train: list[str], others: list[
 
 def _report_ignored(folder: Path) -> None:
     """Print how many files in the class folders are not read because of their suffix."""
-    ignored = [
-        path.suffix.lower() or path.name
-        for path in sorted(folder.glob("*/**/*"))
-        if all(map(is_visible, path.relative_to(folder).parts))
-        and not is_image(path.name)
-        and path.is_file()
-    ]
-    if ignored:
-        note(
-            f"ignored {len(ignored):,} files in {folder} that are not images of a supported type "
-            f"({some(sorted(set(ignored)))}); supported are {', '.join(IMAGE_SUFFIXES)}"
-        )
+    files = (path for path in sorted(folder.glob("*/**/*")) if path.is_file())
+    report_ignored(
+        folder, [path for path in files if all(map(is_visible, path.relative_to(folder).parts))]
+    )
 
 
 def _no_image(folder: Path, name: str) -> ValueError:

@@ -9,10 +9,13 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vit.console import note
+from vit.console import counted, note
 
-# What torchvision's ImageFolder reads.
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# What torchvision's ImageFolder reads, and what phones and web pages have besides.
+IMAGE_SUFFIXES = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
+    ".gif", ".avif", ".heic", ".heif",
+)  # fmt: skip
 TABLE_SUFFIXES = (".csv", ".jsonl")
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 CIFAR10 = ("cifar-10-batches-py", "cifar-10-python.tar.gz")  # the data set, unpacked or not
@@ -72,6 +75,16 @@ def report_unused(what: str) -> None:
     """Say that images for validation are not used, because there are test images."""
     reason = "the test images are others, and data.val_size holds out training images"
     note(f"not used: {what}; {reason}")
+
+
+def report_ignored(folder: Path, files: Iterable[Path]) -> None:
+    """Print how many files in a folder are not read because of their suffix."""
+    ignored = [path.suffix.lower() or path.name for path in files if not is_image(path.name)]
+    if ignored:
+        note(
+            f"ignored {counted(len(ignored), 'file', ',')} of other types in {folder} "
+            f"({some(sorted(set(ignored)))}); supported are {', '.join(IMAGE_SUFFIXES)}"
+        )
 
 
 def recognize(root: Path) -> str | None:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vit.data.layout import IMAGE_SUFFIXES
+from vit.data.layout import IMAGE_SUFFIXES, is_visible, report_ignored
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
@@ -12,7 +12,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
 
     Args:
         names: Files, which may have any suffix, and folders. In a folder, hidden files and folders
-            and files without an image suffix are ignored.
+            are ignored, and so are files without an image suffix, which a line counts.
         key: The flag or config key that gave the names, for the error message.
 
     Returns:
@@ -24,12 +24,14 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     found: dict[Path, None] = {}
     for path in map(Path, names):
         if path.is_dir():
-            inside = sorted(_photos_in(path))  # as text, of which a million fit into memory
-            if not inside:
+            inside = sorted(_files_in(path))  # as text, of which a million fit into memory
+            images = [name for name in inside if name.lower().endswith(IMAGE_SUFFIXES)]
+            if not images:
                 raise ValueError(
                     f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
                 )
-            found.update(dict.fromkeys(map(Path, inside)))
+            report_ignored(path, map(Path, inside))
+            found.update(dict.fromkeys(map(Path, images)))
         elif path.is_file():
             found[path] = None
         else:
@@ -38,9 +40,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     return list(found)
 
 
-def _photos_in(folder: Path) -> Iterator[str]:
+def _files_in(folder: Path) -> Iterator[str]:
     for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES):
-                yield str(Path(parent, name))
+        folders[:] = filter(is_visible, folders)
+        yield from (str(Path(parent, name)) for name in filter(is_visible, files))

@@ -6,14 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
+from vit.data.pixels import Bands, Unusable, bands_of, convert
 from vit.data.tar_member import TarMember
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
-Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
-DEEPEST = 65_535  # largest 16-bit value
-STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
 
 
 def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
@@ -43,8 +41,8 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
         return _read(photo, channels, key)
     if isinstance(photo, Image.Image):
         try:
-            return _bands_of_image(photo, channels)
-        except _Unusable as error:
+            return bands_of(photo, channels)
+        except Unusable as error:
             raise ValueError(f"{key}: the image {error}") from None
     if not isinstance(photo, np.ndarray):
         raise ValueError(
@@ -60,7 +58,7 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
         )
     try:
         return _bands_of_array(photo[..., None] if photo.ndim == 2 else photo, channels)
-    except _Unusable as error:
+    except Unusable as error:
         raise ValueError(f"{key}: the array {error}") from None
 
 
@@ -82,18 +80,6 @@ def pillow_warnings() -> Iterator[None]:
         yield
 
 
-class _Unusable(ValueError):
-    """An image that a model cannot take; the message continues a sentence that begins with it."""
-
-
-def _wrong_channels(own: int, channels: int) -> _Unusable:
-    what = "1 channel" if own == 1 else f"{own} channels"
-    return _Unusable(
-        f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and 3, "
-        "are converted into each other"
-    )
-
-
 def _read(file: Path | TarMember, channels: int, key: str) -> Bands:
     if isinstance(file, Path):
         _require_file(file, key)
@@ -102,11 +88,13 @@ def _read(file: Path | TarMember, channels: int, key: str) -> Bands:
             pillow_warnings(),
             Image.open(file if isinstance(file, Path) else file.open()) as image,
         ):
-            return _bands_of_image(image, channels)
-    except _Unusable as error:
+            return bands_of(image, channels)
+    except Unusable as error:
         raise ValueError(f"{key}: {file} {error}") from None
     except UnidentifiedImageError:
-        raise ValueError(f"{key}: {file} cannot be read as an image: unknown format") from None
+        heic = file.name.lower().endswith((".heic", ".heif"))
+        problem = "HEIC needs a package; run pip install pillow-heif" if heic else "unknown format"
+        raise ValueError(f"{key}: {file} cannot be read as an image: {problem}") from None
     except Exception as error:  # Pillow's decoders raise all kinds of errors
         raise ValueError(f"{key}: {file} cannot be read as an image: {error}") from None
 
@@ -119,62 +107,9 @@ def _require_file(path: Path, key: str) -> None:
         raise ValueError(f"{key}: {path}: {problem}")
 
 
-def _bands_of_image(image: Image.Image, channels: int) -> Bands:
-    if 0 in image.size:
-        raise _Unusable("has no pixels")
-    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-    if pages > 1 and _is_grey(image):
-        if pages != channels:
-            raise _wrong_channels(pages, channels)
-        found = tuple(_page(page) for page in ImageSequence.Iterator(image))
-        if any(page.mode != "L" or page.size != found[0].size for page in found):
-            raise _Unusable("has pages that differ in size or colour, so they are not channels")
-        return found
-    if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
-        return ImageOps.exif_transpose(image).split()
-    return (_convert(_page(image), channels),)
-
-
 def _bands_of_array(array: np.ndarray, channels: int) -> Bands:
     own = array.shape[2]
     if own in (1, 3):
         image = Image.fromarray(array if own == 3 else array[..., 0])
-        return (_convert(image, channels),)
+        return (convert(image, channels),)
     return tuple(Image.fromarray(array[..., band]) for band in range(own))
-
-
-def _convert(image: Image.Image, channels: int) -> Image.Image:
-    """Turn an image of mode L or RGB into the one that has the channels wanted."""
-    own = len(image.getbands())
-    if own == channels:
-        return image
-    if channels not in (1, 3):
-        raise _wrong_channels(own, channels)
-    return image.convert("RGB" if channels == 3 else "L")
-
-
-def _is_grey(image: Image.Image) -> bool:
-    return image.mode in ("1", "L") or image.mode.startswith("I")
-
-
-def _page(image: Image.Image) -> Image.Image:
-    """Return an image, or the current page of a file, loaded: mode L where it is grey, else RGB."""
-    if image.mode == "F":
-        raise _Unusable("has floating-point pixels, which are not supported; convert it to 8 bits")
-    upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-    photo = image if upright else ImageOps.exif_transpose(image)  # which always makes a copy
-    if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
-        grey = np.asarray(photo).astype(np.int64)
-        if grey.min() < 0 or grey.max() > DEEPEST:
-            raise _Unusable("has 32-bit pixels, which are not supported; convert it to 16 bits")
-        return Image.fromarray((grey // 257).astype(np.uint8))
-    if photo.has_transparency_data:
-        photo = photo.convert("RGBA")
-        white = Image.new("RGBA", photo.size, "white")
-        return Image.alpha_composite(white, photo).convert("RGB")
-    if _is_grey(photo):
-        return photo.convert("L")  # a copy: the next page takes the place of this one
-    if photo.mode != "RGB":
-        return photo.convert("RGB")
-    photo.load()
-    return photo

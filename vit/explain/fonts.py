@@ -25,22 +25,27 @@ def font_families() -> list[str]:
     return ["sans-serif", *(name for name in EAST_ASIAN if name in installed)]
 
 
+_boxes: set[str] = set()  # matplotlib's warnings of letters that no font has
+
+
 @contextmanager
 def missing_letters() -> Iterator[None]:
-    """Replace matplotlib's warnings of letters that no font has by one line."""
+    """Keep matplotlib's warnings of letters that no font has for `report_boxes`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "Glyph .* missing from font")
         yield
     for found in caught:
         if "missing from font" in str(found.message):
-            _warn_of_boxes()
+            _boxes.add(str(found.message))
         else:
             warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
 
 
-@functools.cache  # once is enough
-def _warn_of_boxes() -> None:
-    warn(
-        "pictures show boxes for letters that no installed font has; install one that has them, "
-        f"such as Noto Sans CJK, and delete {matplotlib.get_cachedir()}/fontlist-*.json"
-    )
+def report_boxes() -> None:
+    """Print a line if pictures drawn since the last call show boxes in place of letters."""
+    if _boxes:
+        warn(
+            "pictures show boxes for letters that no installed font has; install one that has "
+            f"them, such as Noto Sans CJK, and delete {matplotlib.get_cachedir()}/fontlist-*.json"
+        )
+    _boxes.clear()

@@ -18,6 +18,7 @@ from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of
+from vit.explain.fonts import report_boxes
 from vit.explain.maps import MAP_KINDS, map_title, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
@@ -59,6 +60,7 @@ def explain_run(run: str, options: EvalConfig) -> None:
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     levels = () if options.faithfulness == 0 else LEVELS
     _write_maps(saved, test, indices, kinds, target, rollout, levels, folder)
+    report_boxes()
     print(
         f"wrote {counted(len(indices), 'sheet')}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
         f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
+import inspect
 import tempfile
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.config import EvalConfig
+from vit.data import pixels
 from vit.data.datasets import choose_probes
+from vit.data.preprocess import Preprocess
 from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
 from vit.reporting.export_formats import FORMATS, Format, Runner
 from vit.reporting.loading import load_test
-from vit.run_folder import EXPORT_FOLDER, EXPORTS
+from vit.run_folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
 
 CHECKED = 100  # images
@@ -29,7 +32,8 @@ def export_run(run: str, options: EvalConfig) -> Path:
     """Write a model in another format and compare the result with the model.
 
     The export is loaded again by its own runtime and gets 100 test images, or noise where they are
-    not on this machine. It appears only if all logits agree.
+    not on this machine. It appears only if all logits agree. With it comes preprocess.py,
+    which reads image files for the model.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
@@ -49,6 +53,11 @@ def export_run(run: str, options: EvalConfig) -> Path:
     target = Path(options.out) if options.out else saved.run / EXPORT_FOLDER / EXPORTS[name]
     if target.exists() and not kind.is_export(target):
         raise ValueError(f"out: {target} exists and is not an export; use another --out")
+    reader = (target.parent if options.out_suffix else target) / PREPROCESS_FILE
+    program = preprocess_program(saved.classifier.preprocess)
+    settings = program[program.rindex(b"\nload = ") :]
+    if reader.exists() and not reader.read_bytes().endswith(settings):
+        raise ValueError(f"out: {reader} is not that of this model; use another folder with --out")
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / EXPORTS[name]
         kind.write(saved.classifier, saved.config.model, draft)
@@ -63,8 +72,15 @@ def export_run(run: str, options: EvalConfig) -> Path:
         if not difference <= TOLERANCE:  # also if it is NaN
             raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
         _move(draft, target)
-    print(f"{compared}\nwrote {target}")
+    write_atomically(reader, program)
+    print(f"{compared}\nwrote {target} and {reader}")
     return target
+
+
+def preprocess_program(preprocess: Preprocess) -> bytes:
+    """Return `vit.data.pixels` as a program that ends with `load` for a model's images."""
+    fields = "".join(f"    {key}={value!r},\n" for key, value in preprocess.to_dict().items())
+    return f"{inspect.getsource(pixels)}\n\nload = ArrayPreprocess(\n{fields}).load\n".encode()
 
 
 def largest_difference(classifier: Classifier, run: Runner, images: Tensor) -> float:

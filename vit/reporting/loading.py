@@ -38,6 +38,7 @@ def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
         dataclasses.replace(data, root=root, download=options.data.download),
         saved.classifier.preprocess,
         Decoder(data.workers),
+        report=options.data.root is not None,
     )
     if test.classes != classes:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))

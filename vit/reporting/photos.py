@@ -1,13 +1,17 @@
 """Predictions and attention maps for photos."""
 
 import dataclasses
+import hashlib
+import os
 from pathlib import Path
 
 from vit.classifier import PHOTO_KINDS
 from vit.config import EvalConfig
+from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import to_photo
 from vit.explain.drawing import SCALE
+from vit.explain.fonts import report_boxes
 from vit.model.attention_model import no_maps_text
 from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_run, results_folder
@@ -26,33 +30,43 @@ def classify_photos(run: str, options: EvalConfig) -> None:
         options: The evaluation; `image` lists photos and folders of photos.
 
     Raises:
-        ValueError: A photo or the model cannot be read, or the class does not exist.
+        ValueError: The model or all photos cannot be read, or the class does not exist.
     """
-    photos = find_photos(options.image, "image")
+    paths = find_photos(options.image, "image")
     saved = load_run(run, options)
     classifier, has_maps = saved.classifier, saved.classifier.has_maps
     kinds = tuple(dict.fromkeys(options.kinds)) or PHOTO_KINDS
     channels = classifier.preprocess.channels
-    for path in photos:  # before a file is written
-        to_photo(path, channels, "image")
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
     folder = results_folder(saved, options) / PHOTOS_FOLDER
-    sheets = _sheet_paths(folder, photos)
-    if has_maps:
-        folder.mkdir(parents=True, exist_ok=True)
-    print(saved.describe())
     width = max(20, *(len(name) + 1 for name in classifier.classes))
-    for path, sheet in zip(photos, sheets, strict=True):
-        photo = to_photo(path, channels, "image")
+    count = 0
+    for path in paths:
+        try:
+            photo = to_photo(path, channels, "image")
+        except ValueError as error:
+            if len(paths) == 1:
+                raise
+            warn(printable(f"skipped: {str(error).removeprefix('image: ')}"))
+            continue
+        if not count:
+            print(saved.describe())
+        count += 1
         print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
         explanation = classifier.explain(photo, kinds, options.target) if has_maps else None
         best = explanation.probabilities if explanation else classifier.predict(photo, BEST)
         for name, probability in list(best.items())[:BEST]:
             print(f"  {name:<{width}}{probability:7.2%}")
         if explanation is not None:
+            sheet = _sheet_path(folder, path)
+            folder.mkdir(parents=True, exist_ok=True)
             dataclasses.replace(explanation, name=path.name).save(sheet)
             print(f"  wrote {sheet}")
+    if not count:
+        raise ValueError(f"image: none of the files ({len(paths):,}) can be read as an image")
+    report_boxes()
+    print(f"\nclassified {count:,} of {len(paths):,} files")
     if has_maps:
         low, high = SCALE
         scales = {
@@ -61,24 +75,12 @@ def classify_photos(run: str, options: EvalConfig) -> None:
             "against it",
         }
         drawn = dict.fromkeys(ALL_KINDS[kind].signed for kind in kinds)
-        print(f"\ncolour scale: {'; '.join(scales[signed] for signed in drawn)}")
+        print(f"colour scale: {'; '.join(scales[signed] for signed in drawn)}")
     else:
-        print(f"\nno sheets: {no_maps_text(classifier.model)}")
+        print(f"no sheets: {no_maps_text(classifier.model)}")
 
 
-def _sheet_paths(folder: Path, photos: list[Path]) -> list[Path]:
-    """Choose a file for the sheet of each photo; photos of one name get different ones.
-
-    Raises:
-        ValueError: A sheet would replace one of the photos.
-    """
-    sheets: dict[Path, None] = {}
-    taken = {photo.resolve() for photo in photos}
-    for photo in photos:
-        stem = photo.stem
-        while (sheet := folder / f"{stem}{SHEET_SUFFIX}") in sheets:
-            stem += "_"
-        if sheet.resolve() in taken:
-            raise ValueError(f"out: {sheet} is one of the photos; use another --out")
-        sheets[sheet] = None
-    return list(sheets)
+def _sheet_path(folder: Path, photo: Path) -> Path:
+    """Return the file for a photo's sheet; photos of one name in different folders keep apart."""
+    place = hashlib.sha256(os.fsencode(photo.resolve())).hexdigest()[:6]
+    return folder / f"{photo.stem}_{place}{SHEET_SUFFIX}"

@@ -73,7 +73,7 @@ def predict_files(run: str, options: EvalConfig) -> Path:
         table.parent.mkdir(parents=True, exist_ok=True)
         count = _write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)
-    print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} images/s; wrote {table}")
+    print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
     return table
 
 

@@ -23,6 +23,7 @@ from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_tr
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles
 from vit.evaluation import Evaluator, Validation
+from vit.explain.fonts import report_boxes
 from vit.hardware import cores_of_all_processes
 from vit.model.attention_model import attention_model
 from vit.model.pretrained import Source
@@ -264,6 +265,7 @@ def finish_run(
     tracker.flush()
     save_model(run / MODEL_FILE, classifier, config, state.step, fingerprint)
     finish_extension(run)
+    report_boxes()
     say(end_text(run, result, state.seconds, classifier.has_maps))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)

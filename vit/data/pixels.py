@@ -1,0 +1,192 @@
+"""How an image file becomes the input of a model. Only Pillow and NumPy are needed.
+
+Training and prediction use this file. An exported model comes with a copy of it as preprocess.py,
+which ends with `load` for that model: it gives the array that the model gets here, bit for bit.
+
+Shapes: C channels, H height, W width.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, ImageSequence
+
+with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC files
+    import pillow_heif  # type: ignore[import-not-found]
+
+    pillow_heif.register_heif_opener()
+
+Bands = tuple[Image.Image, ...]  # for 3 channels an RGB image, otherwise a grey one for each
+DEEPEST = 65_535  # largest 16-bit value
+STORED_BANDS = ("LA", "RGBA", "CMYK")  # modes of two and four channels, a letter for each
+# A longer photo is cut to this aspect ratio first, or a line of pixels would exceed the memory.
+LONGEST = 100
+
+
+class Unusable(ValueError):
+    """An image that a model cannot take; the message continues a sentence that begins with it."""
+
+
+@dataclass(frozen=True)
+class ArrayPreprocess:
+    """Resize, crop and normalize images for one model.
+
+    Attributes:
+        image_size: H and W of the images the model takes, in pixels.
+        mean: Mean of each channel of the training images, 0 to 1.
+        std: Standard deviation of each channel of the training images, 0 to 1.
+        interpolation: How photos are resized, one of Pillow's filters in lower case.
+        fit: What happens to an image of another aspect ratio. "crop" resizes it to cover
+            `image_size` and cuts out the centre, as torchvision's Resize and CenterCrop do; "pad"
+            resizes it to fit inside, as Resize and Pad do, and fills the rest with the mean colour;
+            "squash" changes its aspect ratio, as Resize with a height and width does.
+        crop_pct: Fraction of each side that the central crop keeps after resizing, above 0, up to
+            1; as in timm, whose weights are evaluated with 0.875 to 1.
+    """
+
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str = "bicubic"
+    fit: str = "crop"
+    crop_pct: float = 1.0
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return len(self.mean)
+
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """The colour of padding: the mean of each channel, 0 to 255; about 0 when normalized."""
+        return tuple(round(255 * mean) for mean in self.mean)
+
+    def load(self, path: str | Path) -> np.ndarray:
+        """Read an image file as the input of the model: (1, C, H, W) float32, normalized."""
+        with Image.open(path) as image:
+            pixels = self.resize_bands(bands_of(image, self.channels))
+        scale, shift = self.normalization()
+        return pixels[None] * scale - shift
+
+    def normalization(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return scale and shift, (C, 1, 1) float32: the input is pixels * scale - shift."""
+        mean, std = (np.array(v, np.float32)[:, None, None] for v in (self.mean, self.std))
+        return 1 / (255 * std), mean / std
+
+    def resize_bands(self, bands: Bands) -> np.ndarray:
+        """Resize the bands of an image, and crop or pad them: (C, H, W) uint8."""
+        (rows, columns), size = self.plan(bands[0].height, bands[0].width)
+        cut = (columns.start, rows.start, columns.stop, rows.stop)
+        filter_ = Image.Resampling[self.interpolation.upper()]
+        top, left = (offset(n, to) for n, to in zip(size, self.image_size, strict=True))
+        fills = [self.fill] if self.channels == 3 else [(value,) for value in self.fill]
+        planes: list[np.ndarray] = []
+        for image, fill in zip(bands, fills, strict=True):
+            if cut != (0, 0, *image.size):
+                image = image.crop(cut)
+            image = image.resize(size[::-1], filter_)
+            if size != self.image_size:
+                canvas = Image.new(image.mode, self.image_size[::-1], fill)
+                canvas.paste(image, (-left, -top))
+                image = canvas
+            planes += map(np.asarray, image.split())  # faster than moving the last axis of RGB
+        return np.stack(planes)
+
+    def plan(self, height: int, width: int) -> tuple[tuple[slice, slice], tuple[int, int]]:
+        """Return the rows and columns of a photo that are resized, and the size they get.
+
+        The size is what torchvision's Resize computes for one side: for a crop, the smallest n for
+        which Resize(n) covers the frame, for padding the largest for which Resize(None, max_size=n)
+        fits inside. For a square frame, n is its side.
+        """
+        tall, wide = (math.floor(n / self.crop_pct) for n in self.image_size)
+        if self.fit == "squash":
+            return (slice(0, height), slice(0, width)), (tall, wide)
+        turned = width < height
+        short, long = sorted((height, width))
+        over, along = (wide, tall) if turned else (tall, wide)  # of the frame, in this order
+        if self.fit == "pad":
+            cut = 0
+            longer = min(along, ((over + 1) * long - 1) // short)
+            shorter = max(1, longer * short // long)
+        else:
+            cut = max(0, long - LONGEST * short * -(-along // over))
+            long -= cut
+            shorter = max(over, -(-along * short // long))
+            longer = shorter * long // short
+        middle = slice(cut // 2, cut // 2 + long)
+        if turned:
+            return (middle, slice(0, width)), (longer, shorter)
+        return (slice(0, height), middle), (shorter, longer)
+
+
+def offset(size: int, target: int) -> int:
+    """Return where the central `target` of `size` pixels start, below 0 if there are fewer."""
+    return round((size - target) / 2) if size >= target else -((target - size) // 2)
+
+
+def bands_of(image: Image.Image, channels: int) -> Bands:
+    """Turn an image into what is resized: upright, in the channels of a model, on white.
+
+    Raises:
+        Unusable: The channels cannot be converted, or the pixels have more than 16 bits.
+    """
+    if 0 in image.size:
+        raise Unusable("has no pixels")
+    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
+    if pages > 1 and _is_grey(image):
+        if pages != channels:
+            raise _wrong_channels(pages, channels)
+        found = tuple(_page(page) for page in ImageSequence.Iterator(image))
+        if any(page.mode != "L" or page.size != found[0].size for page in found):
+            raise Unusable("has pages that differ in size or colour, so they are not channels")
+        return found
+    if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
+        return ImageOps.exif_transpose(image).split()
+    return (convert(_page(image), channels),)
+
+
+def convert(image: Image.Image, channels: int) -> Image.Image:
+    """Turn an image of mode L or RGB into the one that has the channels wanted."""
+    own = len(image.getbands())
+    if own == channels:
+        return image
+    if channels not in (1, 3):
+        raise _wrong_channels(own, channels)
+    return image.convert("RGB" if channels == 3 else "L")
+
+
+def _is_grey(image: Image.Image) -> bool:
+    return image.mode in ("1", "L") or image.mode.startswith("I")
+
+
+def _page(image: Image.Image) -> Image.Image:
+    """Return an image, or the current page of a file, loaded: mode L where it is grey, else RGB."""
+    if image.mode == "F":
+        raise Unusable("has floating-point pixels, which are not supported; convert it to 8 bits")
+    upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    photo = image if upright else ImageOps.exif_transpose(image)  # which always makes a copy
+    if photo.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
+        grey = np.asarray(photo).astype(np.int64)
+        if grey.min() < 0 or grey.max() > DEEPEST:
+            raise Unusable("has 32-bit pixels, which are not supported; convert it to 16 bits")
+        return Image.fromarray((grey // 257).astype(np.uint8))
+    if photo.has_transparency_data:
+        photo = photo.convert("RGBA")
+        white = Image.new("RGBA", photo.size, "white")
+        return Image.alpha_composite(white, photo).convert("RGB")
+    if photo.mode == "RGB":
+        photo.load()
+        return photo
+    return photo.convert("L" if _is_grey(photo) else "RGB")  # a copy: a further page replaces photo
+
+
+def _wrong_channels(own: int, channels: int) -> Unusable:
+    what = "1 channel" if own == 1 else f"{own} channels"
+    return Unusable(
+        f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and 3, "
+        "are converted into each other"
+    )
