@@ -266,7 +266,9 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
         *shown.Tags()["images"]
     }
     assert "vit/test/probes/probe_07" in shown.Tags()["images"]
-    assert shown.Scalars("test/accuracy")[0].value == pytest.approx(report["accuracy"])
+    (point,), (logged,) = (found.Scalars("test/accuracy") for found in (shown, events(run)))
+    assert point.value == pytest.approx(report["accuracy"])
+    assert (logged.step, logged.value) == (point.step, point.value)
 
 
 def test_report_replaces_its_own_files_and_no_others(

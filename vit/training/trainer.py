@@ -276,8 +276,8 @@ def write_hyperparameters(
 ) -> None:
     """Add a finished run to TensorBoard's HParams table."""
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
-    # After the last step, so that a run killed here writes them again.
-    tracker.scalars(step + 1, values, tensorboard_only=True)
+    # A run killed here writes them again, as the same point.
+    tracker.scalars(step, values, tensorboard_only=True)
     settings = flatten(to_dict(config))
     places = ("out", "data.root", "data.download", "data.memory_gb", "data.workers")
     tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
