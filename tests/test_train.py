@@ -591,7 +591,6 @@ def test_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {"batch_size": 1000}}, "train.batch_size: 1000 is more than the 320"),
         ({"data": {"val_size": 10_000, "train_size": None}}, "data.val_size: 10000"),
         ({"train": {"device": "cuda"}}, "device: cuda"),
     ],

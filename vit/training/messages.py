@@ -30,7 +30,6 @@ BALANCE_TEXTS = {
     "loss": "; the loss weights classes by their inverse frequency",
 }
 FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
-MUCH_LEFT = 0.2  # fraction of the images left out of each epoch above which it is said
 FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
@@ -74,12 +73,12 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f", {step.compilation.describe()}\n"
-        f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
+        f"steps    {schedule.total_steps:,} with {_batch_text(config, schedule, len(images))}, "
         f"{counted(schedule.total_steps / schedule.steps_per_epoch, 'epoch', '.4g')}"
         f"{_budget_text(config.train.budget_minutes)}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
-        f"{_short_text(config, step, len(images))}\n"
+        f"{_short_text(config, step)}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
@@ -120,21 +119,20 @@ def _held_out_text(held_out: ImageSet) -> str:
     return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)}{coarse})"
 
 
-def _short_text(config: Config, step: TrainingStep, images: int) -> str:
-    """Say what limits a run on few images."""
-    schedule, batch = step.schedule, config.train.batch_size
-    left = images - batch * schedule.steps_per_epoch
-    text = ""
-    if left > MUCH_LEFT * images and config.data.balance != "sampler":
-        text += (
-            f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
-            "--train.batch_size"
-        )
+def _batch_text(config: Config, schedule: Schedule, images: int) -> str:
+    fewer = schedule.batch_size < config.train.batch_size and config.data.balance != "sampler"
+    why = f" so that an epoch uses all {images:,}" if fewer else " each"
+    return f"{schedule.batch_size} images{why}"
+
+
+def _short_text(config: Config, step: TrainingStep) -> str:
+    """Say that a run from scratch is short."""
+    schedule = step.schedule
     from_scratch = config.model.pretrained is None and not step.state.frozen
     if from_scratch and config.train.budget_minutes is None and schedule.total_steps < FEW_STEPS:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
-        text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
-    return text
+        return f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
+    return ""
 
 
 def _streaming_text(images: ImageSet) -> str:

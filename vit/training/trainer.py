@@ -228,14 +228,15 @@ def build_loop(
             **env.describe(),
             "threads": torch.get_num_threads(),
             "compiled": step.compilation.used,
+            "steps_per_epoch": schedule.steps_per_epoch,
         },
     }
 
     kind = ShardedSaver if is_sharded(step.state.model) else FileSaver
     saver = kind(run, step.state, about, env.world)
     return Loop(
-        step, training, config.train.batch_size, evaluators, tracker, saver, env.stop,
-        config.track.every, config.train.max_skipped, config.data.balance == "sampler",
+        step, training, evaluators, tracker, saver, env.stop, config.track.every,
+        config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
 
 
