@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from small_runs import make_loop, make_step, small
-from vit.config import Config, TrackConfig
+from vit.config import Config, ModelConfig, TrackConfig
 from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
@@ -28,7 +28,7 @@ from vit.training.logging_plan import (
     thin_out,
     training_seconds,
 )
-from vit.training.messages import end_text, start_text
+from vit.training.messages import end_text, start_text, tokens_text
 from vit.training.step import TrainingStep
 
 HELD_OUT = load("shapes", ".", train=False, count=60)
@@ -213,7 +213,20 @@ def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -
     assert "none held out, so there are no validation curves" in text
     assert "every class is drawn equally often" in text
     assert "1,000 with 64 images each, 500 epochs" in text
+    assert "32 x 32 pixels, 64 tokens: " in text
     assert "few" not in text and "logging" not in text
+
+
+def test_many_tokens_on_a_cpu_are_pointed_out(quick: TrainingStep) -> None:
+    def text(stem: str = "conv", size: int = 224, device: str = "cpu") -> str:
+        step = replace(quick, schedule=replace(quick.schedule, full_size=(size, size)))
+        return tokens_text(ModelConfig(stem=stem), step, torch.device(device))  # type: ignore[arg-type]
+
+    assert text() == ", 3,136 tokens (slow on a CPU: --model.patch_size 16 makes 196)"
+    assert text("linear") == ", 3,136 tokens (slow on a CPU: --model.patch_size 14 makes 256)"
+    assert text(size=4 * 37) == ", 1,369 tokens"  # patches of 4 or 37 pixels
+    assert text(device="cuda") == ", 3,136 tokens"
+    assert text(size=128) == ", 1,024 tokens"
 
 
 def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:

@@ -1,5 +1,6 @@
 """What training prints when it starts and ends."""
 
+import math
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ BALANCE_TEXTS = {
     "loss": "; the loss weights classes by their inverse frequency",
 }
 FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
+MANY_TOKENS = 1024  # on a CPU
+FEW_PATCHES, ENOUGH_PATCHES = 16, 256  # of an image, instead of so many tokens
 FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
@@ -66,9 +69,9 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{hint if resized else ''}"
         f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
-        f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
-        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
-        f"{trained}\n"
+        f"model    {describe_model(config.model)}, {rows} x {columns} pixels"
+        f"{tokens_text(config.model, step, device)}: {parameters:,} parameters, "
+        f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass{trained}\n"
         f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
@@ -82,6 +85,23 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def tokens_text(model: ModelConfig, step: TrainingStep, device: torch.device) -> str:
+    """Count the tokens of an image; if they are many for a CPU, suggest larger patches."""
+    size, readable = step.schedule.full_size, attention_model(step.state.structure())
+    if readable is None:
+        return ""
+    tokens = readable.num_prefix_tokens + math.prod(readable.patch_embed.grid(*size))
+    text = f", {counted(tokens, 'token', ',')}"
+    if tokens <= MANY_TOKENS or device.type != "cpu" or model.name != "vit" or step.state.step:
+        return text
+    for side in range(1, math.gcd(*size) + 1):
+        fits = math.gcd(*size) % side == 0 and (model.stem == "linear" or side.bit_count() == 1)
+        patches = math.prod(size) // side**2
+        if fits and FEW_PATCHES <= patches <= ENOUGH_PATCHES:
+            return f"{text} (slow on a CPU: --model.patch_size {side} makes {patches})"
+    return text
 
 
 def _budget_text(minutes: float | None) -> str:
