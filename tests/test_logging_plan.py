@@ -217,6 +217,15 @@ def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -
     assert "few" not in text and "logging" not in text
 
 
+def test_a_budget_that_is_over_before_training_is_pointed_out(
+    quick: TrainingStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick.state, "seconds", 9.0)
+    for minutes, late in ((0.1, " (timing a few steps took longer)"), (0.2, "")):
+        text = start_of(quick, 128, 0, train={"budget_minutes": minutes})
+        assert f", to fit into {minutes} minutes{late}\n" in text
+
+
 def test_many_tokens_on_a_cpu_are_pointed_out(quick: TrainingStep) -> None:
     def text(stem: str = "conv", size: int = 224, device: str = "cpu") -> str:
         step = replace(quick, schedule=replace(quick.schedule, full_size=(size, size)))

@@ -40,16 +40,10 @@ def divide_epoch(
 def epoch_batches(num_images: int, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
     """Shuffle the indices of all images and divide them into batches.
 
-    Args:
-        num_images: Number of training images.
-        shape: Steps and images per step, see `divide_epoch`. If they are more than the images, the
-            last batch is filled up with images of the first; if they are fewer, the rest is left
-            out.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
+    Where these have room for more images, the last one is filled up with images of the first.
 
     Returns:
-        Indices of the given shape, int64.
+        int64 indices of the given shape: steps, and images per step, see `divide_epoch`.
     """
     order = torch.randperm(num_images, generator=generator(seed, "epoch", epoch))
     return order[torch.arange(math.prod(shape)) % num_images].view(shape)

@@ -60,10 +60,8 @@ def build_step(
     state = first_state(config, checkpoint, training, preprocess, env, source)
     model: Any = state.model  # ours or timm's
     unit = size_unit(state.model)
-    began = None  # with so many steps per epoch; early versions only used whole batches
-    if checkpoint is not None:
-        whole = len(training) // train.batch_size
-        began = checkpoint.environment.get("steps_per_epoch", whole)
+    whole = len(training) // train.batch_size  # batches; early versions used no others
+    began = checkpoint.environment.get("steps_per_epoch", whole) if checkpoint else None
     parts = env.world.size * train.accumulate
     epoch = divide_epoch(len(training), train.batch_size, parts, began)
     schedule = build_schedule(config, epoch, preprocess.image_size, unit)

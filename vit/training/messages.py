@@ -31,8 +31,7 @@ BALANCE_TEXTS = {
     "loss": "; the loss weights classes by their inverse frequency",
 }
 FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
-MANY_TOKENS = 1024  # on a CPU
-FEW_PATCHES, ENOUGH_PATCHES = 16, 256  # of an image, instead of so many tokens
+MANY_TOKENS, FEWER = 1024, range(16, 257)  # on a CPU, and how many patches to suggest instead
 FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
@@ -78,7 +77,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f", {step.compilation.describe()}\n"
         f"steps    {schedule.total_steps:,} with {_batch_text(config, schedule, len(images))}, "
         f"{counted(schedule.total_steps / schedule.steps_per_epoch, 'epoch', '.4g')}"
-        f"{_budget_text(config.train.budget_minutes)}"
+        f"{_budget_text(config.train.budget_minutes, state)}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
         f"{_short_text(config, step)}\n"
@@ -99,15 +98,17 @@ def tokens_text(model: ModelConfig, step: TrainingStep, device: torch.device) ->
     for side in range(1, math.gcd(*size) + 1):
         fits = math.gcd(*size) % side == 0 and (model.stem == "linear" or side.bit_count() == 1)
         patches = math.prod(size) // side**2
-        if fits and FEW_PATCHES <= patches <= ENOUGH_PATCHES:
+        if fits and patches in FEWER:
             return f"{text} (slow on a CPU: --model.patch_size {side} makes {patches})"
     return text
 
 
-def _budget_text(minutes: float | None) -> str:
+def _budget_text(minutes: float | None, state: TrainState) -> str:
     if minutes is None:
         return ""
-    return f", to fit into {counted(minutes, 'minute', 'g')}"
+    over = state.step == 0 and state.seconds > 60 * minutes
+    late = " (timing a few steps took longer)" if over else ""
+    return f", to fit into {counted(minutes, 'minute', 'g')}{late}"
 
 
 def restarts_text(schedule: Schedule) -> str:

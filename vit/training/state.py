@@ -158,8 +158,7 @@ def build_state(
         if differing := [*loaded.unexpected_keys, *missing]:
             raise ValueError(
                 f"model.pretrained: {model.pretrained} and the model differ in "
-                f"{shorten(', '.join(differing), 200)}; choose weights of the same model, or train "
-                "without model.pretrained"
+                f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
             )
     num_weights = sum(parameter.numel() for parameter in network.parameters())
     if frozen:  # a head is small, and the features are computed without the wrapper of a model
