@@ -136,7 +136,7 @@ def measure_memory(root: Path, workers: int, batches: int) -> None:
 
 def stream_epoch(images: ImageSet, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the images and labels of an epoch's batches."""
-    yield from images.batches(epoch_batches(len(images), BATCH, 0, epoch))
+    yield from images.batches(epoch_batches(len(images), (len(images) // BATCH, BATCH), 0, epoch))
 
 
 def torchvision_loader(root: Path, workers: int) -> "DataLoader[tuple[Tensor, Tensor]]":

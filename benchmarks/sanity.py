@@ -180,7 +180,8 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     env = Environment(device, precision, World(), StopRequest())
     step = build_step(config, None, training, env)
     for epoch in range(epochs):
-        order = epoch_batches(len(training), train.batch_size, train.seed, epoch)
+        shape = step.schedule.steps_per_epoch, step.schedule.batch_size
+        order = epoch_batches(len(training), shape, train.seed, epoch)
         for images, labels in training.batches(order):
             step(images, labels)
     model = step.state.evaluated()

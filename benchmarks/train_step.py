@@ -320,7 +320,7 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
     config = Config()
     (step, images), size = make_step(config), config.train.batch_size
     batches = torch.randint(10_000, (steps, size))
-    speed = size / mean_step_seconds(step, images, size)
+    speed = size / mean_step_seconds(step, images)
     print(f"\nconfigs/quick.yaml, batch {size}: {speed:.0f} images/s, mean over a run")
     for phase in step.schedule.phases():
         whole = repeat_step(step, images, phase.start, batches)

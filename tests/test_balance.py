@@ -14,6 +14,7 @@ from torch import Tensor
 
 from small_runs import make_step, small
 from vit.data.balance import balanced_batches, class_weights
+from vit.data.batches import divide_epoch
 from vit.training.distributed import World
 from vit.training.step import TrainingStep
 
@@ -28,10 +29,11 @@ LABELS = torch.arange(4).repeat_interleave(torch.tensor(COUNTS))[
 def test_classes_and_the_images_of_a_class_are_equally_frequent(data):
     labels = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=200)))
     batch_size = data.draw(st.integers(1, len(labels)))
+    shape = divide_epoch(len(labels), batch_size)
     seed, epoch = data.draw(st.integers(0, 2**31)), data.draw(st.integers(0, 1000))
-    batches = balanced_batches(labels, batch_size, seed, epoch)
+    batches = balanced_batches(labels, shape, seed, epoch)
     assert batches.dtype == torch.int64
-    assert batches.shape == (len(labels) // batch_size, batch_size)
+    assert batches.shape == shape
     present = labels.unique()
     for part in (*batches, batches.flatten()):
         classes = torch.bincount(labels[part], minlength=7)[present]
@@ -43,22 +45,22 @@ def test_classes_and_the_images_of_a_class_are_equally_frequent(data):
 
 
 def test_equal_classes_give_a_permutation():
-    batches = balanced_batches(torch.arange(60) % 5, 12, seed=0, epoch=0)
+    batches = balanced_batches(torch.arange(60) % 5, (5, 12), seed=0, epoch=0)
     assert torch.equal(batches.flatten().sort().values, torch.arange(60))
 
 
 def test_epochs_and_seeds_differ_and_calls_repeat():
-    first = balanced_batches(LABELS, 20, seed=0, epoch=0)
+    first = balanced_batches(LABELS, (5, 20), seed=0, epoch=0)
     state = torch.get_rng_state()
-    assert torch.equal(first, balanced_batches(LABELS, 20, seed=0, epoch=0))
+    assert torch.equal(first, balanced_batches(LABELS, (5, 20), seed=0, epoch=0))
     assert torch.equal(torch.get_rng_state(), state)
     for seed, epoch in ((0, 1), (1, 0), (1, 1)):
-        other = balanced_batches(LABELS, 20, seed, epoch)
+        other = balanced_batches(LABELS, (5, 20), seed, epoch)
         assert (first == other).sum() < 25  # the class with two images is often the same
 
 
 def test_every_image_of_a_large_class_has_its_turn():
-    epochs = torch.stack([balanced_batches(LABELS, 20, 0, e).flatten() for e in range(500)])
+    epochs = torch.stack([balanced_batches(LABELS, (5, 20), 0, e).flatten() for e in range(500)])
     times = torch.bincount(epochs.flatten(), minlength=100)[LABELS == 0].double()
     expected = 500 * 25 / 60
     assert ((times - expected) ** 2 / expected).sum() < 90  # chi-square, 59 degrees of freedom

@@ -117,8 +117,8 @@ def test_impossible_arguments_are_refused(classifier):
     photo = draw_photo(8, 8)
     with pytest.raises(ValueError, match="top: 0"):
         classifier.predict(photo, top=0)
-    with pytest.raises(ValueError, match=r"kind: none given; .* relevance"):
-        classifier.explain(photo, kind=[])
+    with pytest.raises(ValueError, match=r"^kinds: none given; .* relevance"):
+        classifier.explain(photo, kinds=[])
     with pytest.raises(ValueError, match="precision: fp16"):
         vit.load("cifar10_quick", "cpu", "fp16")
 
@@ -140,7 +140,7 @@ def test_missing_photo_is_named(classifier, tmp_path):
 
 def test_explain_returns_the_maps_of_the_model(classifier, tmp_path):
     photo = draw_photo(50, 90)
-    found = classifier.explain(photo, kind=tuple(MAP_KINDS))
+    found = classifier.explain(photo, kinds=tuple(MAP_KINDS))
     assert isinstance(found, Explanation) and list(found.maps) == list(MAP_KINDS)
     inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
     logits, maps = attention_maps(classifier.model, inputs, list(MAP_KINDS))
@@ -172,8 +172,8 @@ def test_explain_draws_rollout_and_relevance_of_pixels_and_takes_lists(classifie
     several = classifier.explain([path, draw_photo(30, 10)])
     assert [list(found.maps) for found in several] == [["rollout", "lrp_pixels"]] * 2
     assert several[0].name == "some photo.png"
-    with pytest.raises(ValueError, match="kind"):
-        classifier.explain(path, kind="rolout")
+    with pytest.raises(ValueError, match="kinds: 'rolout'"):
+        classifier.explain(path, kinds="rolout")
     with pytest.raises(ValueError, match="target: 'dog' is not a class of this model"):
         classifier.explain(path, target="dog")
 

@@ -24,6 +24,7 @@ from vit.cli import eval_main
 from vit.config import EvalConfig, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.model.attention import MultiHeadSelfAttention
 from vit.model_file import load, save_model
 from vit.reporting import export
 from vit.reporting.export import export_run, largest_difference
@@ -154,6 +155,21 @@ def test_model_that_timm_lacks_is_refused_with_the_reason(tmp_path, capsys, mode
     assert part in str(error.value)
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
     assert capsys.readouterr().out == ""
+
+
+def test_timm_refuses_parameters_of_ones_own_by_name(tmp_path, monkeypatch):
+    original = MultiHeadSelfAttention.__init__
+
+    def with_temperature(self, *arguments, **options):
+        original(self, *arguments, **options)
+        self.temperature = torch.nn.Parameter(torch.ones(self.num_heads, 1, 1))
+
+    monkeypatch.setattr(MultiHeadSelfAttention, "__init__", with_temperature)
+    own = save(tmp_path / "own", {})
+    message = r"^export: timm .* blocks\.0\.attn\.temperature; use --export onnx or --export torch$"
+    with pytest.raises(ValueError, match=message):
+        export_run(str(own), EvalConfig(export="timm"))
+    assert [path.name for path in own.iterdir()] == ["model.safetensors"]
 
 
 # ONNX and torch.export.

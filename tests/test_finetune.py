@@ -161,7 +161,7 @@ def frozen(out: Path, **changes):
 
 def train_steps(step, number: int) -> list[Tensor]:
     training, _ = load_training(small(Path("unused")).data, 0)
-    batches = epoch_batches(len(training), 64, 0, 0)[:number]
+    batches = epoch_batches(len(training), (5, 64), 0, 0)[:number]
     return [step(*batch) for batch in step.inputs(training).batches(batches)]
 
 
@@ -231,7 +231,7 @@ def test_a_linear_probe_resumes_bit_for_bit(tmp_path, augment):
         loop = make_loop(config, tracker)
         if epochs == 1:  # as if it had been stopped after an epoch
             (state, schedule) = loop.step.state, loop.step.schedule
-            batches = epoch_batches(len(loop.training), 64, 0, 0)
+            batches = epoch_batches(len(loop.training), (schedule.steps_per_epoch, 64), 0, 0)
             for batch in loop.step.inputs(loop.training).batches(batches):
                 state.points.append(loop.step(*batch))
             loop.saver.save()

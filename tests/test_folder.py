@@ -441,14 +441,6 @@ def test_a_small_folder_trains_with_the_defaults(classes_only, tmp_path, capsys)
     assert "the 7 test images (c d 3, rød 2, 猫 2) are used once" in line
 
 
-def test_a_batch_that_is_too_large_is_answered_with_one_that_is_not(classes_only, tmp_path):
-    config = small(classes_only, tmp_path / "run", val_size=None)
-    config = replace(config, train=replace(config.train, batch_size=128))
-    with pytest.raises(ValueError, match=r"more than the 25 training images; use --train\.batch"):
-        train(config)
-    assert not (tmp_path / "run").exists()
-
-
 # Images of one's own, recognized.
 
 

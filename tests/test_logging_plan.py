@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from small_runs import make_loop, make_step, small
-from vit.config import Config, TrackConfig
+from vit.config import Config, ModelConfig, TrackConfig
+from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
 from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
@@ -27,7 +28,7 @@ from vit.training.logging_plan import (
     thin_out,
     training_seconds,
 )
-from vit.training.messages import end_text, start_text
+from vit.training.messages import end_text, start_text, tokens_text
 from vit.training.step import TrainingStep
 
 HELD_OUT = load("shapes", ".", train=False, count=60)
@@ -57,7 +58,9 @@ def plan(step: TrainingStep, num_images: int, epochs: int, **track: Any) -> Logg
         track=replace(config.track, **track),
     )
     per_epoch = num_images // size
-    schedule = replace(step.schedule, total_steps=epochs * per_epoch, steps_per_epoch=per_epoch)
+    schedule = replace(
+        step.schedule, total_steps=epochs * per_epoch, steps_per_epoch=per_epoch, batch_size=size
+    )
     return plan_logging(config, replace(step, schedule=schedule), len(HELD_OUT))
 
 
@@ -121,7 +124,7 @@ def test_time_of_logging_is_known_before_the_length_of_a_run(quick: TrainingStep
 
 
 def test_features_of_a_frozen_model_cost_one_pass_of_each_image(quick: TrainingStep) -> None:
-    images_trained = 128 * quick.schedule.work(quick.schedule.total_steps)
+    images_trained = quick.schedule.batch_size * quick.schedule.work(quick.schedule.total_steps)
     assert training_seconds(Config(), quick) == pytest.approx(
         3 * images_trained * QUICK_PASS, rel=0.02
     )
@@ -190,26 +193,49 @@ def test_flops_are_those_of_one_image(quick: TrainingStep) -> None:
 def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, Any]) -> str:
     config = small(Path("unused"), **changes)
     images = HELD_OUT.select(torch.arange(count) % 60)
-    per_epoch = count // config.train.batch_size
+    per_epoch, size = divide_epoch(count, config.train.batch_size)
+    steps = config.train.epochs * per_epoch
     schedule = replace(
-        quick.schedule, steps_per_epoch=per_epoch, total_steps=config.train.epochs * per_epoch
+        quick.schedule, steps_per_epoch=per_epoch, total_steps=steps, batch_size=size
     )
     held_out: ImageSet = HELD_OUT.select(torch.arange(held))
     return start_text(config, replace(quick, schedule=schedule), images, held_out)
 
 
 def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -> None:
-    text = start_of(quick, 100, 50, data={"balance": "loss"}, track={"max_cost": 0.1})
+    text = start_of(quick, 100, 50, data={"balance": "loss"}, track={"max_cost": 0.05})
     assert "50 held out (" in text and "; each is 2% of validation accuracy)" in text
     assert "the loss weights classes by their inverse frequency" in text
-    assert "each epoch leaves out 36 of 100 images" in text
-    assert "6 with 64 images each" in text
-    assert "few for training from scratch: --train.epochs 1000 makes 1,000" in text
+    assert "12 with 56 images so that an epoch uses all 100, 6 epochs" in text
+    assert "few for training from scratch: --train.epochs 500 makes 1,000" in text
     assert "\nlogging  attention is logged without pictures for 1 of 3 images at 1 of " in text
     text = start_of(quick, 128, 0, data={"balance": "sampler"}, train={"epochs": 500})
     assert "none held out, so there are no validation curves" in text
     assert "every class is drawn equally often" in text
-    assert "leaves out" not in text and "few" not in text and "logging" not in text
+    assert "1,000 with 64 images each, 500 epochs" in text
+    assert "32 x 32 pixels, 64 tokens: " in text
+    assert "few" not in text and "logging" not in text
+
+
+def test_a_budget_that_is_over_before_training_is_pointed_out(
+    quick: TrainingStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick.state, "seconds", 9.0)
+    for minutes, late in ((0.1, " (timing a few steps took longer)"), (0.2, "")):
+        text = start_of(quick, 128, 0, train={"budget_minutes": minutes})
+        assert f", to fit into {minutes} minutes{late}\n" in text
+
+
+def test_many_tokens_on_a_cpu_are_pointed_out(quick: TrainingStep) -> None:
+    def text(stem: str = "conv", size: int = 224, device: str = "cpu") -> str:
+        step = replace(quick, schedule=replace(quick.schedule, full_size=(size, size)))
+        return tokens_text(ModelConfig(stem=stem), step, torch.device(device))  # type: ignore[arg-type]
+
+    assert text() == ", 3,136 tokens (slow on a CPU: --model.patch_size 16 makes 196)"
+    assert text("linear") == ", 3,136 tokens (slow on a CPU: --model.patch_size 14 makes 256)"
+    assert text(size=4 * 37) == ", 1,369 tokens"  # patches of 4 or 37 pixels
+    assert text(device="cuda") == ", 3,136 tokens"
+    assert text(size=128) == ", 1,024 tokens"
 
 
 def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:

@@ -65,9 +65,9 @@ def test_run_with_balanced_classes_goes_on_in_mid_epoch(
 ) -> None:
     drawn = []
 
-    def watched(labels: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+    def watched(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
         drawn.append(epoch)
-        return balanced_batches(labels, batch_size, seed, epoch)
+        return balanced_batches(labels, shape, seed, epoch)
 
     monkeypatch.setattr("vit.training.loop.balanced_batches", watched)
     changes = {**BARE, "data": {"balance": "sampler"}, "train": {"epochs": 2}}

@@ -50,6 +50,11 @@ def test_package_allows_every_pinned_version(file: str, ranges: list[str]) -> No
         assert allowed[name].specifier.contains(version), f"{file}: {name}"
 
 
+def test_package_refuses_versions_that_are_known_to_fail() -> None:
+    allowed = by_name(PYPROJECT["project"]["dependencies"])
+    assert not allowed["tensorboard"].specifier.contains("2.20.0")  # with setuptools 82
+
+
 def test_command_line_starts_without_heavy_imports() -> None:
     """So that a mistyped flag is answered at once."""
     program = (

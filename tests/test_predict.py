@@ -15,9 +15,9 @@ from PIL import Image
 import vit
 from small_runs import Call, Ended
 from vit.classifier import Classifier
-from vit.cli import eval_main
 from vit.data.photo_files import find_photos
 from vit.reporting.predictions import _map_ahead
+from vit.startup import eval_main
 
 SAME = ("--device", "cpu", "--precision", "float32")
 

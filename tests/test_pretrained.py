@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.testing import assert_close
 from small_runs import assert_same, environment, small
 from vit import load
 from vit.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
-from vit.config import Config, DataConfig, ModelConfig, from_dict, to_dict
+from vit.config import Config, DataConfig, ModelConfig, OptimConfig, from_dict, to_dict
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
@@ -32,6 +33,7 @@ from vit.model_file import BUNDLED, load_model, save_model
 from vit.run_folder import prepare_run
 from vit.training.build import build_step
 from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
+from vit.training.state import build_state
 from vit.training.trainer import load_data, train
 
 ARCHITECTURES = {  # and the image size they are published for
@@ -473,6 +475,26 @@ def test_weights_that_are_not_finite_are_refused(files, tmp_path, form, value):
     words = rf"^model\.pretrained: {path} has NaN or infinite values in blocks\.1\.mlp\.fc1\.bias;"
     with pytest.raises(ValueError, match=words):
         find_source(str(path), ModelConfig(pretrained=str(path), num_heads=3))
+
+
+def test_weights_with_other_names_than_the_models_are_refused_by_name():
+    model = ModelConfig(
+        embed_dim=16, depth=1, num_heads=2, patch_size=8, pretrained="own.safetensors"
+    )
+    plain = dataclasses.replace(model, pretrained=None)
+    preprocess = Preprocess((32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    build = partial(
+        build_state, optim=OptimConfig(), preprocess=preprocess, num_classes=3, seed=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    weights = build(plain).model.state_dict()
+    del weights["fc_norm.bias"], weights["head.weight"]  # only the head may be missing
+    weights["blocks.0.attn.temperature"] = torch.ones(2, 1, 1)
+    message = (
+        r"own\.safetensors and the model differ in blocks\.0\.attn\.temperature, fc_norm\.bias; "
+    )
+    with pytest.raises(ValueError, match=f"^model.pretrained: {message}choose"):
+        build(model, weights=weights)
 
 
 class Malicious:

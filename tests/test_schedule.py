@@ -9,8 +9,8 @@ from vit.training.schedule import Phase, Schedule, scaled_size
 
 def make(total_steps: int = 20, **changes: Any) -> Schedule:
     settings: dict[str, Any] = {
-        "steps_per_epoch": 10, "full_size": (32, 32), "small_size": (24, 24), "small_fraction": 0,
-        "mix_fraction": 1, "warmup": 0.05, "decay": "linear",
+        "steps_per_epoch": 10, "batch_size": 64, "full_size": (32, 32), "small_size": (24, 24),
+        "small_fraction": 0, "mix_fraction": 1, "warmup": 0.05, "decay": "linear",
     }  # fmt: skip
     return Schedule(total_steps, **settings | changes)
 

@@ -4,11 +4,13 @@ import gc
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from vit.startup import import_quickly
+from vit.startup import eval_main, import_quickly, train_main
 
+ROOT = Path(__file__).resolve().parent.parent
 # What takes seconds to import: torch's compiler, and what is only for figures and other data sets.
 SLOW = {"torch._dynamo", "torchvision", "timm", "sklearn", "sympy", "triton"}
 CHECK = """
@@ -30,6 +32,26 @@ def test_garbage_is_collected_after_quick_imports():
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_ctrl_c_ends_the_imports_of_a_command_in_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vit.startup.importlib.import_module", interrupted)
+    for command in (train_main, eval_main):
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_little_is_imported_before_ctrl_c_is_handled():
+    code = "import sys, train; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = {*done.stdout.split()}
+    assert "vit.startup" in names and not {"typing", "argparse", "yaml", "vit.cli"} & names
 
 
 @pytest.mark.slow

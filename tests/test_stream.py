@@ -120,7 +120,7 @@ def test_images_are_the_same_in_memory_and_in_files(pictures: Path, pool: Decode
 
 def test_batches_are_the_same_in_memory_and_in_files(pictures: Path, pool: Decoder) -> None:
     kept, _ = load_training(folder(pictures, memory_gb=1), 0)
-    rows = epoch_batches(len(kept), 12, seed=0, epoch=1)
+    rows = epoch_batches(len(kept), (len(kept) // 12, 12), seed=0, epoch=1)
     expected = list(kept.batches(rows))
     assert len(expected) == 3
     for decoder in (None, pool):
@@ -233,7 +233,7 @@ def test_time_of_a_step_can_be_measured_on_files(
     env = dataclasses.replace(environment(), decoder=pool)
     training, _ = load_data(config, None, env)
     step = build_step(config, None, training, env)
-    assert mean_step_seconds(step, training, batch_size=12) > 0
+    assert mean_step_seconds(step, training) > 0
 
 
 # Memory.
@@ -252,7 +252,7 @@ def test_files_decoded_in_advance_do_not_count_as_fast(pictures: Path, tmp_path:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder, "workers", workers)
             patch.setattr(decoder, "few", 10**9)  # no process is started
-            mean_step_seconds(step, training, config.train.batch_size)
+            mean_step_seconds(step, training)
         counts.append(len(made) / (len(step.schedule.phases()) * step.accumulate))
     assert counts == [15, 15, 17 + 16]
 

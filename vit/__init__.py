@@ -4,8 +4,8 @@ The names below are imported when they are first used, so `import vit` is fast.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in typing, whose import takes longest of all here
 if TYPE_CHECKING:
     from vit.classifier import Classifier
     from vit.explain.rollout import attention_rollout
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

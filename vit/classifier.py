@@ -237,16 +237,16 @@ class Classifier:
 
     @overload
     def explain(
-        self, photos: Photo, kind: str | Sequence[str] = ..., target: str | None = ...
+        self, photos: Photo, kinds: str | Sequence[str] = ..., target: str | None = ...
     ) -> Explanation: ...
     @overload
     def explain(
-        self, photos: Photos, kind: str | Sequence[str] = ..., target: str | None = ...
+        self, photos: Photos, kinds: str | Sequence[str] = ..., target: str | None = ...
     ) -> list[Explanation]: ...
     def explain(
         self,
         photos: Photo | Photos,
-        kind: str | Sequence[str] = PHOTO_KINDS,
+        kinds: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
     ) -> Explanation | list[Explanation]:
         """Map what the model attends to in one photo or in several.
@@ -254,7 +254,7 @@ class Classifier:
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
                 size; or a list of them.
-            kind: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
+            kinds: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
 
         Returns:
@@ -264,9 +264,9 @@ class Classifier:
             ValueError: A photo cannot be read, a kind or class does not exist, or the model has no
                 maps, see `has_maps`.
         """
-        kinds = [kind] if isinstance(kind, str) else list(kind)
+        kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         if not kinds:
-            raise ValueError(f"kind: none given; it must be one or more of {', '.join(ALL_KINDS)}")
+            raise ValueError(f"kinds: none given; it must be one or more of {', '.join(ALL_KINDS)}")
         aim = None if target is None else torch.tensor([self.class_index(target)])
         if isinstance(photos, list | tuple):
             return [self._explain(photo, kinds, aim) for photo in photos]

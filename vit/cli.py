@@ -63,9 +63,6 @@ def user_errors() -> Iterator[None]:
                 "or, if the operation is upsample_*, with --train.small_share 0"
             )
         raise
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def train_main() -> None:

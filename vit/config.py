@@ -403,7 +403,7 @@ class TrainConfig:
         small_scale: at first, train on images whose sides are reduced to this fraction, rounded to
             whole patches, which is faster; 1 keeps the full size
         small_share: fraction of the training steps that use the smaller images
-        batch_size: images per optimizer step
+        batch_size: images per optimizer step; fewer in small sets, so that an epoch uses all
         accumulate: number of micro-batches that a batch is split into to save memory; with
             model.stem=conv, batch norm sees one micro-batch at a time
         checkpoint_blocks: save memory by recomputing the activations of the encoder blocks in the

@@ -1,9 +1,10 @@
-"""Faster imports of large libraries."""
+"""Starting the commands, and faster imports of large libraries."""
 
 import atexit
 import gc
 import importlib
 import sys
+from functools import partial
 
 
 def import_quickly(*modules: str) -> None:
@@ -19,6 +20,18 @@ def import_quickly(*modules: str) -> None:
     gc.freeze()
     gc.enable()
     atexit.register(_thaw_for_triton)
+
+
+def _run(command: str) -> None:
+    """Call a function of `vit.cli`. Importing it takes long enough for somebody to press Ctrl-C."""
+    try:
+        getattr(importlib.import_module("vit.cli"), command)()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+train_main, eval_main = partial(_run, "train_main"), partial(_run, "eval_main")
 
 
 def _thaw_for_triton() -> None:

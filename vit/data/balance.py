@@ -1,15 +1,15 @@
 """Classes of different sizes: balanced batches, and weights of the loss."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vit.data.batches import steps_per_epoch
 from vit.seeding import generator
 
 
-def balanced_batches(labels: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
     """Draw an epoch in which every class is equally frequent, and divide it into batches.
 
     The epoch is as long as one of `vit.data.batches.epoch_batches`. It is a sequence of rounds,
@@ -19,19 +19,18 @@ def balanced_batches(labels: Tensor, batch_size: int, seed: int, epoch: int) -> 
 
     Args:
         labels: (N,) int64, on any device.
-        batch_size: Images per batch, at most N.
+        shape: Steps and images per step, see `vit.data.batches.divide_epoch`.
         seed: Seed of the run.
         epoch: Number of the epoch; the result is a function of it and the seed.
 
     Returns:
-        (steps, batch_size) int64 indices into labels, on the CPU.
+        Indices into labels of the given shape, int64, on the CPU.
     """
-    steps = steps_per_epoch(len(labels), batch_size)
     draw = generator(seed, "balanced epoch", epoch)
     labels = labels.cpu()
     counts = labels.bincount()
     members = labels.argsort(stable=True).split(counts[counts > 0].tolist())
-    rounds = -(-steps * batch_size // len(members))
+    rounds = -(-math.prod(shape) // len(members))
     columns = []
     for images in members:
         repeats = -(-rounds // len(images))
@@ -39,7 +38,7 @@ def balanced_batches(labels: Tensor, batch_size: int, seed: int, epoch: int) -> 
         columns.append(images[order.flatten()[:rounds]])
     chosen = torch.stack(columns, dim=1)  # (rounds, classes)
     shuffled = chosen.gather(1, torch.rand(chosen.shape, generator=draw).argsort(dim=1))
-    return shuffled.flatten()[: steps * batch_size].view(steps, batch_size)
+    return shuffled.flatten()[: math.prod(shape)].view(shape)
 
 
 def class_weights(counts: Sequence[int]) -> Tensor:

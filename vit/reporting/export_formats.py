@@ -131,6 +131,12 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     architecture, arguments = timm_arguments(config, classifier.preprocess)
     num_classes = len(classifier.classes)
     twin: Any = timm.create_model(architecture, num_classes=num_classes, **arguments)
+    weights = _portable(classifier.model).state_dict()
+    if differing := sorted(weights.keys() ^ twin.state_dict().keys()):
+        raise ValueError(
+            "export: timm is not possible for this model: it differs from timm's in "
+            f"{shorten(', '.join(differing), 200)}; use --export onnx or --export torch"
+        )
     names = ("first_conv", "classifier", "fixed_input_size")  # of layers; and what timm may resize
     content = {
         "architecture": architecture,
@@ -147,7 +153,7 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     config_file, weights_file = (folder / name for name in TIMM_FILES)
     folder.mkdir()
     config_file.write_text(json.dumps(content, indent=1))
-    safetensors.torch.save_file(_portable(classifier.model).state_dict(), weights_file)
+    safetensors.torch.save_file(weights, weights_file)
 
 
 def load_timm(folder: Path) -> Runner:

@@ -17,7 +17,7 @@ AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
-def fit_budget(step: TrainingStep, training: ImageSet, seconds: float, batch_size: int) -> int:
+def fit_budget(step: TrainingStep, training: ImageSet, seconds: float) -> int:
     """Benchmark each phase of a run and return the number of steps that fit into a budget.
 
     The benchmark counts as training time (`state.seconds`); its effect on the weights is undone.
@@ -26,21 +26,20 @@ def fit_budget(step: TrainingStep, training: ImageSet, seconds: float, batch_siz
         step: The training step. The phases of its schedule are timed; its state is restored.
         training: The training images.
         seconds: Time for training, validation and checkpoints.
-        batch_size: Images per step, over all processes.
 
     Returns:
         Number of steps, at least 1, the same in all processes.
     """
     start = time.perf_counter()
     fresh = copy.deepcopy(step.state.state_dict())
-    seconds_per_step = step.world.agree(mean_step_seconds(step, training, batch_size))
+    seconds_per_step = step.world.agree(mean_step_seconds(step, training))
     step.state.load_state_dict(fresh)
     step.state.seconds = step.world.agree(time.perf_counter() - start)
     left = TRAINING_FRACTION * seconds - step.state.seconds
     return max(1, int(left / seconds_per_step))
 
 
-def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -> float:
+def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
 
     Where images are decoded during training and this is slower than the step, it sets the time.
@@ -50,7 +49,6 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -
     Args:
         step: The training step.
         training: The training images.
-        batch_size: Images per step, over all processes.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
@@ -62,7 +60,7 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet, batch_size: int) -
     seconds = 0.0
     for phase in schedule.phases():
         trial.state.step = phase.start
-        shape = (warmup + timed, batch_size)
+        shape = (warmup + timed, schedule.batch_size)
         batches = torch.randint(len(training), shape, generator=draw)
         for number, (images, labels) in enumerate(
             step.inputs(training).batches(step.world.part(batches.T).T), start=1

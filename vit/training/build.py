@@ -12,7 +12,7 @@ from vit.classifier import Classifier
 from vit.config import PATCH_SIZE, Config, ModelConfig
 from vit.console import is_out_of_memory, say
 from vit.data.balance import class_weights
-from vit.data.batches import steps_per_epoch
+from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.model.attention_model import size_unit
@@ -52,15 +52,19 @@ def build_step(
         source: The pretrained weights to start from, if any.
 
     Raises:
-        ValueError: A batch is larger than the training set, the checkpoint is beyond the last step,
-            or the model is to be compiled and what torch needs for it is missing.
+        ValueError: The checkpoint is beyond the last step, or the model is to be compiled and what
+            torch needs for it is missing.
     """
     train = config.train
     preprocess = with_statistics(Preprocess.from_config(config.data), source, checkpoint)
     state = first_state(config, checkpoint, training, preprocess, env, source)
     model: Any = state.model  # ours or timm's
     unit = size_unit(state.model)
-    schedule = build_schedule(config, len(training), preprocess.image_size, unit)
+    whole = len(training) // train.batch_size  # batches; early versions used no others
+    began = checkpoint.environment.get("steps_per_epoch", whole) if checkpoint else None
+    parts = env.world.size * train.accumulate
+    epoch = divide_epoch(len(training), train.batch_size, parts, began)
+    schedule = build_schedule(config, epoch, preprocess.image_size, unit)
     fixed = (
         state.frozen
         and isinstance(model.get_classifier(), nn.Linear)
@@ -98,7 +102,7 @@ def build_step(
     elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
         seconds = 60 * train.budget_minutes
         left = seconds - spent - logging_seconds(config, step, len(training), seconds)
-        state.total_steps = fit_budget(step, training, left, train.batch_size)
+        state.total_steps = fit_budget(step, training, left)
     state.seconds += spent
     if state.step > state.total_steps:
         raise ValueError(
@@ -150,7 +154,7 @@ def compile_step(
     # A CPU gains nothing from exchanging gradients during the backward pass.
     by_block = is_sharded(step.forward) or (env.world.size > 1 and env.device.type != "cpu")
     fast = dataclasses.replace(step, forward=compiled(step.forward, by_block), compilation=choice)
-    error = try_sizes(fast, training, train.batch_size)
+    error = try_sizes(fast, training)
     if not env.world.largest(torch.tensor(float(error is not None))):
         return fast
     text = shorten(error or "in another process", 200)
@@ -163,7 +167,7 @@ def compile_step(
     return dataclasses.replace(step, compilation=Compilation(False, f"it failed ({text})"))
 
 
-def try_sizes(step: TrainingStep, training: ImageSet, batch_size: int) -> str | None:
+def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
     """Run a forward and a backward pass for each image size, so that the model is compiled.
 
     A failure is found here, not at the step at which the images grow. The state stays as it is.
@@ -171,14 +175,13 @@ def try_sizes(step: TrainingStep, training: ImageSet, batch_size: int) -> str | 
     Args:
         step: The training step.
         training: The training images.
-        batch_size: Images per step, over all processes.
 
     Returns:
         What went wrong, or None.
     """
     state = step.state
     began, buffers = state.step, [(b, b.clone()) for b in state.model.buffers()]
-    indices = torch.arange(batch_size) % len(training)
+    indices = torch.arange(step.schedule.batch_size) % len(training)
     starts = {phase.image_size: phase.start for phase in step.schedule.phases()}
     try:
         for start in starts.values():
@@ -275,24 +278,22 @@ def compute_features(
 
 
 def build_schedule(
-    config: Config, num_images: int, image_size: tuple[int, int], unit: int
+    config: Config, epoch: tuple[int, int], image_size: tuple[int, int], unit: int
 ) -> Schedule:
     """Build the schedule of a run of `train.epochs` epochs.
 
     Args:
         config: The run.
-        num_images: Number of training images.
+        epoch: Steps in an epoch, and images per step.
         image_size: Height and width of the images, in pixels.
         unit: Pixels that the sides of smaller images are multiples of.
-
-    Raises:
-        ValueError: A batch is larger than the training set.
     """
     train = config.train
-    per_epoch = steps_per_epoch(num_images, train.batch_size)
+    per_epoch, batch_size = epoch
     return Schedule(
         total_steps=train.epochs * per_epoch,
         steps_per_epoch=per_epoch,
+        batch_size=batch_size,
         full_size=image_size,
         small_size=scaled_size(image_size, train.small_scale, unit),
         small_fraction=train.small_share,

@@ -186,7 +186,7 @@ def training_seconds(config: Config, step: TrainingStep) -> float:
         step: The training step, with model and schedule.
     """
     schedule = step.schedule
-    passes = config.train.batch_size * schedule.work(schedule.total_steps)
+    passes = schedule.batch_size * schedule.work(schedule.total_steps)
     if step.features is not None:  # each image passes through the frozen model once
         passes = len(step.features)
     elif not step.state.frozen:

@@ -49,7 +49,6 @@ class Loop:
     Attributes:
         step: The training step, with the state and the schedule.
         training: The training images; in memory, they are on the device.
-        batch_size: Images per step, over all processes.
         evaluators: What to measure and draw; each knows the steps after which it runs.
         tracker: Logs numbers, pictures and summaries; None in all processes but the main one.
         saver: Writes a checkpoint after each epoch and when stopping.
@@ -62,7 +61,6 @@ class Loop:
 
     step: TrainingStep
     training: ImageSet
-    batch_size: int
     evaluators: Sequence[Evaluator]
     tracker: Tracker | None
     saver: Saver
@@ -122,10 +120,11 @@ class Loop:
         activity = world.activity
         epoch, done = divmod(state.step, schedule.steps_per_epoch)
         training, seed = self.training, self.step.seed
+        shape = schedule.steps_per_epoch, schedule.batch_size
         if self.balanced:
-            batches = balanced_batches(training.labels, self.batch_size, seed, epoch)
+            batches = balanced_batches(training.labels, shape, seed, epoch)
         else:
-            batches = epoch_batches(len(training), self.batch_size, seed, epoch)
+            batches = epoch_batches(len(training), shape, seed, epoch)
         batches = batches[: schedule.total_steps - epoch * schedule.steps_per_epoch]
         if done == 0 or len(state.points) != done:  # a new epoch, or the batch size has changed
             state.points.clear()
@@ -147,7 +146,7 @@ class Loop:
             with activity.doing("not training"):
                 if number % self.log_every == 0 or last:
                     seconds = activity.training_seconds()
-                    self._log(bar, self.batch_size * (number - logged) / (seconds - since))
+                    self._log(bar, schedule.batch_size * (number - logged) / (seconds - since))
                     logged, since = number, seconds
                 measured = self.evaluate()
             if not last and self.stop.agreed(world):

@@ -1,5 +1,6 @@
 """What training prints when it starts and ends."""
 
+import math
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ BALANCE_TEXTS = {
     "loss": "; the loss weights classes by their inverse frequency",
 }
 FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
-MUCH_LEFT = 0.2  # fraction of the images left out of each epoch above which it is said
+MANY_TOKENS, FEWER = 1024, range(16, 257)  # on a CPU, and how many patches to suggest instead
 FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
@@ -63,28 +64,47 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{hint if resized else ''}"
         f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
-        f"model    {describe_model(config.model)}, {rows} x {columns} pixels: "
-        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
-        f"{trained}\n"
+        f"model    {describe_model(config.model)}, {rows} x {columns} pixels"
+        f"{tokens_text(config.model, step, device)}: {parameters:,} parameters, "
+        f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass{trained}\n"
         f"{maps}"
         f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
         f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
         f", {step.compilation.describe()}\n"
-        f"steps    {schedule.total_steps:,} with {config.train.batch_size} images each, "
+        f"steps    {schedule.total_steps:,} with {_batch_text(config, schedule, len(images))}, "
         f"{counted(schedule.total_steps / schedule.steps_per_epoch, 'epoch', '.4g')}"
-        f"{_budget_text(config.train.budget_minutes)}"
+        f"{_budget_text(config.train.budget_minutes, state)}"
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
-        f"{_short_text(config, step, len(images))}\n"
+        f"{_short_text(config, step)}\n"
         f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
 
 
-def _budget_text(minutes: float | None) -> str:
+def tokens_text(model: ModelConfig, step: TrainingStep, device: torch.device) -> str:
+    """Count the tokens of an image; if they are many for a CPU, suggest larger patches."""
+    size, readable = step.schedule.full_size, attention_model(step.state.structure())
+    if readable is None:
+        return ""
+    tokens = readable.num_prefix_tokens + math.prod(readable.patch_embed.grid(*size))
+    text = f", {counted(tokens, 'token', ',')}"
+    if tokens <= MANY_TOKENS or device.type != "cpu" or model.name != "vit" or step.state.step:
+        return text
+    for side in range(1, math.gcd(*size) + 1):
+        fits = math.gcd(*size) % side == 0 and (model.stem == "linear" or side.bit_count() == 1)
+        patches = math.prod(size) // side**2
+        if fits and patches in FEWER:
+            return f"{text} (slow on a CPU: --model.patch_size {side} makes {patches})"
+    return text
+
+
+def _budget_text(minutes: float | None, state: TrainState) -> str:
     if minutes is None:
         return ""
-    return f", to fit into {counted(minutes, 'minute', 'g')}"
+    over = state.step == 0 and state.seconds > 60 * minutes
+    late = " (timing a few steps took longer)" if over else ""
+    return f", to fit into {counted(minutes, 'minute', 'g')}{late}"
 
 
 def restarts_text(schedule: Schedule) -> str:
@@ -116,21 +136,20 @@ def _held_out_text(held_out: ImageSet) -> str:
     return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)}{coarse})"
 
 
-def _short_text(config: Config, step: TrainingStep, images: int) -> str:
-    """Say what limits a run on few images."""
-    schedule, batch = step.schedule, config.train.batch_size
-    left = images - batch * schedule.steps_per_epoch
-    text = ""
-    if left > MUCH_LEFT * images and config.data.balance != "sampler":
-        text += (
-            f"; each epoch leaves out {left:,} of {images:,} images, fewer with a smaller "
-            "--train.batch_size"
-        )
+def _batch_text(config: Config, schedule: Schedule, images: int) -> str:
+    fewer = schedule.batch_size < config.train.batch_size and config.data.balance != "sampler"
+    why = f" so that an epoch uses all {images:,}" if fewer else " each"
+    return f"{schedule.batch_size} images{why}"
+
+
+def _short_text(config: Config, step: TrainingStep) -> str:
+    """Say that a run from scratch is short."""
+    schedule = step.schedule
     from_scratch = config.model.pretrained is None and not step.state.frozen
     if from_scratch and config.train.budget_minutes is None and schedule.total_steps < FEW_STEPS:
         epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
-        text += f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
-    return text
+        return f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
+    return ""
 
 
 def _streaming_text(images: ImageSet) -> str:

@@ -28,7 +28,8 @@ class Schedule:
 
     Attributes:
         total_steps: Optimizer steps in the run.
-        steps_per_epoch: Full batches in an epoch.
+        steps_per_epoch: Optimizer steps in an epoch.
+        batch_size: Images per step, over all processes.
         full_size: Height and width of the images, in pixels.
         small_size: Height and width of the images at the beginning of the run.
         small_fraction: Fraction of the steps that use small images, 0 to 1.
@@ -40,6 +41,7 @@ class Schedule:
 
     total_steps: int
     steps_per_epoch: int
+    batch_size: int
     full_size: tuple[int, int]
     small_size: tuple[int, int]
     small_fraction: float

@@ -15,6 +15,7 @@ from vit.model.embed import image_conv, whiten
 from vit.model.pretrained import HEAD
 from vit.model.timm_model import heads
 from vit.seeding import fold_in
+from vit.settings import shorten
 from vit.training.distributed import World
 from vit.training.optim import build_optimizers
 from vit.training.sharding import (
@@ -140,6 +141,9 @@ def build_state(
         world: The processes that train together.
         parallel: How they share the model, see `vit.training.sharding`.
         precision: Precision of matrix products, in a sharded model and in Muon.
+
+    Raises:
+        ValueError: The names of the pretrained weights are not those of the model.
     """
     torch.manual_seed(fold_in(seed, "init"))
     network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
@@ -149,9 +153,13 @@ def build_state(
         whiten(first, preprocess.normalize(sample))
     if weights is not None:
         loaded = network.load_state_dict(weights, strict=False)
-        assert not loaded.unexpected_keys, loaded
-        if model.name == "vit":  # of a model of timm, `fit` knows the names of the head
-            assert set(loaded.missing_keys) <= set(HEAD), loaded
+        # Of a model of timm, `fit` knows the names of the head.
+        missing = [key for key in loaded.missing_keys if model.name == "vit" and key not in HEAD]
+        if differing := [*loaded.unexpected_keys, *missing]:
+            raise ValueError(
+                f"model.pretrained: {model.pretrained} and the model differ in "
+                f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
+            )
     num_weights = sum(parameter.numel() for parameter in network.parameters())
     if frozen:  # a head is small, and the features are computed without the wrapper of a model
         parallel = "replicate"

@@ -229,14 +229,15 @@ def build_loop(
             **env.describe(),
             "threads": torch.get_num_threads(),
             "compiled": step.compilation.used,
+            "steps_per_epoch": schedule.steps_per_epoch,
         },
     }
 
     kind = ShardedSaver if is_sharded(step.state.model) else FileSaver
     saver = kind(run, step.state, about, env.world)
     return Loop(
-        step, training, config.train.batch_size, evaluators, tracker, saver, env.stop,
-        config.track.every, config.train.max_skipped, config.data.balance == "sampler",
+        step, training, evaluators, tracker, saver, env.stop, config.track.every,
+        config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
 
 
@@ -278,8 +279,8 @@ def write_hyperparameters(
 ) -> None:
     """Add a finished run to TensorBoard's HParams table."""
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
-    # After the last step, so that a run killed here writes them again.
-    tracker.scalars(step + 1, values, tensorboard_only=True)
+    # A run killed here writes them again, as the same point.
+    tracker.scalars(step, values, tensorboard_only=True)
     settings = flatten(to_dict(config))
     places = ("out", "data.root", "data.download", "data.memory_gb", "data.workers")
     tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
