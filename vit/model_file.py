@@ -6,7 +6,7 @@ it is ever executed.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class SavedModel:
         total_steps: Optimizer steps of the whole run; None if the file does not say.
         path: The file.
         fingerprint: Identifies the user's files it was trained on, see
-            `vit.data.listing.FileList`; "" for published data sets and old files.
+            `vit.data.listing.Source`; "" for published data sets and old files.
     """
 
     classifier: Classifier
@@ -103,7 +103,8 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
         ValueError: There is no such model, the file is not a model of this project, or the device
             is not available.
     """
-    return load_model(name, device, precision).classifier
+    saved = load_model(name, device, precision)
+    return replace(saved.classifier, run=saved.run)
 
 
 def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:

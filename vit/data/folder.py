@@ -20,7 +20,7 @@ from vit.data.layout import (
     report_unused,
     some,
 )
-from vit.data.listing import FileList
+from vit.data.listing import Source
 from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
 from vit.data.tar_member import TarMember
 
@@ -31,7 +31,7 @@ LAYOUTS = (
 )
 
 
-def list_folder(root: Path, train: bool, test_fraction: float | None) -> FileList:
+def list_folder(root: Path, train: bool, test_fraction: float | None) -> Source:
     """List the training or test images of an image folder.
 
     Args:
@@ -64,10 +64,11 @@ def list_folder(root: Path, train: bool, test_fraction: float | None) -> FileLis
     chosen = split_off_test(labels, test_fraction) != train
     found = chosen.nonzero().squeeze(1).tolist()
     whole = fingerprint(root, paths, labels.tolist(), test_fraction or TEST_FRACTION)
-    return FileList(tuple(paths[n] for n in found), labels[chosen], tuple(classes), whole, True)
+    files = tuple(paths[n] for n in found)
+    return Source(files, labels[chosen], tuple(classes), None, whole, True)
 
 
-def _list_part(root: Path, train: bool, test_fraction: float | None) -> FileList:
+def _list_part(root: Path, train: bool, test_fraction: float | None) -> Source:
     """List the images of train/, or of test/ or what takes its place; see `list_folder`."""
     test, *others = find_test_folders(root, test_fraction, "<class>/")
     if train and not (root / TRAIN).is_dir():
@@ -82,9 +83,8 @@ def _list_part(root: Path, train: bool, test_fraction: float | None) -> FileList
     for name, count in zip(classes, _counts(labels, classes), strict=True):
         if count == 0:
             raise _no_image(root / (TRAIN if train else test) / name, name)
-    return FileList(
-        tuple(paths), labels, tuple(classes), fingerprint(root, paths, labels.tolist()), False
-    )
+    whole = fingerprint(root, paths, labels.tolist())
+    return Source(tuple(paths), labels, tuple(classes), None, whole)
 
 
 def _counts(labels: Tensor, classes: Sequence[str]) -> list[int]:

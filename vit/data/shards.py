@@ -21,7 +21,7 @@ from vit.data.layout import (
     report_unused,
     some,
 )
-from vit.data.listing import FileList
+from vit.data.listing import Source
 from vit.data.shard_index import index_shards
 from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
 from vit.data.tar_member import TarMember
@@ -34,7 +34,7 @@ LAYOUTS = (
 )
 
 
-def list_shards(root: Path, train: bool, test_fraction: float | None) -> FileList:
+def list_shards(root: Path, train: bool, test_fraction: float | None) -> Source:
     """List the training or test images of tar shards, see `vit.data.shard_index`.
 
     Args:
@@ -61,13 +61,14 @@ def list_shards(root: Path, train: bool, test_fraction: float | None) -> FileLis
         folder = root / (TRAIN if train else test)
         parts = [root / name for name in (TRAIN, test) if (root / name).is_dir()]
         members, labels, classes = _list(root, folder, parts, least=1)
-        return FileList(members, labels, classes, _fingerprint(folder, labels), False)
+        return Source(members, labels, classes, None, _fingerprint(folder, labels))
     _refuse_mixed(root)
     members, labels, classes = _list(root, root, [root], least=2)
     chosen = split_off_test(labels, test_fraction) != train
     found = chosen.nonzero().squeeze(1).tolist()
     whole = _fingerprint(root, labels, test_fraction or TEST_FRACTION)
-    return FileList(tuple(members[n] for n in found), labels[chosen], classes, whole, True)
+    members = tuple(members[n] for n in found)
+    return Source(members, labels[chosen], classes, None, whole, True)
 
 
 def _refuse_mixed(root: Path) -> None:

@@ -1,46 +1,20 @@
 """Where images come from: each data set's pictures, labels and class names, not resized yet."""
 
-from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from vit.config import DataConfig
 from vit.data.cifar import read_cifar
 from vit.data.digits import read_digits
 from vit.data.folder import list_folder
-from vit.data.listing import FileList
+from vit.data.listing import Source
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.shards import list_shards
 from vit.data.table import list_table
-from vit.data.tar_member import TarMember
 from vit.seeding import fold_in
 
 SHAPES_TRAIN, SHAPES_TEST = 10_000, 2_000  # images drawn unless a number is given
 # Data sets whose test images are there, and undamaged, where the training images are.
 TEST_INCLUDED = ("shapes", "digits", "cifar10", "cifar100")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Labelled pictures as a data set provides them.
-
-    Attributes:
-        pictures: (N, channels, H, W) uint8, or N image files of any size, which may be members of
-            tar files.
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names.
-        masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
-        fingerprint: Identifies a user's own files, see `FileList`; "" for published data sets.
-        split: Whether data.test_fraction decides which of these files are for testing.
-    """
-
-    pictures: Tensor | tuple[Path, ...] | tuple[TarMember, ...]
-    labels: Tensor
-    classes: tuple[str, ...]
-    masks: Tensor | None = None
-    fingerprint: str = ""
-    split: bool = False
 
 
 def read_source(data: DataConfig, train: bool, count: int | None = None) -> Source:
@@ -66,20 +40,14 @@ def read_source(data: DataConfig, train: bool, count: int | None = None) -> Sour
         return Source(*read_digits(train))
     root = Path(data.root).expanduser()
     if data.name == "folder":
-        return _from_files(list_folder(root, train, data.test_fraction))
+        return list_folder(root, train, data.test_fraction)
     if data.name == "shards":
-        return _from_files(list_shards(root, train, data.test_fraction))
+        return list_shards(root, train, data.test_fraction)
     if data.name == "table":
-        return _from_files(list_table(root, train, data.test_fraction))
+        return list_table(root, train, data.test_fraction)
     if data.name in ("cifar10", "cifar100"):
         return Source(*read_cifar(data.name, root, train, data.download))
     # Imported late, because torchvision takes seconds.
     from vit.data.torchvision_sets import read_torchvision
 
     return Source(*read_torchvision(data.name, root, train, data.download))
-
-
-def _from_files(files: FileList) -> Source:
-    return Source(
-        files.paths, files.labels, files.classes, fingerprint=files.fingerprint, split=files.split
-    )

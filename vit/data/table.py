@@ -8,16 +8,8 @@ from pathlib import Path
 
 import torch
 
-from vit.data.layout import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    content,
-    fingerprint,
-    report_unused,
-    some,
-)
-from vit.data.listing import FileList
+from vit.data.layout import TEST, TRAIN, VALIDATION, content, fingerprint, report_unused, some
+from vit.data.listing import Source
 from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
 from vit.settings import shorten
 
@@ -38,7 +30,7 @@ class _Row:
     split: str | None
 
 
-def list_table(file: Path, train: bool, test_fraction: float | None) -> FileList:
+def list_table(file: Path, train: bool, test_fraction: float | None) -> Source:
     """List the training or test images of a table.
 
     Args:
@@ -85,7 +77,7 @@ def list_table(file: Path, train: bool, test_fraction: float | None) -> FileList
         whole = fingerprint(file.parent, every, labels.tolist(), test_fraction or TEST_FRACTION)
     else:
         whole = fingerprint(file.parent, paths, labels[chosen].tolist())
-    return FileList(paths, labels[chosen], classes, whole, split)
+    return Source(paths, labels[chosen], classes, None, whole, split)
 
 
 def _read(file: Path) -> list[_Row]:

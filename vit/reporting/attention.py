@@ -18,7 +18,7 @@ from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import LEVELS
-from vit.explain.figures import attention_picture, captions_of
+from vit.explain.figures import attention_picture, captions_of, named
 from vit.explain.maps import (
     CLASS_SPECIFIC,
     MAP_KINDS,
@@ -30,9 +30,7 @@ from vit.explain.maps import (
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
-from vit.reporting.attention_records import (
-    attention_records,
-)
+from vit.reporting.attention_records import attention_records
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
@@ -160,7 +158,7 @@ def _write_maps(
     entries = [
         {
             "row": row,
-            "index": index,
+            **test.entry(index),
             "label": classes[chosen.labels[row]],
             "prediction": classes[predicted[row]],
             "probability": probabilities[row].item(),
@@ -193,6 +191,7 @@ def _write_maps(
                 [_title(kind, classes[explained[row]], rollout) for kind in maps],
                 [bar_of(kind) for kind in maps],
             )
+            sheet = named(sheet, chosen.name(row))
             name = f"image_{index:05d}"
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = picture_tag(f"attention/{name}")
