@@ -41,6 +41,7 @@ def make_record(
     patch_size: int = 4,
     classes: Sequence[str] = CLASSES,
     label: int | None = 0,
+    name: str = "",
 ) -> Record:
     """A record of random numbers that agree with each other: maps and statistics of its weights."""
     rng = np.random.default_rng(seed)
@@ -105,6 +106,7 @@ def make_record(
             ),
         ],
         lens=lens,
+        name=name,
     )
     return Record(details=details, weights=weights)
 

@@ -49,7 +49,8 @@ TAG = "attention/probe_01"
 RUNS: dict[str, dict[str, Any]] = {
     "square": {"grid": (8, 8), "prefix": [], "layers": 3, "heads": 2},
     "other": {"grid": (8, 8), "prefix": [], "layers": 3, "heads": 2},
-    "rectangle": {"label": 2},  # 4 x 7 patches, class token, two registers, a hostile class name
+    # 4 x 7 patches, class token, two registers, and hostile names of a class and a file.
+    "rectangle": {"label": 2, "name": f"pictures/{HOSTILE}"},
 }
 
 
@@ -620,8 +621,11 @@ def test_a_filter_moves_to_an_image_that_it_shows(page: Page, address: str) -> N
     assert numbers(frame)["image"] == "attention/probe_02"
 
 
-def test_a_class_name_is_never_html(page: Page, address: str) -> None:
+def test_names_of_classes_and_files_are_never_html(page: Page, address: str) -> None:
     frame = show(page, address, run="rectangle")
+    expect(frame.locator(".file").first).to_have_text(HOSTILE)
+    expect(frame.locator("[role=option]").first).to_have_attribute("title", f"pictures/{HOSTILE}")
+    assert numbers(frame)["file"] == f"pictures/{HOSTILE}"
     expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
     for view in ("2", "3"):
         page.mouse.click(*patch_at(frame, 0, 0))

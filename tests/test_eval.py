@@ -173,7 +173,7 @@ def test_tensorboard_shows_the_sheets_that_were_saved(explained, opened):
         with Image.open(folder / f"image_{index:05d}.png") as saved:
             shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
             np.testing.assert_array_equal(shown, np.asarray(saved))
-        assert shown.shape == (256 * len(MAP_KINDS), 764, 3)
+        assert shown.shape == (18 + 256 * len(MAP_KINDS), 764, 3)
 
 
 def test_printed_table_is_the_one_saved(explained):

@@ -36,6 +36,7 @@ from vit.explain.figures import (
     gallery_picture,
     heads_chart,
     heads_picture,
+    named,
 )
 from vit.explain.maps import MAP_KINDS, map_title
 from vit.explain.sheet import TITLE_WIDTH, overlays_picture
@@ -500,7 +501,10 @@ def test_gallery_sets_overlays_beside_their_images_row_by_row(count, columns):
     images, colours = tinted_images(count)
     levels = torch.stack([torch.linspace(1.0, 2.8, count), -torch.linspace(1.0, 2.8, count)], 1)
     captions, headings = ["true cat\nas dog 99%"] * count, [["for dog", "for cat"]] * count
-    picture = gallery_picture("mistakes", images, captions, flat_maps(levels), headings, columns)
+    names = ["cats/" * 30 + "1.jpg"] * count  # cut off
+    picture = gallery_picture(
+        "mistakes", images, names, captions, flat_maps(levels), headings, columns
+    )
     assert_is_picture(picture)
     assert_not_cut_off(picture)
     first = middle(picture, colours[0])
@@ -510,15 +514,16 @@ def test_gallery_sets_overlays_beside_their_images_row_by_row(count, columns):
             pixels = images[number].permute(1, 2, 0).numpy()
             laid = overlay(pixels, flat_maps(level), SIGNED)[0, 0]
             assert np.abs(middle(picture, laid) - image - [0, 112 * column]).max() < 1
-        row, column = np.rint((image - first) / (158, 354))
+        row, column = np.rint((image - first) / (176, 354))
         assert (row, column) == (number // columns, number % columns)
-        assert np.abs(image - first - (158 * row, 354 * column)).max() < 1
+        assert np.abs(image - first - (176 * row, 354 * column)).max() < 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_gallery_without_maps_has_the_images_alone(count):
     images, colours = tinted_images(count)
-    picture = gallery_picture("mistakes", images, ["true cat\nas dog 99%"] * count)
+    names = ["cats/" * 30 + "1.jpg"] * count
+    picture = gallery_picture("mistakes", images, names, ["true cat\nas dog 99%"] * count)
     assert_not_cut_off(picture)
     assert picture.shape[1] == 4 * (112 + 64 + 18)  # no colour bar
     for colour in colours:
@@ -526,32 +531,41 @@ def test_gallery_without_maps_has_the_images_alone(count):
 
 
 def test_gallery_says_what_it_shows_and_what_each_image_is():
-    def draw(title: str, second: str, heading: str) -> np.ndarray:
+    def draw(**changed: str) -> np.ndarray:
+        words = {"title": "a", "name": "1.jpg", "caption": "dog", "heading": "for dog"}
+        words |= changed
         return gallery_picture(
-            title, blue_images(2), ["cat", second], torch.ones(2, 1, 2, 2), [["a"], [heading]]
-        )
+            words["title"], blue_images(2), ["0.jpg", words["name"]], ["cat", words["caption"]],
+            torch.ones(2, 1, 2, 2), [["a"], [words["heading"]]],
+        )  # fmt: skip
 
-    plain = draw("first", "dog", "for dog")
-    titled = np.argwhere((draw("other", "dog", "for dog") != plain).any(-1))
-    captioned = np.argwhere((draw("first", "ape", "for dog") != plain).any(-1))
-    headed = np.argwhere((draw("first", "dog", "for ape") != plain).any(-1))
-    assert len(titled) and titled[:, 0].max() < 38 and titled[:, 1].max() < 100
-    for found, left in ((captioned, 248), (headed, 360)):
-        assert len(found) and found[:, 0].min() > 38 and found[:, 0].max() < 84
-        assert found[:, 1].min() >= left and found[:, 1].max() < left + 112
+    plain = draw()
+    places = {  # top, bottom, left, right
+        "title": (0, 38, 0, 100), "name": (38, 72, 248, 472), "caption": (72, 102, 248, 360),
+        "heading": (72, 102, 360, 472),
+    }  # fmt: skip
+    for what, (top, bottom, left, right) in places.items():
+        found = np.argwhere((draw(**{what: "ape"}) != plain).any(-1))
+        assert len(found) and (found.min(0) >= (top, left)).all(), what
+        assert (found.max(0) < (bottom, right)).all(), what
 
 
 def test_gallery_has_room_for_the_names_of_breeds():
     def draw(guess: str) -> np.ndarray:
         captions = ["true Bengal", f"true Pug\nas {guess} 99%"]
         return gallery_picture(
-            "mistakes", blue_images(2), captions, flat_maps(torch.ones(2, 1)), [["a"]] * 2
+            "mistakes",
+            blue_images(2),
+            ["0.jpg", "1.jpg"],
+            captions,
+            flat_maps(torch.ones(2, 1)),
+            [["a"]] * 2,
         )
 
     one, other = draw("American Pit Bull Terrier"), draw("American Pit Bull Terreir")
     assert one.shape == other.shape and (one != other).any()
     assert_not_cut_off(one)
-    assert draw("x" * 1000).shape == (38 + 46 + 224, 4 * (448 + 18) + BAR, 3)
+    assert draw("x" * 1000).shape == (38 + 64 + 224, 4 * (448 + 18) + BAR, 3)
 
 
 def compare_flat(one: float, other: float) -> np.ndarray:
@@ -702,6 +716,21 @@ def test_texts_are_cut_to_a_width_with_an_ellipsis(words):
         assert text_width(cut) > 130  # no more is cut than must be
     elif words.isprintable():
         assert cut == words
+
+
+def test_of_a_file_name_the_end_stays():
+    name = "a long folder of pictures/cats/IMG_0123.jpg"
+    cut = shorten(name, 150, front=True)
+    assert cut[0] == "…" and name.endswith(cut[1:]) and 130 < text_width(cut) <= 150
+    assert shorten(name, 500, front=True) == name
+
+
+def test_a_name_is_written_above_a_picture():
+    picture = np.zeros((50, 200, 3), dtype=np.uint8)
+    first, other = (named(picture, "cats/" * 30 + end) for end in ("1.jpg", "2.jpg"))
+    assert first.shape == other.shape and (first[-50:] == picture).all()
+    assert (first[:-50] != other[:-50]).any() and (first[:-50, :6] == 255).all()
+    assert (first[0] == 255).all() and (first[:-50, -6:] == 255).all()  # not cut off
 
 
 def test_each_line_of_a_text_is_cut():

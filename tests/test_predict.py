@@ -116,7 +116,7 @@ def test_table_holds_what_predict_says(call, photos, tmp_path, batch_size):
 
 
 def test_table_is_next_to_the_model_by_default_and_is_replaced(call, photos, tmp_path):
-    table = tmp_path / "runs/cifar10_quick/eval/predictions.csv"
+    table = tmp_path / "runs/cifar10_quick/eval/photos.csv"
     assert call("--predict", photos).code == 0
     assert len(read_table(table)) == 7
     assert call("--predict", photos / "c", photos / "a.jpeg").code == 0

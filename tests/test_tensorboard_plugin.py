@@ -112,11 +112,12 @@ def test_a_record_survives_encoding(
     assert (error <= largest / 510 * (1 + 1e-5)).all()
 
 
-def test_maps_of_older_records_are_not_signed() -> None:
+def test_maps_of_older_records_are_not_signed_and_have_no_file() -> None:
     old = plain(make_record())
     assert {shown.pop("signed") for shown in old["maps"]} == {False, True}
+    del old["name"]
     read = decode_details(zlib.compress(json.dumps(old).encode()))
-    assert [shown.signed for shown in read.maps] == [False] * 5
+    assert [shown.signed for shown in read.maps] == [False] * 5 and read.name == ""
 
 
 @settings(max_examples=30)
@@ -369,7 +370,7 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("logs")
-    records = write_run(folder / "run_2", images=2)
+    records = write_run(folder / "run_2", images=2, name="cats/1.jpg")
     write_run(folder / "run_10", images=1, prefix=(), grid=(3, 3))
     write_odd_runs(folder)
     metadata = tmp_path_factory.mktemp("metadata")
@@ -413,7 +414,7 @@ def test_images_have_predictions_for_each_of_ten_steps(server: Server) -> None:
     ]
     for image in found["images"]:
         assert image["has_weights"]
-        assert image["label"] == "cat"
+        assert (image["label"], image["name"]) == ("cat", "cats/1.jpg")
         assert [step["step"] for step in image["steps"]] == STEPS
         assert image["thumbnail"] == server.records[image["tag"], 100].details.image
         for step in image["steps"]:

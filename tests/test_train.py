@@ -90,6 +90,8 @@ def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> No
     assert {p.name for p in (run / "eval").glob("*.png")} == {
         "confusion_matrix.png", "mistakes.png", "reliability.png"
     }  # fmt: skip
+    assert len((run / "eval/predictions.csv").read_text().splitlines()) == 1 + 2000
+    assert not (run / "split.csv").exists()  # its images are drawn, not the user's files
     assert len(list((run / "eval" / "probes").glob("probe_0[0-2].png"))) == 3
 
 
@@ -484,7 +486,8 @@ def test_overwrite_deletes_what_eval_wrote_and_no_more(
             "attention/index.json", "attention/faithfulness.json", "attention/image_00003.png",
             "attention/relevance.npy", "photos/cat_sheet.png", "compare_other/comparison.json",
             "compare_other/comparison.md", "compare_other/comparison.png",
-            "00030/features/tensors.tsv", "../export/preprocess.py",
+            "00030/features/tensors.tsv", "predictions.csv", "photos.csv", "../split.csv",
+            "../export/preprocess.py",
         )
     ]  # fmt: skip
     mine = [

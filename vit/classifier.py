@@ -3,6 +3,7 @@
 Shapes: N images, C classes, D feature width.
 """
 
+import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
+from vit.run_folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64
@@ -63,6 +65,7 @@ class Classifier:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
             image alone.
+        run: The folder of the run, if `vit.load` found one.
     """
 
     model: nn.Module
@@ -71,6 +74,7 @@ class Classifier:
     device: torch.device
     precision: torch.dtype
     flip: bool = False
+    run: Path | None = None
 
     @property
     def has_maps(self) -> bool:
@@ -233,7 +237,7 @@ class Classifier:
         Returns:
             Probabilities, 0 to 1, by class name, best first, for each of the N images.
         """
-        return self._ranked(self.logits(images, batch_size), top)
+        return self.ranked(self.logits(images, batch_size), top)
 
     @overload
     def explain(
@@ -276,7 +280,7 @@ class Classifier:
         pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
-        (probabilities,) = self._ranked(logits, len(self.classes))
+        (probabilities,) = self.ranked(logits, len(self.classes))
         best = next(iter(probabilities))
         aim = logits.argmax(dim=1) if target is None else target
         _, maps = self.maps(image, kinds, aim)
@@ -291,12 +295,35 @@ class Classifier:
             name=Path(photo).name if isinstance(photo, str | Path) else "photo",
         )
 
-    def _ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
+    def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
+        """Return what `rank` does, from logits (N, C)."""
         best = logits.softmax(dim=1).topk(min(top, len(self.classes)))
         return [
             {self.classes[index]: share for share, index in zip(*row, strict=True)}
             for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
+
+    def predictions(self) -> list[dict[str, Any]]:
+        """Read eval/predictions.csv of the run: a row for each test image.
+
+        Raises:
+            ValueError: There is no such file.
+        """
+        return self._read(f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`python eval.py RUN` writes it")
+
+    def split(self) -> list[dict[str, Any]]:
+        """Read split.csv of the run: a row for each of the user's files; errors as above."""
+        return self._read(SPLIT_FILE, "train.py writes it, for images of your own")
+
+    def _read(self, name: str, writer: str) -> list[dict[str, Any]]:
+        if self.run is None or not (self.run / name).is_file():
+            raise ValueError(f"{self.run or 'RUN'}/{name}: file not found; {writer}")
+        kinds: dict[str, Any] = {"index": int, "probability": float}
+        with (self.run / name).open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+            return [
+                {key: kinds.get(key.split("_")[0], str)(value) for key, value in row.items()}
+                for row in csv.DictReader(file)
+            ]
 
     def class_index(self, name: str) -> int:
         """Return the index of a class.

@@ -570,7 +570,7 @@ class EvalConfig:
         start_layer: with --attention, first layer that rollout includes, counted from 0
         image: image files to classify and explain, or folders of them
         predict: image files to classify, or folders that are searched recursively; writes a table,
-            by default eval/predictions.csv next to the model
+            by default eval/photos.csv next to the model
         export: write the model in a format that other programs load, by default into export/ next
             to the model, and check the result: timm for timm.create_model, onnx for ONNX Runtime,
             torch for torch.export.load

@@ -144,9 +144,8 @@ def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
     low, high = (centre - spread) / scale, (centre + spread) / scale
-    return max(0.0, min(low, share)), min(
-        1.0, max(high, share)
-    )  # the proportion stays inside despite rounding
+    # The proportion stays inside despite rounding.
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -1,15 +1,17 @@
-"""Atomic writes, and files sealed with a checksum.
+"""Atomic writes, CSV files, and files sealed with a checksum.
 
 A crash of the process or the machine at any moment leaves either the old file or the new one. A
 sealed file ends with the SHA-256 of its content, so that a single changed bit is detected.
 """
 
 import contextlib
+import csv
 import hashlib
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -40,6 +42,21 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_table(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write rows that have the same columns as a CSV file; return how many there are."""
+    count = 0
+    with open_atomically(path) as file:
+        # Names of files that are not UTF-8 are written as they are.
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        for count, row in enumerate(rows, start=1):
+            if count == 1:
+                writer.writerow(row)
+            writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in row.values())
+        text.detach()  # flushes, and leaves the file open
+    return count
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,7 @@ it is ever executed.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
         ValueError: There is no such model, the file is not a model of this project, or the device
             is not available.
     """
-    return load_model(name, device, precision).classifier
+    saved = load_model(name, device, precision)
+    return replace(saved.classifier, run=saved.run)
 
 
 def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:

@@ -21,10 +21,13 @@ MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
 OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
 METRICS_FILE = "metrics.jsonl"
+SPLIT_FILE = "split.csv"
 MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
 REPORT_FILE = "report.json"
+PREDICTIONS_FILE = "predictions.csv"  # for the test images
 REPORT_FILES = (  # written next to the report
+    PREDICTIONS_FILE,
     "confusion_matrix.png",
     "reliability.png",
     "mistakes.png",
@@ -45,7 +48,7 @@ ATTENTION_FILES = (  # the index comes last: it says that the folder may be empt
 )
 PHOTOS_FOLDER = "photos"
 SHEET_SUFFIX = "_sheet.png"
-PREDICTIONS_FILE = "predictions.csv"
+PHOTOS_FILE = "photos.csv"
 EXPORT_FOLDER = "export"
 PREPROCESS_FILE = "preprocess.py"  # with each export
 EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2"}
@@ -53,6 +56,7 @@ EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2"}
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
     METRICS_FILE,
+    SPLIT_FILE,
     MODEL_FILE,
     "events.out.tfevents.*",
     f"{CHECKPOINT_FOLDER}/step_*.pt",
@@ -63,7 +67,7 @@ _WRITTEN = (
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
     f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
-    f"{EVAL_FOLDER}/{PREDICTIONS_FILE}",
+    f"{EVAL_FOLDER}/{PHOTOS_FILE}",
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EXPORT_FOLDER}/timm/config.json",
     f"{EXPORT_FOLDER}/timm/model.safetensors",

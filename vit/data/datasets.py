@@ -4,10 +4,11 @@ Shapes: N images, B batch, C classes, H height, W width.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
 from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
-from vit.data.stream import Decoder, ImageFiles
+from vit.data.stream import Decoder, ImageFile, ImageFiles
 from vit.data.tar_member import TarMember
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
@@ -38,6 +39,8 @@ class ImageSet:
         fingerprint: Identifies the user's files that the set was made from, see
             `vit.data.listing.Source`; "" for published data sets.
         split: Whether data.test_fraction decides which of these files are for testing.
+        origins: The image files, or indices in a published data set; () means 0 to N - 1.
+        folder: The folder that names of files are relative to.
     """
 
     images: Tensor | ImageFiles
@@ -46,6 +49,8 @@ class ImageSet:
     masks: Tensor | None = None
     fingerprint: str = ""
     split: bool = False
+    origins: tuple[ImageFile | int, ...] = ()
+    folder: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,7 +67,20 @@ class ImageSet:
             images=self.images[indices],
             labels=self.labels[indices],
             masks=None if self.masks is None else self.masks[indices],
+            origins=tuple((self.origins or range(len(self)))[i] for i in indices.tolist()),
         )
+
+    def name(self, index: int) -> str:
+        """Return what an image is called: its file, relative to the folder, or "no. 17"."""
+        origin = self.origins[index] if self.origins else index
+        if isinstance(origin, int):
+            return f"no. {origin}"
+        path = origin if isinstance(origin, str) else f"{origin.shard}{os.sep}{origin.name}"
+        return path.removeprefix(f"{self.folder}{os.sep}")
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """Return what a table or a JSON file calls an image: its index, and its file if any."""
+        return {"index": index} | ({"file": self.name(index)} if self.fingerprint else {})
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the set with its images and labels on a device."""
@@ -211,10 +229,12 @@ def open_images(
     if isinstance(source.pictures, Tensor):
         return ImageSet(source.pictures, source.labels, source.classes, source.masks)
     paths = tuple(file if isinstance(file, TarMember) else str(file) for file in source.pictures)
+    root = Path(data.root).expanduser()
     files = ImageFiles(paths, preprocess or Preprocess.from_config(data), decoder or Decoder())
     images = ImageSet(
-        files, source.labels, source.classes, source.masks, source.fingerprint, source.split
-    )
+        files, source.labels, source.classes, source.masks, source.fingerprint, source.split,
+        paths, str(root.parent if data.name == "table" else root),
+    )  # fmt: skip
     if data.on_bad_image == "skip":
         unreadable = find_unreadable(files)
         kept = drop_unreadable(paths, images.labels, images.classes, unreadable, report)

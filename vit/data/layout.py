@@ -161,7 +161,8 @@ def fingerprint(
     """
     pairs = zip(paths, labels, strict=True)
     lines = (f"{os.path.relpath(path, folder)}\0{label}\n" for path, label in pairs)
-    return hashlib.sha256(f"{test_fraction}\n{''.join(lines)}".encode()).hexdigest()
+    text = f"{test_fraction}\n{''.join(lines)}"
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def content(folder: Path) -> str:

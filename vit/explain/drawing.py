@@ -113,22 +113,23 @@ def paste(canvas: np.ndarray, part: np.ndarray, top: int, left: int, side: int) 
     canvas[top : top + height, left : left + width] = enlarge(part, (height, width))
 
 
-def shorten(words: str, width: float) -> str:
+def shorten(words: str, width: float, front: bool = False) -> str:
     """Cut each line of a text to a width in pixels, with an ellipsis for what is missing.
 
     The middle is left out, because class names often differ at their ends, and numbers follow them.
+    Of the name of a file, the front is left out instead: its folders.
     """
-    return "\n".join(_shorten_line(line, width) for line in words.split("\n"))
+    return "\n".join(_shorten_line(line, width, front) for line in words.split("\n"))
 
 
 @functools.lru_cache(maxsize=1000)
-def _shorten_line(line: str, width: float) -> str:
+def _shorten_line(line: str, width: float, front: bool) -> str:
     line = "".join(c if c.isprintable() else "?" for c in line)
     if 2 * FONT_SIZE * len(line) <= width or text_width(line) <= width:  # no letter is wider
         return line
 
     def kept(count: int) -> str:
-        start = -(-count // 2)
+        start = 0 if front else -(-count // 2)
         return f"{line[:start]}…{line[len(line) - (count - start) :]}"
 
     fitting = bisect.bisect(range(len(line)), width, key=lambda n: text_width(kept(n)))

@@ -19,6 +19,7 @@ from torch import Tensor
 from vit.explain.drawing import (
     FONT_SIZE,
     GAP,
+    LINE,
     SIGNED,
     SMALL_FONT,
     UNIFORM,
@@ -39,6 +40,7 @@ from vit.explain.drawing import (
 from vit.explain.maps import map_title
 
 DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
+NAME = 18  # height of a line with the name of an image, in pixels
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
@@ -107,6 +109,13 @@ def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> l
         attention_picture(images[i : i + 1], maps[i : i + 1], captions[i : i + 1], title)
         for i in range(len(images))
     ]
+
+
+def named(picture: np.ndarray, name: str) -> np.ndarray:
+    """Write the name of an image above a picture of it."""
+    strip, width = paper(NAME, picture.shape[1]), picture.shape[1] - 2 * GAP
+    texts: list[Text] = [(GAP, NAME, "left", shorten(name, width, front=True))]
+    return np.concatenate([framed(strip, texts, [], length=0, top=0), picture])
 
 
 def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:
@@ -185,6 +194,7 @@ def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
 def gallery_picture(
     title: str,
     images: Tensor,
+    names: Sequence[str],
     captions: Sequence[str],
     maps: Tensor | None = None,
     headings: Sequence[Sequence[str]] = (),
@@ -197,12 +207,13 @@ def gallery_picture(
     Args:
         title: What the gallery shows, up to two lines.
         images: (B, channels, H, W) uint8.
+        names: B names, written above the captions.
         captions: B captions, of up to two lines.
         maps: (B, M, rows, columns) signed maps to lay over each image, or None.
         headings: For each image, M headings above its overlays, like the captions.
         columns: Images per row.
     """
-    panel, space, first = 112, 46, 38
+    panel, space, first = 112, 46 + NAME, 38
     count = maps.shape[1] if maps is not None else 0
     if count:
         words = [*captions, *itertools.chain.from_iterable(headings)]
@@ -215,6 +226,8 @@ def gallery_picture(
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         top = first + number // columns * (panel + space) + space - GAP
         left = GAP + number % columns * (width + 3 * GAP)
+        name = shorten(names[number], width - 4, front=True)
+        texts.append((left, top - 4 - 2 * LINE, "left", name))
         parts, above = [as_pixels(image)], [caption]
         if maps is not None:
             parts += [overlay(parts[0], heat, SIGNED) for heat in maps[number]]
@@ -223,7 +236,7 @@ def gallery_picture(
             x = left + column * panel
             paste(canvas, part, top, x, panel)
             texts.append((x, top - 4, "left", shorten(text, (panel if count else width) - 4)))
-    length = min(160, rows * (panel + space) - 60)
+    length = min(160, rows * (panel + space) - space - 14)
     bars = [SIGNED] if count else []
     return framed(canvas, texts, bars, length=length, top=first + space)
 

@@ -17,7 +17,7 @@ from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
 from vit.explain.drawing import bar_of
 from vit.explain.faithfulness import LEVELS
-from vit.explain.figures import attention_picture, captions_of
+from vit.explain.figures import attention_picture, captions_of, named
 from vit.explain.fonts import report_boxes
 from vit.explain.maps import MAP_KINDS, map_title, readout_of
 from vit.explain.rollout import check_rollout_options
@@ -138,7 +138,7 @@ def _write_maps(
     entries = [
         {
             "row": row,
-            "index": index,
+            **test.entry(index),
             "label": classes[chosen.labels[row]],
             "prediction": classes[predicted[row]],
             "probability": probabilities[row].item(),
@@ -173,6 +173,7 @@ def _write_maps(
                 [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
                 [bar_of(kind) for kind in maps],
             )
+            sheet = named(sheet, chosen.name(row))
             name = f"image_{index:05d}"
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = picture_tag(f"attention/{name}")

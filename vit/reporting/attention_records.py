@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
+from vit.console import printable
 from vit.data.datasets import ImageSet
 from vit.explain.drawing import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
@@ -236,6 +237,7 @@ def _records(
         weights = [layer[row] for layer in attention.weights]
         details = Details(
             image=image_url(pixels),
+            name=printable(images.name(row)),
             image_size=size,
             grid=grid,
             prefix=prefix_names(classifier.model),

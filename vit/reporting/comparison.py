@@ -252,7 +252,7 @@ def _compare(first: Measured, other: Measured, test: ImageSet, probes: int) -> d
     return {
         **pair,
         "moved_attention": moved.mean().item(),
-        "most_moved": [{"index": index, "moved": value} for index, value in listed],
+        "most_moved": [{**test.entry(index), "moved": value} for index, value in listed],
     }
 
 

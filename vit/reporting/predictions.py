@@ -3,8 +3,6 @@
 Shapes: N images, C classes.
 """
 
-import csv
-import io
 import itertools
 import os
 import re
@@ -13,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,15 +22,14 @@ from vit.config import EvalConfig
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import pillow_warnings
-from vit.files import open_atomically
+from vit.files import write_table
 from vit.reporting.loading import load_run, results_folder
-from vit.run_folder import PREDICTIONS_FILE
+from vit.run_folder import PHOTOS_FILE
 
 TOP = 5  # classes per row
-COLUMNS = ("file", "class", "probability")  # of every table, before those of the top classes
+COLUMNS = "file,class,probability"  # of every table, before those of the top classes
 MAX_THREADS = 8  # that decode image files
 
-Ranking = dict[str, float]  # probability by class, best first
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -57,8 +54,8 @@ def predict_files(run: str, options: EvalConfig) -> Path:
     """
     paths = find_photos(options.predict, "predict")
     saved = load_run(run, options)
-    table = Path(options.out) if options.out else results_folder(saved, options) / PREDICTIONS_FILE
-    _require_own_table(table)
+    table = Path(options.out) if options.out else results_folder(saved, options) / PHOTOS_FILE
+    require_own_table(table, COLUMNS, "image files")
     print(saved.describe(), flush=True)
     start = time.perf_counter()
     with (
@@ -71,40 +68,31 @@ def predict_files(run: str, options: EvalConfig) -> Path:
         if first is None:
             raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
         table.parent.mkdir(parents=True, exist_ok=True)
-        count = _write_table(table, itertools.chain([first], rows))
+        count = write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)
     print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
     return table
 
 
-def _write_table(table: Path, rows: Iterable[tuple[Path, Ranking]]) -> int:
-    """Write a row for each file, and return how many there are."""
-    count = 0
-    with open_atomically(table) as file:
-        # Names of files that are not UTF-8 are written as they are.
-        text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        for path, ranking in rows:
-            if not count:
-                ranks = range(1, len(ranking) + 1)
-                top = [f"{column}_{rank}" for rank in ranks for column in COLUMNS[1:]]
-                writer.writerow([*COLUMNS, *top])
-            cells = [cell for name, share in ranking.items() for cell in (name, f"{share:.6g}")]
-            writer.writerow([path, *cells[:2], *cells])
-            count += 1
-        text.detach()  # flushes, and leaves the file open
-    return count
+def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
+    """Return the columns `best` and probability, then class_1, probability_1, class_2 and so on."""
+    name, share = next(iter(ranking.items()))
+    row = {best: name, "probability": share}
+    for rank, (name, share) in enumerate(ranking.items(), start=1):
+        row |= {f"class_{rank}": name, f"probability_{rank}": share}
+    return row
 
 
 def _rank_files(
     classifier: Classifier, paths: list[Path], batch_size: int, bar: "tqdm[NoReturn]"
-) -> Iterator[tuple[Path, Ranking]]:
-    """Classify files in batches; warn of those that cannot be read and leave them out."""
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
     decoded = _decode(classifier, paths, batch_size, bar)
     while batch := list(itertools.islice(decoded, batch_size)):
         found, images = zip(*batch, strict=True)
         ranked = classifier.rank(torch.stack(images), TOP, batch_size)
-        yield from zip(found, ranked, strict=True)
+        for path, ranking in zip(found, ranked, strict=True):
+            yield {"file": path} | columns_of("class", ranking)
 
 
 def _decode(
@@ -147,8 +135,8 @@ def _map_ahead(
         yield running.popleft().result()
 
 
-def _require_own_table(path: Path) -> None:
-    """Check that a file that would be replaced is a table of predictions.
+def require_own_table(path: Path, columns: str, of: str) -> None:
+    """Check that a file that would be replaced is a table with some columns, a pattern.
 
     Raises:
         ValueError: It is not.
@@ -157,6 +145,8 @@ def _require_own_table(path: Path) -> None:
         return
     with path.open("rb") as file:
         header = file.readline(10_000).decode(errors="replace").strip()
-    pattern = ",".join(COLUMNS) + r"(,class_\d+,probability_\d+)*"
-    if not re.fullmatch(pattern, header):
-        raise ValueError(f"out: {path} exists and is not a table of predictions; use another --out")
+    if not re.fullmatch(columns + r"(,class_\d+,probability_\d+)*", header):
+        raise ValueError(
+            f"out: {path} exists and is not a table of predictions for {of}; rename it, or use "
+            "another --out"
+        )

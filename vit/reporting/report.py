@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,22 @@ from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.drawing import as_rgb
-from vit.explain.figures import captions_of, gallery_picture, rollout_pictures
+from vit.explain.figures import captions_of, gallery_picture, named, rollout_pictures
 from vit.explain.lrp import propagate
-from vit.files import write_atomically
+from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.loading import load_run, load_test, results_folder
-from vit.run_folder import REPORT_FILE, REPORT_FILES
+from vit.reporting.predictions import TOP, columns_of, require_own_table
+from vit.run_folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.tracking import picture_tag
 
 MISTAKES = 16  # images in the gallery
+COLUMNS = "index(,file)?,label,prediction,probability"  # before those of the top classes
 PROJECTED = 1000  # images in TensorBoard's projector
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
 FRAME = 4  # pixels around a thumbnail in the projector
 THUMBNAIL = 64  # largest side of a thumbnail without its frame, in pixels
-PROJECTED_AT_ONCE = 250  # limits peak memory
+PROJECTED_AT_ONCE, RANKED_AT_ONCE = 250, 1000  # limit peak memory
 
 
 def write_report(
@@ -50,15 +53,15 @@ def write_report(
         classifier: The model.
         images: The test images, with labels.
         folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            probes/*.png and TensorBoard events, including precision-recall curves and a projector
-            of the features. Files of an earlier report are replaced.
+            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves
+            and a projector of the features. Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
         seed: Seed of the choice of these images and of those in the projector.
 
     Returns:
-        The report, see `vit.evaluation.report`.
+        The report, see `vit.evaluation.report`, with the most confident mistakes.
     """
     result, logits = evaluate(classifier, images, batch_size)
     pictures = {
@@ -66,10 +69,11 @@ def write_report(
         "reliability": reliability_picture(result["reliability"], result["ece"]),
     }
     wrong = worst_mistakes(logits, images.labels, MISTAKES)
+    mistakes = prediction_rows(classifier, images, logits, wrong)
+    result["mistakes"] = [{k: row[k] for k in row if "_" not in k} for row in mistakes]
     if len(wrong):
-        pictures["mistakes"] = draw_gallery(
-            classifier, images.select(wrong).in_memory(), logits[wrong]
-        )
+        chosen = images.select(wrong).in_memory()
+        pictures["mistakes"] = draw_gallery(classifier, chosen, logits[wrong])
     drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
@@ -80,6 +84,8 @@ def write_report(
             old.rmdir()
     # Before the figures, so that a folder with a part of a report is recognized as one.
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
+    rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
+    write_table(folder / PREDICTIONS_FILE, rows)
     with SummaryWriter(str(folder)) as writer:
         for key in SCALARS:
             writer.add_scalar(f"test/{key}", result[key], step)
@@ -112,6 +118,16 @@ def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
     return confidence.topk(min(count, wrong)).indices
 
 
+def prediction_rows(
+    classifier: Classifier, images: ImageSet, logits: Tensor, indices: Tensor
+) -> Iterator[dict[str, Any]]:
+    """Yield the row in predictions.csv of each of the images (N) with logits (N, C) at indices."""
+    for part in indices.split(RANKED_AT_ONCE):
+        for index, ranking in zip(part.tolist(), classifier.ranked(logits[part], TOP), strict=True):
+            label = {"label": images.classes[images.labels[index]]}
+            yield images.entry(index) | label | columns_of("prediction", ranking)
+
+
 def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
     """Draw each image with its attention rollout.
 
@@ -123,7 +139,8 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
         return []
     logits, maps = classifier.maps(probes.pixels())
     captions = captions_of(logits, probes.labels, probes.classes)
-    return rollout_pictures(probes.pixels(), maps["rollout"], captions)
+    drawn = rollout_pictures(probes.pixels(), maps["rollout"], captions)
+    return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:
@@ -139,8 +156,9 @@ def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> 
     pixels, classes, title = mistakes.pixels(), mistakes.classes, "most confident mistakes"
     captions = captions_of(logits, mistakes.labels, classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
+    names = [mistakes.name(number) for number in range(len(mistakes))]
     if not classifier.has_maps:
-        return gallery_picture(title, pixels, captions)
+        return gallery_picture(title, pixels, names, captions)
     predicted = logits.argmax(dim=1)
     maps = contrast(classifier, pixels, predicted, mistakes.labels)
     title += (
@@ -151,7 +169,7 @@ def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> 
         [f"for {classes[guess]}\n(predicted)", f"for {classes[label]}\n(true)"]
         for guess, label in zip(predicted, mistakes.labels, strict=True)
     ]
-    return gallery_picture(title, pixels, captions, maps, headings)
+    return gallery_picture(title, pixels, names, captions, maps, headings)
 
 
 def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
@@ -229,6 +247,7 @@ def _require_own_report(folder: Path) -> None:
         ValueError: They are not.
     """
     path = folder / REPORT_FILE
+    require_own_table(folder / PREDICTIONS_FILE, COLUMNS, "test images")
     try:
         content = json.loads(path.read_text()) if path.exists() else None
     except (OSError, ValueError):
@@ -264,5 +283,5 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")
     probes = f", {folder / 'probes'}/*.png" if options.probes and has_maps else ""
-    print(f"\nwrote {folder / REPORT_FILE}, {folder}/*.png{probes}")
+    print(f"\nwrote {folder / REPORT_FILE}, {folder / PREDICTIONS_FILE}, {folder}/*.png{probes}")
     return result

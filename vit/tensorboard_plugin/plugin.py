@@ -281,6 +281,7 @@ def _image(tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]
     latest = steps[-1][1]
     return {
         "tag": tag,
+        "name": latest.name,
         "label": None if latest.label is None else latest.classes[latest.label],
         "thumbnail": thumbnail(latest),
         "steps": list(predictions.values()),

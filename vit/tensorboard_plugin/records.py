@@ -105,6 +105,7 @@ class Details:
         statistics: Statistics of every head.
         maps: Maps of the whole image.
         lens: The logit lens; None if there is none.
+        name: The file that the image is from; empty if unknown.
         version: Version of the format.
 
     Raises:
@@ -124,6 +125,7 @@ class Details:
     statistics: Statistics
     maps: list[Map]
     lens: Lens | None
+    name: str = ""
     version: Literal[1] = VERSION
 
     @property

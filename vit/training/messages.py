@@ -17,7 +17,7 @@ from vit.data.sources import read_source
 from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
-from vit.run_folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
+from vit.run_folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
@@ -172,7 +172,7 @@ def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) 
         f"{balanced}loss {result['loss']:.4f}\n"
         f"time     {clock(seconds)} of training\n"
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
-        f"{run / EVAL_FOLDER}/*.png\n"
+        f"{run / EVAL_FOLDER / PREDICTIONS_FILE}, {run / EVAL_FOLDER}/*.png\n"
         f"next     python eval.py {run}\n"
         f"{attention}"
         f"         {tensorboard_command(run)}"

@@ -43,6 +43,7 @@ from vit.training.pretrained import resolve_pretrained, with_statistics
 from vit.training.rules import check_out, check_sizes
 from vit.training.saving import FileSaver, ShardedSaver
 from vit.training.sharding import is_sharded
+from vit.training.split import write_split
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -115,6 +116,8 @@ def train_prepared(
         if env.world.main:
             say(start_text(config, step, training, held_out))
         with open_tracker(config, step.state, checkpoint is not None, env) as tracker:
+            if tracker is not None and checkpoint is None and training.fingerprint:
+                write_split(config, training, held_out)
             loop = build_loop(config, step, training, held_out, tracker, env)
             loop.run()
             classifier, state, save_error = loop.classifier(), step.state, loop.save_error

@@ -1,7 +1,7 @@
 // The list of images, filtered by class and by whether the prediction is right.
 
 import { checkedImage } from "./api.js";
-import { make, menu, offer, write } from "./dom.js";
+import { make, menu, offer, shortName, write } from "./dom.js";
 import { nearest, percent } from "./maths.js";
 
 const OUTCOMES = [
@@ -86,7 +86,7 @@ export class Chooser {
             role: "option",
             id: `image-${index}`,
             "aria-selected": String(image.tag === chosen),
-            title: image.tag,
+            title: image.name || image.tag,
             click: () => this.choose(image.tag),
           },
           picture(image.thumbnail),
@@ -147,8 +147,4 @@ function picture(thumbnail) {
 
 function mood(correct) {
   return correct === null ? "" : correct ? "right" : "wrong";
-}
-
-function shortName(tag) {
-  return tag.slice(tag.lastIndexOf("/") + 1);
 }

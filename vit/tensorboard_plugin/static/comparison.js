@@ -1,6 +1,6 @@
 // Two panes side by side: which image each of them shows, and whether it is the same one.
 
-import { make, menu, offer } from "./dom.js";
+import { make, menu, offer, shortName } from "./dom.js";
 
 /** The menu of a pane's images. A pane that compares shows the same image unless told otherwise. */
 export class ImageMenu {
@@ -18,7 +18,7 @@ export class ImageMenu {
    * @param {{image: string, image2: string}} state
    */
   render(images, { image, image2 }) {
-    const nameOf = ({ tag, label }) => (label === null ? tag : `${tag}, ${label}`);
+    const nameOf = ({ tag, name, label }) => [tag, label, shortName(name)].filter(Boolean).join(", ");
     const options = images.map((one) => [one.tag, nameOf(one)]);
     const chosen = this.side === "a" ? image : image2;
     const there = images.some(({ tag }) => tag === chosen);

@@ -53,3 +53,8 @@ export function offer(select, options, chosen) {
   }
   select.value = chosen;
 }
+
+/** Return the last part of a path or a tag. */
+export function shortName(path) {
+  return path.slice(path.lastIndexOf("/") + 1);
+}

@@ -9,6 +9,7 @@ export function numbersOf(record, { state, token, attention }, shown) {
   return {
     run: record.run,
     image: record.tag,
+    file: record.details.name,
     step: record.step,
     grid: [record.rows, record.columns],
     tokens: [

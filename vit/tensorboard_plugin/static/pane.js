@@ -4,7 +4,7 @@ import { fetchRecord } from "./api.js";
 import { captionOf } from "./caption.js";
 import { ColourBar } from "./colour_bar.js";
 import { ImageMenu } from "./comparison.js";
-import { make, write } from "./dom.js";
+import { make, shortName, write } from "./dom.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
@@ -52,6 +52,7 @@ export class Pane {
 
   #build() {
     this.title = make("h2", {});
+    this.file = make("p", { class: "file quiet" });
     this.caption = make("p", { class: "caption" });
     this.box = make("div", { class: "box" }, this.picture.canvas);
     this.chips = make("div", {
@@ -87,7 +88,7 @@ export class Pane {
       make(
         "div",
         { class: "left" },
-        this.caption,
+        make("div", { class: "captions" }, this.file, this.caption),
         this.box,
         this.chips,
         this.scale.element,
@@ -195,6 +196,8 @@ export class Pane {
 
   #writeCaption() {
     const { details, className } = this.record;
+    write(this.file, shortName(details.name));
+    this.file.title = details.name;
     this.caption.replaceChildren(...captionOf(this.record));
     this.top.forEach((line, rank) => {
       const [index, probability] = details.top[rank] ?? [null, 0];
