@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import timing  # noqa: F401  # so that vit is found from any folder
 import torch
+from randomization import cascade, for_shifted_inputs, rank_correlation, shuffled_weights
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
@@ -38,7 +39,6 @@ from vit.data.datasets import ImageSet, load_training
 from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import mean_interval
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.explain.sanity import cascade, for_shifted_inputs, rank_correlation, shuffled_weights
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_run, load_test

@@ -7,6 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from randomization import (
+    cascade,
+    for_shifted_inputs,
+    rank_correlation,
+    shuffled_weights,
+    stages,
+)
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -16,13 +23,6 @@ from vit.config import from_dict
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.maps import attention_maps
-from vit.explain.sanity import (
-    cascade,
-    for_shifted_inputs,
-    rank_correlation,
-    shuffled_weights,
-    stages,
-)
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
