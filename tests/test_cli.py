@@ -202,7 +202,7 @@ def test_bad_file_is_one_line_too(text: str, given: str, allowed: str, tmp_path:
             ["x", "--faithfulness", "1"],
             "faithfulness: 1 is not allowed; it must be 0, or 2 to 1000000",
         ),
-        (["x", "--atention"], "did you mean attention?"),
+        (["x", "--atention"], "did you mean attention or "),
         (["x", "--attention", "--indices"], "--indices: expected at least one argument"),
         (
             ["x", "--attention", "--indices", "3.5"],
