@@ -94,7 +94,6 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not to be traced
 def uses_fused_kernel(
     device: torch.device, dtype: torch.dtype, num_heads: int, tokens: int, width: int, masked: bool
 ) -> bool:
@@ -112,6 +111,11 @@ def uses_fused_kernel(
     faster = device.type != "cpu" or dtype == torch.float32
     kind = Kind(device, dtype, (num_heads, tokens, width), masked)
     return faster and agrees_with_fused_kernel(scaled_dot_product_attention, kind)
+
+
+# torch.compile takes the answer instead of tracing the comparison. This is what
+# torch.compiler.assume_constant_result does, which takes a second to import torch's compiler.
+uses_fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class MultiHeadSelfAttention(nn.Module):
