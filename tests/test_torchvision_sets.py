@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import pickle
 import struct
 import tarfile
 import threading
@@ -22,6 +23,7 @@ from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets as tv
 
+from vit.cli import parse_train
 from vit.config import DataConfig
 from vit.data import installed
 from vit.data.datasets import load_training
@@ -29,6 +31,7 @@ from vit.data.sources import Source, read_source
 from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
+CLASSES = ("low", "middle", "high")
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -69,6 +72,50 @@ def pack(path: Path, files: dict[str, bytes]) -> None:
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
+
+
+def cifar(
+    cls: type,
+    batches: dict[str, range],
+    label: str,
+    site: Path,
+    url: str,
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """Pack a set in CIFAR's layout.
+
+    Args:
+        cls: torchvision's class.
+        batches: The images in each file: 0 to 3 are for training, 4 to 6 for testing.
+        label: What the keys of labels and class names begin with.
+        site: Folder of the server.
+        url: Its address.
+        patch: Makes torchvision take it for the real one.
+    """
+    labels = TRAINED + TESTED
+    files = {cls.meta["filename"]: pickle.dumps({f"{label}_names": CLASSES})}
+    for file, numbers in batches.items():
+        rows = [picture(n, (32, 32, 3)).transpose(2, 0, 1).ravel() for n in numbers]
+        batch = {"data": np.stack(rows), f"{label}s": [labels[n] for n in numbers]}
+        files[file] = pickle.dumps(batch)
+    pack(site / cls.filename, {f"{cls.base_folder}/{file}": files[file] for file in files})
+    sums = {file: hashlib.md5(content).hexdigest() for file, content in files.items()}
+    patch.setattr(cls, "train_list", [[f, sums[f]] for f in batches if "test" not in f])
+    patch.setattr(cls, "test_list", [[f, sums[f]] for f in batches if "test" in f])
+    patch.setattr(cls, "meta", {**cls.meta, "md5": sums[cls.meta["filename"]]})
+    patch.setattr(cls, "tgz_md5", md5(site / cls.filename))
+    patch.setattr(cls, "url", url + cls.filename)
+
+
+CIFAR = {
+    "cifar10": partial(
+        cifar,
+        tv.CIFAR10,
+        {"data_batch_1": range(2), "data_batch_2": range(2, 4), "test_batch": range(4, 7)},
+        "label",
+    ),
+    "cifar100": partial(cifar, tv.CIFAR100, {"train": range(4), "test": range(4, 7)}, "fine_label"),
+}
 
 
 def fashion_mnist(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
@@ -136,8 +183,14 @@ def oxford_iiit_pet(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tv.OxfordIIITPet, "_RESOURCES", resources)
 
 
-MAKERS = {f.__name__: f for f in (fashion_mnist, svhn, flowers102, food101, oxford_iiit_pet)}
+OTHERS = (fashion_mnist, svhn, flowers102, food101, oxford_iiit_pet)
+MAKERS = CIFAR | {make.__name__: make for make in OTHERS}
 IMAGES_IN_FILES = ("flowers102", "food101", "oxford_iiit_pet")
+
+
+def place(name: str) -> str:
+    """Return what the messages ask for."""
+    return resolve_name(f"vit.data.{DATASETS[name].reader}").args[-1]
 
 
 def config(name: str, root: Path, download: bool = True) -> DataConfig:
@@ -148,6 +201,8 @@ def assert_complete(name: str, train: Source, test: Source) -> None:
     assert sorted(train.labels.tolist()) == sorted(TRAINED)
     assert sorted(test.labels.tolist()) == sorted(TESTED)
     for source, first in ((train, 0), (test, 4)):
+        if name in CIFAR:
+            assert source.classes == CLASSES
         assert source.labels.dtype == torch.int64 and source.masks is None
         if name in IMAGES_IN_FILES:
             assert all(path.is_file() for path in source.pictures)
@@ -156,7 +211,7 @@ def assert_complete(name: str, train: Source, test: Source) -> None:
         shape = (28, 28) if name == "fashion_mnist" else (32, 32, 3)
         expected = np.stack([picture(first + n, shape) for n in range(len(source.labels))])
         expected = expected[:, None] if name == "fashion_mnist" else expected.transpose(0, 3, 1, 2)
-        assert source.pictures.dtype == torch.uint8
+        assert source.pictures.dtype == torch.uint8 and source.pictures.is_contiguous()
         assert torch.equal(source.pictures, torch.from_numpy(expected.copy()))
 
 
@@ -196,6 +251,20 @@ def test_training_downloads_the_test_images_too(name, tmp_path, monkeypatch):
     assert sorted(test.labels.tolist()) == sorted(TESTED)
 
 
+def refused(data: DataConfig) -> str:
+    """Return the line that says why a data set cannot be read, and what to do."""
+    with pytest.raises(ValueError) as info:
+        read_source(data, train=True)
+    error, message = info.value, str(info.value)
+    assert error.__suppress_context__ or error.__context__ is None  # one traceback, not three
+    assert (
+        message.startswith(f"data.root: {data.name} is not in {data.root}") and "\n" not in message
+    )
+    for part in (f"Put {place(data.name)} into {data.root}", "--data.root", "`make demo`"):
+        assert part in message
+    return message
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     site, root = tmp_path / "site", tmp_path / "mistyped" / "data"
@@ -203,12 +272,103 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with serving(site) as url:
         MAKERS[name](site, url, monkeypatch)
-    with pytest.raises(ValueError) as info:
-        read_source(config(name, root), train=True)
-    message = str(info.value)
-    assert message.startswith(f"data.root: {name} is not in {root}") and "\n" not in message
-    place = resolve_name(f"vit.data.{DATASETS[name].reader}").args[-1]
-    assert place in message and "refused" in message and "`make demo`" in message
+    assert "refused" in refused(config(name, root))
+    assert not root.exists() or any(root.iterdir())
+    root = tmp_path / "file"
+    root.touch()
+    refused(config(name, root))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("method", "answer", "words"),
+    [
+        ("copyfile", lambda self, source, out: out.write(source.read(100)), "corrupted"),
+        ("do_GET", lambda self: self.wfile.write(b"220 welcome\r\n"), "220 welcome"),
+    ],
+    ids=["lost connection", "not HTTP"],
+)
+def test_what_a_failed_download_leaves_does_not_count_as_whole(
+    name, method, answer, words, tmp_path, monkeypatch
+):
+    site, root = tmp_path / "site", tmp_path / "data"
+    site.mkdir()
+    monkeypatch.setenv("no_proxy", "*")
+    with serving(site) as url:
+        MAKERS[name](site, url, monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(Handler, method, answer)
+            assert words in refused(config(name, root))
+        assert "data.download=false" in refused(config(name, root, download=False))
+        assert_complete(name, *(read_source(config(name, root), part) for part in (True, False)))
+
+
+# An archive beside which nothing needs to be downloaded.
+
+
+@pytest.fixture(params=CIFAR)
+def archive(request, tmp_path, monkeypatch) -> Path:
+    """The archive of CIFAR in an otherwise empty folder, with no server."""
+    root = tmp_path / "data"
+    root.mkdir()
+    CIFAR[request.param](root, "http://127.0.0.1:9/", monkeypatch)
+    return next(root.iterdir())
+
+
+def name_of(archive: Path) -> str:
+    return next(name for name in CIFAR if archive.name in place(name))
+
+
+@pytest.mark.parametrize("download", [True, False])
+def test_an_archive_is_unpacked_without_a_network(archive, download, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(archive.parent.parent))
+    name, root = name_of(archive), archive.parent
+    for folder in ("cat", "dog"):  # into images of one's own, only downloading is refused
+        (root / folder).mkdir()
+        (root / folder / "1.jpg").write_bytes(jpeg(1))
+    test = read_source(config(name, Path("~/data"), download), train=False)
+    expected = f"{name} is not in {root}, or damaged: unpacking {archive}\n"
+    assert capsys.readouterr().out == expected
+    archive.unlink()
+    assert_complete(name, read_source(config(name, root, download), train=True), test)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("archive", ["cifar10"], indirect=True)
+def test_an_archive_in_a_folder_that_only_data_root_names_is_read(archive):
+    data = parse_train(["--data.root", str(archive.parent)])[0].data
+    assert_complete("cifar10", *(read_source(data, part) for part in (True, False)))
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "half"])
+def test_damaged_files_are_refused_or_replaced(archive, damage):
+    root, whole = archive.parent, archive.read_bytes()
+    data = config(name_of(archive), root, download=False)
+    read_source(data, train=True)
+    files = [path for path in root.rglob("*") if path.is_file() and path != archive]
+    for file in files:
+        content = file.read_bytes()
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(b"x" + content[1:] if damage == "changed" else content[:-9])
+        archive.write_bytes(whole[:-9])
+        assert "data.download=false" in refused(data)
+        archive.write_bytes(whole)
+        assert_complete(data.name, *(read_source(data, part) for part in (True, False)))
+        assert file.read_bytes() == content
+
+
+def test_damaged_files_are_downloaded_again(tmp_path, monkeypatch):
+    site, data = tmp_path / "site", config("cifar10", tmp_path / "data")
+    site.mkdir()
+    monkeypatch.setenv("no_proxy", "*")
+    with serving(site) as url:
+        MAKERS["cifar10"](site, url, monkeypatch)
+        read_source(data, train=True)
+        for path in [path for path in (tmp_path / "data").rglob("*") if path.is_file()]:
+            path.write_bytes(b"x")
+        assert_complete("cifar10", *(read_source(data, part) for part in (True, False)))
 
 
 def test_classes_are_named():
