@@ -248,7 +248,7 @@ def test_missing_data_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None
     words = ["--data.name", "cifar10", "--data.root", str(data), "--data.download", "false"]
     done = run("train.py", *words, "--out", str(out))
     assert_refused(
-        done, "CIFAR10", str(data), "cifar-10-python.tar.gz", "cifar-10-batches-py/",
+        done, "cifar10", str(data), "cifar-10-python.tar.gz", "cifar-10-batches-py/",
         "--data.root", "make demo",
     )  # fmt: skip
     assert not out.exists()

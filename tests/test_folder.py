@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets import CIFAR10 as CIFAR
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from vit.cli import parse_train
 from vit.config import Config, DataConfig, EvalConfig, EvalDataConfig, from_dict
-from vit.data.cifar_archive import SOURCES
 from vit.data.datasets import load, load_training
 from vit.data.layout import CIFAR10, IMAGE_SUFFIXES, recognize
 from vit.data.sources import Source, read_source
@@ -497,7 +497,7 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(
 
 
 def test_the_archive_of_cifar10_is_known_by_torchvisions_names() -> None:
-    assert {*CIFAR10} == {SOURCES["cifar10"].base_folder, SOURCES["cifar10"].filename}
+    assert {*CIFAR10} == {CIFAR.base_folder, CIFAR.filename}
 
 
 def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:

@@ -255,8 +255,8 @@ def refused(data: DataConfig) -> str:
     """Return the line that says why a data set cannot be read, and what to do."""
     with pytest.raises(ValueError) as info:
         read_source(data, train=True)
-    assert type(info.value) is ValueError and info.value.__suppress_context__  # one traceback
-    message = str(info.value)
+    error, message = info.value, str(info.value)
+    assert error.__suppress_context__ or error.__context__ is None  # one traceback, not three
     assert (
         message.startswith(f"data.root: {data.name} is not in {data.root}") and "\n" not in message
     )
@@ -284,10 +284,9 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     ("method", "answer", "words"),
     [
         ("copyfile", lambda self, source, out: out.write(source.read(100)), "corrupted"),
-        ("do_GET", lambda self: self.send_error(404), "404"),
         ("do_GET", lambda self: self.wfile.write(b"220 welcome\r\n"), "220 welcome"),
     ],
-    ids=["lost connection", "no such file", "not HTTP"],
+    ids=["lost connection", "not HTTP"],
 )
 def test_what_a_failed_download_leaves_does_not_count_as_whole(
     name, method, answer, words, tmp_path, monkeypatch

@@ -49,12 +49,12 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # photos from scratch.
 DATASETS = {
     "cifar10": DatasetSpec(
-        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), "cifar:read_cifar",
-        test_included=True,
+        (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+        "torchvision_sets:cifar10", test_included=True,
     ),
     "cifar100": DatasetSpec(
-        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "cifar:read_cifar",
-        test_included=True,
+        (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+        "torchvision_sets:cifar100", test_included=True,
     ),
     "shapes": DatasetSpec(
         (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "sources:shapes",

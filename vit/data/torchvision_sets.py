@@ -1,7 +1,4 @@
-"""Data sets that torchvision downloads and verifies: arrays as tensors, image files as paths.
-
-CIFAR has a module of its own, `vit.data.cifar`, because its files are verified one by one.
-"""
+"""Data sets that torchvision downloads and verifies: arrays as tensors, image files as paths."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.datasets import SVHN, FashionMNIST, Flowers102, Food101, OxfordIIITPet
+from torchvision import datasets as tv
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from vit.config import DataConfig
 from vit.data.installed import require_package
@@ -22,7 +20,7 @@ from vit.settings import shorten
 
 
 def read_torchvision(
-    make: Callable[..., Any],
+    make: type[Any],
     training: Sequence[dict[str, Any]],
     test: Sequence[dict[str, Any]],
     read: Callable[[Any], tuple[Tensor | Sequence[Path], Any]],
@@ -67,8 +65,8 @@ def read_torchvision(
     return Source(paths, labels, classes)
 
 
-def _made(make: Callable[..., Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
-    """Make torchvision's data set, downloading it if it is missing.
+def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
+    """Make torchvision's data set, unpacking or downloading it if it is missing.
 
     Raises:
         ValueError: It is missing or damaged and could not be downloaded.
@@ -84,23 +82,51 @@ def _made(make: Callable[..., Any], kind: dict[str, Any], place: str, data: Data
 
     with contextlib.suppress(RuntimeError):  # missing or, for some data sets, damaged
         return make(root, **kind)
-    if not data.download:
-        raise no_data("data.download=false, so it was not downloaded")
-    refuse_to_download(name, root)
+    archived = hasattr(make, "tgz_md5")
+    whole = archived and check_integrity(root / make.filename, make.tgz_md5)
+    if not whole:
+        if not data.download:
+            raise no_data("data.download=false, so it was not downloaded")
+        refuse_to_download(name, root)
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    print(f"{name} is not in {root}, or damaged: downloading it", flush=True)
+    url = getattr(make, "url", "it")
+    action = f"unpacking {root / make.filename}" if whole else f"downloading {url}"
+    print(f"{name} is not in {root}, or damaged: {action}", flush=True)
     try:
+        if archived:  # make() alone would keep a damaged file of class names
+            download_and_extract_archive(make.url, root, filename=make.filename, md5=make.tgz_md5)
         return make(root, **kind, download=True)
     except (OSError, HTTPException, RuntimeError) as error:
         with contextlib.suppress(OSError):
             for folder in missing:  # torchvision creates them before the download
                 folder.rmdir()
-        raise no_data(shorten(error, 300)) from None
+        raise no_data(f"{action}: {shorten(error, 300)}") from None
 
 
+def _cifar(part: tv.CIFAR10) -> tuple[Tensor, list[int]]:
+    # Not a copy: torchvision's array is a view, with the channels last, of one with them first.
+    return torch.from_numpy(part.data.transpose(0, 3, 1, 2)).contiguous(), part.targets
+
+
+cifar10 = partial(
+    read_torchvision,
+    tv.CIFAR10,
+    [{"train": True}],
+    [{"train": False}],
+    _cifar,
+    "cifar-10-python.tar.gz or the unpacked cifar-10-batches-py/",
+)
+cifar100 = partial(
+    read_torchvision,
+    tv.CIFAR100,
+    [{"train": True}],
+    [{"train": False}],
+    _cifar,
+    "cifar-100-python.tar.gz or the unpacked cifar-100-python/",
+)
 fashion_mnist = partial(
     read_torchvision,
-    FashionMNIST,
+    tv.FashionMNIST,
     [{"train": True}],
     [{"train": False}],
     lambda part: (part.data[:, None], part.targets),
@@ -108,7 +134,7 @@ fashion_mnist = partial(
 )
 svhn = partial(
     read_torchvision,
-    SVHN,
+    tv.SVHN,
     [{"split": "train"}],
     [{"split": "test"}],
     lambda part: (torch.from_numpy(part.data).contiguous(), part.labels),
@@ -118,7 +144,7 @@ svhn = partial(
 # As is usual, both of the small parts, 1,020 images each, are for training; 6,149 for testing.
 flowers102 = partial(
     read_torchvision,
-    Flowers102,
+    tv.Flowers102,
     [{"split": "train"}, {"split": "val"}],
     [{"split": "test"}],
     lambda part: (part._image_files, part._labels),
@@ -127,7 +153,7 @@ flowers102 = partial(
 )
 food101 = partial(
     read_torchvision,
-    Food101,
+    tv.Food101,
     [{"split": "train"}],
     [{"split": "test"}],
     lambda part: (part._image_files, part._labels),
@@ -135,7 +161,7 @@ food101 = partial(
 )
 oxford_iiit_pet = partial(
     read_torchvision,
-    OxfordIIITPet,
+    tv.OxfordIIITPet,
     [{"split": "trainval"}],
     [{"split": "test"}],
     lambda part: (part._images, part._labels),

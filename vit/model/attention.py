@@ -205,5 +205,7 @@ class MultiHeadSelfAttention(nn.Module):
         if self.attention is not None or dropping:
             return False
         # operator.index makes numbers of the symbols that torch.compile may have for them.
-        shape = map(operator.index, query.shape[1:])
-        return uses_fused_kernel(query.device, query.dtype, *shape, mask is not None)
+        heads, tokens, width = map(operator.index, query.shape[1:])
+        return uses_fused_kernel(
+            query.device, query.dtype, heads, tokens, width, masked=mask is not None
+        )
