@@ -257,6 +257,10 @@ def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run,
         (WEIGHTS, "scores = scores + torch.zeros(5, 5)\n    " + WEIGHTS),  # for 5 tokens only
         (
             WEIGHTS,
+            WEIGHTS + "\n    weights = 0.9 * weights + 0.1 * weights.flip(0)",
+        ),  # mixes images
+        (
+            WEIGHTS,
             "scores = scores.masked_fill(scores < scores.topk(20).values[..., -1:], -1e9)\n    "
             + WEIGHTS,
         ),
@@ -277,6 +281,26 @@ def test_an_edit_of_masks_alone_changes_masked_attention_alone(monkeypatch):
     assert_close(module(x, causal_mask(5)), module(x))
     assert attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, False)
     assert not attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, True)
+
+
+def test_what_the_function_uses_may_change_later(monkeypatch):
+    module, x = lively(MultiHeadSelfAttention(12, 3), std=0.6), torch.randn(2, 5, 12)
+    before = module(x)
+    monkeypatch.setattr(attention, "masked_softmax", lambda scores, mask: scores.sigmoid())
+    output, _ = module(x, need_weights=True)
+    assert_close(module(x), output)
+    assert (output - before).abs().max() > 0.1
+
+
+def test_a_window_wider_than_most_images_is_found(monkeypatch):
+    window = (
+        "place = torch.arange(scores.shape[-1])\n    far = (place[:, None] - place).abs() > 256"
+    )
+    write(
+        monkeypatch, WEIGHTS, f"{window}\n    scores = scores.masked_fill(far, -1e9)\n    {WEIGHTS}"
+    )
+    kind = fused_kernel.Kind(torch.device("cpu"), torch.float32, (1, 325, 4), False)
+    assert not fused_kernel.agrees_with_fused_kernel(attention.scaled_dot_product_attention, kind)
 
 
 @pytest.mark.parametrize("edited", [False, True])

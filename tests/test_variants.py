@@ -33,7 +33,13 @@ from vit.explain.maps import MAP_KINDS
 from vit.explain.statistics import attention_entropy, sink_mass
 from vit.model import variants
 from vit.model.attention import MultiHeadSelfAttention, causal_mask
-from vit.model.variants import ATTENTION, CosineAttention, find_attention, load_attention
+from vit.model.variants import (
+    ATTENTION,
+    CosineAttention,
+    check_attention,
+    find_attention,
+    load_attention,
+)
 from vit.model.vit import VisionTransformer
 from vit.model_file import load
 from vit.reporting.attention_records import attention_records
@@ -268,6 +274,50 @@ def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"^model.attention: {message}"):
         load_attention(name)
+
+
+WRONG = """
+import torch
+
+def one(query, key, value, mask, dropout):
+    return value
+
+def beside(query, key, value, mask, dropout):
+    return value, torch.ones(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+def flat(query, key, value, mask, dropout):
+    weights = (query @ key.mT).softmax(-1)
+    return (weights @ value).flatten(2), weights
+
+def few(query, key):
+    return query, key
+
+class Narrow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("one", "ValueError: not enough values to unpack"),
+        ("beside", "RuntimeError: .*require"),
+        ("flat", r"ValueError: shapes \[1, 3, 20\] and \[1, 3, 5, 5\]"),
+        ("few", "TypeError: few.* takes 2 positional arguments but 5 were given"),
+        ("Narrow", "TypeError: .*takes 1 positional argument but 3 were given"),
+    ],
+)
+def test_a_variant_that_does_not_fit_is_refused_before_training(name, problem, tmp_path, registry):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    load_attention(f"{tmp_path}/wrong.py:{name}")
+    with pytest.raises(ValueError, match=f"model.attention: wrong.py:{name} gives {problem}.*line"):
+        check_attention(f"wrong.py:{name}", 3, 5, 4)
+
+
+@with_names
+def test_shipped_variants_pass_the_check_of_all_variants(name):
+    check_attention(name, 3, 5, 4)
 
 
 def test_the_page_and_the_help_name_all_variants():

@@ -87,10 +87,10 @@ def eval_main() -> None:
         from vit.hardware import cores_to_use
 
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
-        if options.model.attention is not None:
+        for variant in options.model.attention:
             from vit.model.variants import load_attention
 
-            load_attention(options.model.attention)
+            load_attention(variant)
         if options.attention:
             from vit.reporting.attention import explain_run
 

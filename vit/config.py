@@ -530,11 +530,11 @@ class EvalModelConfig:
     """The model.
 
     Attributes:
-        attention: for a model that was trained with attention of a Python file, that file:
+        attention: for models that were trained with attention of a Python file, that file:
             my_attention.py:function; model files contain its name and no code
     """
 
-    attention: PathName | None = None
+    attention: tuple[PathName, ...] = ()
 
 
 @settings("")

@@ -9,6 +9,7 @@ Shapes: B batch, H heads, N queries, M keys, d head width.
 
 import importlib.util
 import math
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +60,9 @@ class DifferentialAttention(nn.Module):
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
         if head_dim % 2:
-            raise ValueError(f"model.attention: differential halves heads; {head_dim} is odd")
+            raise ValueError(
+                f"differential attention halves heads, but their width {head_dim} is odd"
+            )
         # q1, k1, q2, k2; vectors, which have no weight decay
         self.lambdas = nn.ParameterList(0.1 * torch.randn(head_dim // 2) for _ in range(4))
         self.norm = nn.RMSNorm(head_dim, eps=1e-5)
@@ -135,3 +138,35 @@ def load_attention(name: str) -> Attention | None:
         raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}")
     ATTENTION[Path(name).name] = found
     return ATTENTION[Path(name).name]
+
+
+def check_attention(name: str, num_heads: int, tokens: int, head_dim: int) -> None:
+    """Try a variant on random numbers, so that a mistake is found before training.
+
+    Args:
+        name: A key of `ATTENTION`, with or without the folder of its file.
+        num_heads: H.
+        tokens: N.
+        head_dim: d.
+
+    Raises:
+        ValueError: It fails, or does not return an output and the weights that it is made of.
+    """
+    variant, shape = find_attention(name), (1, num_heads, tokens, head_dim)
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    try:
+        function = variant(num_heads, head_dim) if isinstance(variant, type) else variant
+        assert function is not None, "not for dot"
+        output, weights = function(*inputs, None, nn.Identity())
+        if (output.shape, weights.shape) != (shape, (*shape[:-1], tokens)):
+            raise ValueError(f"shapes {[*output.shape]} and {[*weights.shape]}")
+        if torch.autograd.grad(output.sum(), weights, allow_unused=True)[0] is None:
+            raise ValueError("an output that does not depend on the weights beside it")
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"model.attention: {name} gives {type(error).__name__}: {error} "
+            f"({Path(line.filename).name}, line {line.lineno}); for queries, keys and values of "
+            f"{[*shape]}, mask and dropout, it must return the output, {[*shape]}, and the "
+            f"attention weights that it is computed from, {[*shape[:-1], tokens]}"
+        ) from error

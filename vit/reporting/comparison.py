@@ -205,6 +205,8 @@ def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
     saved = each.saved
     model, train = saved.config.model, saved.config.train
     architecture = f"vit, depth {model.depth}, width {model.embed_dim}, patch {model.patch_size}"
+    if model.attention != "dot":
+        architecture += f", {model.attention} attention"
     if model.name != "vit":
         architecture = f"{model.name}{' with timm_args' if model.timm_args else ''}"
     result = report(each.logits, test.labels.cpu(), test.classes)

@@ -160,10 +160,13 @@ def _streaming_text(images: ImageSet) -> str:
     return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
 
 
-def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) -> str:
+def end_text(
+    run: Path, result: dict[str, Any], seconds: float, has_maps: bool, variant: str
+) -> str:
     """Summarize the result, list what was written, and suggest what to do next."""
+    flag = f" --model.attention {variant}" if ".py:" in variant else ""
     low, high = result["accuracy_95"]
-    attention = f"         python eval.py {run} --attention\n" if has_maps else ""
+    attention = f"         python eval.py {run} --attention{flag}\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
@@ -173,7 +176,7 @@ def end_text(run: Path, result: dict[str, Any], seconds: float, has_maps: bool) 
         f"time     {clock(seconds)} of training\n"
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
         f"{run / EVAL_FOLDER / PREDICTIONS_FILE}, {run / EVAL_FOLDER}/*.png\n"
-        f"next     python eval.py {run}\n"
+        f"next     python eval.py {run}{flag}\n"
         f"{attention}"
         f"         {tensorboard_command(run)}"
     )

@@ -17,7 +17,7 @@ def check_sizes(config: Config) -> None:
     Raises:
         ValueError: The patch size does not divide the image size or is not supported by the stem, a
             model of timm does not fit the run, the crop padding is not smaller than the image, the
-            data set has other channels, or there is no such attention.
+            data set has other channels, or the attention cannot be used.
     """
     require(
         config.data.channels in (None, 1, 3) or config.data.spec.own_files,
@@ -67,9 +67,14 @@ def check_sizes(config: Config) -> None:
 
         check_timm(config, (height, width), config.data.spec.channels)
     elif config.model.attention != "dot":
-        from vit.model.variants import load_attention  # late: it imports torch
+        from vit.model.variants import check_attention, load_attention  # late: it imports torch
 
-        load_attention(config.model.attention)
+        model = config.model
+        load_attention(model.attention)
+        if patch_size is not None:  # otherwise the pretrained model decides
+            prefix, patches = model.class_token + model.reg_tokens, height * width // patch_size**2
+            width = model.head_dim or model.embed_dim // model.num_heads
+            check_attention(model.attention, model.num_heads, prefix + patches, width)
 
 
 def check_out(config: Config) -> None:

@@ -270,7 +270,8 @@ def finish_run(
     save_model(run / MODEL_FILE, classifier, config, state.step, fingerprint)
     finish_extension(run)
     report_boxes()
-    say(end_text(run, result, state.seconds, classifier.has_maps))
+    variant = config.model.attention
+    say(end_text(run, result, state.seconds, classifier.has_maps, variant))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)
