@@ -206,7 +206,7 @@ def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -
     text = start_of(quick, 100, 50, data={"balance": "loss"}, track={"max_cost": 0.05})
     assert "50 held out (" in text and "; each is 2% of validation accuracy)" in text
     assert "the loss weights classes by their inverse frequency" in text
-    assert "12 with 56 images so that an epoch uses all 100, 6 epochs" in text
+    assert "12 with 56 images so that an epoch uses all 100, 12 of them twice, 6 epochs" in text
     assert "few for training from scratch: --train.epochs 500 makes 1,000" in text
     assert "\nlogging  attention is logged without pictures for 1 of 3 images at 1 of " in text
     text = start_of(quick, 128, 0, data={"balance": "sampler"}, train={"epochs": 500})

@@ -138,8 +138,11 @@ def _held_out_text(held_out: ImageSet) -> str:
 
 def _batch_text(config: Config, schedule: Schedule, images: int) -> str:
     fewer = schedule.batch_size < config.train.batch_size and config.data.balance != "sampler"
-    why = f" so that an epoch uses all {images:,}" if fewer else " each"
-    return f"{schedule.batch_size} images{why}"
+    if not fewer:
+        return f"{schedule.batch_size} images each"
+    again = schedule.batch_size * schedule.steps_per_epoch - images
+    twice = f", {again} of them twice" if again else ""
+    return f"{schedule.batch_size} images so that an epoch uses all {images:,}{twice}"
 
 
 def _short_text(config: Config, step: TrainingStep) -> str:

@@ -9,6 +9,7 @@ const NARROWEST = 0.02; // range, as a fraction of its end: weights are stored i
 const FAINTEST = 0.001; // start of a logarithmic scale, as a fraction of its end, at least
 const LINEAR = 0.01; // end of the linear part of a symmetric logarithmic scale, likewise
 const APART = 0.23; // least distance of ticks, as a fraction of the colour bar: room for a number
+const CHARACTER = 0.04; // width of a character, likewise
 
 const UNIFORM = { short: "× uniform", long: "uniform attention" };
 const UNITS = {
@@ -71,10 +72,11 @@ class Scale {
     if (this.kind === "signedMaps" && !decades)
       ticks.push([low / 2, "← against"], [high / 2, "for →"]);
     ticks.push(...roundOnes(low, high, signed, decades).map((value) => [value, text(value)]));
-    const distance = ([one], [other]) => Math.abs(this.placeOf(one) - this.placeOf(other));
+    const apart = ([one, text], [other, beside]) =>
+      Math.abs(this.placeOf(one) - this.placeOf(other)) >=
+      Math.max(APART, (CHARACTER * (text.length + beside.length)) / 2);
     const kept = [];
-    for (const tick of ticks)
-      if (kept.every((other) => distance(tick, other) >= APART)) kept.push(tick);
+    for (const tick of ticks) if (kept.every((other) => apart(tick, other))) kept.push(tick);
     return kept.sort(([one], [other]) => one - other);
   }
 
