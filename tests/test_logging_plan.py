@@ -242,5 +242,5 @@ def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
     logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
     for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
         result = report(logits, torch.tensor(labels), ("a", "b"))
-        text = end_text(Path("runs/x"), result, 1.0, has_maps=True)
+        text = end_text(Path("runs/x"), result, 1.0, has_maps=True, variant="dot")
         assert ("balanced accuracy 100.00%, loss" in text) == expected
