@@ -251,12 +251,12 @@ def test_an_error_of_the_first_process_ends_all_in_one_line(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_an_error_that_all_processes_find_is_one_line(tmp_path: Path) -> None:
-    few = small(tmp_path / "run", data={"train_size": 40}, **PAIR)
+    few = small(tmp_path / "run", data={"train_size": None, "val_size": 20_000}, **PAIR)
     words = command(few, tmp_path / "config")
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: train.batch_size: 64"), line
+    assert line.startswith("error: data.val_size: 20000"), line
 
 
 @pytest.mark.slow
