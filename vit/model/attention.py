@@ -206,6 +206,5 @@ class MultiHeadSelfAttention(nn.Module):
             return False
         # operator.index makes numbers of the symbols that torch.compile may have for them.
         heads, tokens, width = map(operator.index, query.shape[1:])
-        return uses_fused_kernel(
-            query.device, query.dtype, heads, tokens, width, masked=mask is not None
-        )
+        masked = mask is not None
+        return uses_fused_kernel(query.device, query.dtype, heads, tokens, width, masked)
