@@ -8,6 +8,7 @@ Shapes: B images, H heads, N tokens, d head width.
 import csv
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -246,7 +247,7 @@ def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run,
 @pytest.mark.parametrize(
     ("line", "replacement"),
     [
-        (SCORES, SCORES + " * 1.0001"),
+        (SCORES, SCORES + " * 1.000001"),
         (WEIGHTS, WEIGHTS + ".detach()"),  # only gradients differ
         (WEIGHTS, WEIGHTS + " * (torch.rand(1) < 2)"),  # random, although nothing comes of it
         (WEIGHTS, "scores = scores.clamp(max=20)\n    " + WEIGHTS),
@@ -255,6 +256,7 @@ def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run,
         (WEIGHTS, WEIGHTS + " * (torch.rand(1) < 2 if dropout.training else 1)"),
         (WEIGHTS, WEIGHTS + " * (0.9 if query.dtype == torch.float32 else 1)"),
         (WEIGHTS, "scores = scores + torch.zeros(5, 5)\n    " + WEIGHTS),  # for 5 tokens only
+        (WEIGHTS, "assert scores.dtype == torch.float32\n    " + WEIGHTS),
         (
             WEIGHTS,
             WEIGHTS + "\n    weights = 0.9 * weights + 0.1 * weights.flip(0)",
@@ -281,6 +283,17 @@ def test_an_edit_of_masks_alone_changes_masked_attention_alone(monkeypatch):
     assert_close(module(x, causal_mask(5)), module(x))
     assert attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, False)
     assert not attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, True)
+
+
+def test_the_comparison_leaves_the_number_of_threads_to_others():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert attention.uses_fused_kernel(torch.device("cpu"), torch.float32, 3, 5, 4, False)
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_the_function_uses_may_change_later(monkeypatch):

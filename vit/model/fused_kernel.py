@@ -92,7 +92,7 @@ def _compare(attention: Attend, kind: Kind) -> bool:
             return True
         mask = None if mask is None else mask.to(kind.device)
         return _same(attention, inputs.to(kind.device, kind.dtype), mask, training=True)
-    except (RuntimeError, TypeError, ValueError):  # it is not made for such inputs
+    except Exception:  # it is not made for such inputs; other mistakes show when it is used
         return False
     finally:
         torch.set_rng_state(before)
