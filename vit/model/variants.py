@@ -23,7 +23,7 @@ Dropout = Callable[[Tensor], Tensor]
 
 
 class CosineAttention(nn.Module):
-    """softmax(cos(Q, K) / τ) V with a learned temperature τ per head (arXiv 2111.09883, eq. 2)."""
+    """softmax(cos(Q, K) / τ) V with a learned temperature τ per head (arXiv 2111.09883)."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class CosineAttention(nn.Module):
 def sigmoid_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Dropout
 ) -> tuple[Tensor, Tensor]:
-    """σ(Q Kᵀ / √d - log M) V (arXiv 2409.04431, eq. 3): no softmax, so keys do not compete."""
+    """σ(Q Kᵀ / √d - log M) V (arXiv 2409.04431): no softmax, so keys do not compete."""
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     weights = torch.sigmoid(scores - math.log(key.shape[-2]))
     weights = weights if mask is None else weights.masked_fill(~mask, 0.0)
@@ -55,7 +55,7 @@ class DifferentialAttention(nn.Module):
     Queries and keys are split into halves of width d. Weights may be negative; rows sum to 1 - λ.
     """
 
-    START = 0.8  # of λ; the paper's ablation finds it as good as its schedule over layers
+    START = 0.8  # of λ in every layer; in the paper it rises from 0.2 to 0.8 over the layers
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
