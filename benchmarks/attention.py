@@ -29,17 +29,17 @@ from vit.config import Config, DataConfig, TrainConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.splits import HELD_OUT
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
 from vit.explain.maps import attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
-from vit.tracking import Tracker, milestones
+from vit.run.tracker import Tracker, milestones
 from vit.training.build import build_step
-from vit.training.distributed import World
 from vit.training.environment import Environment
-from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop
+from vit.training.train import build_loop
 
 CPU = torch.device("cpu")
 

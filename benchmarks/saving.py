@@ -23,12 +23,12 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from vit.config import Config, from_dict
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import MEETING, join_world
 from vit.training.build import build_step
-from vit.training.distributed import MEETING, join_world
 from vit.training.environment import Environment
 from vit.training.saving import ShardedSaver
-from vit.training.stopping import StopRequest
-from vit.training.trainer import load_data
+from vit.training.train import load_data
 
 CPU = torch.device("cpu")
 BATCH = 8  # images of a process

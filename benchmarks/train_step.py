@@ -32,15 +32,15 @@ from torch import Tensor, nn
 
 from vit.config import Config
 from vit.data.datasets import ImageSet
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
-from vit.training.distributed import World
 from vit.training.environment import Environment
 from vit.training.step import TrainingStep
-from vit.training.stopping import StopRequest
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10

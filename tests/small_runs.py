@@ -18,18 +18,18 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit.checkpoint import latest_checkpoint
 from vit.config import Config, from_dict, to_dict
 from vit.data.preprocess import Preprocess
-from vit.tracking import Tracker
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
+from vit.run.checkpoint import latest_checkpoint
+from vit.run.tracker import Tracker
 from vit.training.build import build_step
-from vit.training.distributed import World
 from vit.training.environment import Environment
 from vit.training.loop import Loop
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
-from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop, load_data
+from vit.training.train import build_loop, load_data
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from vit.config import (
     from_dict,
     to_dict,
 )
-from vit.training.rules import check_sizes
+from vit.training.checks import check_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from small_runs import CPU, environment, make_step, small
-from vit.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, to_dict
 from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
-from vit.run_folder import prepare_run
+from vit.run.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from vit.run.folder import prepare_run
+from vit.run.resume import check_run
 from vit.training import build
 from vit.training.compile import (
     choose_compilation,
@@ -24,8 +25,7 @@ from vit.training.compile import (
     missing_tool,
     seconds_on,
 )
-from vit.training.resuming import check_run
-from vit.training.trainer import train
+from vit.training.train import train
 
 HOUR = 3600.0
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")

@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from models import PLAIN
 from small_runs import CPU, assert_same, make_loop, make_step, small
-from vit.checkpoint import checkpoint_steps
 from vit.config import AugmentConfig, Config, from_dict
 from vit.data import sources
 from vit.data.batches import epoch_batches
 from vit.data.datasets import load_training
 from vit.data.preprocess import Preprocess
+from vit.distributed.shard import is_sharded
+from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
-from vit.tracking import Tracker
+from vit.run.checkpoint import checkpoint_steps
+from vit.run.tracker import Tracker
 from vit.training import optim
-from vit.training.distributed import World
 from vit.training.optim import Muon, build_optimizers, set_lr
-from vit.training.sharding import is_sharded
 from vit.training.state import build_state
 from vit.training.step import TrainingStep
-from vit.training.trainer import train
+from vit.training.train import train
 
 RATES = {
     "lr": 0.01, "weight_decay": 0.5,

@@ -23,7 +23,7 @@ from vit.data.preprocess import Preprocess
 from vit.reporting.attention import explain_run
 from vit.reporting.report import _require_own_report
 from vit.tensorboard_plugin.encoding import decode_details
-from vit.training.trainer import train
+from vit.training.train import train
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from models import PLAIN
+from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
-from vit.training.distributed import World
 from vit.training.optim import Muon, build_optimizers, orthogonalize, set_lr
 from vit.training.schedule import lr_at
 

@@ -23,14 +23,14 @@ from small_runs import (
     steps_logged,
     wait,
 )
-from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
 from vit.config import AugmentConfig, Config, to_dict
 from vit.hardware import cores_to_use
-from vit.run_folder import lock_run, prepare_run
+from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
+from vit.run.folder import lock_run, prepare_run
+from vit.training.checks import check_processes
 from vit.training.environment import claim_run
 from vit.training.processes import choose_processes, train_on_all_cores
-from vit.training.rules import check_processes
-from vit.training.trainer import train
+from vit.training.train import train
 
 PAIR: dict[str, Any] = {"train": {"processes": 2}, "track": SPARING}
 ANY_NUMBER: dict[str, Any] = {"train": {"processes": None}, "track": SPARING}

@@ -17,15 +17,20 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from small_runs import StopAt, small
-from vit.checkpoint import checkpoint_paths, checkpoint_steps, latest_checkpoint, read_checkpoint
 from vit.config import Config
+from vit.distributed.shard import choose_parallel, own, replicate, whole
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
 from vit.model_file import load_model
-from vit.sharded_checkpoint import STATE_FILE, SUMS_FILE
+from vit.run.checkpoint import (
+    checkpoint_paths,
+    checkpoint_steps,
+    latest_checkpoint,
+    read_checkpoint,
+)
+from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.training.compile import missing_tool
-from vit.training.distributed import World
 from vit.training.saving import tensors_of
-from vit.training.sharding import choose_parallel, own, replicate, whole
-from vit.training.stopping import Stopped
 from worlds import in_world, keep_losses, loop_of, with_parallel
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from small_runs import make_step, small
 from vit.config import Config
 from vit.data.datasets import load
-from vit.training.distributed import World
+from vit.distributed.world import World
 from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of
 

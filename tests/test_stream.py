@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 
 from small_runs import CPU, StopAt, command, environment, metrics, small
-from vit.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.cli import user_errors
 from vit.config import Config, DataConfig
 from vit.data import stream
@@ -33,18 +32,19 @@ from vit.data.datasets import (
 )
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles, decode, default_workers
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
 from vit.evaluation import evaluate
 from vit.hardware import free_memory, usable_cores
-from vit.run_folder import prepare_run
-from vit.tracking import Tracker
+from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.run.folder import prepare_run
+from vit.run.resume import check_run
+from vit.run.tracker import Tracker
 from vit.training import budget
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
-from vit.training.distributed import World
 from vit.training.loop import Loop
-from vit.training.resuming import check_run
-from vit.training.stopping import Stopped
-from vit.training.trainer import build_loop, load_data
+from vit.training.train import build_loop, load_data
 from worlds import in_world
 
 ROOT = Path(__file__).resolve().parent.parent

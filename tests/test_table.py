@@ -9,7 +9,7 @@ from PIL import Image
 
 from vit.config import DataConfig, from_dict
 from vit.data.sources import Source, read_source
-from vit.training.trainer import train
+from vit.training.train import train
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from vit.cli import parse_eval, parse_train
 from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, to_dict
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
+from vit.distributed.stop import Stopped, StopRequest
 from vit.evaluation import mcnemar
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model
@@ -32,11 +33,10 @@ from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
+from vit.training.checks import check_processes, check_sizes
 from vit.training.optim import build_optimizers
-from vit.training.rules import check_processes, check_sizes
 from vit.training.state import build_state
-from vit.training.stopping import Stopped, StopRequest
-from vit.training.trainer import train
+from vit.training.train import train
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SIZES = {"img_size": 32, "num_classes": 5}

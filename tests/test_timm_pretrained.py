@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from small_runs import assert_same, environment
-from vit.checkpoint import checkpoint_paths
 from vit.classifier import build_model
 from vit.config import Config, from_dict
 from vit.data import sources
 from vit.data.preprocess import Preprocess
-from vit.model.timm_weights import TimmSource, keep_head
 from vit.model_file import load_model
+from vit.pretrained.resolve import resolve_pretrained, with_statistics
+from vit.pretrained.timm import TimmSource, keep_head
+from vit.run.checkpoint import checkpoint_paths
 from vit.training.build import build_step
-from vit.training.pretrained import resolve_pretrained, with_statistics
-from vit.training.rules import check_sizes
-from vit.training.trainer import load_data, train
+from vit.training.checks import check_sizes
+from vit.training.train import load_data, train
 
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SWIN = {"embed_dim": 12, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4}

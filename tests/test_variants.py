@@ -45,7 +45,7 @@ from vit.model_file import load
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
 from vit.training.optim import build_optimizers
-from vit.training.trainer import train
+from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")

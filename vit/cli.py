@@ -26,7 +26,7 @@ from vit.data.layout import check_default_data, recognize
 from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
 from vit.settings import describe, is_list, shorten, unknown
 from vit.startup import import_quickly
-from vit.training.rules import check_sizes
+from vit.training.checks import check_sizes
 
 
 def fail(message: str) -> NoReturn:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
 from vit.config import PATCH_SIZE, Config, ModelConfig
 from vit.console import is_out_of_memory, say
@@ -15,18 +14,19 @@ from vit.data.balance import class_weights
 from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.distributed.shard import is_sharded, replicate
 from vit.model.attention_model import size_unit
-from vit.model.pretrained import Source, adapt
-from vit.model.timm_weights import TimmSource, keep_head
+from vit.pretrained.adapt import Source, adapt
+from vit.pretrained.resolve import with_statistics
+from vit.pretrained.timm import TimmSource, keep_head
+from vit.run.checkpoint import Checkpoint
 from vit.settings import shorten
 from vit.training.budget import fit_budget
 from vit.training.compile import Compilation, choose_compilation, compiled, gain, seconds_on
 from vit.training.environment import Environment
 from vit.training.logging_plan import logging_seconds, training_seconds
-from vit.training.pretrained import with_statistics
 from vit.training.saving import load_folder
 from vit.training.schedule import Schedule, scaled_size
-from vit.training.sharding import is_sharded, replicate
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from vit.checkpoint import Checkpoint
 from vit.config import Config
 from vit.console import is_out_of_memory, note, rank, say
 from vit.data.stream import Decoder
+from vit.distributed.stop import Stopped, StopRequest, stop_on_signals
+from vit.distributed.world import World, join_world
 from vit.hardware import choose_device, choose_precision
-from vit.run_folder import lock_run
-from vit.training.distributed import World, join_world
+from vit.run.checkpoint import Checkpoint
+from vit.run.folder import lock_run
+from vit.run.resume import check_run, extend_config
+from vit.training.checks import check_processes
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text
-from vit.training.resuming import check_run, extend_config
-from vit.training.rules import check_processes
-from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
 
 @dataclass(frozen=True)

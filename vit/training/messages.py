@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.checkpoint import checkpoint_steps
 from vit.config import Config, DataConfig, ModelConfig
 from vit.console import counted
 from vit.data.datasets import ImageSet
@@ -17,7 +16,8 @@ from vit.data.sources import read_source
 from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
-from vit.run_folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
+from vit.run.checkpoint import checkpoint_steps
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vit.distributed.shard import own, whole
+from vit.distributed.world import World
 from vit.registry import OPTIMIZERS
-from vit.training.distributed import World
-from vit.training.sharding import own, whole
 
 # Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -160,7 +160,7 @@ def _as_part(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return this process's rows of a matrix as what they are: a part, if `parameter` is one."""
     if own(parameter) is parameter:
         return matrix
-    from torch.distributed.tensor import DTensor  # late, as in vit.training.sharding
+    from torch.distributed.tensor import DTensor  # late, as in vit.distributed.shard
 
     sharded: Any = parameter
     columns = matrix.shape[1]

@@ -26,13 +26,13 @@ from torch.multiprocessing.spawn import start_processes
 
 from vit.config import Config
 from vit.console import note, rank
+from vit.distributed.world import MEETING, ConnectionLost, under_torchrun
 from vit.hardware import choose_device, cores_to_use
-from vit.model.pretrained import Source
-from vit.model.timm_weights import TimmSource
-from vit.run_folder import stored_config
-from vit.training.distributed import MEETING, ConnectionLost, under_torchrun
-from vit.training.rules import check_processes
-from vit.training.trainer import prepare, train, train_prepared
+from vit.pretrained.adapt import Source
+from vit.pretrained.timm import TimmSource
+from vit.run.folder import stored_config
+from vit.training.checks import check_processes
+from vit.training.train import prepare, train, train_prepared
 
 FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 PATIENCE = 10  # seconds in which the other processes end after the first one, or after a failure
@@ -40,7 +40,7 @@ LOOPBACK = ("lo", "lo0")  # on Linux and macOS
 
 
 def train_on_all_cores(config: Config, **options: bool) -> None:
-    """Train as `vit.training.trainer.train` does, in as many processes as the config asks for.
+    """Train as `vit.training.train.train` does, in as many processes as the config asks for.
 
     This process is the first of them, so that it writes, prints, and ends with the exit code of the
     run.

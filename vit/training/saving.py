@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vit.checkpoint import Checkpoint, checkpoint_path, delete_others, save_checkpoint
-from vit.sharded_checkpoint import finish_writing, read_tensors, start_writing, wait_for
-from vit.training.distributed import World
+from vit.distributed.world import World
+from vit.run.checkpoint import Checkpoint, checkpoint_path, delete_others, save_checkpoint
+from vit.run.sharded import finish_writing, read_tensors, start_writing, wait_for
 from vit.training.optim import set_lr
 from vit.training.state import COUNTS, TrainState
 

@@ -11,20 +11,20 @@ from torch.optim import Optimizer
 from vit.classifier import build_model
 from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
-from vit.model.embed import image_conv, whiten
-from vit.model.pretrained import HEAD
-from vit.model.timm_model import heads
-from vit.seeding import fold_in
-from vit.settings import shorten
-from vit.training.distributed import World
-from vit.training.optim import build_optimizers
-from vit.training.sharding import (
+from vit.distributed.shard import (
     choose_parallel,
     device_mesh,
     gathered,
     own,
     shard,
 )
+from vit.distributed.world import World
+from vit.model.embed import image_conv, whiten
+from vit.model.timm_model import heads
+from vit.pretrained.adapt import HEAD
+from vit.seeding import fold_in
+from vit.settings import shorten
+from vit.training.optim import build_optimizers
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
 
@@ -76,7 +76,7 @@ class TrainState:
         return (self.model if self.copy is None else self.copy).eval()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values, named as in `vit.checkpoint.Checkpoint`."""
+        """Return the state as tensors and plain values, named as in `Checkpoint`."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -134,12 +134,12 @@ def build_state(
         device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
             whitened; None leaves their random weights.
-        weights: Pretrained weights by name, see `vit.model.pretrained.adapt` and
-            `vit.model.timm_weights.keep_head`; without those of the head, it keeps its random ones.
+        weights: Pretrained weights by name, see `vit.pretrained.adapt.adapt` and
+            `vit.pretrained.timm.keep_head`; without those of the head, it keeps its random ones.
             None starts from random weights.
         frozen: Whether to train only the head.
         world: The processes that train together.
-        parallel: How they share the model, see `vit.training.sharding`.
+        parallel: How they share the model, see `vit.distributed.shard`.
         precision: Precision of matrix products, in a sharded model and in Muon.
 
     Raises:
@@ -149,7 +149,7 @@ def build_state(
     network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
     if sample is not None:
         first = image_conv(network, preprocess.channels)
-        assert first is not None, "vit.training.rules refuses it"
+        assert first is not None, "vit.training.checks refuses it"
         whiten(first, preprocess.normalize(sample))
     if weights is not None:
         loaded = network.load_state_dict(weights, strict=False)

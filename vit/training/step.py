@@ -15,14 +15,14 @@ from vit.data.augment import augment, shrink
 from vit.data.datasets import ImageSet
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
+from vit.distributed.shard import averages_gradients, synchronize, whole
+from vit.distributed.world import World
 from vit.hardware import autocast
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.seeding import fold_in
 from vit.training.compile import Compilation
-from vit.training.distributed import World
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
-from vit.training.sharding import averages_gradients, synchronize, whole
 from vit.training.state import TrainState
 
 

@@ -1,6 +1,6 @@
 """Pretrained weights: adopting their architecture, and adapting them to other images and classes.
 
-`vit.training.pretrained` decides where weights come from and starts a run with them.
+`vit.pretrained.resolve` decides where weights come from and starts a run with them.
 """
 
 import dataclasses

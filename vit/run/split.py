@@ -6,7 +6,7 @@ from pathlib import Path
 from vit.config import Config
 from vit.data.datasets import ImageSet, open_images
 from vit.files import write_table
-from vit.run_folder import SPLIT_FILE
+from vit.run.folder import SPLIT_FILE
 
 
 def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:

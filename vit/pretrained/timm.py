@@ -1,6 +1,6 @@
 """Pretrained weights for a model of timm, fitted to other images and classes by timm's own code.
 
-`vit.training.weight_files` reads them, and `vit.training.pretrained` starts a run with them.
+`vit.pretrained.sources` reads them, and `vit.pretrained.resolve` starts a run with them.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
-from vit.model.pretrained import Pretrained, account, check_finite, why_new_head
 from vit.model.timm_model import (
     FROM_DATA,
     REFUSED,
@@ -22,6 +21,7 @@ from vit.model.timm_model import (
     create,
     head_names,
 )
+from vit.pretrained.adapt import Pretrained, account, check_finite, why_new_head
 from vit.settings import shorten
 
 CLASSES = 10  # any number does

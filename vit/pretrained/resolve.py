@@ -1,19 +1,19 @@
 """Starting a run from pretrained weights: what the run takes over from them, and when.
 
-`vit.training.weight_files` reads the weights.
+`vit.pretrained.sources` reads the weights.
 """
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint import Checkpoint, checkpoint_paths
 from vit.config import Config, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
-from vit.model.pretrained import ARCHITECTURE, Pretrained, Source, adopt
-from vit.model.timm_weights import TimmSource, adopt_arguments, fit
-from vit.run_folder import stored_config
-from vit.training.weight_files import LOCAL, TIMM, find_source
+from vit.pretrained.adapt import ARCHITECTURE, Pretrained, Source, adopt
+from vit.pretrained.sources import LOCAL, TIMM, find_source
+from vit.pretrained.timm import TimmSource, adopt_arguments, fit
+from vit.run.checkpoint import Checkpoint, checkpoint_paths
+from vit.run.folder import stored_config
 
 
 def resolve_pretrained(

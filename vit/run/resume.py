@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint import Checkpoint, latest_checkpoint
 from vit.config import Config, changed_keys, from_dict, to_dict
-from vit.run_folder import (
+from vit.run.checkpoint import Checkpoint, latest_checkpoint
+from vit.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
     MODEL_FILE,

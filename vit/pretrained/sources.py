@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.model.architecture import settings_of_timm, settings_of_weights
-from vit.model.pretrained import ARCHITECTURE, Source, check_weights
 from vit.model.timm_model import architecture_of
-from vit.model.timm_weights import TimmSource, own_arguments
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, bundled_models, is_own_file, load_model
+from vit.pretrained.adapt import ARCHITECTURE, Source, check_weights
+from vit.pretrained.architecture import settings_of_timm, settings_of_weights
+from vit.pretrained.timm import TimmSource, own_arguments
 from vit.settings import shorten
 
 TIMM = "timm:"

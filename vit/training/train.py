@@ -15,35 +15,35 @@ from typing import Any
 import torch
 import yaml
 
-from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
 from vit.config import Config, flatten, to_dict
 from vit.console import say
 from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles
+from vit.distributed.shard import is_sharded
 from vit.evaluation import Evaluator, Validation
 from vit.explain.fonts import report_boxes
 from vit.hardware import cores_of_all_processes
 from vit.model.attention_model import attention_model
-from vit.model.pretrained import Source
-from vit.model.timm_weights import TimmSource
 from vit.model_file import save_model
+from vit.pretrained.adapt import Source
+from vit.pretrained.resolve import resolve_pretrained, with_statistics
+from vit.pretrained.timm import TimmSource
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
-from vit.tracking import Tracker
+from vit.run.checkpoint import Checkpoint
+from vit.run.folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
+from vit.run.split import write_split
+from vit.run.tracker import Tracker
 from vit.training.build import build_step
+from vit.training.checks import check_out, check_sizes
 from vit.training.compile import eagerly
 from vit.training.environment import Environment, claim_run, start_environment
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
-from vit.training.pretrained import resolve_pretrained, with_statistics
-from vit.training.rules import check_out, check_sizes
 from vit.training.saving import FileSaver, ShardedSaver
-from vit.training.sharding import is_sharded
-from vit.training.split import write_split
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
-from vit.training.activity import Activity
-from vit.training.watch import Watch
+from vit.distributed.activity import Activity
+from vit.distributed.watch import Watch
 
 T = TypeVar("T")
 
