@@ -39,7 +39,7 @@ from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
-from vit.training.environment import Environment
+from vit.training.start import Environment, Run
 from vit.training.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep,
     images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
     precision = choose_precision(config.train.precision, device)
     env = Environment(device, precision, World(), StopRequest())
-    return build_step(config, None, images, env), images
+    return build_step(Run.begin(config, env), images), images
 
 
 def repeat_step(

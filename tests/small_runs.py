@@ -25,8 +25,8 @@ from vit.distributed.world import World
 from vit.run.checkpoint import latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.build import build_step
-from vit.training.environment import Environment
 from vit.training.loop import Loop
+from vit.training.start import Environment, Run
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 from vit.training.train import build_loop, load_data
@@ -89,9 +89,10 @@ def make_loop(
 ) -> Loop:
     """Build the loop of a run, resumed if it has a checkpoint."""
     env, checkpoint = environment(device, stop), latest_checkpoint(Path(config.out))
-    training, held_out = load_data(config, checkpoint, env)
-    step = build_step(config, checkpoint, training, env)
-    return build_loop(config, step, training, held_out, tracker, env)
+    run = Run.begin(config, env, checkpoint)
+    training, held_out = load_data(run)
+    step = build_step(run, training)
+    return build_loop(run, step, training, held_out, tracker)
 
 
 class Ended(NamedTuple):

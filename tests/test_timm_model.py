@@ -33,7 +33,7 @@ from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
-from vit.training.checks import check_processes, check_sizes
+from vit.training.checks import check_config, check_processes
 from vit.training.optim import build_optimizers
 from vit.training.state import build_state
 from vit.training.train import train
@@ -217,7 +217,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
 )
 def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        check_sizes(Config(model=model, optim={"name": "adamw"}))  # type: ignore[arg-type]
+        check_config(Config(model=model, optim={"name": "adamw"}))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
@@ -235,7 +235,7 @@ def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
 )
 def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_sizes(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
+        check_config(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
@@ -254,8 +254,9 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
     text = "{depth: 2, drop_rate: 1e-3, qkv_bias: false, act_layer: silu, x: [1, 2]}"
     (tmp_path / "run.yaml").write_text(f"model:\n  timm_args: {text}\n  name: timm:test_vit\n")
     for arguments in (["--model.timm_args", text], ["--config", str(tmp_path / "run.yaml")]):
+        config, _ = parse_train(["--model.name", "timm:test_vit", *arguments])
         with pytest.raises(ValueError, match=r"timm_args: x is not among the arguments of timm"):
-            parse_train(["--model.name", "timm:test_vit", *arguments])
+            check_config(config)
     model = ModelConfig(name="timm:test_vit", timm_args=expected)
     assert model == ModelConfig(name="timm:test_vit", timm_args={**expected, "depth": "2"})
     assert from_dict(json.loads(json.dumps(to_dict(Config(model=model))))).model == model

@@ -70,10 +70,13 @@ def train_main() -> None:
     with user_errors():
         config, options = parse_train(sys.argv[1:])
         # Imported late, because it imports torch: a mistyped flag is answered at once.
-        import_quickly("vit.training.processes")
-        from vit.training.processes import train_on_all_cores
+        import_quickly("vit.training.train")
+        from vit.distributed.launch import launched
+        from vit.training.train import on_all_cores, train
 
-        train_on_all_cores(config, **options)
+        config = on_all_cores(config, options["overwrite"])
+        with launched(config.train.processes or 1, train, config, *options.values()):
+            train(config, *options.values())
 
 
 def eval_main() -> None:

@@ -16,9 +16,7 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths
 from vit.run.folder import stored_config
 
 
-def resolve_pretrained(
-    config: Config, overwrite: bool
-) -> tuple[Config, Source | TimmSource | None]:
+def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:
     """Find the pretrained weights of a run and take their architecture into its config.
 
     A run that is resumed takes the architecture from its own config, so that the weights it once
@@ -47,6 +45,7 @@ def resolve_pretrained(
     source = find_source(name, config.model)
     if isinstance(source, Source):
         return dataclasses.replace(config, model=adopt(config.model, source.settings, name)), source
+    assert isinstance(source, TimmSource)
     model, images = adopt_arguments(config.model, source.arguments), config.data.spec
     fitted = fit(source, model, images.image_size, images.channels)
     return dataclasses.replace(config, model=model), fitted
