@@ -25,8 +25,8 @@ from torch.multiprocessing.spawn import start_processes
 from vit.config import Config, from_dict
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, join_world
+from vit.run.saver import ShardedSaver
 from vit.training.build import build_step
-from vit.training.saving import ShardedSaver
 from vit.training.start import Environment, Run
 from vit.training.train import load_data
 

@@ -18,9 +18,9 @@ from vit.data.balance import balanced_batches
 from vit.data.datasets import ImageSet
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
+from vit.run import saver
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
-from vit.training import saving
 from vit.training.checks import check_processes
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import clock as clock_text
@@ -241,7 +241,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
         if checkpoint.step < 15:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "save_checkpoint", full)
+    monkeypatch.setattr(saver, "save_checkpoint", full)
     loop = run(small(tmp_path / "run", **BARE))
     assert tried == [5, 10, 15] and loop.save_error is None
     errors = capsys.readouterr().err

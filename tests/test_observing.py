@@ -16,15 +16,15 @@ from torch.distributed import HashStore
 from small_runs import ROOT, Clock
 from vit.distributed import world as distributed
 from vit.distributed.activity import Activity, Doing
-from vit.distributed.watch import Watch
-from vit.distributed.world import MEETING
-from vit.training.observing import (
+from vit.distributed.observe import (
     Observed,
     observe,
     processes_scalars,
     processes_text,
     slow_processes,
 )
+from vit.distributed.watch import Watch
+from vit.distributed.world import MEETING
 
 CPU = torch.device("cpu")
 LIMIT = 0.2

@@ -18,7 +18,7 @@ from models import PLAIN
 from small_runs import make_loop
 from vit.classifier import Classifier, build_model
 from vit.cli import parse_eval, parse_train
-from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, to_dict
+from vit.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, from_dict, to_dict
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Stopped, StopRequest
@@ -281,7 +281,7 @@ def test_first_convolution_is_whitened() -> None:
 def test_weight_decay_spares_what_timm_spares() -> None:
     arguments = {"embed_dim": 12, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
     model = build_timm_model("timm:swin_tiny_patch4_window7_224", arguments, (32, 32), 3, 5)
-    (adamw,) = build_optimizers(model, "adamw", 0.1, 0.05, 0.1, 0.05, 0.9)
+    (adamw,) = build_optimizers(model, OptimConfig(name="adamw"))
     spared = {
         name
         for name, parameter in model.named_parameters()

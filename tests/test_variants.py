@@ -202,7 +202,7 @@ def test_parameters_of_a_variant_have_no_weight_decay(name):
     model = VisionTransformer(**PLAIN, attention=name)
     own = {p for key, p in model.named_parameters() if ".attn.attention." in key}
     assert bool(own) == isinstance(ATTENTION[name], type)
-    for optimizer in build_optimizers(model, "muon", 1e-3, 0.1, 1e-3, 0.1, 0.9):
+    for optimizer in build_optimizers(model, OptimConfig(name="muon", weight_decay=0.1)):
         for group in optimizer.param_groups:
             assert group["weight_decay"] == 0 or not own & set(group["params"])
 

@@ -20,7 +20,6 @@ from vit.pretrained.adapt import Pretrained
 from vit.settings import shorten
 from vit.training.budget import TRAINING_FRACTION, fit_budget
 from vit.training.compile import Compilation, choose_compilation, compiled
-from vit.training.saving import load_folder
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Environment, Run
 from vit.training.state import TrainState, build_state
@@ -208,7 +207,7 @@ def first_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
     if train.checkpoint_blocks:
         model.set_grad_checkpointing()
     if checkpoint is not None and checkpoint.folder is not None:
-        load_folder(state, checkpoint)
+        state.load_folder(checkpoint)
     elif checkpoint is not None:
         if state.copy is not None:
             raise ValueError(

@@ -105,26 +105,14 @@ class TrainingStep:
             targets (B, C), probabilities.
         """
         step, device = self.state.step, images.device
-        mixes = self.schedule.mixes(step)
-        settings = self.augmentation
         classes = torch.arange(len(self.classes), device=device)
         targets = (labels[:, None] == classes).float()
         if self.features is not None:
             return images, targets
         images, targets = augment(
-            images,
-            targets,
-            self.preprocess,
-            self._draws(len(images), device),
-            crop_padding=settings.crop_padding,
-            crop_scale=settings.crop_scale if settings.crop == "resized" else None,
-            flip=settings.flip,
-            rand_ops=settings.rand_ops,
-            rand_magnitude=settings.rand_magnitude,
-            erasing=settings.erasing,
-            mixup=settings.mixup if mixes else 0.0,
-            cutmix=settings.cutmix if mixes else 0.0,
-        )
+            images, targets, self.preprocess, self._draws(len(images), device), self.augmentation,
+            mixes=self.schedule.mixes(step),
+        )  # fmt: skip
         return shrink(images, self.schedule.image_size(step)), targets
 
     def update(self, images: Tensor, targets: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from vit.run.folder import (
     prepare_run,
     stored_config,
 )
+from vit.run.saver import FileSaver, ShardedSaver
 from vit.run.split import write_split
 from vit.run.tracker import Tracker
 from vit.training.build import build_step
@@ -47,7 +48,6 @@ from vit.training.compile import eagerly
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
-from vit.training.saving import FileSaver, ShardedSaver
 from vit.training.start import Run, claim_run, start_environment
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
