@@ -26,8 +26,8 @@ from planning import Cluster, Phase, Transfer, memory, phases, transfers
 from tracing import build, count_flops, muons, trace_activations
 
 from vit.cli import parse_train, user_errors
-from vit.config import Config
 from vit.settings import require
+from vit.training.config import Config
 from vit.training.rules import check_processes
 from vit.training.sharding import fits_replicated
 

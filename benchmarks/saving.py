@@ -22,8 +22,8 @@ import timing
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from vit.config import Config, from_dict
 from vit.training.build import build_step
+from vit.training.config import Config, from_dict
 from vit.training.distributed import MEETING, join_world
 from vit.training.environment import Environment
 from vit.training.saving import ShardedSaver

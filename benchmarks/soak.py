@@ -35,8 +35,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vit.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
-from vit.config import Config, from_dict
 from vit.sharded_checkpoint import read_whole
+from vit.training.config import Config, from_dict
 from vit.training.trainer import train
 
 SPAWN = multiprocessing.get_context("forkserver")

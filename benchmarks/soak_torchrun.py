@@ -38,7 +38,7 @@ from soak import (
 )
 
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config, to_dict
+from vit.training.config import Config, to_dict
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 LONGEST_LIFE = 12.0  # maximum seconds before a process is killed; half of them for imports

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.config import Config
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.settings import require
+from vit.training.config import Config
 from vit.training.optim import Muon, build_optimizers, orthogonalize
 
 GPU = torch.device("cuda")

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vit.checkpoint import latest_checkpoint
-from vit.config import Config, from_dict, to_dict
 from vit.data.preprocess import Preprocess
 from vit.tracking import Tracker
 from vit.training.build import build_step
+from vit.training.config import Config, from_dict, to_dict
 from vit.training.distributed import World
 from vit.training.environment import Environment
 from vit.training.loop import Loop

@@ -11,7 +11,6 @@ import torch
 from small_runs import CPU, environment, make_step, small
 from vit.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from vit.classifier import Classifier
-from vit.config import Config, to_dict
 from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
@@ -24,6 +23,7 @@ from vit.training.compile import (
     missing_tool,
     seconds_on,
 )
+from vit.training.config import Config, to_dict
 from vit.training.resuming import check_run
 from vit.training.trainer import train
 

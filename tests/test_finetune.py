@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from models import PLAIN
 from small_runs import CPU, assert_same, make_loop, make_step, small
 from vit.checkpoint import checkpoint_steps
-from vit.config import AugmentConfig, Config, from_dict
 from vit.data import sources
 from vit.data.batches import epoch_batches
+from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.preprocess import Preprocess
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.tracking import Tracker
 from vit.training import optim
+from vit.training.config import Config, from_dict
 from vit.training.distributed import World
 from vit.training.optim import Muon, build_optimizers, set_lr
 from vit.training.sharding import is_sharded

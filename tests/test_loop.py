@@ -14,11 +14,11 @@ from torch import Tensor
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.classifier import Classifier
-from vit.config import Config
 from vit.data.balance import balanced_batches
 from vit.data.datasets import ImageSet
 from vit.tracking import Tracker
 from vit.training import saving
+from vit.training.config import Config
 from vit.training.distributed import World
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import clock as clock_text

@@ -24,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import exchanges
 from models import PLAIN
 from small_runs import ROOT
-from vit.config import Config, ModelConfig
+from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
+from vit.training.config import Config
 from vit.training.sharding import shard
 
 SMALL: dict[str, Any] = {

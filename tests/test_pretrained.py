@@ -23,15 +23,17 @@ from torch.testing import assert_close
 from small_runs import assert_same, environment, small
 from vit import load
 from vit.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
-from vit.config import Config, DataConfig, ModelConfig, OptimConfig, from_dict, to_dict
+from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
+from vit.model.config import ModelConfig
 from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
 from vit.model.vit import VisionTransformer
 from vit.model_file import BUNDLED, load_model, save_model
 from vit.run_folder import prepare_run
 from vit.training.build import build_step
+from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
 from vit.training.state import build_state
 from vit.training.trainer import load_data, train

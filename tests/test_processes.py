@@ -24,9 +24,10 @@ from small_runs import (
     wait,
 )
 from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
-from vit.config import AugmentConfig, Config, to_dict
+from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
 from vit.run_folder import lock_run, prepare_run
+from vit.training.config import Config, to_dict
 from vit.training.environment import claim_run
 from vit.training.processes import choose_processes, train_on_all_cores
 from vit.training.rules import check_processes

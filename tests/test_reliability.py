@@ -30,8 +30,8 @@ from small_runs import (
     wait,
 )
 from vit.checkpoint import checkpoint_steps, latest_checkpoint
-from vit.config import Config
 from vit.files import seal
+from vit.training.config import Config
 
 pytestmark = pytest.mark.slow
 

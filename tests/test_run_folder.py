@@ -14,7 +14,6 @@ import torch
 import yaml
 
 from vit.checkpoint import Checkpoint, save_checkpoint
-from vit.config import Config, to_dict
 from vit.run_folder import (
     LOCK_FILE,
     OWNER_FILE,
@@ -23,6 +22,7 @@ from vit.run_folder import (
     prepare_run,
     stored_config,
 )
+from vit.training.config import Config, to_dict
 from vit.training.resuming import check_run, extend_config
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}

@@ -11,7 +11,6 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 from small_runs import StopAt, make_loop, small
 from vit.checkpoint import checkpoint_steps
-from vit.config import Config, EvalConfig
 from vit.data.datasets import load
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import require_attention
@@ -19,8 +18,10 @@ from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.attention_records import BATCH_SIZE, attention_records
+from vit.reporting.config import EvalConfig
 from vit.tensorboard_plugin.encoding import decode_details, decode_weights
 from vit.tracking import Tracker, milestones
+from vit.training.config import Config
 from vit.training.stopping import Stopped
 
 VIT = {"name": "timm:vit_tiny_patch16_224"}

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from small_runs import StopAt, small
 from vit.checkpoint import checkpoint_paths, checkpoint_steps, latest_checkpoint, read_checkpoint
-from vit.config import Config
 from vit.model_file import load_model
 from vit.sharded_checkpoint import STATE_FILE, SUMS_FILE
 from vit.training.compile import missing_tool
+from vit.training.config import Config
 from vit.training.distributed import World
 from vit.training.saving import tensors_of
 from vit.training.sharding import choose_parallel, own, replicate, whole

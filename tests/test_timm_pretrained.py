@@ -15,12 +15,12 @@ from torch.testing import assert_close
 from small_runs import assert_same, environment
 from vit.checkpoint import checkpoint_paths
 from vit.classifier import build_model
-from vit.config import Config, from_dict
 from vit.data import sources
 from vit.data.preprocess import Preprocess
 from vit.model.timm_weights import TimmSource, keep_head
 from vit.model_file import load_model
 from vit.training.build import build_step
+from vit.training.config import Config, from_dict
 from vit.training.pretrained import resolve_pretrained, with_statistics
 from vit.training.rules import check_sizes
 from vit.training.trainer import load_data, train

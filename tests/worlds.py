@@ -15,8 +15,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from small_runs import CPU
 from vit.checkpoint import latest_checkpoint
-from vit.config import Config
 from vit.training.build import build_step
+from vit.training.config import Config
 from vit.training.distributed import MEETING, World, join_world
 from vit.training.environment import Environment
 from vit.training.loop import Loop

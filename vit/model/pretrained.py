@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import ModelConfig
+from vit.model.config import ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.vit import VisionTransformer
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
+from vit.model.config import ModelConfig
 from vit.model.pretrained import Pretrained, account, check_finite, why_new_head
 from vit.model.timm_model import (
     FROM_DATA,

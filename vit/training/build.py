@@ -9,18 +9,19 @@ from torch import Tensor, nn
 
 from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
-from vit.config import PATCH_SIZE, Config, ModelConfig
 from vit.console import is_out_of_memory, say
 from vit.data.balance import class_weights
 from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.model.attention_model import size_unit
+from vit.model.config import PATCH_SIZE, ModelConfig
 from vit.model.pretrained import Source, adapt
 from vit.model.timm_weights import TimmSource, keep_head
 from vit.settings import shorten
 from vit.training.budget import fit_budget
 from vit.training.compile import Compilation, choose_compilation, compiled, gain, seconds_on
+from vit.training.config import Config
 from vit.training.environment import Environment
 from vit.training.logging_plan import logging_seconds, training_seconds
 from vit.training.pretrained import with_statistics

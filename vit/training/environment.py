@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from vit.checkpoint import Checkpoint
-from vit.config import Config
 from vit.console import is_out_of_memory, note, rank, say
 from vit.data.stream import Decoder
 from vit.hardware import choose_device, choose_precision
 from vit.run_folder import lock_run
+from vit.training.config import Config
 from vit.training.distributed import World, join_world
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text

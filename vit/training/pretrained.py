@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vit.checkpoint import Checkpoint, checkpoint_paths
-from vit.config import Config, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
+from vit.model.config import ModelConfig
 from vit.model.pretrained import ARCHITECTURE, Pretrained, Source, adopt
 from vit.model.timm_weights import TimmSource, adopt_arguments, fit
 from vit.run_folder import stored_config
+from vit.training.config import Config, from_dict
 from vit.training.weight_files import LOCAL, TIMM, find_source
 
 

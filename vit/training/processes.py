@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from vit.config import Config
 from vit.console import note, rank
 from vit.hardware import choose_device, cores_to_use
 from vit.model.pretrained import Source
 from vit.model.timm_weights import TimmSource
 from vit.run_folder import stored_config
+from vit.training.config import Config
 from vit.training.distributed import MEETING, ConnectionLost, under_torchrun
 from vit.training.rules import check_processes
 from vit.training.trainer import prepare, train, train_prepared

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
-from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
+from vit.model.config import ModelConfig
 from vit.model.embed import image_conv, whiten
 from vit.model.pretrained import HEAD
 from vit.model.timm_model import heads
 from vit.seeding import fold_in
 from vit.settings import shorten
+from vit.training.config import OptimConfig
 from vit.training.distributed import World
 from vit.training.optim import build_optimizers
 from vit.training.sharding import (

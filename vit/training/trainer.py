@@ -17,7 +17,6 @@ import yaml
 
 from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
-from vit.config import Config, flatten, to_dict
 from vit.console import say
 from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
 from vit.data.preprocess import Preprocess
@@ -32,9 +31,11 @@ from vit.model_file import save_model
 from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
 from vit.reporting.report import write_report
 from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
+from vit.settings import flatten
 from vit.tracking import Tracker
 from vit.training.build import build_step
 from vit.training.compile import eagerly
+from vit.training.config import Config, to_dict
 from vit.training.environment import Environment, claim_run, start_environment
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop

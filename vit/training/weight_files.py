@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import ModelConfig
 from vit.model.architecture import settings_of_timm, settings_of_weights
+from vit.model.config import ModelConfig
 from vit.model.pretrained import ARCHITECTURE, Source, check_weights
 from vit.model.timm_model import architecture_of
 from vit.model.timm_weights import TimmSource, own_arguments
