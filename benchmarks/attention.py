@@ -25,7 +25,7 @@ from torch import Tensor
 from train_step import repeat_step
 
 from vit.classifier import build_model
-from vit.config import Config, DataConfig, TrainConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.splits import HELD_OUT
@@ -38,6 +38,7 @@ from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
 from vit.run.tracker import Tracker, milestones
 from vit.training.build import build_step
+from vit.training.config import Config, TrainConfig
 from vit.training.start import Environment, Run
 from vit.training.train import build_loop
 

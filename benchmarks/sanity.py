@@ -33,8 +33,8 @@ from randomization import cascade, for_shifted_inputs, rank_correlation, shuffle
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
-from vit.config import AugmentConfig, EvalConfig, EvalDataConfig
 from vit.data.batches import epoch_batches
+from vit.data.config import AugmentConfig
 from vit.data.datasets import ImageSet, load_training
 from vit.data.splits import balanced_subset
 from vit.distributed.stop import StopRequest
@@ -43,6 +43,7 @@ from vit.explain.faithfulness import mean_interval
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
+from vit.reporting.config import EvalConfig, EvalDataConfig
 from vit.reporting.loading import load_run, load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step

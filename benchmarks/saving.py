@@ -22,11 +22,11 @@ import timing
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from vit.config import Config, from_dict
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, join_world
 from vit.run.saver import ShardedSaver
 from vit.training.build import build_step
+from vit.training.config import Config, from_dict
 from vit.training.start import Environment, Run
 from vit.training.train import load_data
 

@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vit.config import Config, from_dict
 from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.run.sharded import read_whole
+from vit.training.config import Config, from_dict
 from vit.training.train import train
 
 SPAWN = multiprocessing.get_context("forkserver")

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.config import Config, OptimConfig
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.settings import require
+from vit.training.config import Config, OptimConfig
 from vit.training.muon import Muon, orthogonalize
 from vit.training.optim import build_optimizers
 

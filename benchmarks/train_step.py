@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from timing import Clock, Timing, take_turns, timed
 from torch import Tensor, nn
 
-from vit.config import Config
 from vit.data.datasets import ImageSet
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
@@ -39,6 +38,7 @@ from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
+from vit.training.config import Config
 from vit.training.start import Environment, Run
 from vit.training.step import TrainingStep
 

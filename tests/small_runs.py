@@ -18,13 +18,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit.config import Config, from_dict, to_dict
 from vit.data.preprocess import Preprocess
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.run.checkpoint import latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.build import build_step
+from vit.training.config import Config, from_dict, to_dict
 from vit.training.loop import Loop
 from vit.training.start import Environment, Run
 from vit.training.state import TrainState, build_state

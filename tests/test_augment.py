@@ -12,7 +12,6 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 from torchvision.transforms.functional import resize
 
-from vit.config import AugmentConfig, DataConfig
 from vit.data.augment import (
     augment,
     cutmix_shares,
@@ -24,6 +23,7 @@ from vit.data.augment import (
     random_resized_crop,
     shrink,
 )
+from vit.data.config import AugmentConfig, DataConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment

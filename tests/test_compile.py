@@ -10,7 +10,6 @@ import torch
 
 from small_runs import CPU, environment, make_step, small
 from vit.classifier import Classifier
-from vit.config import Config, to_dict
 from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
@@ -25,6 +24,7 @@ from vit.training.compile import (
     eagerly,
     missing_tool,
 )
+from vit.training.config import Config, to_dict
 from vit.training.train import train
 
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")

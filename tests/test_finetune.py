@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from models import PLAIN
 from small_runs import CPU, assert_same, make_loop, make_step, small
-from vit.config import AugmentConfig, Config, OptimConfig, from_dict
 from vit.data import sources
 from vit.data.batches import epoch_batches
+from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import is_sharded
@@ -25,6 +25,7 @@ from vit.model_file import load_model
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker
 from vit.training import muon as muon_module
+from vit.training.config import Config, OptimConfig, from_dict
 from vit.training.muon import Muon
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.state import build_state

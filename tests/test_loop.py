@@ -13,7 +13,6 @@ from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.config import Config
 from vit.data.balance import balanced_batches
 from vit.data.datasets import ImageSet
 from vit.distributed.stop import Stopped
@@ -22,6 +21,7 @@ from vit.run import saver
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.checks import check_processes
+from vit.training.config import Config
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import clock as clock_text
 from vit.training.state import TrainState

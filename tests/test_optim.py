@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from models import PLAIN
-from vit.config import OptimConfig
 from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
+from vit.training.config import OptimConfig
 from vit.training.muon import Muon, orthogonalize
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.schedule import lr_at

@@ -22,9 +22,10 @@ from torch.testing import assert_close
 
 from small_runs import assert_same, environment, small
 from vit import load
-from vit.config import Config, DataConfig, ModelConfig, OptimConfig, from_dict, to_dict
+from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
+from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.model_file import BUNDLED, load_model, save_model
 from vit.pretrained.adapt import ARCHITECTURE, Source, adapt, adopt
@@ -33,6 +34,7 @@ from vit.pretrained.resolve import find_source, resolve_pretrained, with_statist
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
+from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.start import Run
 from vit.training.state import build_state
 from vit.training.train import load_data, train

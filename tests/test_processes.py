@@ -23,11 +23,12 @@ from small_runs import (
     steps_logged,
     wait,
 )
-from vit.config import AugmentConfig, Config, to_dict
+from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
 from vit.run.folder import lock_run, prepare_run
 from vit.training.checks import check_processes
+from vit.training.config import Config, to_dict
 from vit.training.start import claim_run
 from vit.training.train import choose_processes, on_all_cores, train
 

@@ -8,8 +8,8 @@ from torch import Generator
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from vit.config import AugmentConfig, DataConfig
 from vit.data.augment import augment, random_boxes, random_resized_crop, resized_crop
+from vit.data.config import AugmentConfig, DataConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import draw_shapes

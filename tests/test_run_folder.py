@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 
-from vit.config import Config, to_dict
 from vit.run.checkpoint import Checkpoint, save_checkpoint
 from vit.run.folder import (
     LOCK_FILE,
@@ -24,6 +23,7 @@ from vit.run.folder import (
     stored_config,
 )
 from vit.run.resume import check_run, extend_config
+from vit.training.config import Config, to_dict
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}

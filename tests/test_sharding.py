@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from small_runs import StopAt, small
-from vit.config import Config
 from vit.distributed.shard import choose_parallel, own, replicate, whole
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
@@ -30,6 +29,7 @@ from vit.run.checkpoint import (
 )
 from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.training.compile import missing_tool
+from vit.training.config import Config
 from worlds import in_world, keep_losses, loop_of, with_parallel
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from small_runs import CPU, StopAt, command, environment, metrics, small
 from vit.cli import user_errors
-from vit.config import Config, DataConfig
 from vit.data import stream
 from vit.data.batches import epoch_batches
+from vit.data.config import DataConfig
 from vit.data.datasets import (
     ImageSet,
     fit_into_memory,
@@ -43,6 +43,7 @@ from vit.run.tracker import Tracker
 from vit.training import budget
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
+from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.start import Run
 from vit.training.train import build_loop, load_data

@@ -18,22 +18,25 @@ from models import PLAIN
 from small_runs import make_loop
 from vit.classifier import Classifier, build_model
 from vit.cli import parse_eval, parse_train
-from vit.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, from_dict, to_dict
+from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Stopped, StopRequest
 from vit.evaluation import mcnemar
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model
+from vit.model.config import ModelConfig
 from vit.model.embed import whiten
 from vit.model.timm_model import TimmAttentionModel, build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
+from vit.reporting.config import EvalConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config, check_processes
+from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.state import build_state
 from vit.training.train import train

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from small_runs import assert_same, environment
 from vit.classifier import build_model
-from vit.config import Config, from_dict
 from vit.data import sources
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
@@ -23,6 +22,7 @@ from vit.pretrained.timm import TimmSource, keep_head
 from vit.run.checkpoint import checkpoint_paths
 from vit.training.build import build_step
 from vit.training.checks import check_config
+from vit.training.config import Config, from_dict
 from vit.training.start import Run
 from vit.training.train import load_data, train
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from small_runs import CPU
-from vit.config import Config
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, World, join_world
 from vit.run.checkpoint import latest_checkpoint
 from vit.training.build import build_step
+from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.start import Environment, Run
 from vit.training.train import build_loop, load_data

@@ -12,13 +12,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
 from vit.explain.maps import attention_maps
 from vit.hardware import autocast
 from vit.model.attention_model import attention_model
+from vit.model.config import ModelConfig
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores

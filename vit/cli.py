@@ -1,7 +1,7 @@
 """The command line: flags and YAML files in, checked configs out.
 
 Every value in a file or a flag is text. Files are merged in the order given, flags go on top
-wherever they appear, and the annotations in `vit.config` convert and check the result once. So a
+wherever they appear, and the annotations of the configs convert and check the result once. So a
 range, a default and a description each have one source, and a YAML file can construct nothing.
 
 A user's mistake ends in one line on standard error and exit code 2, not in a traceback.
@@ -20,13 +20,15 @@ from typing import Any, NoReturn
 
 import yaml
 
-from vit.config import Config, DataConfig, EvalConfig, TrainConfig, to_dict
 from vit.console import is_out_of_memory, printable, rank
+from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
 from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
+from vit.reporting.config import EvalConfig
 from vit.settings import describe, is_list, shorten, unknown
 from vit.startup import import_quickly
 from vit.training.checks import check_sizes
+from vit.training.config import Config, TrainConfig, to_dict
 
 
 def fail(message: str) -> NoReturn:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.config import AugmentConfig
+from vit.data.config import AugmentConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import PATCH_SIZE, ModelConfig
 from vit.data.preprocess import Preprocess
+from vit.model.config import PATCH_SIZE, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.vit import VisionTransformer
 

@@ -7,13 +7,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from vit.config import Config, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
+from vit.model.config import ModelConfig
 from vit.pretrained.adapt import ARCHITECTURE, Pretrained, Source, adopt
 from vit.pretrained.sources import LOCAL, TIMM, find_source
 from vit.pretrained.timm import TimmSource, adopt_arguments, fit
 from vit.run.checkpoint import Checkpoint, checkpoint_paths
 from vit.run.folder import stored_config
+from vit.training.config import Config, from_dict
 
 
 def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:

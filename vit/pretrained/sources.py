@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import ModelConfig
+from vit.model.config import ModelConfig
 from vit.model.timm_model import architecture_of
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, bundled_models, is_own_file, load_model

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
 from vit.data.preprocess import Preprocess
+from vit.model.config import ModelConfig
 from vit.model.timm_model import (
     FROM_DATA,
     REFUSED,

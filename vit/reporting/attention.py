@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.config import EvalConfig
 from vit.console import counted
 from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
@@ -26,6 +25,7 @@ from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text

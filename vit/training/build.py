@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vit.classifier import Classifier
-from vit.config import Config
 from vit.console import is_out_of_memory, say
 from vit.data.balance import class_weights
 from vit.data.batches import divide_epoch
@@ -20,6 +19,7 @@ from vit.pretrained.adapt import Pretrained
 from vit.settings import shorten
 from vit.training.budget import TRAINING_FRACTION, fit_budget
 from vit.training.compile import Compilation, choose_compilation, compiled
+from vit.training.config import Config
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Environment, Run
 from vit.training.state import TrainState, build_state

@@ -3,9 +3,10 @@
 import math
 from pathlib import Path
 
-from vit.config import Config, ModelConfig
 from vit.data.layout import has_parts
+from vit.model.config import ModelConfig
 from vit.settings import divisors, require
+from vit.training.config import Config
 
 
 def check_sizes(config: Config) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vit.config import OptimConfig
 from vit.distributed.world import World
 from vit.registry import OPTIMIZERS
+from vit.training.config import OptimConfig
 from vit.training.muon import Muon
 
 

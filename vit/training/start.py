@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from vit.config import Config
 from vit.console import is_out_of_memory, note, rank, say
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
@@ -23,6 +22,7 @@ from vit.run.checkpoint import Checkpoint
 from vit.run.folder import lock_run
 from vit.run.resume import check_run, extend_config
 from vit.training.checks import check_processes
+from vit.training.config import Config
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text
 

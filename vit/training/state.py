@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
-from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import (
     choose_parallel,
@@ -19,6 +18,7 @@ from vit.distributed.shard import (
     shard,
 )
 from vit.distributed.world import World
+from vit.model.config import ModelConfig
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
 from vit.pretrained.adapt import HEAD
@@ -26,6 +26,7 @@ from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
 from vit.settings import shorten
+from vit.training.config import OptimConfig
 from vit.training.optim import build_optimizers, set_lr
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState

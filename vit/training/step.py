@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.config import AugmentConfig
 from vit.data.augment import augment, shrink
+from vit.data.config import AugmentConfig
 from vit.data.datasets import ImageSet
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess

@@ -17,7 +17,6 @@ import torch
 import yaml
 
 from vit.classifier import Classifier
-from vit.config import Config, flatten, to_dict
 from vit.console import note, say
 from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
 from vit.data.stream import ImageFiles
@@ -42,9 +41,11 @@ from vit.run.folder import (
 from vit.run.saver import FileSaver, ShardedSaver
 from vit.run.split import write_split
 from vit.run.tracker import Tracker
+from vit.settings import flatten
 from vit.training.build import build_step
 from vit.training.checks import check_config, check_processes
 from vit.training.compile import eagerly
+from vit.training.config import Config, to_dict
 from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
