@@ -313,14 +313,15 @@ def test_models_of_timm_are_refused(tracing: Any) -> None:
 
 
 PAGE = ROOT / "docs/scaling.md"
+PLANS = ROOT / "docs/measurements/plans.md"
 SCALING = ROOT / "docs/scaling"
 
 
 def shown() -> list[tuple[str, list[str]]]:
-    """The commands of plan.py in the page, each with the lines of output below it."""
+    """The commands of plan.py on the page of plans, each with the lines of output below it."""
     found: list[tuple[str, list[str]]] = []
     printed = False
-    for line in PAGE.read_text().splitlines():
+    for line in PLANS.read_text().splitlines():
         if line.startswith("    python benchmarks/plan.py "):
             found.append((line.partition("plan.py ")[2].partition(" | ")[0], []))
             printed = True
