@@ -18,7 +18,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit.data.preprocess import Preprocess
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.run.checkpoint import latest_checkpoint
@@ -70,10 +69,7 @@ def make_state(
     config: Config, device: torch.device = CPU, sample: torch.Tensor | None = None
 ) -> TrainState:
     """Build the untrained state of a config with ten classes."""
-    preprocess = Preprocess.from_config(config.data)
-    return build_state(
-        config.model, config.optim, preprocess, 10, config.train.seed, device, sample
-    )
+    return build_state(Run.begin(config, environment(device)), 10, sample)
 
 
 def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:

@@ -15,7 +15,7 @@ from timm.models import vision_transformer as vits
 from torch import Tensor, nn
 
 from models import PLAIN
-from small_runs import make_loop
+from small_runs import CPU, make_loop, make_state
 from vit.classifier import Classifier, build_model
 from vit.cli import parse_eval, parse_train
 from vit.data.config import DataConfig
@@ -38,7 +38,6 @@ from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config, check_processes
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.optim import build_optimizers
-from vit.training.state import build_state
 from vit.training.train import train
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -268,12 +267,9 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
 
 
 def test_first_convolution_is_whitened() -> None:
-    model, optim = ModelConfig(name="timm:test_resnet"), Config().optim
+    config = Config(model=ModelConfig(name="timm:test_resnet"), data=DataConfig(name="shapes"))
     images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    cpu = torch.device("cpu")
-    plain, whitened = (
-        build_state(model, optim, SHAPES, 10, 0, cpu, sample).model for sample in (None, images)
-    )
+    plain, whitened = (make_state(config, CPU, sample).model for sample in (None, images))
     conv = next(module for module in plain.modules() if isinstance(module, nn.Conv2d))
     assert not torch.equal(conv.weight, next(whitened.parameters()))
     whiten(conv, SHAPES.normalize(images))

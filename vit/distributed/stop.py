@@ -1,4 +1,4 @@
-"""Stopping on signals: Ctrl-C, and the SIGTERM that schedulers send to end a job."""
+"""How a run ends early: it diverges, or a signal stops it (Ctrl-C, or a scheduler's SIGTERM)."""
 
 import contextlib
 import os
@@ -16,6 +16,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 class Stopped(BaseException):
     """A signal asked the process to stop; like KeyboardInterrupt, this is not an error."""
+
+
+class Diverged(Exception):
+    """Loss, gradient or weights are not finite, and the run gives up."""
 
 
 class StopRequest:

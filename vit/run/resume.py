@@ -74,7 +74,32 @@ def check_run(
         if extend:
             raise ValueError(f"resume.extend: {run} has no checkpoint to go on from")
         return None
-    kind = "a run" if extend else "an unfinished run"
+    _compare(config, newest, stored, environment, allow_changes, extend)
+    return newest
+
+
+def _compare(
+    config: Config,
+    newest: Checkpoint,
+    stored: dict[str, Any],
+    environment: dict[str, Any],
+    allow_changes: bool,
+    extend: bool,
+) -> None:
+    """Check that a run can be resumed with another config.
+
+    Args:
+        config: As for `check_run`, like the following.
+        newest: The checkpoint to resume from.
+        stored: The config of the run in the folder.
+        environment: What else the results depend on.
+        allow_changes: Whether settings that are not in `FIXED` may differ.
+        extend: Whether the run is extended.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    run, kind = Path(config.out), "a run" if extend else "an unfinished run"
     if extend:
         if epochs := _extension_epochs(stored, newest):
             kind = f"an interrupted extension to {epochs} epochs"
@@ -97,7 +122,6 @@ def check_run(
             f"resume it with its own values{own}, or with the new ones by --resume.allow_changes, "
             f"train in another folder with --out, or start over with --overwrite"
         )
-    return newest
 
 
 def extend_config(config: Config) -> Config:

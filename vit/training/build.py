@@ -22,11 +22,10 @@ from vit.training.compile import Compilation, choose_compilation, compiled
 from vit.training.config import Config
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Environment, Run
-from vit.training.state import TrainState, build_state
+from vit.training.state import TrainState, start_state
 from vit.training.step import TrainingStep
 
 FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
-WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
 
 
@@ -44,7 +43,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     """
     config, checkpoint, env = run.config, run.checkpoint, run.env
     train, preprocess = config.train, run.preprocess
-    state = first_state(run, training, source)
+    state = start_state(run, training, source)
     model: Any = state.model  # ours or timm's
     unit = size_unit(state.model)
     whole = len(training) // train.batch_size  # batches; early versions used no others
@@ -185,37 +184,6 @@ def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
         for buffer, old in buffers:
             buffer.copy_(old)
     return None
-
-
-def first_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:
-    """Build the state that training starts from; arguments as for `build_step`."""
-    config, checkpoint, env = run.config, run.checkpoint, run.env
-    train, preprocess, weights, sample = config.train, run.preprocess, None, None
-    if source is not None and checkpoint is None:
-        weights, account = source.adapted(config.model, preprocess, training.classes)
-        if env.world.main:
-            say(account)
-    elif train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
-        first = torch.arange(min(WHITENING_IMAGES, len(training)))
-        sample = training.select(first).pixels().cpu()
-    state = build_state(
-        config.model, config.optim, preprocess, len(training.classes), train.seed, env.device,
-        sample, weights, frozen=train.freeze == "backbone", world=env.world,
-        parallel=train.parallel, precision=env.precision,
-    )  # fmt: skip
-    model: Any = state.model  # ours or timm's, which have this method
-    if train.checkpoint_blocks:
-        model.set_grad_checkpointing()
-    if checkpoint is not None and checkpoint.folder is not None:
-        state.load_folder(checkpoint)
-    elif checkpoint is not None:
-        if state.copy is not None:
-            raise ValueError(
-                f"train.parallel: {train.parallel} cannot resume the run in {config.out}, whose "
-                "checkpoints are not sharded; resume it with --train.parallel replicate"
-            )
-        state.load_state_dict(vars(checkpoint))
-    return state
 
 
 def shorten_averages(model: nn.Module, total_steps: int) -> None:

@@ -25,7 +25,7 @@ from vit.distributed.observe import (
     processes_scalars,
     processes_text,
 )
-from vit.distributed.stop import Stopped, StopRequest
+from vit.distributed.stop import Diverged, Stopped, StopRequest
 from vit.distributed.world import under_torchrun
 from vit.evaluation import Evaluator
 from vit.hardware import cores_of_all_processes
@@ -36,10 +36,6 @@ from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
 
 LOSSES = 30  # number of recent losses shown when a run diverges
-
-
-class Diverged(Exception):
-    """Loss, gradient or weights are not finite, and the run gives up."""
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """What training prints when it starts and ends."""
 
 import math
-import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
-from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.config import Config
 from vit.training.logging_plan import forward_flops, plan_logging
@@ -185,15 +183,6 @@ def end_text(
         f"{attention}"
         f"         {tensorboard_command(run)}"
     )
-
-
-def stopped_text(run: Path, number: int) -> str:
-    """Describe how to resume a run that was stopped by a signal."""
-    saved = checkpoint_steps(run)
-    name = signal.Signals(number).name
-    if not saved:
-        return f"stopped by {name}; nothing was saved yet; rerun the command to start over"
-    return f"stopped by {name}: rerun the command to resume after step {saved[-1]:,}"
 
 
 def diverged_text(state: TrainState, what: str, losses: Iterable[float]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,18 +14,16 @@ import torch
 from vit.console import is_out_of_memory, note, rank, say
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
-from vit.distributed.stop import Stopped, StopRequest, stop_on_signals
+from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
 from vit.distributed.world import World, join_world
 from vit.hardware import choose_device, choose_precision
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
-from vit.run.checkpoint import Checkpoint
+from vit.run.checkpoint import Checkpoint, checkpoint_steps
 from vit.run.folder import lock_run
 from vit.run.resume import check_run, extend_config
 from vit.training.checks import check_processes
 from vit.training.config import Config
-from vit.training.loop import Diverged
-from vit.training.messages import stopped_text
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def start_environment(config: Config) -> Iterator[Environment]:
                 yield Environment(device, precision, world, stop, decoder)
         except Stopped:
             if rank() == 0:
-                say(stopped_text(Path(config.out), stop.signal), sys.stderr)
+                say(_stopped_text(Path(config.out), stop.signal), sys.stderr)
             raise SystemExit(128 + stop.signal) from None
         except Diverged as error:  # in all processes, with the same numbers
             if rank() == 0:
@@ -174,3 +173,12 @@ def claim_run(
             torch.set_num_threads(threads)
             note(f"a resumed run keeps its number of threads: {threads} per process, not {now}")
         yield Run.begin(config, env, checkpoint, source)
+
+
+def _stopped_text(run: Path, number: int) -> str:
+    """Describe how to resume a run that was stopped by a signal."""
+    saved = checkpoint_steps(run)
+    name = signal.Signals(number).name
+    if not saved:
+        return f"stopped by {name}; nothing was saved yet; rerun the command to start over"
+    return f"stopped by {name}: rerun the command to resume after step {saved[-1]:,}"

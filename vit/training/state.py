@@ -2,14 +2,15 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
-from vit.data.preprocess import Preprocess
+from vit.console import say
+from vit.data.datasets import ImageSet
 from vit.distributed.shard import (
     choose_parallel,
     device_mesh,
@@ -17,18 +18,18 @@ from vit.distributed.shard import (
     own,
     shard,
 )
-from vit.distributed.world import World
 from vit.model.config import ModelConfig
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
-from vit.pretrained.adapt import HEAD
+from vit.pretrained.adapt import HEAD, Pretrained
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
 from vit.settings import shorten
-from vit.training.config import OptimConfig
 from vit.training.optim import build_optimizers, set_lr
+from vit.training.start import Run
 
+WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
 
 
@@ -158,75 +159,103 @@ class TrainState:
 
 
 def build_state(
-    model: ModelConfig,
-    optim: OptimConfig,
-    preprocess: Preprocess,
+    run: Run,
     num_classes: int,
-    seed: int,
-    device: torch.device,
     sample: Tensor | None = None,
     weights: dict[str, Tensor] | None = None,
-    frozen: bool = False,
-    world: World = World(),  # noqa: B008
-    parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto",
-    precision: torch.dtype = torch.float32,
 ) -> TrainState:
     """Build the untrained state of a run; the same arguments give the same weights.
 
     Args:
-        model: Settings of the model.
-        optim: Settings of the optimizers.
-        preprocess: Preprocessing; gives the image size and channels of the model's input.
+        run: The run.
         num_classes: Number of classes.
-        seed: Seed of the run.
-        device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
             whitened; None leaves their random weights.
-        weights: Pretrained weights by name, see `vit.pretrained.adapt.adapt` and
-            `vit.pretrained.timm.keep_head`; without those of the head, it keeps its random ones.
-            None starts from random weights.
-        frozen: Whether to train only the head.
-        world: The processes that train together.
-        parallel: How they share the model, see `vit.distributed.shard`.
-        precision: Precision of matrix products, in a sharded model and in Muon.
+        weights: Pretrained weights by name, see `vit.pretrained.adapt.Pretrained.adapted`; None
+            starts from random weights.
 
     Raises:
         ValueError: The names of the pretrained weights are not those of the model.
     """
-    torch.manual_seed(fold_in(seed, "init"))
-    network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
+    config, env = run.config, run.env
+    torch.manual_seed(fold_in(config.train.seed, "init"))
+    network: Any = build_model(config.model, run.preprocess, num_classes)  # ours or timm's
     if sample is not None:
-        first = image_conv(network, preprocess.channels)
+        first = image_conv(network, run.preprocess.channels)
         assert first is not None, "vit.training.checks refuses it"
-        whiten(first, preprocess.normalize(sample))
+        whiten(first, run.preprocess.normalize(sample))
     if weights is not None:
-        loaded = network.load_state_dict(weights, strict=False)
-        # Of a model of timm, `fit` knows the names of the head.
-        missing = [key for key in loaded.missing_keys if model.name == "vit" and key not in HEAD]
-        if differing := [*loaded.unexpected_keys, *missing]:
-            raise ValueError(
-                f"model.pretrained: {model.pretrained} and the model differ in "
-                f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
-            )
+        _load_pretrained(network, weights, config.model)
+    frozen = config.train.freeze == "backbone"
+    # A head is small, and the features are computed without the wrapper of a model.
+    choice = "replicate" if frozen else config.train.parallel
     num_weights = sum(parameter.numel() for parameter in network.parameters())
-    if frozen:  # a head is small, and the features are computed without the wrapper of a model
-        parallel = "replicate"
-    mesh = device_mesh(choose_parallel(parallel, world, device, num_weights), world, device)
+    parallel = choose_parallel(choice, env.world, env.device, num_weights)
+    mesh = device_mesh(parallel, env.world, env.device)
     if mesh is None:  # otherwise only a part of it goes to the device
-        network.to(device)
+        network.to(env.device)
     if frozen:
         network.requires_grad_(False)
         for head in heads(network):
             head.requires_grad_(True)
     ema, whole = None, None
-    if optim.ema_decay is not None:
+    if config.optim.ema_decay is not None:
         from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
         # Sharded weights and whole buffers cannot be updated in one operation.
-        ema = ModelEmaV3(network, optim.ema_decay, use_warmup=True, foreach=mesh is None)
+        ema = ModelEmaV3(network, config.optim.ema_decay, use_warmup=True, foreach=mesh is None)
     if mesh is not None:
-        whole = copy.deepcopy(network).to("cpu" if world.main else "meta")
+        whole = copy.deepcopy(network).to("cpu" if env.world.main else "meta")
         for model_or_average in (network, *([] if ema is None else [ema.module])):
-            shard(model_or_average, mesh, precision)
-    optimizers = build_optimizers(network, optim, world, precision)
+            shard(model_or_average, mesh, env.precision)
+    optimizers = build_optimizers(network, config.optim, env.world, env.precision)
     return TrainState(network, optimizers, ema, frozen=frozen, copy=whole)
+
+
+def _load_pretrained(network: nn.Module, weights: dict[str, Tensor], model: ModelConfig) -> None:
+    """Load pretrained weights; without those of the head, it keeps its random ones."""
+    loaded = network.load_state_dict(weights, strict=False)
+    # `vit.pretrained.timm.fit` knows the names of the head of a timm model.
+    missing = [key for key in loaded.missing_keys if model.name == "vit" and key not in HEAD]
+    if differing := [*loaded.unexpected_keys, *missing]:
+        raise ValueError(
+            f"model.pretrained: {model.pretrained} and the model differ in "
+            f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
+        )
+
+
+def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:
+    """Build the state that training starts from: new, pretrained or resumed.
+
+    Args:
+        run: The run.
+        training: The training images.
+        source: The pretrained weights that a new run starts from, if any.
+
+    Raises:
+        ValueError: The weights do not fit the model, or the model is to be sharded, but the
+            checkpoint is not.
+    """
+    config, checkpoint = run.config, run.checkpoint
+    weights, sample = None, None
+    if source is not None and checkpoint is None:
+        weights, account = source.adapted(config.model, run.preprocess, training.classes)
+        if run.env.world.main:
+            say(account)
+    elif config.train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
+        first = torch.arange(min(WHITENING_IMAGES, len(training)))
+        sample = training.select(first).pixels().cpu()
+    state = build_state(run, len(training.classes), sample, weights)
+    model: Any = state.model  # ours or timm's, which have this method
+    if config.train.checkpoint_blocks:
+        model.set_grad_checkpointing()
+    if checkpoint is not None and checkpoint.folder is not None:
+        state.load_folder(checkpoint)
+    elif checkpoint is not None:
+        if state.copy is not None:
+            raise ValueError(
+                f"train.parallel: {config.train.parallel} cannot resume the run in {config.out}, "
+                "whose checkpoints are not sharded; resume it with --train.parallel replicate"
+            )
+        state.load_state_dict(vars(checkpoint))
+    return state
