@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL: dict[str, Any] = {
     "data": {"name": "shapes", "val_size": 60, "train_size": 320},
     "model": {
-        "embed_dim": 24, "depth": 2, "num_heads": 2, "reg_tokens": 1, "class_token": True,
+        "stem": "conv", "embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0,
+        "mlp_conv": True, "zero_init": True, "reg_tokens": 1, "global_pool": "avg",
         "drop_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.2,
     },
     "augment": {"erasing": 0.5, "mixup": 0.5, "cutmix": 0.5},

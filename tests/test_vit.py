@@ -1,6 +1,7 @@
 """The complete Vision Transformer compared with timm's, and its own properties."""
 
 import copy
+import dataclasses
 import inspect
 import itertools
 
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 
 from models import PLAIN
 from vit.model.attention import causal_mask
-from vit.model.config import ModelConfig
+from vit.model.config import NOT_OF_VIT, ModelConfig
 from vit.model.embed import sincos_pos_embed
 from vit.model.vit import VisionTransformer
 
@@ -484,13 +485,6 @@ def test_model_config_builds_a_model():
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_defaults_are_those_of_the_config():
-    parameters = inspect.signature(VisionTransformer).parameters
-    given = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-    assert given == ModelConfig().vit_arguments()
-    assert parameters.keys() - given.keys() == {"img_size", "in_chans", "num_classes"}
-
-
 def test_sizes_reach_every_block():
     model = VisionTransformer(**(PLAIN | TINY | {"img_size": 32, "num_classes": 100}), head_dim=5)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
@@ -498,3 +492,16 @@ def test_sizes_reach_every_block():
     for block in model.blocks:
         assert block.attn.qkv.weight.shape == (3 * 3 * 5, 12)
         assert block.mlp.fc1.weight.shape == (24, 12)
+
+
+def test_defaults_are_those_of_the_config_and_load_into_timm_as_they_are():
+    signature = inspect.signature(VisionTransformer).parameters
+    defaults = {k: p.default for k, p in signature.items() if p.default is not p.empty}
+    config = dataclasses.asdict(ModelConfig())
+    assert defaults == {key: config[key] for key in config if key not in NOT_OF_VIT}
+    ours = VisionTransformer(img_size=32, in_chans=3, num_classes=10)
+    shape = {"patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    theirs = TimmVisionTransformer(img_size=32, num_classes=10, **shape)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)

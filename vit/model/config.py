@@ -29,7 +29,10 @@ RETIRED = ("attn_kernel",)  # fields of ModelConfig in files of earlier versions
 
 @settings("model")
 class ModelConfig:
-    """The model: our Vision Transformer, with timm's parameter names, or any model of timm.
+    """The model: our Vision Transformer, with timm's parameter names, or any timm model.
+
+    The defaults are the plain Vision Transformer of the paper (arXiv 2010.11929) with the width of
+    ViT-Ti (arXiv 2012.12877) and patches for small images.
 
     Attributes:
         name: which model: vit is ours, which the other keys describe; timm:resnet18 is timm's
@@ -83,20 +86,20 @@ class ModelConfig:
     timm_args: Arguments | None = None
     pretrained: PathName | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    stem: Literal["linear", "conv"] = "conv"
-    embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 96
-    depth: Annotated[int, Field(ge=1, le=1000)] = 4
+    stem: Literal["linear", "conv"] = "linear"
+    embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 192
+    depth: Annotated[int, Field(ge=1, le=1000)] = 12
     num_heads: Annotated[int, Field(ge=1, le=1000)] = 3
     head_dim: Annotated[int, Field(ge=1, le=1000)] | None = None
-    mlp_ratio: Positive = 2.0
-    mlp_conv: Switch = True
+    mlp_ratio: Positive = 4.0
+    mlp_conv: Switch = False
     qkv_bias: Switch = True
     qk_norm: Switch = False
     init_values: Annotated[float, Field(ge=-LARGE, le=LARGE)] | None = None
-    zero_init: Switch = True
-    class_token: Switch = False
+    zero_init: Switch = False
+    class_token: Switch = True
     reg_tokens: Annotated[int, Field(ge=0, le=1000)] = 0
-    global_pool: Literal["token", "avg"] = "avg"
+    global_pool: Literal["token", "avg"] = "token"
     pos_embed: Literal["learned", "sincos", "none"] = "learned"
     no_embed_class: Switch = False
     pre_norm: Switch = False

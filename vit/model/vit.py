@@ -10,21 +10,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit.model.attention import Attention
-from vit.model.config import PATCH_SIZE, ModelConfig
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
 from vit.model.variants import find_attention
 
-_DEFAULTS = ModelConfig()
-
 
 class VisionTransformer(nn.Module):
     """A Vision Transformer with timm's parameter names.
 
-    Arguments without a value default to those of `ModelConfig`. With stem="linear",
-    head_dim=None and mlp_conv=False, `load_state_dict(..., strict=True)` exchanges weights with
-    timm's VisionTransformer in both directions.
+    The defaults are the plain model of the paper, with the width of ViT-Ti. Without stem="conv",
+    head_dim and mlp_conv, `load_state_dict(..., strict=True)` exchanges weights with timm's
+    VisionTransformer in both directions.
 
     Args:
         img_size: Height and width in pixels that the position embeddings are made for, or one
@@ -76,32 +73,32 @@ class VisionTransformer(nn.Module):
         img_size: int | tuple[int, int],
         in_chans: int,
         num_classes: int,
-        patch_size: int = PATCH_SIZE,
-        stem: Literal["linear", "conv"] = _DEFAULTS.stem,
-        embed_dim: int = _DEFAULTS.embed_dim,
-        depth: int = _DEFAULTS.depth,
-        num_heads: int = _DEFAULTS.num_heads,
-        head_dim: int | None = _DEFAULTS.head_dim,
-        mlp_ratio: float = _DEFAULTS.mlp_ratio,
-        mlp_conv: bool = _DEFAULTS.mlp_conv,
-        qkv_bias: bool = _DEFAULTS.qkv_bias,
-        qk_norm: bool = _DEFAULTS.qk_norm,
-        init_values: float | None = _DEFAULTS.init_values,
-        zero_init: bool = _DEFAULTS.zero_init,
-        class_token: bool = _DEFAULTS.class_token,
-        reg_tokens: int = _DEFAULTS.reg_tokens,
-        global_pool: Literal["token", "avg"] = _DEFAULTS.global_pool,
-        pos_embed: Literal["learned", "sincos", "none"] = _DEFAULTS.pos_embed,
-        no_embed_class: bool = _DEFAULTS.no_embed_class,
-        pre_norm: bool = _DEFAULTS.pre_norm,
-        fc_norm: bool | None = _DEFAULTS.fc_norm,
-        norm_eps: float = _DEFAULTS.norm_eps,
-        act_layer: Literal["gelu", "gelu_tanh", "quick_gelu"] = _DEFAULTS.act_layer,
-        drop_rate: float = _DEFAULTS.drop_rate,
-        attn_drop_rate: float = _DEFAULTS.attn_drop_rate,
-        proj_drop_rate: float = _DEFAULTS.proj_drop_rate,
-        drop_path_rate: float = _DEFAULTS.drop_path_rate,
-        attention: str | Attention = _DEFAULTS.attention,
+        patch_size: int = 4,
+        stem: Literal["linear", "conv"] = "linear",
+        embed_dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 3,
+        head_dim: int | None = None,
+        mlp_ratio: float = 4.0,
+        mlp_conv: bool = False,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        init_values: float | None = None,
+        zero_init: bool = False,
+        class_token: bool = True,
+        reg_tokens: int = 0,
+        global_pool: Literal["token", "avg"] = "token",
+        pos_embed: Literal["learned", "sincos", "none"] = "learned",
+        no_embed_class: bool = False,
+        pre_norm: bool = False,
+        fc_norm: bool | None = None,
+        norm_eps: float = 1e-6,
+        act_layer: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu",
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        attention: str | Attention = "dot",
     ) -> None:
         super().__init__()
         if global_pool not in ("token", "avg"):
