@@ -105,7 +105,7 @@ def test_auto_resumes_a_run_of_either_kind(tmp_path: Path) -> None:
     old = Config(out=str(tmp_path / "run"))
     old = dataclasses.replace(old, train=with_compile(old, False))
     run = prepare_run(old, resume=False)
-    how = environment().describe()
+    how = environment().describe(old.model)
     save_checkpoint(run, Checkpoint(1, to_dict(old), ["a"], {"w": torch.zeros(1)}, environment=how))
     assert check_run(Config(out=str(run)), False, how) is not None
     asked = dataclasses.replace(old, train=with_compile(old, True))

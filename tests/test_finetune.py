@@ -1,6 +1,5 @@
 """Fine-tuning: learning rates by layer, a frozen backbone, checkpointed blocks."""
 
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,11 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
-from small_runs import assert_same, environment, make_loop, make_step, small
+from small_runs import assert_same, make_loop, make_step, small
 from vit.data import sources
 from vit.data.batches import epoch_batches
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
-from vit.distributed.shard import is_sharded
-from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.run.checkpoint import checkpoint_steps
@@ -28,8 +25,6 @@ from vit.training import muon as muon_module
 from vit.training.config import Config, OptimConfig, from_dict
 from vit.training.muon import Muon
 from vit.training.optim import build_optimizers, set_lr
-from vit.training.start import Run
-from vit.training.state import build_state
 from vit.training.step import TrainingStep
 from vit.training.train import train
 
@@ -208,14 +203,6 @@ def test_features_computed_once_train_the_same_head(tmp_path):
 )  # fmt: skip
 def test_features_are_computed_at_each_step_if_anything_differs(tmp_path, augment, train):
     assert make_step(frozen(tmp_path, augment=augment, train=train)).features is None
-
-
-def test_a_frozen_model_is_never_divided(tmp_path):
-    config = frozen(tmp_path)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="shard"))
-    env = dataclasses.replace(environment(), world=World(0, 2))
-    state = build_state(Run.begin(config, env), 10)
-    assert not is_sharded(state.model)  # and no other process was asked
 
 
 def test_mixing_that_never_happens_changes_nothing():

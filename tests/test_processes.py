@@ -94,7 +94,7 @@ def test_a_resumed_run_takes_over_its_number_of_threads(
 ) -> None:
     config, before = small(tmp_path / "run"), torch.get_num_threads()
     env = environment()
-    how = {**env.describe(), "threads": before + 1}
+    how = {**env.describe(config.model), "threads": before + 1}
     weights = {"w": torch.zeros(1)}
     run = prepare_run(config, resume=False)
     save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=how))

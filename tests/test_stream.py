@@ -36,6 +36,7 @@ from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.evaluation import evaluate
 from vit.hardware import free_memory, usable_cores
+from vit.model.config import ModelConfig
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
@@ -464,7 +465,7 @@ def test_config_of_streaming_may_change_between_resumed_runs(
     prepare_run(config, resume=False)
     with pytest.raises(Stopped):
         run(config, stop_at=2)
-    about = environment().describe()
+    about = environment().describe(ModelConfig())
     changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=3)
     assert check_run(changed, False, about) is not None
 

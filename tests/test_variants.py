@@ -37,6 +37,7 @@ from vit.model.vit import VisionTransformer
 from vit.model_file import load
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
+from vit.run.checkpoint import checkpoint_paths
 from vit.training.config import Config, OptimConfig, TrackConfig, TrainConfig
 from vit.training.optim import build_optimizers
 from vit.training.train import train
@@ -249,6 +250,39 @@ def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, m
     load_attention(str(tmp_path / "elsewhere/mine.py:cube"))
     photo = np.zeros((32, 32, 3), np.uint8)
     assert load(tmp_path / "run").predict(photo) == classifier.predict(photo)
+
+
+def test_code_that_changes_after_training_is_noticed(tmp_path, registry, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file, config = tmp_path / "mine.py", small_run(tmp_path / "run", "mine.py:cube")
+    file.write_text(CUBE)
+    train(config)
+    checkpoint = checkpoint_paths(tmp_path / "run")[-1]
+    file.write_text(CUBE.replace("weights = ", "# a comment\n    weights  =  "))
+    for path in (tmp_path / "run", checkpoint):
+        load_attention("mine.py:cube")
+        load(path)
+    assert "has changed" not in capsys.readouterr().err
+
+    file.write_text(CUBE.replace("pow(3)", "pow(5)"))
+    for path in (tmp_path / "run", checkpoint):
+        load_attention("mine.py:cube")
+        load(path)
+        assert "the code of mine.py:cube attention has changed" in capsys.readouterr().err
+    (tmp_path / "run/model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"another config \(attention_code: "):
+        train(config)
+
+
+def test_a_short_run_in_which_every_step_is_skipped_has_diverged(tmp_path, registry, capsys):
+    def broken(query, key, value, mask, dropout):
+        weights = (query @ key.mT * torch.nan).softmax(dim=-1)
+        return weights @ value, weights
+
+    variants.ATTENTION["broken"] = broken
+    with pytest.raises(SystemExit) as end:
+        train(small_run(tmp_path / "run", "broken"))
+    assert end.value.code == 3 and "training diverged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

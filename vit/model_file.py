@@ -14,9 +14,12 @@ import safetensors
 import safetensors.torch
 
 from vit.classifier import Classifier, build_model
+from vit.console import warn
 from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
+from vit.model.config import ModelConfig
+from vit.model.variants import source_digest
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
@@ -119,6 +122,12 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
     else:  # written before files carried it
         preprocess = Preprocess.from_config(config.data)
     model = build_model(config.model, preprocess, len(classes))
+    code = state.get("attention_code") or state.get("environment", {}).get("attention_code")
+    if code and code != attention_code(config.model):
+        warn(
+            f"{path}: the code of {config.model.attention} attention has changed since this model "
+            "was trained, so its predictions are those of another function"
+        )
     try:
         model.load_state_dict(state.get("ema") or state["model"])
     except RuntimeError as error:
@@ -191,11 +200,17 @@ def save_model(
         "classes": classifier.classes,
         "step": step,
         "fingerprint": fingerprint,
+        "attention_code": attention_code(config.model),
     }
     metadata = {METADATA_KEY: json.dumps(about), DIGEST_KEY: BLANK}
     data = safetensors.torch.save(tensors, metadata)
     digest = hashlib.sha256(data).hexdigest()
     write_atomically(path, data.replace(BLANK.encode(), digest.encode(), 1))
+
+
+def attention_code(model: ModelConfig) -> str:
+    """Identify the code of a model's attention, see `source_digest`; "" for a timm model."""
+    return source_digest(model.attention) if model.name == "vit" else ""
 
 
 def _read_model(path: Path) -> dict[str, Any]:

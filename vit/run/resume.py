@@ -104,7 +104,10 @@ def _compare(
         if epochs := _extension_epochs(stored, newest):
             kind = f"an interrupted extension to {epochs} epochs"
         stored = _before_extension(stored, newest, config)
-    before = {**lasting(stored), **{key: newest.environment.get(key) for key in environment}}
+    began = newest.environment
+    # Checkpoints of earlier versions do not identify the code of the attention.
+    began = {"attention_code": environment.get("attention_code"), **began}
+    before = {**lasting(stored), **{key: began.get(key) for key in environment}}
     given = to_dict(config)
     if config.train.compile == "auto":  # the run goes on as it began
         given["train"]["compile"] = stored["train"].get("compile")

@@ -94,6 +94,8 @@ class Loop:
                     self._log_processes(world.collect(observed))
                     if self.stop.agreed(world):
                         raise Stopped
+                if state.skipped == state.step:  # no step counted, of fewer than max_skipped
+                    raise self._diverged("loss or gradient")
         finally:
             self._write(self.saver.wait)
 

@@ -17,6 +17,8 @@ from vit.data.stream import Decoder
 from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
 from vit.distributed.world import World, join_world
 from vit.hardware import choose_device, choose_precision
+from vit.model.config import ModelConfig
+from vit.model_file import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
@@ -44,12 +46,16 @@ class Environment:
     stop: StopRequest
     decoder: Decoder = field(default_factory=Decoder)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, model: ModelConfig) -> dict[str, Any]:
         """Return what must not change when a run is resumed, besides its config.
 
         The results also depend on the number of threads, which a resumed run takes over.
+
+        Args:
+            model: The settings of the model.
         """
         return {
+            "attention_code": attention_code(model),
             "processes": self.world.size,
             "device": self.device.type,
             "precision": str(self.precision),
@@ -164,7 +170,8 @@ def claim_run(
                 stack.enter_context(lock_run(Path(config.out)))
             config = extend_config(config) if extend else config
             if env.world.main:
-                checkpoint = check_run(config, overwrite, env.describe(), allow_changes, extend)
+                described = env.describe(config.model)
+                checkpoint = check_run(config, overwrite, described, allow_changes, extend)
         checkpoint = env.world.agree(checkpoint)
         before = {} if checkpoint is None else checkpoint.environment
         now = torch.get_num_threads()

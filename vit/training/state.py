@@ -257,5 +257,13 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
                 f"train.parallel: {config.train.parallel} cannot resume the run in {config.out}, "
                 "whose checkpoints are not sharded; resume it with --train.parallel replicate"
             )
-        state.load_state_dict(vars(checkpoint))
+        try:
+            state.load_state_dict(vars(checkpoint))
+        except RuntimeError as error:
+            reason = shorten(" ".join(str(error).split()), 200)
+            raise ValueError(
+                f"model.attention: the checkpoint of the run in {config.out} does not fit the "
+                f"parameters of {config.model.attention} ({reason}); restore the code it was "
+                "trained with, or train in another folder with --out"
+            ) from None
     return state

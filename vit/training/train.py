@@ -260,7 +260,7 @@ def build_loop(
         "num_images": len(training),
         "fingerprint": training.fingerprint,
         "environment": {
-            **env.describe(),
+            **env.describe(config.model),
             "threads": torch.get_num_threads(),
             "compiled": step.compilation.used,
             "steps_per_epoch": schedule.steps_per_epoch,
