@@ -28,7 +28,8 @@ from attention_tab import (
     softmax,
     write_record,
 )
-from vit.explain.drawing import SIGNED, overlay
+from vit.explain.canvas import overlay
+from vit.explain.colours import SIGNED
 from vit.explain.statistics import attention_distance
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record

@@ -53,7 +53,8 @@ else:
 TIMM = "timm:"  # how the name of a model of timm begins
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
-RETIRED = ("attn_kernel",)  # fields of ModelConfig in files of earlier versions
+# Keys in files of earlier versions.
+RETIRED = {"model": ("attn_kernel",), "track": ("max_cost",)}
 
 
 @settings("data")
@@ -480,14 +481,13 @@ class TrackConfig:
     Attributes:
         every: number of steps between two points of the training curves
         probes: number of validation images whose attention maps are logged during training
-        max_cost: fraction of the training time that logging attention may take, by an estimate; in
-            short runs it is logged at fewer than ten steps, and at least at the last, in the
-            shortest without pictures; null logs at all of them
+        milestones: number of steps at which attention is logged: the last, the first, and steps in
+            between that are denser at the start
     """
 
     every: Count = 50
     probes: CountOrZero = 8
-    max_cost: Fraction | None = 0.1
+    milestones: Annotated[int, Field(ge=1, le=1000)] = 10
 
 
 @settings("")
@@ -669,9 +669,10 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
-    if isinstance(model := values.get("model"), dict):
-        model = {key: value for key, value in model.items() if key not in RETIRED}
-        values = {**values, "model": model}
+    for section, retired in RETIRED.items():
+        if isinstance(part := values.get(section), dict):
+            part = {key: value for key, value in part.items() if key not in retired}
+            values = {**values, section: part}
     return Config(**values)
 
 

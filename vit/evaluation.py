@@ -25,9 +25,11 @@ class Evaluator(Protocol):
     """Measures or draws something at certain steps during training.
 
     Attributes:
+        name: What it does, for messages.
         steps: The optimizer steps after which it runs; 0 is the untrained model.
     """
 
+    name: str
     steps: Container[int]
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
@@ -42,6 +44,8 @@ class Validation:
         steps: The steps after which it runs.
         frozen: Whether only the head of the model changes, so that what it gets is computed once.
     """
+
+    name = "validation"
 
     def __init__(self, images: ImageSet, steps: Container[int], frozen: bool = False) -> None:
         self.images, self.steps, self.frozen = images, steps, frozen

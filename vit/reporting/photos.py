@@ -10,8 +10,8 @@ from vit.config import EvalConfig
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import to_photo
-from vit.explain.drawing import SCALE
-from vit.explain.fonts import report_boxes
+from vit.explain.canvas import report_boxes
+from vit.explain.colours import SCALE
 from vit.model.attention_model import no_maps_text
 from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_run, results_folder

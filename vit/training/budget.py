@@ -12,12 +12,13 @@ from vit.seeding import generator
 from vit.training.step import TrainingStep
 
 TRAINING_FRACTION = 0.96  # of the budget; the rest is for validation and checkpoints
+LOGGED_IMAGES = 64  # images trained on in the time in which the attention of one is logged
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
-def fit_budget(step: TrainingStep, training: ImageSet, seconds: float) -> int:
+def fit_budget(step: TrainingStep, training: ImageSet, seconds: float, logged: int = 0) -> int:
     """Benchmark each phase of a run and return the number of steps that fit into a budget.
 
     The benchmark counts as training time (`state.seconds`); its effect on the weights is undone.
@@ -25,7 +26,8 @@ def fit_budget(step: TrainingStep, training: ImageSet, seconds: float) -> int:
     Args:
         step: The training step. The phases of its schedule are timed; its state is restored.
         training: The training images.
-        seconds: Time for training, validation and checkpoints.
+        seconds: Time for training, logging, validation and checkpoints.
+        logged: How many times the attention of an image is logged.
 
     Returns:
         Number of steps, at least 1, the same in all processes.
@@ -36,7 +38,7 @@ def fit_budget(step: TrainingStep, training: ImageSet, seconds: float) -> int:
     step.state.load_state_dict(fresh)
     step.state.seconds = step.world.agree(time.perf_counter() - start)
     left = TRAINING_FRACTION * seconds - step.state.seconds
-    return max(1, int(left / seconds_per_step))
+    return max(1, int(left / seconds_per_step - LOGGED_IMAGES * logged / step.schedule.batch_size))
 
 
 def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:

@@ -20,9 +20,15 @@ from vit.model.pretrained import Source, adapt
 from vit.model.timm_weights import TimmSource, keep_head
 from vit.settings import shorten
 from vit.training.budget import fit_budget
-from vit.training.compile import Compilation, choose_compilation, compiled, gain, seconds_on
+from vit.training.compile import (
+    Compilation,
+    choose_compilation,
+    compiled,
+    gain,
+    seconds_on,
+    training_seconds,
+)
 from vit.training.environment import Environment
-from vit.training.logging_plan import logging_seconds, training_seconds
 from vit.training.pretrained import with_statistics
 from vit.training.saving import load_folder
 from vit.training.schedule import Schedule, scaled_size
@@ -100,9 +106,9 @@ def build_step(
     if train.budget_minutes is None:
         state.total_steps = step.schedule.total_steps
     elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
-        seconds = 60 * train.budget_minutes
-        left = seconds - spent - logging_seconds(config, step, len(training), seconds)
-        state.total_steps = fit_budget(step, training, left)
+        logged = config.track.milestones * config.track.probes
+        left = 60 * train.budget_minutes - spent
+        state.total_steps = fit_budget(step, training, left, logged)
     state.seconds += spent
     if state.step > state.total_steps:
         raise ValueError(
@@ -138,7 +144,7 @@ def compile_step(
     if checkpoint is not None:  # early versions stored it only in the config
         began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
     cores = env.world.size * torch.get_num_threads()
-    estimate = training_seconds(config, step)
+    estimate = training_seconds(step)
     seconds = seconds_on(env.device, env.precision, cores, estimate)
     if train.budget_minutes is not None:
         seconds = 60 * train.budget_minutes

@@ -13,12 +13,19 @@ import sysconfig
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from vit.training.step import TrainingStep
 
 # Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the model of quick.
+PASS_SECONDS = 0.25e-3  # of the forward pass of an image, beside its FLOPs
+SECONDS_PER_FLOP = 1 / 300e9
+TRAINING_PASSES = 3  # a forward and a backward pass, in forward passes
 COMPILING_SECONDS = 40  # for each image size
 GAIN = 0.12  # fraction of the training time that compiled steps save
 FLOAT32_GAIN = 0.02  # the same in float32 on a CPU, where nearly all of it is matrix products
@@ -99,6 +106,27 @@ def seconds_on(device: torch.device, precision: torch.dtype, cores: int, seconds
 def gain(device: torch.device, precision: torch.dtype) -> float:
     """Return the fraction of the training time that compiled steps save."""
     return FLOAT32_GAIN if device.type == "cpu" and precision == torch.float32 else GAIN
+
+
+def training_seconds(step: "TrainingStep") -> float:
+    """Estimate what training costs on two CPU cores, in seconds."""
+    schedule = step.schedule
+    passes = schedule.batch_size * schedule.work(schedule.total_steps)
+    if step.features is not None:  # each image passes through the frozen model once
+        passes = len(step.features)
+    elif not step.state.frozen:
+        passes *= TRAINING_PASSES
+    return passes * (PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step))
+
+
+def forward_flops(step: "TrainingStep") -> int:
+    """Count the FLOPs of the forward pass of one image of full size."""
+    model = step.state.structure()
+    device = next(model.parameters()).device
+    image = torch.zeros(1, step.preprocess.channels, *step.schedule.full_size, device=device)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(image)
+    return counter.get_total_flops()
 
 
 def missing_tool(device: torch.device) -> str | None:

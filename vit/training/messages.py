@@ -18,7 +18,7 @@ from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.run_folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
-from vit.training.logging_plan import forward_flops, plan_logging
+from vit.training.compile import forward_flops
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
@@ -57,9 +57,6 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     attention = "" if variant == "dot" else f", {variant} attention"
     has_maps = attention_model(state.model) is not None
     maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
-    left_out = (
-        plan_logging(config, step, len(held_out) or len(images)).describe() if has_maps else None
-    )
     return (
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{hint if resized else ''}"
@@ -77,7 +74,6 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
         f"{_short_text(config, step)}\n"
-        f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
 

@@ -23,20 +23,19 @@ from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_tr
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles
 from vit.evaluation import Evaluator, Validation
-from vit.explain.fonts import report_boxes
+from vit.explain.canvas import report_boxes
 from vit.hardware import cores_of_all_processes
 from vit.model.attention_model import attention_model
 from vit.model.pretrained import Source
 from vit.model.timm_weights import TimmSource
 from vit.model_file import save_model
-from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
+from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.report import write_report
 from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
-from vit.tracking import Tracker
+from vit.tracking import Tracker, milestones
 from vit.training.build import build_step
 from vit.training.compile import eagerly
 from vit.training.environment import Environment, claim_run, start_environment
-from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.pretrained import resolve_pretrained, with_statistics
@@ -204,24 +203,14 @@ def build_loop(
     """Build the loop: the step with evaluators, logging and checkpoints."""
     run, seed, schedule = Path(config.out), config.train.seed, step.schedule
     looked_at = held_out if len(held_out) else training
-    plan = plan_logging(config, step, len(looked_at))
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     validated = epochs | {schedule.total_steps}
     evaluators: list[Evaluator] = [Validation(held_out, validated, step.state.frozen)]
     if config.track.probes and attention_model(step.state.model) is not None:
-        # Training images may be stored larger than the model takes them. Fewer probes are the first
-        # of all, so that probe 0 is the same image in every run on these data with this seed.
-        probes, judged = (
-            choose_probes(looked_at, count, seed).resized(step.preprocess)
-            for count in (config.track.probes, JUDGED)
-        )
-        probes = probes.select(torch.arange(min(plan.probes, len(probes))))
-        evaluators += [
-            AttentionLogging(
-                run / MAPS_FOLDER, probes, plan.drawn, plan.judged, plan.weighted, plan.pictures
-            ),
-            MapFaithfulness(judged, seed, plan.judged),
-        ]
+        # Training images may be stored larger than the model takes them.
+        probes = choose_probes(looked_at, config.track.probes, seed).resized(step.preprocess)
+        steps = milestones(schedule.total_steps, config.track.milestones)
+        evaluators.append(AttentionLogging(run / MAPS_FOLDER, probes, steps, seed))
     about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
