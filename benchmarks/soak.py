@@ -63,7 +63,7 @@ def small_config(out: Path, epochs: int) -> Config:
                 "epochs": epochs, "batch_size": 40, "accumulate": 2, "device": "cpu",
                 "precision": "float32",
             },
-            "track": {"every": 2, "probes": 2, "max_cost": None},
+            "track": {"every": 2, "probes": 2},
         }
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ DEADLINE = 120.0  # maximum seconds to wait for an expected event
 def sharded(config: Config) -> Config:
     """Return the config of the same run with sharded weights, and fewer pictures, to save time."""
     train = replace(config.train, parallel="shard")
-    return replace(config, train=train, track=replace(config.track, max_cost=0.5))
+    return replace(config, train=train, track=replace(config.track, milestones=2))
 
 
 def start(config: Config, processes: int, restarts: int) -> subprocess.Popen[bytes]:

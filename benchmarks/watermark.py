@@ -31,17 +31,8 @@ import vit
 from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
-from vit.explain.drawing import (
-    GAP,
-    Text,
-    as_pixels,
-    bar_of,
-    framed,
-    overlay,
-    paper,
-    paste,
-    shorten,
-)
+from vit.explain.canvas import GAP, Text, framed, overlay, paper, paste, shorten
+from vit.explain.colours import as_pixels, bar_of
 from vit.explain.faithfulness import mean_interval, pointing_game
 from vit.explain.maps import MAP_KINDS
 from vit.registry import ALL_KINDS

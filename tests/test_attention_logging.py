@@ -13,25 +13,20 @@ from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
-from vit.explain.drawing import SIGNED, UNIFORM
+from vit.explain.colours import SIGNED, UNIFORM
 from vit.explain.faithfulness import (
     centred_map,
     faithfulness,
     hiding_curves,
     random_maps,
 )
-from vit.explain.figures import captions_of
+from vit.explain.figures import captions_of, overlays_picture
 from vit.explain.maps import attention_maps, map_title
-from vit.explain.sheet import overlays_picture
 from vit.model.vit import VisionTransformer
-from vit.reporting.attention_logging import (
-    JUDGED,
-    JUDGED_LEVELS,
-    AttentionLogging,
-    MapFaithfulness,
-)
-from vit.reporting.attention_records import attention_records
-from vit.tensorboard_plugin.encoding import decode_details, summaries
+from vit.reporting import attention_records as records_module
+from vit.reporting.attention_logging import LEVELS, AttentionLogging
+from vit.reporting.attention_records import images_with_weights
+from vit.tensorboard_plugin.encoding import decode_details
 
 IMAGES = load("shapes", ".", train=False, count=60)
 PROBES = choose_probes(IMAGES, 3, 7)
@@ -52,7 +47,7 @@ def classifier() -> Classifier:
 
 def look(classifier: Classifier, folder: Path, steps: list[int]) -> list[dict]:
     """Run the evaluator of the probes after some steps; return what it yields, by tag."""
-    evaluator = AttentionLogging(folder, PROBES, STEPS)
+    evaluator = AttentionLogging(folder, PROBES, STEPS, seed=7)
     return [dict(evaluator.run(classifier, step)) for step in steps]
 
 
@@ -73,22 +68,27 @@ def test_saved_maps_are_the_rollout_of_the_probes(classifier, tmp_path):
     np.testing.assert_allclose(saved, maps["rollout"].numpy(), rtol=0, atol=1e-6)
 
 
-def test_statistics_come_first_and_in_order(classifier, tmp_path):
+def test_records_come_first_then_numbers_then_pictures(classifier, tmp_path):
     (yielded,) = look(classifier, tmp_path, [5])
-    numbers = [tag for tag, value in yielded.items() if isinstance(value, float)]
-    assert numbers == [
-        f"attention/{name}/layer_{layer:02d}"
-        for name in ("entropy", "distance", "sink", "patch_norm")
-        for layer in range(2)
-    ]
-    pictures = [tag for tag, value in yielded.items() if isinstance(value, np.ndarray)]
-    assert pictures == [
+    assert [*yielded] == [
+        *(f"attention/probe_{number:02d}" for number in range(3)),
+        *(
+            f"attention/{name}/layer_{layer:02d}"
+            for name in ("entropy", "distance", "sink", "patch_norm")
+            for layer in range(2)
+        ),
+        *(f"faithfulness/{kind}" for kind in ("rollout", "relevance", "lrp", "random", "centred")),
         "attention/statistics", "attention/heads/probe_00",
         *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
         *(f"attention/lrp/probe_{number:02d}" for number in range(3)),
     ]  # fmt: skip
-    for tag in pictures:
-        assert yielded[tag].dtype == np.uint8 and yielded[tag].shape[2] == 3
+    for number in range(3):
+        tag = f"attention/probe_{number:02d}"
+        assert [value.tag for value in yielded[tag].value] == [tag, f"{tag}/weights"]
+    for value in yielded.values():
+        assert not isinstance(value, np.ndarray) or (
+            value.dtype == np.uint8 and value.shape[2] == 3
+        )
 
 
 def test_relevance_is_drawn_for_the_predicted_class(classifier, tmp_path):
@@ -106,52 +106,42 @@ def test_relevance_is_drawn_for_the_predicted_class(classifier, tmp_path):
         assert (difference > 2).mean() < 1e-3  # a value between two colours may go either way
 
 
-def test_records_come_last_and_are_those_of_the_probes(classifier, tmp_path):
-    (yielded,) = look(classifier, tmp_path, [5])
-    assert [*yielded][-3:] == [f"attention/probe_{number:02d}" for number in range(3)]
-    ((attention, records),) = attention_records(classifier, PROBES, weighted=3)
-    for number, record in enumerate(records):
-        tag = f"attention/probe_{number:02d}"
-        assert yielded[tag] == summaries(tag, record)
-        assert [value.tag for value in yielded[tag].value] == [tag, f"{tag}/weights"]
-    assert attention.logits.shape == (3, 10)
-
-
-def test_settings_choose_what_the_records_contain(classifier, tmp_path):
-    evaluator = AttentionLogging(tmp_path, PROBES, STEPS, judged=[5], weighted=2, pictures=False)
-    for step, judged in ((0, False), (5, True)):
-        yielded = dict(evaluator.run(classifier, step))
-        assert not any(isinstance(value, np.ndarray) for value in yielded.values())
+def test_weights_of_a_run_have_a_budget(classifier, tmp_path, capsys, monkeypatch):
+    size = 2 * 2 * 65**2  # of two layers, two heads, 8 x 8 patches and the class token
+    monkeypatch.setattr(records_module, "WEIGHT_BYTES", len(STEPS) * 2 * size + 1)
+    for yielded in look(classifier, tmp_path, [0, 5]):
         sums = [value for value in yielded.values() if isinstance(value, Summary)]
         assert [len(found.value) for found in sums] == [2, 2, 1]
         for found in sums:
             details = decode_details(found.value[0].tensor.string_val[0])
             measured = {shown.kind for shown in details.maps if shown.faithfulness is not None}
-            assert measured == ({"rollout", "relevance", "lrp"} if judged else set())
-    assert len([*tmp_path.glob("step_*.npy")]) == 2
+            assert measured == {"rollout", "relevance", "lrp"}
+    assert "has the attention weights of 2 of 3 images (at most 0 MB" in capsys.readouterr().err
 
 
-def test_maps_that_are_not_finite_cost_only_the_records(classifier, tmp_path, capsys):
+def test_weights_of_vit_b_16_at_224_pixels_fit_for_half_of_the_probes():
+    assert images_with_weights(12 * 12 * 197**2, count=8, steps=10) == 4
+    assert images_with_weights(12 * 12 * 577**2, count=8) == 0  # more than the tab takes
+
+
+def test_maps_that_are_not_finite_cost_records_and_faithfulness(classifier, tmp_path, capsys):
     with torch.no_grad():
         classifier.model.head.bias.fill_(float("nan"))
     (yielded,) = look(classifier, tmp_path, [5])
     assert not any(isinstance(value, Summary) for value in yielded.values())
+    assert not any(tag.startswith("faithfulness") for tag in yielded)
     assert "attention/filmstrip" in yielded and "attention/lrp/probe_00" not in yielded
     assert "the Attention tab misses images of step 5" in capsys.readouterr().err
 
 
-def test_faithfulness_of_each_kind_is_measured_on_the_same_images(classifier):
-    judged = choose_probes(IMAGES, JUDGED, 7)
-    row = dict(MapFaithfulness(judged, 7, STEPS).run(classifier, 5))
-    images = classifier.normalize(judged.images)
+def test_faithfulness_is_the_mean_over_the_probes(classifier, tmp_path):
+    (row,) = look(classifier, tmp_path, [5])
+    images = classifier.normalize(PROBES.images)
     logits, maps = attention_maps(classifier.model, images, ["rollout", "relevance", "lrp"])
-    maps["random"] = random_maps(JUDGED, (8, 8), 7)
-    maps["centred"] = centred_map((8, 8)).expand(JUDGED, -1, -1)
-    assert list(row) == [f"faithfulness/{kind}" for kind in maps]
+    maps["random"] = random_maps(3, (8, 8), 7)
+    maps["centred"] = centred_map((8, 8)).expand(3, -1, -1)
     for kind, found in maps.items():
-        curves = hiding_curves(
-            classifier.forward, images, found, logits.argmax(dim=1), JUDGED_LEVELS
-        )
+        curves = hiding_curves(classifier.forward, images, found, logits.argmax(dim=1), LEVELS)
         expected = faithfulness(*curves)["lerf_morf"].mean().item()
         assert row[f"faithfulness/{kind}"] == pytest.approx(expected, abs=1e-6), kind
 
@@ -170,9 +160,7 @@ def test_full_disk_costs_only_the_saved_maps(classifier, tmp_path, capsys, monke
 
 def test_without_images_nothing_is_drawn_or_measured(classifier, tmp_path):
     none = choose_probes(IMAGES, 0, 7)
-    evaluators = (AttentionLogging(tmp_path / "maps", none, STEPS), MapFaithfulness(none, 7, STEPS))
-    for evaluator in evaluators:
-        assert list(evaluator.run(classifier, 5)) == []
+    assert list(AttentionLogging(tmp_path / "maps", none, STEPS).run(classifier, 5)) == []
     assert not (tmp_path / "maps").exists()
 
 

@@ -56,8 +56,8 @@ def images_of(num_classes: int) -> ImageSet:
 
 
 def make(classifier: Classifier, images: ImageSet, **options: Any) -> list[Record]:
-    parts = attention_records(classifier, images, **{"weighted": len(images), **options})
-    return [record for _, records in parts for record in records]
+    parts = attention_records(classifier, images, **options)
+    return [record for _, records in parts for record in records if record is not None]
 
 
 CASES = [("ours", 10), ("vit_tiny_patch16_224", 12)]
@@ -151,7 +151,8 @@ def test_batches_make_the_same_records_and_weights_go_to_the_first(
     classifier, images = make_classifier("ours", 10), images_of(10)
     whole = make(classifier, images)
     monkeypatch.setattr(module, "BATCH_SIZE", 2)
-    parts = make(classifier, images, weighted=3)
+    monkeypatch.setattr(module, "WEIGHT_BYTES", 3 * whole[0].weights.size)
+    parts = make(classifier, images)
     assert [record.weights is not None for record in parts] == [True] * 3 + [False] * 2
     for one, other in zip(whole, parts, strict=True):
         for left, right in zip(one.details.maps, other.details.maps, strict=True):

@@ -28,7 +28,8 @@ from attention_tab import (
     softmax,
     write_record,
 )
-from vit.explain.drawing import SIGNED, overlay
+from vit.explain.canvas import overlay
+from vit.explain.colours import SIGNED
 from vit.explain.statistics import attention_distance
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
@@ -340,6 +341,11 @@ def test_negative_weights_have_a_signed_scale(
     np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
     colours = colours_of(expected[1, 1].reshape(8, 8), contrast, [expected])
     np.testing.assert_allclose(pixels_of_map(frame, 1, 1), colours, atol=6)
+    # Rollout has no sign, and a scale of its own: that of all tokens but the one in question.
+    others = np.delete(rolled, 27, axis=1)
+    colours = colours_of(rolled[1].reshape(8, 8), contrast, [others])
+    np.testing.assert_allclose(pixels_of_map(frame, 1, "rollout"), colours, atol=6)
+    assert contrast == "fixed" or np.unique(colours.reshape(-1, 3), axis=0).shape[0] > 15
 
 
 def test_a_head_is_enlarged_by_click_and_key(page: Page, address: str) -> None:

@@ -39,7 +39,6 @@ run(
     "--data.val_size", "0", "--data.download", "false", "--out", out, "--train.epochs", "1",
     "--train.batch_size", "10", "--train.processes", "1", "--train.device", "cpu",
     "--model.depth", "2", "--model.embed_dim", "24", "--track.probes", "1",
-    "--track.max_cost", "null",
 )
 run(
     vit.cli.eval_main, out, "--data.root", root, "--attention", "--probes", "2",

@@ -16,7 +16,8 @@ from models import PLAIN
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
-from vit.explain.drawing import bar_of, colour_map, overlay
+from vit.explain.canvas import overlay
+from vit.explain.colours import bar_of, colour_map
 from vit.explain.explanation import Explanation
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.sheet import BAR_COLOUR, GAP, HEADER, NARROWEST, PANEL, TITLE, ZOOM

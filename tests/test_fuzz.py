@@ -96,7 +96,7 @@ EDGES = {
     "train.seed": ("-1", str(2**63)),
     "track.every": ("0", "1000001"),
     "track.probes": ("-1", "1000001"),
-    "track.max_cost": ("-0.1", "1.1"),
+    "track.milestones": ("0", "1001"),
 }
 
 # Aliases that double what they stand for, forty times over.

@@ -94,6 +94,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
         return update(step, images, targets)
 
     class TenSeconds:
+        name = "ten seconds"
         steps = range(100)
 
         def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, float]]:
@@ -108,7 +109,8 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
     loop.tracker.close()
     speeds = events(tmp_path).Scalars("train/images_per_second")
     assert [(event.step, event.value) for event in speeds] == [(3, 64), (5, 64), (8, 64), (10, 64)]
-    lines = capsys.readouterr().out.splitlines()
+    *lines, price = capsys.readouterr().out.splitlines()
+    assert price == "ten seconds took 110.0 s of 120.0 s"
     assert [line.count(" 64 images/s ") for line in lines] == [1, 1]
     work = loop.step.schedule.work
     left = 5 * (1 + 10) * (work(10) - work(5)) / work(5)

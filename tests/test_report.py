@@ -16,7 +16,7 @@ from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
-from vit.explain.drawing import BAR
+from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import (

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import metadata
 
-from vit.run.tracker import MILESTONES, ROLLOUT_TAG, Tracker, milestones
+from vit.run.tracker import ROLLOUT_TAG, Tracker, milestones
 
 
 def read_events(run: Path) -> EventAccumulator:
@@ -43,15 +43,15 @@ def draw_picture(seed: int) -> np.ndarray:
 
 
 def test_milestones_run_from_start_to_end():
-    for total in range(1, 10_001):
-        steps = milestones(total)
-        assert steps[0] == 0 and steps[-1] == total
-        assert 2 <= len(steps) <= MILESTONES == 10
-        assert all(type(step) is int for step in steps)
-        assert all(one < two for one, two in pairwise(steps))
-        if total >= 100:
-            assert len(steps) == 10
-            assert steps[1] < total / 20  # closer together at the start
+    assert milestones(3820, 10) == [0, 47, 189, 424, 755, 1179, 1698, 2311, 3018, 3820]
+    assert milestones(3820, 2) == [0, 3820] and milestones(3820, 1) == [3820]
+    for total in range(1, 1000):
+        for count in (2, 5, 10):
+            steps = milestones(total, count)
+            assert steps[0] == 0 and steps[-1] == total and len(steps) <= count
+            assert all(type(step) is int for step in steps)
+            assert all(one < two for one, two in pairwise(steps))
+            assert len(steps) == count or total < count**2  # two milestones would coincide
 
 
 def test_scalars_are_read_back(tmp_path):

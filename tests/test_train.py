@@ -143,7 +143,7 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
     assert sorted(accumulator.Tags()["images"]) == sorted(tags + signed + others)
     for tag in tags + signed + others:
         pictures = accumulator.Images(tag)
-        assert [picture.step for picture in pictures] == milestones(STEPS)
+        assert [picture.step for picture in pictures] == milestones(STEPS, 10)
         first, last = pictures[0].encoded_image_string, pictures[-1].encoded_image_string
         assert first != last
         for encoded in (first, last):
@@ -160,7 +160,7 @@ def test_filmstrip_grows_by_a_column_at_each_milestone(finished: tuple[Path, str
     assert {wider - narrower for narrower, wider in pairwise(widths)} == {70}
     for narrower, wider in pairwise(strips):  # what was drawn stays: step 0, and the image
         assert (narrower[24:, :140] == wider[24:, :140]).all()
-    kept = [np.load(run / "attention" / f"step_{step:08d}.npy") for step in milestones(STEPS)]
+    kept = [np.load(run / "attention" / f"step_{step:08d}.npy") for step in milestones(STEPS, 10)]
     assert {maps.shape for maps in kept} == {(3, 8, 8)}
     assert not np.array_equal(kept[0], kept[-1])
 
@@ -171,11 +171,11 @@ def test_numbers_of_attention_stand_at_every_milestone(finished: tuple[Path, str
     for name, (low, high) in ranges.items():
         for layer in range(2):
             points = accumulator.Scalars(f"vit/attention/{name}/layer_{layer:02d}")
-            assert [point.step for point in points] == milestones(STEPS)
+            assert [point.step for point in points] == milestones(STEPS, 10)
             assert all(low < point.value <= high for point in points)
     for kind in ("rollout", "relevance", "lrp", "random", "centred"):
         points = accumulator.Scalars(f"vit/faithfulness/{kind}")
-        assert [point.step for point in points] == milestones(STEPS)
+        assert [point.step for point in points] == milestones(STEPS, 10)
         assert all(-0.5 <= point.value <= 0.5 for point in points)
 
 

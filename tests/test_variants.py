@@ -161,9 +161,7 @@ def test_everything_that_reads_attention_reads_a_variant(name, tmp_path):
     for measure in (attention_entropy, sink_mass):
         assert (measure(list(weights)) >= 0).all() and (measure(list(weights)) <= 1 + 1e-6).all()
     labels = torch.zeros(4, dtype=torch.int64)
-    ((_, records),) = attention_records(
-        classifier, ImageSet(images, labels, classes), weighted=len(images)
-    )
+    ((_, records),) = attention_records(classifier, ImageSet(images, labels, classes))
     stored = np.stack([record.weights for record in records], axis=1)
     assert_close(torch.from_numpy(stored), weights, rtol=0, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):

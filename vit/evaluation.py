@@ -7,15 +7,18 @@ import math
 import time
 import unicodedata
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
+from vit.data.preprocess import Preprocess
 from vit.run.tracker import Logged
+from vit.training.config import Config
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 LONGEST_NAME = 40  # columns of a terminal that a class name may take in a table
@@ -25,13 +28,38 @@ class Evaluator(Protocol):
     """Measures or draws something at certain steps during training.
 
     Attributes:
+        name: What it does, for messages.
         steps: The optimizer steps after which it runs; 0 is the untrained model.
     """
 
+    name: str
     steps: Container[int]
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
         """Yield tags with numbers, pictures (height, width, 3) uint8, or summaries."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an evaluator is made from when a run begins, see `vit.registry.EVALUATORS`.
+
+    Attributes:
+        config: The config of the run.
+        model: Its model, in evaluation mode; the weights may change.
+        preprocess: How images become the model's input.
+        training: The training images.
+        held_out: The held-out images, perhaps none.
+        epoch_ends: The steps after which an epoch ends, or the run.
+        total_steps: Steps in the run.
+    """
+
+    config: Config
+    model: nn.Module
+    preprocess: Preprocess
+    training: ImageSet
+    held_out: ImageSet
+    epoch_ends: Container[int]
+    total_steps: int
 
 
 class Validation:
@@ -42,6 +70,8 @@ class Validation:
         steps: The steps after which it runs.
         frozen: Whether only the head of the model changes, so that what it gets is computed once.
     """
+
+    name = "validation"
 
     def __init__(self, images: ImageSet, steps: Container[int], frozen: bool = False) -> None:
         self.images, self.steps, self.frozen = images, steps, frozen
@@ -61,6 +91,12 @@ class Validation:
             result, _ = evaluate(classifier, self.images)
         yield "val/loss", result["loss"]
         yield "val/accuracy", result["accuracy"]
+
+
+def validation(setup: Setup) -> Evaluator:
+    """Measure loss and accuracy on the held-out images after each epoch."""
+    frozen = setup.config.train.freeze == "backbone"
+    return Validation(setup.held_out, setup.epoch_ends, frozen)
 
 
 def evaluate(

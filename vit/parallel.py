@@ -8,12 +8,24 @@ one of the cores busy. Threads that each classify their own images wait once, at
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+@contextmanager
+def one_core() -> Iterator[int]:
+    """Run operations of torch on one core; yield the number of threads that they had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
 
 
 def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:

@@ -1,4 +1,4 @@
-"""What is chosen by name: data sets, optimizers and kinds of attention map.
+"""What is chosen by name: data sets, optimizers, kinds of attention map, evaluators.
 
 An entry says everything about a thing and names its function, as "module:name"; CONTRIBUTING.md
 shows how to add one. Functions are found by name when they are called, so that the command line can
@@ -181,3 +181,11 @@ ALL_KINDS = {
         "RISE", "references:rise_of_1000_masks", "passes", "size", signed=True, default=False
     ),
 }  # fmt: skip
+
+# What is measured and drawn during training: functions in `vit` that take a `vit.evaluation.Setup`
+# and return an Evaluator, or None where there is nothing to do.
+EVALUATORS = {
+    "validation": "evaluation:validation",
+    "attention": "reporting.attention_logging:attention_logging",
+}
+REPORT = "reporting.report:write_report"  # on the test images, at the end of a run

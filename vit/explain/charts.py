@@ -1,6 +1,7 @@
-"""Charts: confusion matrix and reliability diagram.
+"""Charts: statistics of attention heads, confusion matrix and reliability diagram.
 
-Pictures are (height, width, 3) uint8 arrays.
+The two charts of the report are drawn with matplotlib, which is imported when it is needed, because
+that takes half a second. Pictures are (height, width, 3) uint8 arrays.
 """
 
 from collections.abc import Sequence
@@ -8,15 +9,66 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
+from PIL import Image, ImageDraw
+from torch import Tensor
 
-from vit.explain.drawing import DPI, shorten
-from vit.explain.fonts import font_families, missing_letters
+from vit.explain.canvas import (
+    DPI,
+    FONT_SIZE,
+    SMALL_FONT,
+    enlarge,
+    font_families,
+    font_of,
+    paper,
+    pixels_of,
+    shorten,
+    upwards,
+)
+from vit.explain.colours import blues, colour
 
 NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, and with names
 NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
+
+
+def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
+    """Draw statistics of all heads as heatmaps side by side, layers as rows and heads as columns.
+
+    Each has a colour scale of its own, from its least to its greatest value.
+
+    Args:
+        statistics: Values (L, H) by title.
+    """
+    charts = [_heads_chart(title, values.cpu().numpy()) for title, values in statistics.items()]
+    return np.concatenate(charts, axis=1)
+
+
+def _heads_chart(title: str, values: np.ndarray) -> np.ndarray:
+    """Draw one statistic (L, H) as a heatmap."""
+    layers, heads = values.shape
+    cell, left, top, below = (max(45, 150 // heads), 30), 34, 24, 36  # pixels
+    height, width = cell[1] * layers, cell[0] * heads
+    span = values.max() - values.min()
+    shares = (values - values.min()) / (span if span > 0 else 1)
+    canvas = paper(top + height + below, left + width + 8)
+    cells = enlarge(colour(shares, blues()), (height, width))
+    canvas[top : top + height, left : left + width] = cells
+    picture = Image.fromarray(canvas)
+    draw, bottom, middle = ImageDraw.Draw(picture), top + height, left + width / 2
+    small = font_of(SMALL_FONT)
+    draw.text((middle, top - 4), title, "black", font_of(FONT_SIZE), "md")
+    draw.text((middle, bottom + 32), "head", "black", small, "md")
+    across = [left + (head + 0.5) * cell[0] for head in range(heads)]
+    down = [top + (layer + 0.5) * cell[1] for layer in range(layers)]
+    for head, x in enumerate(across):
+        draw.text((x, bottom + 17), str(head), "black", small, "md")
+    for layer, y in enumerate(down):
+        draw.text((left - 4, y), str(layer), "black", small, "rm")
+    for (layer, head), value in np.ndenumerate(values):
+        ink = "white" if shares[layer, head] > 0.5 else "black"
+        draw.text((across[head], down[layer]), f"{value:.2g}", ink, font_of(7), "mm")
+    word = upwards("layer", SMALL_FONT)
+    picture.paste(word, (0, top + (height - word.height) // 2))
+    return np.array(picture)
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
@@ -26,6 +78,9 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
         confusion: C x C counts, rows are true classes and columns predicted ones.
         classes: The C class names.
     """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
     counts = torch.tensor(confusion, dtype=torch.float64)
     shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
     few = len(classes) <= NUMBERED
@@ -59,6 +114,8 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
         bins: Result of `vit.evaluation.reliability`.
         ece: Expected calibration error, 0 to 1.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.6, 5.2), dpi=DPI, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     confidence = [b["confidence"] for b in bins]
@@ -75,11 +132,3 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
     lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
     lower.set(xlabel="confidence", ylabel="images")
     return pixels_of(figure)
-
-
-def pixels_of(figure: Figure) -> np.ndarray:
-    """Render a matplotlib figure as pixels."""
-    canvas = FigureCanvasAgg(figure)
-    with missing_letters():
-        canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

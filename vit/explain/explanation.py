@@ -8,7 +8,9 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from vit.explain.colours import as_rgb, bar_of
 from vit.explain.maps import map_title
+from vit.explain.sheet import View, photo_sheet
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +55,6 @@ class Explanation:
 
     def sheet(self) -> Image.Image:
         """Draw the photo, its maps and their overlays, with captions and a colour bar."""
-        from vit.explain.drawing import as_rgb, bar_of  # late: only drawing needs matplotlib
-        from vit.explain.sheet import photo_sheet
-
         height, width = self.photo.shape[:2]
         if self.photo[self.seen].shape != self.photo.shape:
             view = "; the model sees the framed part"
@@ -69,12 +68,9 @@ class Explanation:
             header += f", explained for {self.target} {self.probabilities[self.target]:.1%}"
         titles = [map_title(kind, self.target) for kind in self.maps]
         maps, bars = list(self.maps.values()), [bar_of(kind) for kind in self.maps]
-        return Image.fromarray(
-            photo_sheet(
-                as_rgb(self.photo), self.seen, maps, titles, bars, header, self.probabilities,
-                self.padding, as_rgb(np.array(self.fill, np.uint8)),
-            )
-        )  # fmt: skip
+        fill = as_rgb(np.array(self.fill, np.uint8))
+        seen = View(as_rgb(self.photo), self.seen, self.padding, fill)
+        return Image.fromarray(photo_sheet(seen, maps, titles, bars, header, self.probabilities))
 
     def save(self, path: str | Path) -> None:
         """Write the sheet to a file; its suffix chooses the format, e.g. .png or .pdf."""

@@ -1,6 +1,6 @@
 """Figures of attention maps: tensors in, pictures out.
 
-Pictures are (height, width, 3) uint8 arrays; see `vit.explain.drawing` for colours and scale. Maps
+Pictures are (height, width, 3) uint8 arrays; see `vit.explain.colours` for colours and scale. Maps
 are in units of uniform attention.
 
 Shapes: B images, L layers, H heads, T steps.
@@ -9,38 +9,43 @@ Shapes: B images, L layers, H heads, T steps.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
-from matplotlib.colors import Normalize
-from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.explain.drawing import (
-    FONT_SIZE,
+from vit.explain.canvas import (
     GAP,
     LINE,
-    SIGNED,
-    SMALL_FONT,
-    UNIFORM,
-    Bar,
     Text,
-    as_pixels,
-    colour_map,
-    enlarge,
-    font_of,
     framed,
     overlay,
     paper,
     paste,
     shorten,
     text_width,
-    upwards,
+)
+from vit.explain.colours import (
+    RED_BLUE,
+    SIGNED,
+    UNIFORM,
+    Bar,
+    as_pixels,
+    colour_map,
 )
 from vit.explain.maps import map_title
 
-DIFFERENCE_COLOURS, DIFFERENCE_SCALE = "RdBu_r", (-2.0, 2.0)
+DIFFERENCE: Bar = (RED_BLUE, (-2.0, 2.0), "difference, × uniform")
 NAME = 18  # height of a line with the name of an image, in pixels
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture, (height, width, 3) uint8, with words above it."""
+
+    pixels: np.ndarray
+    words: str
+    align: str = "center"
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
@@ -80,35 +85,40 @@ def attention_picture(
         A picture, 256 pixels high per row and 706 wide; 58 wider with two different scales.
     """
     bars = [UNIFORM] * len(images) if bars is None else bars
-    panel, title = 208, 48
-    canvas = paper((panel + title) * len(images), 3 * panel + 4 * GAP)
-    texts: list[Text] = []
-    for row, (image, heat, caption, kind, bar) in enumerate(
-        zip(images, maps, captions, titles, bars, strict=True)
-    ):
-        top = row * (panel + title) + title - GAP
+    rows = []
+    for image, heat, caption, title, bar in zip(images, maps, captions, titles, bars, strict=True):
         pixels = as_pixels(image)
-        for column, part in enumerate((pixels, colour_map(heat, bar), overlay(pixels, heat, bar))):
-            paste(canvas, part, top, GAP + column * (panel + GAP), panel)
-        for column, (align, words) in enumerate(
-            (("left", caption), ("center", kind), ("center", "overlay"))
-        ):
-            left = GAP + column * (panel + GAP) + (panel / 2 if align == "center" else 0)
-            texts.append((left, top - 5, align, shorten(words, panel)))
-    scales = list(dict.fromkeys(bars))
-    return framed(canvas, texts, scales, length=panel - 12, top=title - GAP + 4)
+        row = [Panel(pixels, caption, "left"), Panel(colour_map(heat, bar), title)]
+        rows.append([*row, Panel(overlay(pixels, heat, bar), "overlay")])
+    return _panels(rows, bars, side=208, head=48)
 
 
-def rollout_pictures(images: Tensor, maps: Tensor, captions: Sequence[str]) -> list[np.ndarray]:
-    """Draw each image with its attention rollout as a separate picture.
+def rollout_picture(image: Tensor, heat: Tensor, caption: str) -> np.ndarray:
+    """Draw an image with its attention rollout; see `attention_picture`."""
+    return attention_picture(image[None], [heat], [caption], [map_title("rollout", "")])
 
-    Arguments are those of `attention_picture`.
+
+def overlays_picture(
+    image: Tensor,
+    maps: Tensor | Sequence[Tensor],
+    caption: str,
+    titles: Sequence[str],
+    bars: Sequence[Bar],
+) -> np.ndarray:
+    """Draw an image and the overlays of several maps side by side.
+
+    Args:
+        image: (channels, H, W) uint8.
+        maps: (rows, columns) each.
+        caption: A caption above the image, of up to two lines.
+        titles: A title above each overlay, of up to two lines.
+        bars: Colours and scale of each map.
     """
-    title = [map_title("rollout", "")]
-    return [
-        attention_picture(images[i : i + 1], maps[i : i + 1], captions[i : i + 1], title)
-        for i in range(len(images))
-    ]
+    pixels = as_pixels(image)
+    row = [Panel(pixels, caption, "left")]
+    for heat, title, bar in zip(maps, titles, bars, strict=True):
+        row.append(Panel(overlay(pixels, heat, bar), title))
+    return _panels([row], bars, side=160, head=48)
 
 
 def named(picture: np.ndarray, name: str) -> np.ndarray:
@@ -151,44 +161,6 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
     words = "attention of each head (class-agnostic)"
     return _sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
-
-
-def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
-    """Draw statistics of all heads as heatmaps side by side, layers as rows and heads as columns.
-
-    Each has a colour scale of its own, from its least to its greatest value.
-
-    Args:
-        statistics: Values (L, H) by title.
-    """
-    layers, heads = next(iter(statistics.values())).shape
-    cell, left, top, below = (max(45, 150 // heads), 30), 34, 24, 36  # pixels
-    size = cell[1] * layers, cell[0] * heads
-    panel = left + size[1] + 8
-    canvas = paper(top + size[0] + below, panel * len(statistics))
-    lights = [Normalize()(values.cpu().numpy()) for values in statistics.values()]
-    starts = [number * panel + left for number in range(len(statistics))]
-    for start, light in zip(starts, lights, strict=True):
-        colours = matplotlib.colormaps["viridis"](light, bytes=True)[..., :3]
-        canvas[top : top + size[0], start : start + size[1]] = enlarge(colours, size)
-    picture = Image.fromarray(canvas)
-    draw, bottom = ImageDraw.Draw(picture), top + size[0]
-    for start, light, (title, values) in zip(starts, lights, statistics.items(), strict=True):
-        across = [start + (head + 0.5) * cell[0] for head in range(heads)]
-        down = [top + (layer + 0.5) * cell[1] for layer in range(layers)]
-        middle = start + size[1] / 2
-        draw.text((middle, top - 4), title, "black", font_of(FONT_SIZE), "md")
-        draw.text((middle, bottom + 32), "head", "black", font_of(SMALL_FONT), "md")
-        for head, x in enumerate(across):
-            draw.text((x, bottom + 17), str(head), "black", font_of(SMALL_FONT), "md")
-        for layer, y in enumerate(down):
-            draw.text((start - 4, y), str(layer), "black", font_of(SMALL_FONT), "rm")
-        for (layer, head), value in np.ndenumerate(values.cpu().numpy()):
-            colour = "white" if light[layer, head] < 0.6 else "black"
-            draw.text((across[head], down[layer]), f"{value:.2g}", colour, font_of(7), "mm")
-        word = upwards("layer", SMALL_FONT)
-        picture.paste(word, (start - left, top + (size[0] - word.height) // 2))
-    return np.array(picture)
 
 
 def gallery_picture(
@@ -258,34 +230,42 @@ def comparison_picture(
         titles: For each model, B titles above its maps, of one line of 30 characters.
         captions: B captions above the images, of lines of 30 characters.
     """
-    panel, heads = 176, len(maps) + 1 + (len(maps) == 2)
-    title = 18 + 15 * max(2, 1 + max(caption.count("\n") for caption in captions))
-    canvas = paper((panel + title) * len(images), heads * panel + (heads + 1) * GAP)
-    texts: list[Text] = []
-    for row, image in enumerate(images):
-        top = row * (panel + title) + title - GAP
-        parts = [as_pixels(image), *(colour_map(found[row]) for found in maps)]
-        words = [
-            f"{shorten(title_of[row], panel)}\nrollout (class-agnostic)" for title_of in titles
-        ]
+    rows = []
+    for number, image in enumerate(images):
+        row = [Panel(as_pixels(image), captions[number], "left")]
+        for found, above in zip(maps, titles, strict=True):
+            words = f"{above[number]}\nrollout (class-agnostic)"
+            row.append(Panel(colour_map(found[number]), words))
         if len(maps) == 2:
-            parts.append(_difference(maps[0][row], maps[1][row]))
-            words.append("difference:\nsecond map − first map")
-        for column, part in enumerate(parts):
-            paste(canvas, part, top, GAP + column * (panel + GAP), panel)
-        texts.append((GAP, top - 5, "left", shorten(captions[row], panel)))
-        for column, text in enumerate(words, start=1):
-            texts.append((GAP + column * (panel + GAP) + panel / 2, top - 5, "center", text))
-    bars = [UNIFORM]
-    if len(maps) == 2:
-        bars.append((DIFFERENCE_COLOURS, DIFFERENCE_SCALE, "difference, × uniform"))
-    return framed(canvas, texts, bars, length=panel - 12, top=title)
+            difference = colour_map(maps[1][number] - maps[0][number], DIFFERENCE)
+            row.append(Panel(difference, "difference:\nsecond map − first map"))
+        rows.append(row)
+    lines = max(2, 1 + max(caption.count("\n") for caption in captions))
+    bars = [UNIFORM, DIFFERENCE] if len(maps) == 2 else [UNIFORM]
+    return _panels(rows, bars, side=176, head=18 + 15 * lines)
 
 
-def _difference(one: Tensor, other: Tensor) -> np.ndarray:
-    """Colour by how much the second of two maps (rows, columns) exceeds the first."""
-    share = Normalize(*DIFFERENCE_SCALE)((other - one).cpu().numpy())
-    return matplotlib.colormaps[DIFFERENCE_COLOURS](share, bytes=True)[..., :3]
+def _panels(
+    rows: Sequence[Sequence[Panel]], bars: Sequence[Bar], *, side: int, head: int
+) -> np.ndarray:
+    """Draw rows of panels of equal size, with their words above them and colour bars at the right.
+
+    Args:
+        rows: The panels, equally many in each row.
+        bars: Their scales; each is drawn once.
+        side: The longer side of a picture, in pixels.
+        head: Height of the words, in pixels.
+    """
+    canvas = paper((side + head) * len(rows), len(rows[0]) * (side + GAP) + GAP)
+    texts: list[Text] = []
+    for number, row in enumerate(rows):
+        top = number * (side + head) + head - GAP
+        for column, panel in enumerate(row):
+            left = GAP + column * (side + GAP)
+            paste(canvas, panel.pixels, top, left, side)
+            x = left + side / 2 if panel.align == "center" else left
+            texts.append((x, top - 5, panel.align, shorten(panel.words, side)))
+    return framed(canvas, texts, list(dict.fromkeys(bars)), length=side - 12, top=head - GAP + 4)
 
 
 def _sheet(

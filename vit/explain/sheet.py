@@ -1,24 +1,14 @@
-"""Sheets: a photo with its maps and their overlays, and a small image with overlays beside it."""
+"""The sheet of a photo: the photo, and each of its maps with the overlay of both."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vit.explain.drawing import (
-    GAP,
-    Bar,
-    Text,
-    as_pixels,
-    colour_map,
-    enlarge,
-    framed,
-    overlay,
-    paper,
-    paste,
-    shorten,
-)
+from vit.explain.canvas import GAP, Text, enlarge, framed, overlay, paper, shorten
+from vit.explain.colours import Bar, colour_map
 
 ZOOM = 2  # pixels of a sheet to one pixel of all lengths below, so that it can be printed
 PANEL = 220  # the longer side of a map
@@ -29,38 +19,54 @@ BAR_HEIGHT, BAR_COLOUR, BAR_PAPER = 6, (76, 114, 176), 230
 BORDER = 3  # width of the frame around what the model sees, in pixels of the sheet
 
 
+@dataclass(frozen=True)
+class View:
+    """A photo, and what the model sees of it.
+
+    Attributes:
+        photo: (height, width, 3) uint8, of any size.
+        seen: Rows and columns of the photo that the model sees.
+        padding: What the model sees around them, in pixels of the photo: above, below; left, right.
+        fill: Colour of the padding, (3,) uint8.
+    """
+
+    photo: np.ndarray
+    seen: tuple[slice, slice]
+    padding: tuple[tuple[int, int], tuple[int, int]]
+    fill: np.ndarray
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of what the model sees, in pixels of the photo."""
+        height, width = self.photo[self.seen].shape[:2]
+        (above, below), (left, right) = self.padding
+        return height + above + below, width + left + right
+
+
 def photo_sheet(
-    photo: np.ndarray,
-    seen: tuple[slice, slice],
+    view: View,
     maps: Sequence[Tensor],
     titles: Sequence[str],
     bars: Sequence[Bar],
     header: str,
     probabilities: dict[str, float],
-    padding: tuple[tuple[int, int], tuple[int, int]],
-    fill: np.ndarray,
 ) -> np.ndarray:
     """Draw a photo, and a row with map and overlay for each map.
 
     Args:
-        photo: (height, width, 3) uint8, of any size.
-        seen: Rows and columns of the photo that the model sees; they are framed.
+        view: The photo; what the model sees is framed.
         maps: (rows, columns) each.
         titles: A text for each map, of up to two lines.
         bars: Colours and scale of each map.
         header: Two lines above everything.
         probabilities: Probability of each class, best first; the first five are listed below the
             photo if there is room, that is with two maps or more.
-        padding: What the model sees around the photo, in pixels of it: above, below; left, right.
-        fill: Colour of the padding, (3,) uint8.
 
     Returns:
         (height, width, 3) uint8.
     """
-    size = _fit(photo.shape, PANEL, 2 * PANEL)
-    part = photo[seen]
-    view = tuple(n + sum(added) for n, added in zip(part.shape[:2], padding, strict=True))
-    panel = _fit(view, PANEL, PANEL)
+    size = _fit(view.photo.shape, PANEL, 2 * PANEL)
+    panel = _fit(view.size, PANEL, PANEL)
     left = 3 * GAP + max(size[1], NARROWEST)
     pitch, column_width = TITLE + panel[0], max(panel[1], TITLE_WIDTH)
     height = HEADER + max(pitch * len(maps), TITLE + size[0]) + 2 * GAP
@@ -73,9 +79,9 @@ def photo_sheet(
         (GAP, HEADER - 8, "left", shorten(header, canvas.shape[1] / ZOOM - GAP)),
         (GAP, top - 5, "left", "photo"),
     ]
-    shown = ZOOM * size[0], ZOOM * size[1]
-    _place(canvas, _framed_part(_resize(photo, shown), seen, photo.shape), top, GAP)
-    crop = _padded(part, padding, view, panel, fill)
+    photo = _resize(view.photo, (ZOOM * size[0], ZOOM * size[1]))
+    _place(canvas, _framed_part(photo, view), top, GAP)
+    crop = _padded(view, panel)
     for row, (heat, title, bar) in enumerate(zip(maps, titles, bars, strict=True)):
         top = HEADER + TITLE + row * pitch
         parts = (enlarge(colour_map(heat, bar), crop.shape), overlay(crop, heat, bar))
@@ -85,35 +91,8 @@ def photo_sheet(
             texts.append((x + column_width / 2, top - 5, "center", shorten(words, column_width)))
     if len(maps) > 1:
         texts += _list_classes(canvas, probabilities, list_top)
-    return framed(
-        canvas, texts, list(dict.fromkeys(bars)), length=panel[0] - 12, top=HEADER + TITLE + 4,
-        zoom=ZOOM,
-    )  # fmt: skip
-
-
-def overlays_picture(
-    image: Tensor, maps: Sequence[Tensor], caption: str, titles: Sequence[str], bars: Sequence[Bar]
-) -> np.ndarray:
-    """Draw an image and the overlays of several maps side by side.
-
-    Args:
-        image: (channels, H, W) uint8.
-        maps: (rows, columns) each.
-        caption: A caption above the image, of up to two lines.
-        titles: A title above each overlay, of up to two lines.
-        bars: Colours and scale of each map.
-    """
-    panel, top = 160, 48 - GAP
-    canvas = paper(panel + top + GAP, (1 + len(maps)) * (panel + GAP) + 2 * GAP)
-    pixels = as_pixels(image)
-    parts = [pixels, *(overlay(pixels, heat, bar) for heat, bar in zip(maps, bars, strict=True))]
-    texts: list[Text] = [(GAP, top - 5, "left", shorten(caption, panel))]
-    for column, part in enumerate(parts):
-        paste(canvas, part, top, GAP + column * (panel + GAP), panel)
-    for column, words in enumerate(titles, start=1):
-        middle = GAP + column * (panel + GAP) + panel / 2
-        texts.append((middle, top - 5, "center", shorten(words, panel)))
-    return framed(canvas, texts, list(dict.fromkeys(bars)), length=panel - 12, top=top + 4)
+    scales, length = list(dict.fromkeys(bars)), panel[0] - 12
+    return framed(canvas, texts, scales, length=length, top=HEADER + TITLE + 4, zoom=ZOOM)
 
 
 def _list_classes(canvas: np.ndarray, probabilities: dict[str, float], top: int) -> list[Text]:
@@ -149,45 +128,35 @@ def _resize(photo: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(Image.fromarray(photo).resize((width, height), how))
 
 
-def _padded(
-    part: np.ndarray,
-    padding: tuple[tuple[int, int], tuple[int, int]],
-    view: tuple[int, ...],
-    panel: tuple[int, int],
-    fill: np.ndarray,
-) -> np.ndarray:
+def _padded(view: View, panel: tuple[int, int]) -> np.ndarray:
     """Draw what the model sees in a panel: the part of the photo, and padding around it.
 
     Args:
-        part: (h, w, 3) uint8.
-        padding: Above, below; left, right of the part, in its pixels.
-        view: Height and width of the part with padding.
+        view: The photo.
         panel: Height and width of the panel in pixels of the layout.
-        fill: Colour of the padding, (3,) uint8.
     """
-    drawn = np.tile(fill, (ZOOM * panel[0], ZOOM * panel[1], 1))
+    drawn = np.tile(view.fill, (ZOOM * panel[0], ZOOM * panel[1], 1))
     (top, bottom), (left, right) = (
-        (round(before * shown / whole), round((whole - after) * shown / whole))
-        for (before, after), shown, whole in zip(padding, drawn.shape, view, strict=False)
+        (round(before * shown / full), round((full - after) * shown / full))
+        for (before, after), shown, full in zip(
+            view.padding, drawn.shape[:2], view.size, strict=True
+        )
     )
     size = max(1, bottom - top), max(1, right - left)
-    drawn[top : top + size[0], left : left + size[1]] = _resize(part, size)
+    drawn[top : top + size[0], left : left + size[1]] = _resize(view.photo[view.seen], size)
     return drawn
 
 
-def _framed_part(
-    pixels: np.ndarray, seen: tuple[slice, slice], full: tuple[int, ...]
-) -> np.ndarray:
+def _framed_part(pixels: np.ndarray, view: View) -> np.ndarray:
     """Fade what the model does not see and frame what it sees, unless that is everything.
 
     Args:
-        pixels: (h, w, 3) uint8, a photo of any size, resized.
-        seen: Rows and columns of the photo as it was.
-        full: Height and width of the photo as it was.
+        pixels: (h, w, 3) uint8, the photo, resized.
+        view: The photo.
     """
     (top, bottom), (left, right) = (
-        (round(part.start * shown / whole), round(part.stop * shown / whole))
-        for part, shown, whole in zip(seen, pixels.shape[:2], full[:2], strict=True)
+        (round(part.start * shown / full), round(part.stop * shown / full))
+        for part, shown, full in zip(view.seen, pixels.shape[:2], view.photo.shape[:2], strict=True)
     )
     if (top, left) == (0, 0) and (bottom, right) == pixels.shape[:2]:
         return pixels

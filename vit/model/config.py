@@ -24,7 +24,6 @@ PATCH_SIZE = 4  # of a model trained from scratch, unless set
 TIMM = "timm:"  # how the name of a model of timm begins
 # Fields of ModelConfig that VisionTransformer does not take.
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
-RETIRED = ("attn_kernel",)  # fields of ModelConfig in files of earlier versions
 
 
 @settings("model")

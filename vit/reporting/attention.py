@@ -1,5 +1,6 @@
 """Attention of test images: sheets, maps and an index."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +15,20 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.console import counted
 from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
-from vit.explain.drawing import bar_of
+from vit.explain.canvas import report_boxes
+from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of, named
-from vit.explain.fonts import report_boxes
 from vit.explain.maps import MAP_KINDS, map_title, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
-from vit.reporting.attention_records import attention_records
+from vit.reporting.attention_records import attention_records, left_out_text
 from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
-from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
 from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
 from vit.run.tracker import picture_tag
 from vit.tensorboard_plugin.summary import add_record
@@ -131,23 +131,55 @@ def _write_maps(
     chosen, classes = test.select(indices).in_memory(), saved.classifier.classes
     aims = None if target is None else torch.full_like(indices, target)
     logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
-    probabilities, predicted = logits.softmax(dim=1).cpu().max(dim=1)
-    explained = predicted if target is None else torch.full_like(predicted, target)
-    signed = [kind for kind, entry in ALL_KINDS.items() if entry.signed]
-    means = [k for k, e in ALL_KINDS.items() if e.unit != "uniform" and not e.signed]
+    explained = logits.argmax(dim=1).cpu() if aims is None else aims
+    names = [f"image_{index:05d}" for index in indices.tolist()]
     entries = [
         {
             "row": row,
             **test.entry(index),
-            "label": classes[chosen.labels[row]],
-            "prediction": classes[predicted[row]],
-            "probability": probabilities[row].item(),
+            **_predicted(chosen, logits, row),
             "explained_class": classes[explained[row]],
-            "sheet": f"image_{index:05d}.png",
+            "sheet": f"{names[row]}.png",
         }
         for row, index in enumerate(indices.tolist())
     ]
-    content: dict[str, Any] = {
+    # Written first, because it marks the folder as one that the next call may empty.
+    content = _index(saved, rollout, list(maps)) | {"images": entries}
+    (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
+    captions = captions_of(logits, chosen.labels, classes)
+    with SummaryWriter(str(folder)) as writer:
+        _write_records(writer, saved, chosen, names, target, rollout, levels)
+        for row, name in enumerate(names):
+            sheet = attention_picture(
+                chosen.pixels()[row].expand(len(maps), -1, -1, -1),
+                [found[row] for found in maps.values()],
+                [captions[row]] * len(maps),
+                [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
+                [bar_of(kind) for kind in maps],
+            )
+            sheet = named(sheet, chosen.name(row))
+            Image.fromarray(sheet).save(folder / f"{name}.png")
+            tag = picture_tag(f"attention/{name}")
+            writer.add_image(tag, sheet, saved.step, dataformats="HWC")
+    for kind, found in maps.items():
+        np.save(folder / f"{kind}.npy", found.cpu().numpy())
+
+
+def _predicted(images: ImageSet, logits: Tensor, row: int) -> dict[str, Any]:
+    """Return the label and the prediction of an image for the index."""
+    probability, predicted = logits[row].softmax(dim=0).max(dim=0)
+    return {
+        "label": images.classes[images.labels[row]],
+        "prediction": images.classes[predicted],
+        "probability": probability.item(),
+    }
+
+
+def _index(saved: SavedModel, rollout: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return what the index says of all images."""
+    signed = [kind for kind, entry in ALL_KINDS.items() if entry.signed]
+    means = [k for k, e in ALL_KINDS.items() if e.unit != "uniform" and not e.signed]
+    return {
         "data": saved.config.data.name,
         "split": "test",
         "readout": readout_of(require_attention(saved.classifier.model)),
@@ -157,52 +189,27 @@ def _write_maps(
         "absolute values",
         "maps": {
             kind: {"file": f"{kind}.npy", "class_specific": ALL_KINDS[kind].class_specific}
-            for kind in maps
+            for kind in kinds
         },
-        "images": entries,
     }
-    # Written first, because it marks the folder as one that the next call may empty.
-    (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
-    captions = captions_of(logits, chosen.labels, classes)
-    with SummaryWriter(str(folder)) as writer:
-        for row, index in enumerate(indices.tolist()):
-            sheet = attention_picture(
-                chosen.pixels()[row].expand(len(maps), -1, -1, -1),
-                [found[row] for found in maps.values()],
-                [captions[row]] * len(maps),
-                [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
-                [bar_of(kind) for kind in maps],
-            )
-            sheet = named(sheet, chosen.name(row))
-            name = f"image_{index:05d}"
-            Image.fromarray(sheet).save(folder / f"{name}.png")
-            tag = picture_tag(f"attention/{name}")
-            writer.add_image(tag, sheet, saved.step, dataformats="HWC")
-        _write_records(writer, saved, chosen, indices.tolist(), target, rollout, levels)
-    for kind, found in maps.items():
-        np.save(folder / f"{kind}.npy", found.cpu().numpy())
 
 
 def _write_records(
     writer: SummaryWriter,
     saved: SavedModel,
     images: ImageSet,
-    indices: list[int],
+    names: Sequence[str],
     target: int | None,
     rollout: dict[str, Any],
     levels: Sequence[float],
 ) -> None:
     """Write what the Attention tab shows of each image; with levels, each map's faithfulness."""
-    classifier = saved.classifier
-    num_weights = count_weights(classifier.model, classifier.normalize(images.pixels()[:1]))
-    weighted = images_with_weights(num_weights, len(images))
-    if weighted < len(images):
-        print(left_out_text(weighted, len(images)))
-    first = 0
-    for attention, records in attention_records(
-        classifier, images, weighted=weighted, levels=levels, target=target, **rollout
-    ):
-        numbers = indices[first : first + len(attention.logits)]
-        first += len(numbers)
-        for number, record in zip(numbers, records, strict=False):  # none if a map is not finite
-            add_record(writer, f"attention/image_{number:05d}", record, saved.step)
+    found = attention_records(saved.classifier, images, levels=levels, target=target, **rollout)
+    weighted = 0
+    records = itertools.chain.from_iterable(batch for _, batch in found)
+    for name, record in zip(names, records, strict=True):
+        if record is not None:
+            add_record(writer, f"attention/{name}", record, saved.step)
+        weighted += record is None or record.weights is not None
+    if weighted < len(names):
+        print(left_out_text(weighted, len(names)))

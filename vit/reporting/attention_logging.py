@@ -1,7 +1,7 @@
-"""Evaluators that follow attention through training: numbers, pictures and records."""
+"""The evaluator that follows attention through training: records, numbers and pictures."""
 
 import io
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import ImageSet
-from vit.explain.drawing import bar_of
-from vit.explain.faithfulness import score_maps, with_baselines
+from vit.data.datasets import ImageSet, choose_probes
+from vit.evaluation import Setup
+from vit.explain.charts import heads_chart
+from vit.explain.colours import bar_of
+from vit.explain.faithfulness import faithfulness, hiding_curves, with_baselines
 from vit.explain.figures import (
     captions_of,
     filmstrip_picture,
-    heads_chart,
     heads_picture,
-    rollout_pictures,
+    overlays_picture,
+    rollout_picture,
 )
-from vit.explain.filling import to_patches
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
-from vit.explain.sheet import overlays_picture
 from vit.explain.statistics import (
     attention_distance,
     attention_entropy,
@@ -31,88 +31,91 @@ from vit.explain.statistics import (
     sink_mass,
 )
 from vit.files import write_atomically
-from vit.model.attention_model import require_attention
+from vit.model.attention_model import attention_model, require_attention
+from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
-from vit.reporting.attention_records import attention_records
-from vit.run.tracker import ROLLOUT_TAG, Logged
+from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
+from vit.run.folder import MAPS_FOLDER
+from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import summaries
+from vit.tensorboard_plugin.records import Record
 
 RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
-JUDGED = 32  # number of images for measuring faithfulness during training
-JUDGED_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
-JUDGED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
+LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
+MEASURED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
 
 
 class AttentionLogging:
-    """Evaluator that shows the attention of a few images and measures statistics of all heads.
+    """Evaluator that logs the attention of a few images, the probes.
 
     The model is one whose attention can be read, see `Classifier.has_maps`. At each step it yields
-    statistics, pictures and, for the Attention tab, a record of each image.
+    a record of each probe for the Attention tab, statistics of all heads, the faithfulness of maps,
+    and pictures.
 
     The rollout maps are saved as step_*.npy, (probes, rows, columns) in units of uniform attention.
     The filmstrip is drawn from these files, so it is complete even after an interruption.
 
     Args:
         folder: Folder for the maps.
-        probes: The images; if there are none, nothing is shown.
+        probes: The images; if there are none, nothing is logged.
         steps: The steps after which it runs.
-        judged: Those of the steps at which the records contain the faithfulness of the maps.
-        weighted: Number of probes whose records contain attention weights; None means all.
-        pictures: Whether to draw pictures.
+        seed: Seed of the random maps, a baseline of faithfulness.
     """
 
+    name = "logging attention"
+
     def __init__(
-        self,
-        folder: Path,
-        probes: ImageSet,
-        steps: Container[int],
-        judged: Container[int] = (),
-        weighted: int | None = None,
-        pictures: bool = True,
+        self, folder: Path, probes: ImageSet, steps: Collection[int], seed: int = 0
     ) -> None:
-        self.folder, self.probes, self.steps, self.judged = folder, probes, steps, judged
-        self.weighted = len(probes) if weighted is None else weighted
-        self.pictures = pictures
+        self.folder, self.probes, self.seed = folder, probes, seed
+        self.steps: Container[int] = steps
+        self._count = len(steps)
+        self._said = False  # whether the user knows that weights are left out
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
-        """Yield attention/STATISTIC/layer_NN, pictures, and a record of each probe."""
-        if len(self.probes) == 0:
-            return
-        levels = JUDGED_LEVELS if step in self.judged else ()
-        parts = [
+        """Yield records, attention/STATISTIC/layer_NN, faithfulness/KIND, and pictures."""
+        if len(self.probes):
+            with one_core() as threads:  # each thread has probes of its own
+                yield from self._log(classifier, step, threads)
+
+    def _log(self, classifier: Classifier, step: int, threads: int) -> Iterator[tuple[str, Logged]]:
+        batches = [
             *attention_records(
-                classifier, self.probes, weighted=self.weighted, levels=levels,
-                scored=JUDGED_KINDS, predicted_only=True,
+                classifier, self.probes, steps=self._count, levels=LEVELS,
+                scored=MEASURED_KINDS, predicted_only=True, threads=threads,
             )
         ]  # fmt: skip
-        attentions = [attention for attention, _ in parts]
-        weights = [torch.cat(layer) for layer in zip(*(a.weights for a in attentions), strict=True)]
-        tokens = [torch.cat(layer) for layer in zip(*(a.tokens for a in attentions), strict=True)]
-        statistics = self._statistics(classifier, weights)
+        attention = joined([batch for batch, _ in batches])
+        records = [record for _, batch in batches for record in batch]
+        yield from self._records(records, step)
+        statistics = self._statistics(classifier, attention.weights)
         layers = {name: values.mean(dim=1) for name, values in statistics.items()}
         prefix = require_attention(classifier.model).num_prefix_tokens
-        layers["patch_norm"] = largest_patch_norm(tokens, prefix)
+        layers["patch_norm"] = largest_patch_norm(attention.tokens, prefix)
         for name, values in layers.items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
-        rollout = torch.cat([a.maps[a.kinds.index("rollout")] for a in attentions]).cpu()
-        kept = self._save(rollout, step)
-        finite = all(attention.finite for attention in attentions)
-        if self.pictures:
-            logits = torch.cat([attention.logits for attention in attentions])
-            yield from self._draw(classifier, logits, weights, statistics, kept)
-            if finite:
-                relevance = torch.cat([a.for_prediction("lrp") for a in attentions]).cpu()
-                yield from self._draw_relevance(logits, rollout, relevance)
-        if not finite:
-            warn(f"the Attention tab misses images of step {step}: their maps are not finite")
-        first = 0
-        for attention, records in parts:
-            for number, record in enumerate(records, start=first):
+        if attention.finite:
+            yield from _measured(records)
+            yield from self._baselines(classifier, attention, threads)
+        maps = self._save(attention.map("rollout").cpu(), step)
+        yield from self._draw(classifier, attention, statistics, maps)
+        if attention.finite:
+            yield from self._draw_relevance(attention)
+
+    def _records(self, records: Sequence[Record | None], step: int) -> Iterator[tuple[str, Logged]]:
+        """Yield the record of each probe, and say what is missing."""
+        for number, record in enumerate(records):
+            if record is not None:
                 tag = RECORD_TAG.format(number)
                 yield tag, summaries(tag, record)
-            first += len(attention.logits)
+        if None in records:
+            warn(f"the Attention tab misses images of step {step}: their maps are not finite")
+        weighted = sum(record is None or record.weights is not None for record in records)
+        if weighted < len(records) and not self._said:
+            warn(left_out_text(weighted, len(records)))
+            self._said = True
 
     def _statistics(self, classifier: Classifier, weights: list[Tensor]) -> dict[str, Tensor]:
         """Measure the heads, (L, H) each, as the mean over the probes."""
@@ -125,16 +128,33 @@ class AttentionLogging:
             "sink": sink_mass(weights),
         }
 
+    def _baselines(
+        self, classifier: Classifier, attention: Attention, threads: int
+    ) -> Iterator[tuple[str, Logged]]:
+        """Yield the faithfulness of the baselines, measured on the same images."""
+        maps = with_baselines({"rollout": attention.map("rollout")}, self.seed)
+        del maps["rollout"]  # it has been measured
+        inputs, predicted = classifier.normalize(self.probes.pixels()), attention.logits.argmax(1)
+
+        def score(kind: str) -> float:
+            curves = hiding_curves(classifier.forward, inputs, maps[kind], predicted, LEVELS)
+            return faithfulness(*curves)["lerf_morf"].mean().item()
+
+        threads = threads if classifier.device.type == "cpu" else 1
+        for kind, value in zip(maps, map_on_cores(score, maps, threads), strict=True):
+            yield f"faithfulness/{kind}", value
+
     def _draw(
         self,
         classifier: Classifier,
-        logits: Tensor,
-        weights: list[Tensor],
+        attention: Attention,
         statistics: dict[str, Tensor],
         maps: dict[int, np.ndarray],
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Draw statistics, heads, rollout, and the maps of all steps so far."""
-        model, pixels = require_attention(classifier.model), self.probes.pixels()
+        model, pixels, weights = (
+            require_attention(classifier.model), self.probes.pixels(), attention.weights
+        )  # fmt: skip
         titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
         chart = heads_chart(dict(zip(titles, statistics.values(), strict=True)))
         yield "attention/statistics", chart
@@ -146,23 +166,21 @@ class AttentionLogging:
         heads = (heads[:, 0] * weights[0].shape[-1]).unflatten(2, grid)
         name = self.probes.classes[self.probes.labels[0]]
         yield "attention/heads/probe_00", heads_picture(pixels[0], heads, name)
-        captions = captions_of(logits, self.probes.labels, self.probes.classes)
-        latest = torch.from_numpy(maps[max(maps)])
-        for number, picture in enumerate(rollout_pictures(pixels, latest, captions)):
+        captions = captions_of(attention.logits, self.probes.labels, self.probes.classes)
+        for number, heat in enumerate(attention.map("rollout")):
+            picture = rollout_picture(pixels[number], heat, captions[number])
             yield ROLLOUT_TAG.format(number), picture
         strip = torch.from_numpy(np.stack(list(maps.values())))
         yield "attention/filmstrip", filmstrip_picture(pixels, strip, list(maps))
 
-    def _draw_relevance(
-        self, logits: Tensor, rollout: Tensor, relevance: Tensor
-    ) -> Iterator[tuple[str, np.ndarray]]:
+    def _draw_relevance(self, attention: Attention) -> Iterator[tuple[str, np.ndarray]]:
         """Draw rollout and the layer-wise relevance for the predicted class side by side."""
-        kinds, classes = ("rollout", "lrp"), self.probes.classes
-        captions = captions_of(logits, self.probes.labels, classes)
-        predicted, pixels = logits.argmax(dim=1).tolist(), self.probes.pixels()
-        for number, (image, guess) in enumerate(zip(pixels, predicted, strict=True)):
+        kinds, classes, pixels = ("rollout", "lrp"), self.probes.classes, self.probes.pixels()
+        captions = captions_of(attention.logits, self.probes.labels, classes)
+        maps = torch.stack([attention.map(kind) for kind in kinds], dim=1)
+        for number, guess in enumerate(attention.logits.argmax(dim=1).tolist()):
             yield RELEVANCE_TAG.format(number), overlays_picture(
-                image, [rollout[number], relevance[number]], captions[number],
+                pixels[number], maps[number], captions[number],
                 [map_title(kind, classes[guess]) for kind in kinds],
                 [bar_of(kind) for kind in kinds],
             )  # fmt: skip
@@ -186,33 +204,30 @@ class AttentionLogging:
         return earlier | {step: maps.numpy()}
 
 
-class MapFaithfulness:
-    """Evaluator that measures the faithfulness of maps: mean (LeRF - MoRF) / 2 per kind.
-
-    Args:
-        images: The images; if there are none, nothing is measured.
-        seed: Seed of the random maps.
-        steps: The steps after which it runs.
-    """
-
-    def __init__(self, images: ImageSet, seed: int, steps: Container[int]) -> None:
-        self.images, self.seed, self.steps = images, seed, steps
-
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
-        """Yield faithfulness/KIND, -0.5 to 0.5, for `JUDGED_KINDS` and two baselines."""
-        if len(self.images) == 0:
-            return
-        pixels = self.images.pixels()
-        logits, maps = classifier.maps(pixels, JUDGED_KINDS, precision=classifier.precision)
-        grid = require_attention(classifier.model).patch_embed.grid(*pixels.shape[-2:])
-        by_patch = {kind: to_patches(found, grid) for kind, found in maps.items()}
-        scores = score_maps(
-            classifier.forward, classifier.normalize(pixels),
-            with_baselines(by_patch, self.seed), logits.argmax(dim=1), JUDGED_LEVELS,
-        )  # fmt: skip
-        for kind, values in scores.items():
-            yield f"faithfulness/{kind}", values["lerf_morf"].mean().item()
+def _measured(records: Sequence[Record | None]) -> Iterator[tuple[str, Logged]]:
+    """Yield the mean (LeRF - MoRF) / 2 of each measured kind over the records."""
+    for kind in MEASURED_KINDS:
+        values = [
+            shown.faithfulness
+            for record in records
+            if record is not None
+            for shown in record.details.maps
+            if shown.kind == kind and shown.faithfulness is not None
+        ]
+        yield f"faithfulness/{kind}", sum(values) / len(values)
 
 
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
+
+
+def attention_logging(setup: Setup) -> AttentionLogging | None:
+    """Log the attention of a few held-out images, or else training images."""
+    track, seed = setup.config.track, setup.config.train.seed
+    if not track.probes or attention_model(setup.model) is None:
+        return None
+    images = setup.held_out if len(setup.held_out) else setup.training
+    # Training images may be stored larger than the model takes them.
+    probes = choose_probes(images, track.probes, seed).resized(setup.preprocess)
+    steps = milestones(setup.total_steps, track.milestones)
+    return AttentionLogging(Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed)

@@ -18,15 +18,17 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import printable
 from vit.data.datasets import ImageSet
-from vit.explain.drawing import as_pixels
+from vit.explain.colours import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
 from vit.explain.lrp import token_relevance
 from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, title_of
 from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import prefix_names, require_attention
+from vit.parallel import map_on_cores
 from vit.tensorboard_plugin.records import (
     LENS_CLASSES,
+    MAX_WEIGHTS,
     TOP_CLASSES,
     Details,
     Lens,
@@ -36,9 +38,10 @@ from vit.tensorboard_plugin.records import (
 )
 from vit.tensorboard_plugin.summary import image_statistics
 
-BATCH_SIZE = 16  # images whose graph is kept at the same time
+BATCH_SIZE = 4  # images whose graph each core keeps; a part of the probes for each of them
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
+WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,28 @@ class Attention:
         """Whether all numbers are finite, which a model that diverges does not guarantee."""
         return bool(self.logits.isfinite().all() and self.maps.isfinite().all())
 
-    def for_prediction(self, kind: str) -> Tensor:
-        """Return each image's class-specific map of a kind for its predicted class.
+    def map(self, kind: str) -> Tensor:
+        """Return each image's map of a kind, for its predicted class if the kind is class-specific.
 
         Returns:
             (B, rows, columns).
         """
         rows = [number for number, found in enumerate(self.kinds) if found == kind]
         predicted = self.logits.argmax(dim=1)
-        chosen = (self.targets[rows] == predicted).int().argmax(dim=0)
+        chosen = (self.targets[rows] == predicted).int().argmax(dim=0)  # the only one if agnostic
         return self.maps[rows][chosen, torch.arange(len(chosen), device=chosen.device)]
+
+
+def joined(parts: Sequence[Attention]) -> Attention:
+    """Join batches of the same kinds of map into one."""
+    return Attention(
+        torch.cat([part.logits for part in parts]),
+        [torch.cat(layer) for layer in zip(*(part.weights for part in parts), strict=True)],
+        [torch.cat(layer) for layer in zip(*(part.tokens for part in parts), strict=True)],
+        parts[0].kinds,
+        torch.cat([part.targets for part in parts], dim=1),
+        torch.cat([part.maps for part in parts], dim=1),
+    )
 
 
 def explained_classes(logits: Tensor, wanted: Sequence[Tensor]) -> Tensor:
@@ -177,41 +192,51 @@ def attention_records(
     classifier: Classifier,
     images: ImageSet,
     *,
-    weighted: int,
+    steps: int = 1,
     levels: Sequence[float] = (),
     scored: Collection[str] = tuple(MAP_KINDS),
     predicted_only: bool = False,
     target: int | None = None,
+    threads: int | None = None,
     **rollout: Any,
-) -> Iterator[tuple[Attention, list[Record]]]:
+) -> Iterator[tuple[Attention, list[Record | None]]]:
     """Read the attention of images batch by batch, and make their records.
 
     Args:
         classifier: A model with maps.
         images: The images, in memory.
-        weighted: Number of images, the first ones, whose records contain attention weights, see
-            `vit.reporting.weight_budget.images_with_weights`.
+        steps: Number of steps at which records of these images are written. All of them together
+            have room for the attention weights of some images, the first ones, see
+            `images_with_weights`.
         levels: Levels of `score_each_map`; without any, faithfulness is not measured.
         scored: The kinds of map whose faithfulness is measured.
         predicted_only: See `score_each_map`.
         target: A class to explain in any case.
+        threads: Number of threads on a CPU, each with images of its own; None: as torch has them.
         **rollout: Options of `vit.explain.rollout.attention_rollout`.
 
     Yields:
-        The attention of up to 16 images, and a record of each; no records if it is not finite.
+        The attention of up to four images, and a record of each; None for all of them if a number
+        is not finite.
     """
-    for start in range(0, len(images), BATCH_SIZE):
+
+    def read(start: int) -> tuple[Attention, list[Record | None]]:
         part = images.select(torch.arange(start, min(start + BATCH_SIZE, len(images))))
         pixels, labels = part.pixels(), part.labels
         aims = [] if target is None else [torch.full_like(labels, target)]
         attention = read_attention(classifier, pixels, [labels, *aims], **rollout)
         if not attention.finite:
-            yield attention, []
-            continue
+            return attention, [None] * len(part)
+        num_weights = sum(layer[0].numel() for layer in attention.weights)
+        weighted = images_with_weights(num_weights, len(images), steps)
         scores = torch.full(attention.targets.shape, math.nan)
         if levels:
             scores = score_each_map(classifier, pixels, attention, levels, scored, predicted_only)
-        yield attention, _records(classifier, part, attention, scores, weighted - start, rollout)
+        return attention, _records(classifier, part, attention, scores, weighted - start, rollout)
+
+    threads = (threads or torch.get_num_threads()) if classifier.device.type == "cpu" else 1
+    for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
+        yield from map_on_cores(read, starts.tolist(), threads)
 
 
 def _records(
@@ -221,7 +246,7 @@ def _records(
     scores: Tensor,
     weighted: int,
     rollout: dict[str, Any],
-) -> list[Record]:
+) -> list[Record | None]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
     lens = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
@@ -230,7 +255,7 @@ def _records(
     heads = attention.weights[0].shape[1]
     grid = model.patch_embed.grid(*images.pixels().shape[-2:])
     best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))
-    records = []
+    records: list[Record | None] = []
     for row, image in enumerate(images.pixels()):
         pixels = as_pixels(image)
         size = pixels.shape[0], pixels.shape[1]
@@ -277,3 +302,25 @@ def _maps(attention: Attention, scores: Tensor, row: int, rollout: dict[str, Any
             attention.kinds, *(column.tolist() for column in columns), strict=True
         )
     ]
+
+
+def images_with_weights(num_weights: int, count: int, steps: int = 1) -> int:
+    """Return how many of `count` images can have their attention weights logged at so many steps.
+
+    Args:
+        num_weights: Of an image, L * H * N * N.
+        count: Number of images.
+        steps: Number of steps.
+    """
+    if num_weights > MAX_WEIGHTS:
+        return 0
+    return min(count, WEIGHT_BYTES // (num_weights * steps))
+
+
+def left_out_text(weighted: int, count: int) -> str:
+    """Say that not all images have attention weights in the Attention tab."""
+    return (
+        f"the Attention tab has the attention weights of {weighted} of {count} images (at most "
+        f"{WEIGHT_BYTES / 1e6:.0f} MB in all and {MAX_WEIGHTS / 1e6:.3g} MB for each, before "
+        "compression), and the maps of all"
+    )

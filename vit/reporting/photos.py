@@ -9,8 +9,8 @@ from vit.classifier import PHOTO_KINDS
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import to_photo
-from vit.explain.drawing import SCALE
-from vit.explain.fonts import report_boxes
+from vit.explain.canvas import report_boxes
+from vit.explain.colours import SCALE
 from vit.model.attention_model import no_maps_text
 from vit.registry import ALL_KINDS
 from vit.reporting.config import EvalConfig

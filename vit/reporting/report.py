@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from PIL import Image
@@ -18,8 +17,8 @@ from vit.data.augment import shrink
 from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.drawing import as_rgb
-from vit.explain.figures import captions_of, gallery_picture, named, rollout_pictures
+from vit.explain.colours import as_rgb
+from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
@@ -139,7 +138,8 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
         return []
     logits, maps = classifier.maps(probes.pixels())
     captions = captions_of(logits, probes.labels, probes.classes)
-    drawn = rollout_pictures(probes.pixels(), maps["rollout"], captions)
+    probe_maps = zip(probes.pixels(), maps["rollout"], captions, strict=True)
+    drawn = [rollout_picture(image, heat, caption) for image, heat, caption in probe_maps]
     return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
 
 
@@ -216,6 +216,8 @@ def class_frames(images: ImageSet) -> Tensor:
         (N, 3, side, side) uint8: images whose larger side is at most THUMBNAIL pixels, with a frame
         that is FRAME pixels wide at the larger side.
     """
+    import matplotlib  # late because it is slow
+
     count = len(images.classes)
     name = "tab10" if count <= 10 else "tab20" if count <= 20 else "hsv"
     numbers = np.arange(count) if count <= 20 else np.arange(count) / count

@@ -23,7 +23,6 @@ from vit.files import write_atomically
 from vit.run.folder import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
-MILESTONES = 10  # TensorBoard keeps so many pictures per tag by default
 CURVES = ("train/", "val/", "test/")  # scalars that TensorBoard shows first
 
 # A number, a picture (height, width, 3) uint8, or anything else for TensorBoard, with its own tag.
@@ -43,13 +42,18 @@ def picture_tag(tag: str) -> str:
     return f"vit/{tag}"
 
 
-def milestones(total_steps: int) -> list[int]:
-    """Return the steps at which attention is drawn: 0, the last, and up to 8 in between.
+def milestones(total_steps: int, count: int) -> list[int]:
+    """Return the steps at which attention is logged: the last, 0, and steps in between.
 
     They are denser at the start, where attention changes fastest.
+
+    Args:
+        total_steps: Steps of the run.
+        count: Number of milestones, at least 1; a run of fewer steps has fewer.
     """
-    last = MILESTONES - 1
-    return sorted({round(total_steps * (number / last) ** 2) for number in range(MILESTONES)})
+    if count == 1:
+        return [total_steps]
+    return sorted({round(total_steps * (n / (count - 1)) ** 2) for n in range(count)})
 
 
 class Tracker:

@@ -17,6 +17,7 @@ from tensorboard.data.provider import RunTagFilter, TensorDatum, TensorTimeSerie
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from vit.explain.colours import INFERNO, RED_BLUE
 from vit.tensorboard_plugin.encoding import (
     PLUGIN_NAME,
     decode_details,
@@ -61,6 +62,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         }
         return {
             **static,
+            "/palettes.js": _application(_palettes, STATIC_TYPES[".js"]),
             "/runs": _application(self._runs, "application/json"),
             "/images": _application(self._images, "application/json"),
             "/details": _application(self._details, "application/json"),
@@ -230,6 +232,12 @@ def _line(text: str) -> str:
 def _static_file(name: str) -> Any:
     """Return an application that serves a file of static/."""
     return _application(lambda _: (STATIC / name).read_bytes(), STATIC_TYPES[_suffix(name)])
+
+
+def _palettes(_: wrappers.Request) -> Answer:
+    """Return the colour tables of maps as a script."""
+    tables = {"INFERNO": INFERNO, "RED_BLUE": RED_BLUE}
+    return "".join(f'export const {name} = "{table}";\n' for name, table in tables.items()).encode()
 
 
 def _suffix(name: str) -> str:

@@ -12,12 +12,13 @@ from vit.seeding import generator
 from vit.training.step import TrainingStep
 
 TRAINING_FRACTION = 0.96  # of the budget; the rest is for validation and checkpoints
+LOGGED_IMAGES = 64  # images trained on in the time in which the attention of one is logged
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
-def fit_budget(step: TrainingStep, training: ImageSet, end: float) -> int:
+def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
     """Benchmark each phase of a run and return the number of steps that end in time.
 
     The effect of the benchmark on the weights is undone.
@@ -26,6 +27,7 @@ def fit_budget(step: TrainingStep, training: ImageSet, end: float) -> int:
         step: The training step. The phases of its schedule are timed; its state is restored.
         training: The training images.
         end: When training has to end, in seconds as `time.perf_counter` counts them.
+        logged: How many times the attention of an image is logged until then.
 
     Returns:
         Number of steps, at least 1, the same in all processes.
@@ -33,8 +35,9 @@ def fit_budget(step: TrainingStep, training: ImageSet, end: float) -> int:
     before = copy.deepcopy(step.state.state_dict())
     seconds_per_step = mean_step_seconds(step, training)
     step.state.load_state_dict(before)
-    steps = max(1, int((end - time.perf_counter()) / seconds_per_step))
-    return int(step.world.agree(steps))
+    steps = (end - time.perf_counter()) / seconds_per_step
+    steps -= LOGGED_IMAGES * logged / step.schedule.batch_size
+    return int(step.world.agree(max(1, int(steps))))
 
 
 def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:

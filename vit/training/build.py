@@ -83,11 +83,12 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         state.total_steps = state.total_steps if train.budget_minutes else schedule.total_steps
         step = compile_step(run, step, training, state.total_steps)
     else:
+        logged = config.track.milestones * config.track.probes
         end = begin + TRAINING_FRACTION * 60 * train.budget_minutes
-        state.total_steps = fit_budget(step, training, end)
+        state.total_steps = fit_budget(step, training, end, logged)
         fast = compile_step(run, step, training, state.total_steps)
         if fast.forward is not step.forward:
-            state.total_steps = fit_budget(fast, training, end)
+            state.total_steps = fit_budget(fast, training, end, logged)
         step = fast
     state.seconds += env.world.agree(time.perf_counter() - begin)
     if state.step > state.total_steps:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from vit.data.config import AugmentConfig, DataConfig
-from vit.model.config import RETIRED, ModelConfig
+from vit.model.config import ModelConfig
 from vit.registry import OPTIMIZERS
 from vit.settings import (
     LARGE,
@@ -38,6 +38,9 @@ if TYPE_CHECKING:  # a type checker does not look into the registry
     OptimizerName = str
 else:
     OptimizerName = Literal[*OPTIMIZERS]
+
+# Keys in files of earlier versions.
+RETIRED = {"model": ("attn_kernel",), "track": ("max_cost",)}
 
 
 @settings("optim")
@@ -174,14 +177,13 @@ class TrackConfig:
     Attributes:
         every: number of steps between two points of the training curves
         probes: number of validation images whose attention maps are logged during training
-        max_cost: fraction of the training time that logging attention may take, by an estimate; in
-            short runs it is logged at fewer than ten steps, and at least at the last, in the
-            shortest without pictures; null logs at all of them
+        milestones: number of steps at which attention is logged: the last, the first, and steps in
+            between that are denser at the start
     """
 
     every: Count = 50
     probes: CountOrZero = 8
-    max_cost: Fraction | None = 0.1
+    milestones: Annotated[int, Field(ge=1, le=1000)] = 10
 
 
 @settings("")
@@ -216,7 +218,8 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
-    if isinstance(model := values.get("model"), dict):
-        model = {key: value for key, value in model.items() if key not in RETIRED}
-        values = {**values, "model": model}
+    for section, retired in RETIRED.items():
+        if isinstance(part := values.get(section), dict):
+            part = {key: value for key, value in part.items() if key not in retired}
+            values = {**values, section: part}
     return Config(**values)

@@ -68,6 +68,7 @@ class Loop:
     _losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LOSSES))
     _since: float = 0.0  # time up to which state.seconds has counted
     _began: tuple[float, float] = (0.0, 0.0)  # seconds and work of the run at the first step here
+    _spent: dict[str, float] = field(default_factory=dict)  # seconds of each evaluator
 
     def run(self) -> None:
         """Train to the end, saving a checkpoint after each epoch.
@@ -77,6 +78,7 @@ class Loop:
             Diverged: Too many consecutive steps were skipped, or weights are not finite.
         """
         state, schedule, world = self.step.state, self.step.schedule, self.step.world
+        start = time.perf_counter()
         if state.step == 0:
             self.evaluate()
         self._since = time.perf_counter()
@@ -98,6 +100,9 @@ class Loop:
                     raise self._diverged("loss or gradient")
         finally:
             self._write(self.saver.wait)
+        if self.tracker is not None and self._spent:
+            parts = ", ".join(f"{name} took {took:.1f} s" for name, took in self._spent.items())
+            say(f"{parts} of {time.perf_counter() - start:.1f} s")
 
     def classifier(self) -> Classifier:
         """Return the current model (its moving average, if enabled) as a Classifier.
@@ -198,6 +203,7 @@ class Loop:
         assert self.tracker is not None
         numbers: dict[str, float] = {}
         for evaluator in due:
+            start = time.perf_counter()
             try:
                 for tag, value in evaluator.run(classifier, step):
                     if isinstance(value, Summary):
@@ -207,7 +213,9 @@ class Loop:
                     else:
                         numbers[tag] = float(value)
             except OSError as error:  # a full disk must not end the run
-                warn(f"{type(evaluator).__name__} at step {step} is incomplete: {error}")
+                warn(f"{evaluator.name} at step {step} is incomplete: {error}")
+            spent = self._spent.get(evaluator.name, 0.0) + time.perf_counter() - start
+            self._spent[evaluator.name] = spent
         if numbers:
             self.tracker.scalars(step, numbers)
         return numbers

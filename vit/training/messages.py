@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from vit.console import counted
 from vit.data.config import DataConfig
@@ -18,7 +19,6 @@ from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.config import Config
-from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
@@ -57,9 +57,6 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     attention = "" if variant == "dot" else f", {variant} attention"
     has_maps = attention_model(state.model) is not None
     maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
-    left_out = (
-        plan_logging(config, step, len(held_out) or len(images)).describe() if has_maps else None
-    )
     return (
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{hint if resized else ''}"
@@ -77,9 +74,18 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{restarts_text(schedule)}"
         f"{f'; resuming after step {state.step:,}' if state.step else ''}"
         f"{_short_text(config, step)}\n"
-        f"{f'logging  {left_out}{chr(10)}' if left_out else ''}"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def forward_flops(step: TrainingStep) -> int:
+    """Count the FLOPs of the forward pass of one image of full size."""
+    model = step.state.structure()
+    device = next(model.parameters()).device
+    image = torch.zeros(1, step.preprocess.channels, *step.schedule.full_size, device=device)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(image)
+    return counter.get_total_flops()
 
 
 def tokens_text(model: ModelConfig, step: TrainingStep, device: torch.device) -> str:

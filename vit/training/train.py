@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,21 +19,18 @@ import yaml
 
 from vit.classifier import Classifier
 from vit.console import note, say
-from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
+from vit.data.datasets import ImageSet, load_test_images, load_training
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded
 from vit.distributed.world import under_torchrun
-from vit.evaluation import Evaluator, Validation
+from vit.evaluation import Evaluator, Setup
 from vit.explain.fonts import report_boxes
 from vit.hardware import choose_device, cores_of_all_processes, cores_to_use
-from vit.model.attention_model import attention_model
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
-from vit.reporting.attention_logging import JUDGED, AttentionLogging, MapFaithfulness
-from vit.reporting.report import write_report
+from vit.registry import EVALUATORS, REPORT
 from vit.run.folder import (
     EVAL_FOLDER,
-    MAPS_FOLDER,
     MODEL_FILE,
     finish_extension,
     prepare_run,
@@ -46,7 +44,6 @@ from vit.training.build import build_step
 from vit.training.checks import check_config, check_processes
 from vit.training.compile import eagerly
 from vit.training.config import Config, to_dict
-from vit.training.logging_plan import plan_logging
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
 from vit.training.start import Run, claim_run, start_environment
@@ -228,31 +225,13 @@ def build_loop(
 ) -> Loop:
     """Build the loop: the step with evaluators, logging and checkpoints."""
     config, env, schedule = run.config, run.env, step.schedule
-    seed = config.train.seed
-    looked_at = held_out if len(held_out) else training
-    plan = plan_logging(config, step, len(looked_at))
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
-    validated = epochs | {schedule.total_steps}
-    evaluators: list[Evaluator] = [Validation(held_out, validated, step.state.frozen)]
-    if config.track.probes and attention_model(step.state.model) is not None:
-        # Training images may be stored larger than the model takes them. Fewer probes are the first
-        # of all, so that probe 0 is the same image in every run on these data with this seed.
-        probes, judged = (
-            choose_probes(looked_at, count, seed).resized(step.preprocess)
-            for count in (config.track.probes, JUDGED)
-        )
-        probes = probes.select(torch.arange(min(plan.probes, len(probes))))
-        evaluators += [
-            AttentionLogging(
-                run.folder / MAPS_FOLDER,
-                probes,
-                plan.drawn,
-                plan.judged,
-                plan.weighted,
-                plan.pictures,
-            ),
-            MapFaithfulness(judged, seed, plan.judged),
-        ]
+    setup = Setup(
+        config, step.state.structure(), run.preprocess, training, held_out,
+        epochs | {schedule.total_steps}, schedule.total_steps,
+    )  # fmt: skip
+    made = [resolve_name(f"vit.{name}")(setup) for name in EVALUATORS.values()]
+    evaluators: list[Evaluator] = [evaluator for evaluator in made if evaluator is not None]
     about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
@@ -292,7 +271,7 @@ def finish_run(
     test = load_test_images(
         dataclasses.replace(config.data, download=False), classifier.preprocess, run.env.decoder
     )
-    result = write_report(
+    result = resolve_name(f"vit.{REPORT}")(
         classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
     write_hyperparameters(tracker, config, state.step, result)

@@ -3,7 +3,7 @@
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
 import { MARK, Raster, resize } from "./raster.js";
-import { valuesOf } from "./scene.js";
+import { scaleOfHead, valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
 import { uniformDistance } from "./statistics.js";
 
@@ -140,12 +140,14 @@ export class HeadsView {
   }
 
   /** Paint every map. `attention` is what `Weights.of` returns. */
-  paint(record, attention, token, scale) {
+  paint(record, attention, token, scales) {
     this.record = record;
     const prefix = record.prefix.length;
     const maps = this.#cells.map((cell) => ({
       ...cell,
-      colours: scale.pixelsOf(valuesOf(attention, cell.layer, cell.head)),
+      colours: scaleOfHead(scales, cell.head).pixelsOf(
+        valuesOf(attention, cell.layer, cell.head),
+      ),
     }));
     const part = (box, ...tokens) =>
       maps.map((map) => ({ box: map[box], colours: map.colours.subarray(...tokens) }));

@@ -288,7 +288,7 @@ export class Pane {
     const view = this.views[state.view];
     view.chosen = { layer: state.layer, head: state.head };
     if (state.view === "heads" && scene.attention)
-      view.paint(record, scene.attention, token, scales.weights);
+      view.paint(record, scene.attention, token, scales);
     if (state.view === "maps") view.paint(record, patchOf(pointer ?? token), scales);
     if (state.view === "lens" && record.details.lens)
       view.paint(record, token, describe(token, record));

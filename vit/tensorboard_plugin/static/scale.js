@@ -14,6 +14,7 @@ const CHARACTER = 0.04; // width of a character, likewise
 const UNIFORM = { short: "× uniform", long: "uniform attention" };
 const UNITS = {
   weights: UNIFORM,
+  rollout: UNIFORM,
   maps: UNIFORM,
   signedMaps: { short: "× mean", long: "mean of absolute values" },
 };

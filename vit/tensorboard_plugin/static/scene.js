@@ -20,17 +20,29 @@ export function show(record, scene) {
 }
 
 /** Return what has to be on a scale, see `scalesOf`. */
-export function onScale(record, { state, attention, values }) {
+export function onScale(record, { state, token, attention, values }) {
   if (state.view === "maps")
     return mapsOf(record, state.target).map((map) => ({
       kind: map.signed ? "signedMaps" : "maps",
       ...endsOf(map.values),
     }));
   if (state.view !== "heads" || !values) return [];
-  // Rollout follows from the heads; the residual connections in it would dwarf them.
-  const heads = state.enlarged === "yes" ? [values] : attention.heads.flat();
+  // Rollout is on the scale of the heads from which it follows, without its residual connections,
+  // which would dwarf them. Rows of signed weights do not sum to 1 as those of rollout do, so then
+  // rollout has a scale of its own, without the token itself.
   const { signed } = record.weights;
-  return heads.map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
+  const shown = state.enlarged === "yes" ? [values] : attention.heads.flat();
+  const heads = shown.map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
+  const others = (rollout) => endsOf(rollout.filter((_, one) => one !== token));
+  const rollouts = signed
+    ? attention.rollout.map((rollout) => ({ kind: "rollout", signed: false, ...others(rollout) }))
+    : heads.map((head) => ({ ...head, kind: "rollout" }));
+  return [...heads, ...rollouts];
+}
+
+/** Return the scale of a head, or of a fusion of heads, among those of `scalesOf`. */
+export function scaleOfHead(scales, head) {
+  return head === "rollout" ? scales.rollout : scales.weights;
 }
 
 /** Return a map of `Weights.of`, (N,). */
@@ -71,7 +83,7 @@ function describeValue(record, values, token, other) {
 }
 
 function showHead(record, { state, token, pointer, probe, attention, values, scales }) {
-  const scale = scales.weights;
+  const scale = scaleOfHead(scales, state.head);
   if (!values) return nothing(["No attention weights of this image"], scale);
   const prefix = record.prefix.length;
   const { layer, head } = probe ?? state; // the small map under the pointer, or that shown large

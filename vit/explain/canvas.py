@@ -1,8 +1,9 @@
-"""Drawing: pixels, coloured maps, text and colour bars on a canvas.
+"""Canvas: pixels, coloured maps, text and colour bars.
 
-A canvas is a (height, width, 3) uint8 array. Maps are in units of uniform attention, or signed in
-units of their mean absolute value. Each unit has one fixed scale of colours, so figures can be
-compared. Pixels and patches are enlarged without smoothing.
+A canvas is a (height, width, 3) uint8 array. Pixels and patches are enlarged without smoothing.
+
+Everything is drawn with NumPy and Pillow. matplotlib supplies the font, and draws texts in scripts
+that this font lacks; it is imported when it is needed, because that takes half a second.
 """
 
 import bisect
@@ -10,20 +11,19 @@ import functools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
-from matplotlib.colors import Normalize
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vit.explain.fonts import font_families
-from vit.registry import ALL_KINDS
+from vit.console import warn
+from vit.explain.colours import UNIFORM, Bar, colour, colour_map, table_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DPI = 100  # pixels to 72 points
-COLOURS = "inferno"
-SCALE = (0.0, 3.0)  # units of uniform attention
 GAP = 6  # pixels between panels
 BAR = 58  # width of a colour bar with its labels, in pixels
 BAR_MARGIN = 8  # pixels above and below it, for half a label
@@ -33,15 +33,14 @@ FONT_SIZE = 9  # points
 SMALL_FONT = 8
 LINE = 14.5  # pixels from one line of a text to the next
 
+# Common fonts on Linux, macOS and Windows with Chinese, Japanese and Korean letters.
+EAST_ASIAN = (
+    "Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "IPAexGothic",
+    "Hiragino Sans", "PingFang SC", "Hiragino Sans GB", "Apple SD Gothic Neo", "Arial Unicode MS",
+    "Yu Gothic", "Microsoft YaHei", "Malgun Gothic",
+)  # fmt: skip
+
 Text = tuple[float, float, str, str]  # pixels from the left and the top, alignment, words
-Bar = tuple[str, tuple[float, float], str]  # colour map, scale, label
-UNIFORM: Bar = (COLOURS, SCALE, "× uniform")
-SIGNED: Bar = ("RdBu_r", (-SCALE[1], SCALE[1]), "against ← → for, × mean")
-
-
-def bar_of(kind: str) -> Bar:
-    """Return the colours and scale of a kind of map."""
-    return SIGNED if ALL_KINDS[kind].signed else UNIFORM
 
 
 def overlay(pixels: np.ndarray, heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
@@ -60,39 +59,13 @@ def overlay(pixels: np.ndarray, heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
     """
     low, high = bar[1]
     least, most, white = (0.1, 0.75, 0.0) if low == 0 else (0.0, 0.75, 0.5)
-    strength = np.abs(heat.cpu().numpy().clip(low, high)) / high
+    strength = np.nan_to_num(np.abs(heat.cpu().numpy().clip(low, high))) / high
     opacity = (255 * (least + (most - least) * strength)).astype(np.uint8)
     opacity = enlarge(opacity, pixels.shape[:2])[..., None] / np.float32(255)
     grey = pixels.mean(axis=-1, dtype=np.float32, keepdims=True)
     grey += white * (255 - grey)
     colours = enlarge(colour_map(heat, bar), pixels.shape[:2]).astype(np.float32)
     return (grey + (colours - grey) * opacity).round().astype(np.uint8)
-
-
-def colour_map(heat: Tensor, bar: Bar = UNIFORM) -> np.ndarray:
-    """Colour a map (rows, columns): (rows, columns, 3) uint8."""
-    colours, scale, _ = bar
-    return matplotlib.colormaps[colours](Normalize(*scale)(heat.cpu().numpy()), bytes=True)[..., :3]
-
-
-def as_pixels(image: Tensor) -> np.ndarray:
-    """Turn an image (channels, H, W) uint8 into pixels (H, W, 3)."""
-    return as_rgb(image.permute(1, 2, 0).cpu().numpy())
-
-
-def as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """Show any number of channels in colour: up to two as their mean, else the first three.
-
-    Args:
-        pixels: (..., channels) uint8.
-
-    Returns:
-        (..., 3) uint8.
-    """
-    if pixels.shape[-1] < 3:
-        mean = pixels.mean(axis=-1, keepdims=True).round().astype(np.uint8)
-        return np.repeat(mean, 3, axis=-1)
-    return pixels[..., :3]
 
 
 def paper(height: int, width: int) -> np.ndarray:
@@ -140,6 +113,8 @@ def text_width(line: str) -> float:
     """Measure a line of text in pixels."""
     if _has_letters(line):
         return font_of(FONT_SIZE).getlength(line)
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
     font = get_font([findfont(FontProperties(family=[name])) for name in font_families()])
     font.set_size(FONT_SIZE, DPI)
     with warnings.catch_warnings():
@@ -148,20 +123,69 @@ def text_width(line: str) -> float:
     return font.get_width_height()[0] / 64
 
 
-FONT_FILE = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
+@functools.cache
+def font_file() -> Path:
+    """Return the file of matplotlib's default font."""
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
 
 
 @functools.cache
 def font_of(size: float) -> ImageFont.FreeTypeFont:
     """Load matplotlib's default font in a size in points."""
-    return ImageFont.truetype(FONT_FILE, size * DPI / 72)
+    return ImageFont.truetype(font_file(), size * DPI / 72)
 
 
 @functools.lru_cache(maxsize=1000)
 def _has_letters(words: str) -> bool:
     """Tell whether the default font has all letters of a text."""
-    font = get_font(FONT_FILE)
+    if words.isascii():
+        return True
+    from matplotlib.font_manager import get_font
+
+    font = get_font(font_file())
     return all(font.get_char_index(ord(letter)) for letter in words if letter != "\n")
+
+
+@functools.cache
+def font_families() -> list[str]:
+    """Return matplotlib's default font and the installed fonts that supply what it lacks."""
+    from matplotlib.font_manager import fontManager
+
+    installed = set(fontManager.get_font_names())
+    return ["sans-serif", *(name for name in EAST_ASIAN if name in installed)]
+
+
+_boxes: set[str] = set()  # matplotlib's warnings of letters that no font has
+
+
+def pixels_of(figure: "Figure") -> np.ndarray:
+    """Render a matplotlib figure as pixels; `report_boxes` reports letters that no font has."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "Glyph .* missing from font")
+        canvas.draw()
+    for found in caught:
+        if "missing from font" in str(found.message):
+            _boxes.add(str(found.message))
+        else:
+            warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def report_boxes() -> None:
+    """Print a line if pictures drawn since the last call show boxes in place of letters."""
+    if _boxes:
+        import matplotlib
+
+        warn(
+            "pictures show boxes for letters that no installed font has; install one that has "
+            f"them, such as Noto Sans CJK, and delete {matplotlib.get_cachedir()}/fontlist-*.json"
+        )
+    _boxes.clear()
 
 
 def framed(
@@ -190,7 +214,7 @@ def framed(
         drawn = _draw_bar(bar, length, zoom)
         left, high = canvas.shape[1] + number * zoom * BAR, zoom * (top - BAR_MARGIN)
         whole[high : high + len(drawn), left : left + zoom * BAR] = drawn[: tall - high]
-    # Pillow writes texts many times faster than matplotlib, which can combine fonts.
+    # Pillow writes texts many times faster than matplotlib, but from one font only.
     picture = Image.fromarray(whole)
     draw, font = ImageDraw.Draw(picture), font_of(zoom * FONT_SIZE)
     for x, y, align, words in texts:
@@ -202,10 +226,7 @@ def framed(
     others = [text for text in texts if not _has_letters(text[3])]
     if not others:
         return np.array(picture)
-    # Imported late, because it takes half a second.
     from matplotlib.figure import Figure
-
-    from vit.explain.charts import pixels_of
 
     figure = Figure(figsize=(wide / (zoom * DPI), tall / (zoom * DPI)), dpi=zoom * DPI)
     figure.figimage(np.array(picture), 0, 0, origin="upper")
@@ -239,7 +260,7 @@ def _draw_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
     fine = 4 * zoom  # drawn larger and then reduced, for smooth slopes
     large = (4 * size[0], 4 * size[1])
     levels = high - ((np.arange(large[1]) + 0.5) / fine - top) * (high - low) / scale
-    column = matplotlib.colormaps[colours](Normalize(low, high)(levels), bytes=True)[:, None, :3]
+    column = colour((levels - low) / (high - low), table_of(colours))[:, None]
     corners, mask = [(fine * x, fine * y) for x, y in outline], Image.new("L", large)
     ImageDraw.Draw(mask).polygon(corners, fill=255)
     picture = Image.new("RGB", large, "white")

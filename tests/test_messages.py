@@ -1,0 +1,88 @@
+"""What training prints when it starts and ends."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_runs import make_step, small
+from vit.cli import parse_train
+from vit.data.batches import divide_epoch
+from vit.data.datasets import ImageSet, load
+from vit.evaluation import report
+from vit.model.config import ModelConfig
+from vit.training.compile import forward_flops
+from vit.training.messages import end_text, start_text, tokens_text
+from vit.training.step import TrainingStep
+
+HELD_OUT = load("shapes", ".", train=False, count=60)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> TrainingStep:
+    """The step of quick.yaml, on shapes."""
+    folder = tmp_path_factory.mktemp("quick")
+    config = parse_train(["--out", str(folder / "run")])[0]
+    return make_step(dataclasses.replace(config, data=small(folder).data))
+
+
+def test_flops_are_those_of_an_image(quick: TrainingStep) -> None:
+    assert forward_flops(quick) == pytest.approx(0.082e9, rel=0.01)
+
+
+def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, Any]) -> str:
+    config = small(Path("unused"), **changes)
+    images = HELD_OUT.select(torch.arange(count) % 60)
+    per_epoch, size = divide_epoch(count, config.train.batch_size)
+    steps = config.train.epochs * per_epoch
+    schedule = replace(
+        quick.schedule, steps_per_epoch=per_epoch, total_steps=steps, batch_size=size
+    )
+    held_out: ImageSet = HELD_OUT.select(torch.arange(held))
+    return start_text(config, replace(quick, schedule=schedule), images, held_out)
+
+
+def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -> None:
+    text = start_of(quick, 100, 50, data={"balance": "loss"})
+    assert "50 held out (" in text and "; each is 2% of validation accuracy)" in text
+    assert "the loss weights classes by their inverse frequency" in text
+    assert "12 with 56 images so that an epoch uses all 100, 12 of them twice, 6 epochs" in text
+    assert "few for training from scratch: --train.epochs 500 makes 1,000" in text
+    text = start_of(quick, 128, 0, data={"balance": "sampler"}, train={"epochs": 500})
+    assert "none held out, so there are no validation curves" in text
+    assert "every class is drawn equally often" in text
+    assert "1,000 with 64 images each, 500 epochs" in text
+    assert "32 x 32 pixels, 64 tokens: " in text
+    assert "few" not in text
+
+
+def test_a_budget_that_is_over_before_training_is_pointed_out(
+    quick: TrainingStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick.state, "seconds", 9.0)
+    for minutes, late in ((0.1, " (timing a few steps took longer)"), (0.2, "")):
+        text = start_of(quick, 128, 0, train={"budget_minutes": minutes})
+        assert f", to fit into {minutes} minutes{late}\n" in text
+
+
+def test_many_tokens_on_a_cpu_are_pointed_out(quick: TrainingStep) -> None:
+    def text(stem: str = "conv", size: int = 224, device: str = "cpu") -> str:
+        step = replace(quick, schedule=replace(quick.schedule, full_size=(size, size)))
+        return tokens_text(ModelConfig(stem=stem), step, torch.device(device))  # type: ignore[arg-type]
+
+    assert text() == ", 3,136 tokens (slow on a CPU: --model.patch_size 16 makes 196)"
+    assert text("linear") == ", 3,136 tokens (slow on a CPU: --model.patch_size 14 makes 256)"
+    assert text(size=4 * 37) == ", 1,369 tokens"  # patches of 4 or 37 pixels
+    assert text(device="cuda") == ", 3,136 tokens"
+    assert text(size=128) == ", 1,024 tokens"
+
+
+def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:
+    logits = torch.eye(2)[torch.tensor([0, 0, 0, 1])]
+    for labels, expected in (([0, 0, 0, 1], True), ([0, 1, 0, 1], False)):
+        result = report(logits, torch.tensor(labels), ("a", "b"))
+        text = end_text(Path("runs/x"), result, 1.0, has_maps=True, variant="dot")
+        assert ("balanced accuracy 100.00%, loss" in text) == expected
