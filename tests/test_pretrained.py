@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from vit.pretrained.resolve import find_source, resolve_pretrained, with_statist
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
-from vit.training.config import Config, OptimConfig, from_dict, to_dict
+from vit.training.config import Config, from_dict, to_dict
 from vit.training.start import Run
 from vit.training.state import build_state
 from vit.training.train import load_data, train
@@ -485,19 +484,13 @@ def test_weights_with_other_names_than_the_models_are_refused_by_name():
         embed_dim=16, depth=1, num_heads=2, patch_size=8, pretrained="own.safetensors"
     )
     plain = dataclasses.replace(model, pretrained=None)
-    preprocess = Preprocess((32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
-    build = partial(
-        build_state, optim=OptimConfig(), preprocess=preprocess, num_classes=3, seed=0,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    weights = build(plain).model.state_dict()
-    del weights["fc_norm.bias"], weights["head.weight"]  # only the head may be missing
+    made, run = (Run.begin(Config(model=m), environment()) for m in (plain, model))
+    weights = build_state(made, 3).model.state_dict()
+    del weights["norm.bias"], weights["head.weight"]  # only the head may be missing
     weights["blocks.0.attn.temperature"] = torch.ones(2, 1, 1)
-    message = (
-        r"own\.safetensors and the model differ in blocks\.0\.attn\.temperature, fc_norm\.bias; "
-    )
+    message = r"own\.safetensors and the model differ in blocks\.0\.attn\.temperature, norm\.bias; "
     with pytest.raises(ValueError, match=f"^model.pretrained: {message}choose"):
-        build(model, weights=weights)
+        build_state(run, 3, weights=weights)
 
 
 class Malicious:
@@ -619,7 +612,8 @@ def a_run(run: Path) -> Path:
 
 def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files, tmp_path):
     name = str(files / "saved")
-    config, source = resolve_pretrained(tuned(tmp_path / "run", name), False)
+    config = tuned(tmp_path / "run", name, model={"zero_init": True})
+    config, source = resolve_pretrained(config, False)
     assert config.model.zero_init and config.train.whiten and source is not None
     training, _ = load_data(Run.begin(config, environment()))
     state = build_step(Run.begin(config, environment(), None, source), training, source).state

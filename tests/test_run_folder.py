@@ -130,9 +130,9 @@ def test_flags_that_give_a_run_its_own_values_are_named(unfinished: Config) -> N
     with pytest.raises(ValueError, match=re.escape(words)):
         check_run(unfinished, overwrite=False, environment=HOW)
     values["data"] |= {"val_size": None, "image_size": [32, 64], "fit": "pad"}
-    values["model"]["class_token"] = True
+    values["model"]["qk_norm"] = True
     file.write_text(yaml.safe_dump(values))
-    flags = "--data.image_size 32 64 --data.fit pad --model.class_token true"
+    flags = "--data.image_size 32 64 --data.fit pad --model.qk_norm true"
     with pytest.raises(ValueError, match=re.escape(f"its own values ({flags}), train")):
         check_run(unfinished, overwrite=False, environment=HOW)
 

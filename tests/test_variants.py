@@ -52,6 +52,7 @@ PLAIN = {
     "img_size": 32, "in_chans": 3, "num_classes": 10, "stem": "linear", "mlp_conv": False,
     "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "zero_init": False,
 }  # fmt: skip
+POOLED = {"class_token": False, "global_pool": "avg"}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -175,7 +176,7 @@ def test_everything_that_reads_attention_reads_a_variant(name, tmp_path):
 
 @with_names
 def test_relevance_of_a_variant_adds_up_to_the_logit(name):
-    model = VisionTransformer(**PLAIN, attention=name, pos_embed="none").double().eval()
+    model = VisionTransformer(**(PLAIN | POOLED), attention=name, pos_embed="none").double().eval()
     with torch.no_grad():
         for number, (key, parameter) in enumerate(model.named_parameters()):
             parameter.copy_(0.3 * draw(*parameter.shape, seed=number))
