@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vit.classifier import Classifier
     from vit.explain.rollout import attention_rollout
     from vit.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention
+    from vit.model.attention_model import require_attention
     from vit.model.variants import load_attention
     from vit.model.vit import VisionTransformer
     from vit.model_file import load
@@ -26,6 +27,7 @@ _MODULES = {
     "scaled_dot_product_attention": "vit.model.attention",
     "VisionTransformer": "vit.model.vit",
     "load_attention": "vit.model.variants",
+    "require_attention": "vit.model.attention_model",
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "attention_rollout",
     "load",
     "load_attention",
+    "require_attention",
     "scaled_dot_product_attention",
 ]
 
