@@ -1,22 +1,23 @@
-"""Applies single-line faults to vit/, one at a time, and reports which of them the tests catch.
+"""Applies single-line faults to vit/, one at a time, and says which of them the tests catch.
 
 Run it before and after a change to many tests: a fault that was caught must not survive. The
 faults are in faults.toml; each is a text that occurs once in vit/ and the text that replaces it, so
-moving a module needs no change there. If somebody rewrites such a line, test_faults.py fails: adapt
-the fault, or replace it by another of the same kind under a new number.
+they follow a module that is moved. Where such a line is rewritten, test_faults.py fails: adapt the
+fault, or replace it by another of the same kind under a new number.
 
-    python tests/faults.py --jobs 2          all faults, which takes hours
+    python tests/faults.py --jobs 2          all faults
     python tests/faults.py --only 7 12       some of them
     python tests/faults.py --near            only the test files that name the faulty module
     python tests/faults.py --list
 
 A fault is applied to a temporary copy of the repository, with uncommitted changes but without
-ignored files. The fast tests run until one fails, those that name the faulty module first.
+ignored files. The fast tests run until one fails: first the test file of the module, then those
+that name it, then the others. Libraries are imported once; each run is a fork of this process.
 """
 
 import argparse
-import contextlib
-import importlib.util
+import importlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -24,14 +25,15 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 3600  # seconds, after which a fault counts as caught: it makes a test hang
+LIBRARIES = ("torchvision.transforms.v2", "timm", "torch.utils.tensorboard", "matplotlib.figure")
+TIMEOUT = 3600  # seconds, after which a fault counts as caught, because it makes a test hang
+FORK: Any = multiprocessing.get_context("fork")
 
 
 class Fault(NamedTuple):
@@ -43,11 +45,7 @@ class Fault(NamedTuple):
 
 def read_faults() -> list[Fault]:
     areas = tomllib.loads((ROOT / "tests/faults.toml").read_text())
-    return [
-        Fault(int(number), area, *texts)
-        for area, faults in areas.items()
-        for number, texts in faults.items()
-    ]
+    return [Fault(int(n), area, *texts) for area in areas for n, texts in areas[area].items()]
 
 
 def find_fault(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
@@ -72,48 +70,60 @@ def copy_repository(target: Path) -> None:
         (target / "data").symlink_to((ROOT / "data").resolve())
 
 
-@contextlib.contextmanager
-def applied(module: Path, faulty: str) -> Iterator[None]:
-    original, compiled = module.read_text(), Path(importlib.util.cache_from_source(str(module)))
-    try:
-        module.write_text(faulty)
-        compiled.unlink(missing_ok=True)  # Python compares only its time in seconds and its size
-        yield
-    finally:
-        module.write_text(original)
-        compiled.unlink(missing_ok=True)
+def group_tests(module: Path, copy: Path) -> list[list[str]]:
+    """Return the test file of a module, those that name it, and the others, small ones first."""
+    name = ".".join(module.relative_to(copy).with_suffix("").parts)
+    groups: list[list[str]] = [[], [], []]
+    for path in sorted((copy / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size):
+        own, names = path.stem == f"test_{module.stem}", name in path.read_text()
+        groups[0 if own else 1 if names else 2].append(f"tests/{path.name}")
+    groups[2].remove("tests/test_faults.py")
+    return groups
 
 
-def order_tests(module: Path, root: Path, near: bool) -> list[str]:
-    """List the test files, first that of the module, then those that name it, then the others."""
-    name = ".".join(module.relative_to(root).with_suffix("").parts)
-    files = [path for path in (root / "tests").glob("test_*.py") if path.stem != "test_faults"]
-    ranks = {
-        path: 0 if path.stem == f"test_{module.stem}" else 1 if name in path.read_text() else 2
-        for path in files
-    }
-    chosen = sorted(files, key=lambda path: (ranks[path], path.stat().st_size))
-    return [f"tests/{path.name}" for path in chosen if not near or ranks[path] < 2]
+def run_tests(copy: Path, files: list[str]) -> None:
+    with Path(f"{copy}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
+    options = ["-x", "-m", "not slow", "--tb=no", "-rfE", "--assert=plain"]
+    options += ["-p", "no:cacheprovider", f"--basetemp={copy}.tmp"]
+    sys.exit(pytest.main([*options, *files]))
 
 
-def catch(fault: Fault, copy: Path, near: bool = False) -> str | None:
+def catch(fault: Fault, copy: Path, near: bool) -> str | None:
     """Return the first test that fails with a fault in a copy of the repository."""
     module, faulty = find_fault(fault, copy)
-    files = order_tests(module, copy, near)
-    options = ["-x", "-m", "not slow", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, "--basetemp", f"{copy}.tmp", *files]
-    with applied(module, faulty):
-        try:
-            result = subprocess.run(
-                command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, timeout=TIMEOUT,
-                capture_output=True, text=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return "the timeout"
-    if not files or result.returncode in (0, 5):  # 5: all tests of the files are slow
-        return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest with exit code {result.returncode}"
+    original = module.read_text()
+    # Python would take a compiled file of the same second and size.
+    shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
+    module.write_text(faulty)
+    try:
+        for files in group_tests(module, copy)[: 2 if near else 3]:
+            process = FORK.Process(target=run_tests, args=(copy, files))
+            if files:
+                process.start()
+                process.join(TIMEOUT)
+                process.kill()
+                process.join()
+            if files and process.exitcode not in (0, 5):  # 5: all tests of the files are slow
+                log = Path(f"{copy}.log").read_text()
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+                return failed[1] if failed else f"exit code {process.exitcode}"
+    finally:
+        shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
+        module.write_text(original)
+    return None
+
+
+def work(faults: Any, caught: Any, copy: Path, near: bool) -> None:
+    copy_repository(copy)
+    while (fault := faults.get()) is not None:
+        test = catch(fault, copy, near)
+        result = f"caught by {test}" if test else f"survived: {fault.old!r} -> {fault.new!r}"
+        print(f"{fault.number:3} {fault.area:10} {result}", flush=True)
+        caught.put(test is not None)
 
 
 def main() -> None:
@@ -123,27 +133,28 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
     parser.add_argument("--list", action="store_true", help="list the faults and exit")
     options = parser.parse_args()
-    faults = [f for f in read_faults() if options.only is None or f.number in options.only]
+    chosen = [f for f in read_faults() if options.only is None or f.number in options.only]
+    modules = [find_fault(fault)[0].relative_to(ROOT) for fault in chosen]  # raises if one is gone
     if options.list:
-        for fault in faults:
-            module = find_fault(fault)[0].relative_to(ROOT)
+        for fault, module in zip(chosen, modules, strict=True):
             print(f"{fault.number:3} {module}: {fault.old!r} -> {fault.new!r}")
         return
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as threads:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(options.jobs):
-            copies.put(Path(folder) / str(number))
-            copy_repository(Path(folder) / str(number))
-
-        def run(fault: Fault) -> bool:
-            copy = copies.get()
-            test = catch(fault, copy, options.near)
-            copies.put(copy)
-            result = f"caught by {test}" if test else f"survived: {fault.old!r} -> {fault.new!r}"
-            print(f"{fault.number:3} {fault.area:10} {result}", flush=True)
-            return test is not None
-
-        print(f"caught {sum(threads.map(run, faults))} of {len(faults)} faults")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    faults, caught = FORK.SimpleQueue(), FORK.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            FORK.Process(target=work, args=(faults, caught, Path(folder) / str(n), options.near))
+            for n in range(options.jobs)
+        ]
+        for worker in workers:
+            worker.start()
+        for fault in [*chosen, *[None] * options.jobs]:
+            faults.put(fault)
+        print(f"caught {sum(caught.get() for _ in chosen)} of {len(chosen)} faults")
+        for worker in workers:
+            worker.join()
 
 
 if __name__ == "__main__":
