@@ -392,6 +392,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"epoch": 3, "state_dict": state}, folder / "state_dict.pth")
     torch.save({"model": state, "optimizer": {"lr": 0.1}}, folder / "model.pth")
     torch.save({"model": noise, "model_ema": state}, folder / "ema.pth")
+    model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     timm.models.save_for_hf(
         model,
         folder / "saved",
@@ -417,7 +418,8 @@ def test_every_form_of_file_gives_the_same_model(files, form):
     for key, value in expected.state_dict().items():
         assert torch.equal(source.weights[key], value), key
     assert source.assumed == (() if form == "saved" else UNKNOWN)
-    assert source.mean == ((0.5, 0.5, 0.5) if form == "saved" else None)
+    statistics = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)) if form == "saved" else (None, None)
+    assert (source.mean, source.std) == statistics
     _, account = adapt(source, 8, (32, 32), 3, names(5))
     assert ("not in the file, from the config: num_heads=3" in account) == (form != "saved")
 
@@ -638,7 +640,7 @@ def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
     saved = load_model(run)
     assert saved.config.model.embed_dim == 24
     assert saved.config.model.pretrained == str(source)
-    assert saved.classifier.preprocess.mean == (0.5, 0.5, 0.5)
+    assert saved.classifier.preprocess.mean == (0.1, 0.2, 0.3)
     report = json.loads((run / "eval/report.json").read_text())
     assert report["n"] == 2000
 

@@ -26,6 +26,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.data.provider import TensorDatum, TensorTimeSeries
 from tensorboard.plugins.base_plugin import TBContext
 from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
@@ -567,6 +568,32 @@ def test_a_failing_data_server_is_one_line_of_json() -> None:
     }
 
 
+def test_an_image_is_shown_as_it_was_logged_last() -> None:
+    (series,) = (value for value in summaries("photo", make_record()).value if value.tag == "photo")
+    content = series.metadata.plugin_data.content
+
+    class Provider:
+        def list_tensors(self, *_: Any, **__: Any) -> Any:
+            series = TensorTimeSeries(
+                max_step=7, max_wall_time=7.0, plugin_content=content, description="",
+                display_name="",
+            )  # fmt: skip
+            return {"run": {"photo": series}}
+
+        def read_tensors(self, *_: Any, **__: Any) -> Any:
+            logged = {
+                step: encode_details(make_record(label=step % 4, name=f"{step}.jpg").details)
+                for step in (7, 2)
+            }
+            parts = {step: np.array(data, dtype=object) for step, data in logged.items()}
+            return {"run": {"photo": [TensorDatum(step, 0.0, parts[step]) for step in parts]}}
+
+    plugin = AttentionPlugin(TBContext(data_provider=Provider()))
+    (image,) = Client(plugin.get_plugin_apps()["/images"]).get("/?run=run").json["images"]
+    assert (image["name"], image["label"]) == ("7.jpg", CLASSES[3])
+    assert [step["step"] for step in image["steps"]] == [2, 7]
+
+
 def test_plugin_starts_without_heavy_imports() -> None:
     """TensorBoard imports it at every start, whatever it shows."""
     program = (
@@ -584,6 +611,10 @@ def test_plugin_starts_without_heavy_imports() -> None:
 
 def attention(layers: int = 2, batch: int = 2, heads: int = 3, tokens: int = 13) -> torch.Tensor:
     return torch.randn(layers, batch, heads, tokens, tokens).softmax(dim=-1)
+
+
+ROW_OF_TWO = attention()
+ROW_OF_TWO[0, 0, 0, 0] *= 2
 
 
 def read_back(folder: Path) -> dict[str, Any]:
@@ -706,7 +737,7 @@ def test_too_many_weights_are_left_out_with_a_warning(
         ({"weights": []}, "weights: there are no layers"),
         ({"weights": attention(batch=3)}, r"layer 0 is \(3, 3, 13, 13\), not .* with B = 2"),
         ({"weights": [attention()[0], attention(heads=2)[0]]}, "layer 1 is .2, 2, 13, 13."),
-        ({"weights": 2 * attention()}, "rows of layer 0 sum to 2 to 2, not 1; pass the softmax"),
+        ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
         ({"weights": torch.randn(2, 2, 3, 13, 13)}, "layer 0 has negative numbers"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
         ({"readout": "max"}, "readout: 'max' is not class_token, mean or None"),
