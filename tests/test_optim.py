@@ -1,5 +1,6 @@
 """Learning rate, parameter groups, and optimizers that resume exactly."""
 
+import dataclasses
 import io
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from models import PLAIN
+from vit.config import OptimConfig
 from vit.model.vit import VisionTransformer
 from vit.training.distributed import World
 from vit.training.optim import Muon, build_optimizers, orthogonalize, set_lr
@@ -211,3 +213,13 @@ def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
         assert (owners.sum(dim=0) == 1).all()
     busy = [any(bool(update.any()) for update in updates) for updates in parts]
     assert all(busy)
+
+
+def test_default_rates_are_those_that_the_results_were_measured_with():
+    found = dataclasses.asdict(OptimConfig())
+    assert found == {
+        "name": "muon", "lr": 2e-3, "weight_decay": 0.05, "muon_lr": 0.02,
+        "muon_weight_decay": 0.05, "muon_momentum": 0.85, "layer_decay": None,
+        "schedule": "linear", "warmup": 0.05, "label_smoothing": 0.1, "clip_grad": None,
+        "ema_decay": None,
+    }  # fmt: skip
