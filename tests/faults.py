@@ -72,11 +72,13 @@ def copy_repository(target: Path) -> None:
 
 def group_tests(module: Path, copy: Path) -> list[list[str]]:
     """Return the test file of a module, those that name it, and the others, small ones first."""
-    name = ".".join(module.relative_to(copy).with_suffix("").parts)
+    package = r"\.".join(module.relative_to(copy).parent.parts)
+    names = re.compile(rf"{package}(\.| import .*\b){module.stem}\b")
     groups: list[list[str]] = [[], [], []]
     for path in sorted((copy / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size):
-        own, names = path.stem == f"test_{module.stem}", name in path.read_text()
-        groups[0 if own else 1 if names else 2].append(f"tests/{path.name}")
+        named = names.search(path.read_text()) is not None
+        group = 0 if path.stem == f"test_{module.stem}" else 1 if named else 2
+        groups[group].append(f"tests/{path.name}")
     groups[2].remove("tests/test_faults.py")
     return groups
 

@@ -218,6 +218,10 @@ def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run,
     [
         (SCORES, SCORES + " * 1.000001"),
         (WEIGHTS, WEIGHTS + ".detach()"),  # only gradients differ
+        (
+            WEIGHTS,
+            WEIGHTS + "\n    weights = weights + 2 * (weights - weights.detach())",
+        ),  # only those of queries and keys
         (WEIGHTS, WEIGHTS + " * (torch.rand(1) < 2)"),  # random, although nothing comes of it
         (WEIGHTS, "scores = scores.clamp(max=20)\n    " + WEIGHTS),
         (WEIGHTS, WEIGHTS + " * (0.9 if dropout.training else 1)"),
