@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vit.classifier import Classifier, build_model
-from vit.config import EvalConfig, from_dict
 from vit.data.datasets import ImageSet, load_test_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
@@ -23,6 +22,8 @@ from vit.reporting.comparison import (
     compare_runs,
 )
 from vit.reporting.comparison_table import as_markdown, as_text
+from vit.reporting.config import EvalConfig
+from vit.training.config import from_dict
 
 
 def untrained(out: Path, seed: int, **data: Any) -> Path:

@@ -14,7 +14,7 @@ from PIL import Image
 import vit
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.drawing import bar_of, colour_map, overlay
 from vit.explain.explanation import Explanation

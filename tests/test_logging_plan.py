@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from small_runs import make_loop, make_step, small
-from vit.config import Config, ModelConfig, TrackConfig
 from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
+from vit.model.config import ModelConfig
 from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
 from vit.reporting.weight_budget import images_with_weights
-from vit.tracking import milestones
+from vit.run.tracker import milestones
 from vit.training import logging_plan
+from vit.training.config import Config, TrackConfig
 from vit.training.logging_plan import (
     EXPLAINING_PASSES,
     FIRST_DRAWING_SECONDS,

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from small_runs import make_step, small
-from vit.config import Config, DataConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
-from vit.training.distributed import World
+from vit.distributed.world import World
+from vit.training.config import Config
 from vit.training.step import TrainingStep
 
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
