@@ -26,25 +26,15 @@ QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
 # Leading dimensions of query, key and value, and the shape of the mask.
 SHAPES = [
     ((), None),
-    ((), (5, 7)),
-    ((2,), None),
     ((2,), (5, 7)),
-    ((2,), (2, 1, 7)),
-    ((2, 3), None),
-    ((2, 3), (5, 7)),
     ((2, 3), (5, 1)),
     ((2, 3), (2, 1, 1, 7)),
-    ((2, 3), (2, 1, 5, 7)),
-    ((2, 3), (1, 3, 5, 7)),
-    ((2, 3), (2, 3, 5, 7)),
     ((2, 1, 3), (2, 1, 3, 5, 7)),
 ]
 
 # Each is for 3 sequences of 5 tokens; None is no mask.
 MASKS = {
     "none": None,
-    "causal": causal_mask(5),
-    "padding": padding_mask(torch.tensor([1, 3, 5]), 5),
     "causal and padding": causal_mask(5) & padding_mask(torch.tensor([1, 3, 5]), 5),
 }
 with_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -140,19 +130,7 @@ def test_attention_equals_torch_and_numpy(leading, mask_shape):
     assert_close(output, torch_output, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("leading", "mask_shape"), SHAPES)
-def test_rows_of_weights_sum_to_one_unless_all_is_masked(leading, mask_shape):
-    mask = draw_mask(mask_shape)
-    _, weights = scaled_dot_product_attention(*draw_qkv(*leading, dtype=torch.float32), mask)
-
-    allowed = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
-    allowed = allowed.expand_as(weights)
-    assert (weights >= 0).all()
-    assert (weights[~allowed] == 0).all()
-    assert_close(weights.sum(-1), allowed.any(-1).float(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fully_masked_row_gives_zeros_and_no_gradient(dtype):
     query, key, value = (x.requires_grad_() for x in draw_qkv(2, dtype=dtype))
     mask = torch.ones(QUERIES, KEYS, dtype=torch.bool)
@@ -168,20 +146,9 @@ def test_fully_masked_row_gives_zeros_and_no_gradient(dtype):
     assert all(x.isfinite().all() for x in (output, weights, query.grad, key.grad, value.grad))
 
 
-def test_everything_masked_gives_zeros_and_zero_gradients():
-    qkv = [x.requires_grad_() for x in draw_qkv(2)]
-    mask = torch.zeros(QUERIES, KEYS, dtype=torch.bool)
-
-    output, weights = scaled_dot_product_attention(*qkv, mask)
-    (output.sum() + weights.sum()).backward()
-
-    assert all((x == 0).all() for x in (output, weights, *(x.grad for x in qkv)))
-
-
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)],
+    ("dtype", "tolerance", "masked"),
+    [(torch.float32, 1e-6, True), (torch.float16, 1e-3, False), (torch.bfloat16, 8e-3, True)],
 )
 def test_large_logits_stay_finite_and_right(dtype, tolerance, masked):
     # Multiples of 32, so that all scores are multiples of 512 and exact in every dtype: what is
@@ -211,7 +178,7 @@ def test_product_of_query_and_key_may_exceed_float16_if_the_score_does_not():
     assert output.item() == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_masked_key_gets_nothing_even_where_all_other_scores_are_far_below(dtype):
     query = torch.full((1, 1), 256.0, dtype=dtype)
     key = torch.tensor([[-128.0], [0.0], [-128.0]], dtype=dtype)  # scores -32,768, 0, -32,768
@@ -245,15 +212,6 @@ def test_dropout_scales_what_it_keeps_and_returns_the_weights_before_it():
     assert_close(kept.mean(0), expected[0], rtol=five_deviations / 0.75, atol=0)
 
 
-@pytest.mark.parametrize("mask_shape", [None, (2, 5, 7)])
-def test_attention_gradcheck(mask_shape):
-    inputs = [x.requires_grad_() for x in draw_qkv(2)]
-    mask = draw_mask(mask_shape)
-    assert torch.autograd.gradcheck(
-        lambda *qkv: torch.cat(scaled_dot_product_attention(*qkv, mask), dim=-1), inputs, atol=1e-7
-    )
-
-
 # --- masks ---
 
 
@@ -277,8 +235,7 @@ def test_padding_mask_shows_as_many_tokens_as_are_real():
 
 
 @with_masks
-@pytest.mark.parametrize("num_heads", [1, 3])
-@pytest.mark.parametrize("qkv_bias", [True, False])
+@pytest.mark.parametrize(("num_heads", "qkv_bias"), [(1, True), (3, False)])
 def test_module_equals_torch_multihead_attention(mask, num_heads, qkv_bias):
     ours = draw_attention(12, num_heads, qkv_bias=qkv_bias)
     x = draw_tokens()
@@ -294,23 +251,10 @@ def test_module_equals_torch_multihead_attention(mask, num_heads, qkv_bias):
     assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
-def test_padding_mask_is_the_inverse_of_torch_key_padding_mask():
-    ours = draw_attention(12, 3)
-    x, mask = draw_tokens(), MASKS["padding"]
-
-    output, weights = ours(x, causal_mask(5) & mask, need_weights=True)
-
-    expected_output, expected_weights = torch_twin(ours)(
-        x, x, x, attn_mask=~causal_mask(5), key_padding_mask=~mask[:, 0], average_attn_weights=False
-    )
-    assert_close(output, expected_output, rtol=0, atol=1e-12)
-    assert_close(weights, expected_weights, rtol=0, atol=1e-12)
-
-
 @with_masks
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "qkv_bias", "qk_norm"),
-    [(1, None, True, False), (3, None, False, False), (3, None, True, True), (2, 5, True, True)],
+    [(3, None, False, False), (2, 5, True, True)],
 )
 def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm):
     ours = draw_attention(12, num_heads, head_dim, qkv_bias, qk_norm)
@@ -327,28 +271,6 @@ def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm
     timm_mask = None if mask is None else mask.expand(3, 5, 5)[:, None]
 
     assert_close(ours(x, mask), theirs(x, timm_mask), rtol=0, atol=1e-12)
-
-
-def test_single_head_is_attention_written_out():
-    module = draw_attention(6, 1)
-    x = draw_tokens(batch=1, tokens=4, dim=6)
-
-    output, weights = module(x, need_weights=True)
-
-    weight_q, weight_k, weight_v = module.qkv.weight.chunk(3)
-    bias_q, bias_k, bias_v = module.qkv.bias.chunk(3)
-    for i in range(4):
-        query = weight_q @ x[0, i] + bias_q
-        exponentials = [
-            torch.exp(query.dot(weight_k @ x[0, j] + bias_k) / 6**0.5) for j in range(4)
-        ]
-        attended = torch.zeros(6).double()
-        for j in range(4):
-            share = exponentials[j] / sum(exponentials)
-            assert_close(weights[0, 0, i, j], share, rtol=0, atol=1e-12)
-            attended += share * (weight_v @ x[0, j] + bias_v)
-        expected = module.proj.weight @ attended + module.proj.bias
-        assert_close(output[0, i], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -397,32 +319,6 @@ def test_the_fused_kernel_is_used_where_it_is_faster(dtype, need_weights, device
 # --- MultiHeadSelfAttention's own properties ---
 
 
-@property_test
-@given(order=st.permutations(range(6)), num_heads=st.sampled_from([1, 2, 4]))
-def test_permuting_tokens_permutes_output_and_weights(order, num_heads):
-    module = draw_attention(8, num_heads, qk_norm=True)
-    x = draw_tokens(batch=2, tokens=6, dim=8)
-
-    output, weights = module(x, need_weights=True)
-    permuted_output, permuted_weights = module(x[:, order], need_weights=True)
-
-    assert_close(permuted_output, output[:, order], rtol=0, atol=1e-12)
-    assert_close(permuted_weights, weights[:, :, order][..., order], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("changed", range(5))
-def test_causal_mask_keeps_a_token_from_those_before_it(changed, kernel):
-    module = draw_attention(12, 3)
-    x = draw_tokens()
-    other = x.clone()
-    other[:, changed] += 1
-
-    difference = (module(other, causal_mask(5)) - module(x, causal_mask(5))).abs().amax(dim=(0, 2))
-
-    assert (difference[:changed] < 1e-12).all()
-    assert (difference[changed:] > 1e-3).all()
-
-
 def test_padding_changes_nothing(kernel):
     module = draw_attention(12, 3)
     lengths = [1, 3, 5]
@@ -442,25 +338,6 @@ def test_padding_changes_nothing(kernel):
             assert_close(padded[i, :, :length, :length], unpadded_weights[0], rtol=0, atol=1e-12)
 
 
-def test_sequence_of_padding_only_gets_the_bias_of_the_output():
-    module = draw_attention(12, 3)
-    output = module(draw_tokens(), padding_mask(torch.tensor([0, 2, 5]), 5))
-    assert_close(output[0], module.proj.bias.expand(5, 12), rtol=0, atol=0)
-
-
-@with_masks
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_every_parameter_gets_a_gradient(mask, qk_norm):
-    module = draw_attention(12, 3, qk_norm=qk_norm)
-    names = ["x", *(name for name, _ in module.named_parameters())]
-    for name, gradient in zip(names, gradients(module, draw_tokens(), mask), strict=True):
-        if name == "k_norm.bias":  # adds the same to all scores of a row, which softmax ignores
-            assert gradient.abs().max() < 1e-12
-        else:
-            assert gradient.abs().max() > 1e-3, name
-            assert gradient.isfinite().all(), name
-
-
 @pytest.mark.parametrize("place", ["attn_drop", "proj_drop"])
 def test_dropout_acts_in_training_only(place, kernel):
     torch.manual_seed(0)
@@ -476,15 +353,6 @@ def test_dropout_acts_in_training_only(place, kernel):
     assert share_of_zeros == pytest.approx(0.25 if place == "proj_drop" else 0, abs=0.01)
     deviation = (outputs.mean(0) - expected[0]) / (outputs.std(0) / draws**0.5)
     assert deviation.abs().max() < 5
-
-
-def test_weights_in_training_are_those_before_dropout():
-    torch.manual_seed(0)
-    module = draw_attention(12, 3, attn_drop=0.5)
-    x = draw_tokens()
-    _, expected = module(x, need_weights=True)
-    _, weights = module.train()(x, need_weights=True)
-    assert_close(weights, expected, rtol=0, atol=0)
 
 
 @property_test

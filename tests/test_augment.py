@@ -109,10 +109,9 @@ def test_results_depend_on_the_draws_alone_and_inputs_stay(function):
 
 
 @with_functions
-@pytest.mark.parametrize("parts", [2, 3, 4])
-def test_parts_of_a_batch_are_augmented_like_the_whole_batch(function, parts):
+def test_parts_of_a_batch_are_augmented_like_the_whole_batch(function):
     """Also where a part begins within a block of the noise of random erasing."""
-    count = 48
+    count, parts = 48, 3
     images, targets = draw_images(count), draw_targets(count)
     whole = function(draws(count), images, targets)
     for start in range(0, count, count // parts):
@@ -122,16 +121,6 @@ def test_parts_of_a_batch_are_augmented_like_the_whole_batch(function, parts):
             assert torch.equal(result, expected[part])
 
 
-@pytest.mark.parametrize("option", ALL)
-def test_parts_are_augmented_alike_with_each_option_alone(option):
-    images, targets = draw_images(12), draw_targets(12)
-    whole = augment(images, targets, CIFAR10, draws(12), only(**{option: ALL[option]}))
-    part = slice(6, 12)
-    alone = Draws(0, 12, part)
-    results = augment(images[part], targets[part], CIFAR10, alone, only(**{option: ALL[option]}))
-    assert all(torch.equal(x, y[part]) for x, y in zip(results, whole, strict=True))
-
-
 def test_draws_for_another_number_of_images_are_refused():
     with pytest.raises(
         ValueError, match=r"draws: for 8 images, but the batch has 4; .*\(seed, 4\)"
@@ -139,42 +128,11 @@ def test_draws_for_another_number_of_images_are_refused():
         augment(draw_images(4), draw_targets(4), CIFAR10, draws(8), only())
 
 
-@pytest.mark.parametrize("function", [random_erasing, mix])
-def test_float_inputs_stay(function):
-    images = draw_images(20).float()
-    if function is mix:
-        mix(images, draw_targets(20), torch.full((20, 1, 32, 32), 0.3))
-    else:
-        random_erasing(images, 1.0, draws(20))
-    assert torch.equal(images, draw_images(20).float())
-
-
 @with_functions
-@pytest.mark.parametrize("count", [1, 2])
-def test_small_batches(function, count):
-    for result in function(draws(count), draw_images(count), draw_targets(count)):
-        assert len(result) == count
+def test_a_single_image(function):
+    for result in function(draws(1), draw_images(1), draw_targets(1)):
+        assert len(result) == 1
         assert result.float().isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [
-        ("random_crop", 50),
-        ("random_flip", 2),
-        ("random_erasing", 80),
-        ("mixup_shares", 200),
-        ("cutmix_shares", 150),
-        ("augment", 200),
-    ],
-)
-def test_each_image_draws_its_own_parameters(name, least):
-    images, targets = draw_images(1).expand(200, -1, -1, -1), draw_targets(1).expand(200, -1)
-    results = FUNCTIONS[name](draws(200), images, targets)[0]
-    assert len(results.flatten(1).unique(dim=0)) >= least
-
-
-# Normalisation.
 
 
 # Crop.
@@ -195,7 +153,7 @@ def crops(images: Tensor, padding: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("count", "height", "width", "padding"),
-    [(4000, 6, 7, 2), (60, 32, 32, 4), (300, 5, 6, 3), (50, 9, 9, 1)],
+    [(4000, 6, 7, 2), (60, 32, 32, 4)],
 )
 def test_random_crop_is_a_crop_of_the_reflected_image(count, height, width, padding):
     images = draw_images(count, height, width)
@@ -207,18 +165,6 @@ def test_random_crop_is_a_crop_of_the_reflected_image(count, height, width, padd
         assert chi_square(matches.sum(1)) < 60
     else:
         assert len(matches.float().argmax(0).unique()) > 1
-
-
-def test_random_crop_by_as_much_as_reflection_can():
-    images = draw_images(100, 4, 4)
-    matches = (crops(images, 3) == random_crop(images, 3, draws(len(images)))).flatten(2).all(2)
-    assert matches.any(0).all()
-    assert (matches.sum(0) > 1).any()  # shifts of 3 and -3 both turn 4 pixels round
-
-
-def test_random_crop_without_padding_changes_nothing():
-    images = draw_images(5)
-    assert torch.equal(random_crop(images, 0, draws(len(images))), images)
 
 
 # Flip.
@@ -246,7 +192,7 @@ def simulate_boxes(sides: np.ndarray, size: int, rng: np.random.Generator) -> np
     return inside.sum(-1).prod(-1) / size**2
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("probability", [0.0, 0.25])
 def test_random_erasing_fills_one_box_in_some_images(probability):
     images = torch.full((3000, 3, 32, 32), 100.0)
     result = random_erasing(images, probability, draws(3000))
@@ -293,7 +239,7 @@ def test_random_erasing_boxes_have_the_areas_and_shapes_of_the_paper():
 # Shares of mixup and cutmix.
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.8, 1.0, 4.0])
+@pytest.mark.parametrize("alpha", [0.1, 4.0])
 def test_mixup_shares_are_beta_distributed_and_constant(alpha):
     shares = mixup_shares(torch.zeros(20_000, 3, 2, 3), alpha, draws(20_000))
     assert shares.shape == (20_000, 1, 2, 3)
@@ -306,9 +252,8 @@ def test_mixup_shares_are_beta_distributed_and_constant(alpha):
     np.testing.assert_allclose(quantiles(drawn), quantiles(expected), rtol=0, atol=0.025)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 1.0])
-def test_cutmix_shares_are_zero_in_one_box(alpha):
-    count, size = 4000, 32
+def test_cutmix_shares_are_zero_in_one_box():
+    count, size, alpha = 4000, 32, 0.5
     shares = cutmix_shares(torch.zeros(count, 3, size, size), alpha, draws(count))
     assert shares.shape == (count, 1, size, size)
     assert ((shares == 0) | (shares == 1)).all()
@@ -323,14 +268,6 @@ def test_cutmix_shares_are_zero_in_one_box(alpha):
     uncut = ~(rows[:, 0] | rows[:, -1] | columns[:, 0] | columns[:, -1])
     assert uncut.sum() > 200
     assert ((rows.sum(1) - columns.sum(1)).abs()[uncut] <= 1).all()  # square like the image
-
-
-def test_boxes_favour_no_side():
-    shares = cutmix_shares(torch.zeros(20_000, 3, 4, 4), 1.0, draws(20_000))
-    often = (1 - shares).mean((0, 1))
-    for other in (often.flip(0), often.flip(1), often.T):
-        torch.testing.assert_close(often, other, rtol=0, atol=0.02)
-    assert often[1, 1] > often[0, 1] + 0.02 > often[0, 0] + 0.04  # the middle is covered most
 
 
 # Mixing.
@@ -354,14 +291,6 @@ def test_mix_blends_each_image_and_target_with_its_neighbour(count):
     assert partners == pairs[count]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_mix_takes_whole_images_exactly(share):
-    images, targets = CIFAR10.normalize(draw_images(20)), draw_targets(20)
-    mixed, mixed_targets = mix(images, targets, torch.full((20, 1, 32, 32), share))
-    order = torch.arange(20) if share else torch.arange(20).view(10, 2).flip(1).flatten()
-    assert torch.equal(mixed, images[order]) and torch.equal(mixed_targets, targets[order])
-
-
 @pytest.mark.parametrize(
     "options", [{"mixup": 0.3}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}]
 )
@@ -374,29 +303,14 @@ def test_target_weights_are_pixel_weights(options):
     torch.testing.assert_close(weights @ values, mixed.mean((1, 2, 3)), rtol=0, atol=1e-3)
 
 
-def test_cutmix_pixels_come_from_the_image_or_one_other():
-    images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, BYTES, draws(len(images)), only(cutmix=1.0))
-    mixed = mixed.round().long()
-    assert (mixed == mixed[:, :1]).all()
-    for number, (pixels, weight) in enumerate(zip(mixed[:, 0], weights, strict=True)):
-        others = pixels[pixels != number].unique()
-        assert len(others) <= 1
-        share = (pixels == number).float().mean()
-        assert weight[number].item() == pytest.approx(share.item(), abs=1e-5)
-        for other in others:
-            assert weight[other].item() == pytest.approx(1 - share.item(), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "low", "high"),
     [({"mixup": 1.0}, 1.0, 1.0), ({"cutmix": 1.0}, 0.0, 0.0),
      ({"mixup": 1.0, "cutmix": 1.0}, 0.4, 0.6)],
 )  # fmt: skip
-@pytest.mark.parametrize("seed", range(3))
-def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
+def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high):
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, BYTES, draws(len(images), seed), only(**options))
+    mixed, weights = augment(images, targets, BYTES, draws(len(images)), only(**options))
     partnered = (weights > 0).sum(1) == 2  # neither itself, nor covered by the box
     constant = (mixed - mixed[:, :1, :1, :1]).abs().flatten(1).amax(1) < 1e-3
     blended = (partnered & constant).sum().item()
@@ -437,38 +351,16 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
 @pytest.mark.parametrize("option", ALL)
 def test_every_option_has_its_effect_alone(option):
     images, targets = draw_images(30), draw_targets(30)
-    result, result_targets = augment(
-        images, targets, CIFAR10, draws(len(images)), only(**{option: ALL[option]})
-    )
+    chosen = only(**{option: ALL[option]})
+    result, result_targets = augment(images, targets, CIFAR10, draws(30), chosen)
     assert result.dtype == result_targets.dtype == torch.float32
     assert result.shape == images.shape and result_targets.shape == targets.shape
     assert not torch.equal(result, CIFAR10.normalize(images))
     assert torch.equal(result_targets, targets) == (option not in ("mixup", "cutmix"))
 
 
-def test_noise_of_erasing_is_not_normalised_again():
-    images = torch.zeros(300, 3, 32, 32, dtype=torch.uint8)
-    result, _ = augment(images, draw_targets(300), CIFAR10, draws(300), only(erasing=1.0))
-    noise = result[result != CIFAR10.normalize(images)]
-    assert noise.mean().item() == pytest.approx(0, abs=0.02)
-    assert noise.std().item() == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_targets_stay_probabilities(seed):
-    targets = torch.softmax(torch.randn(64, 10, generator=seeded(5)), dim=1)
-    _, result = augment(draw_images(64), targets, CIFAR10, draws(64, seed), only(**ALL))
-    assert result.min() >= 0
-    torch.testing.assert_close(result.sum(1), torch.ones(64), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [8, 16, 24])
+@pytest.mark.parametrize("size", [8, 24])
 def test_shrinking_is_torchvisions_antialiased_resize(size):
     images = torch.randn(4, 3, 32, 32)
     expected = resize(images, [size, size], antialias=True)
     assert_close(shrink(images, (size, size)), expected, rtol=0, atol=1e-6)
-
-
-def test_images_of_the_right_size_are_not_touched():
-    images = torch.randn(4, 3, 32, 32)
-    assert shrink(images, (32, 32)) is images

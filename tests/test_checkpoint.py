@@ -26,6 +26,7 @@ from vit.run.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from vit.run.sharded import finish_writing, read_state
 from vit.training.config import Config, to_dict
 
 CLASSES = ("cat", "dog", "frog")
@@ -224,3 +225,14 @@ def test_weights_that_do_not_fit_their_config_are_refused(config: Config, tmp_pa
     save_model(tmp_path / "model.safetensors", new_classifier(config), wider, step=0)
     with pytest.raises(ValueError, match="do not fit"):
         load_model(tmp_path)
+
+
+def test_a_folder_whose_sums_do_not_match_is_damaged(tmp_path: Path) -> None:
+    draft, folder = tmp_path / "draft", tmp_path / "step_00000003"
+    draft.mkdir()
+    (draft / "shard.safetensors").write_bytes(b"weights")
+    finish_writing(draft, {"step": 3}, folder)
+    assert read_state(folder) == {"step": 3}
+    (folder / "shard.safetensors").write_bytes(b"weighty")
+    with pytest.raises(ValueError, match=r"is damaged: shard\.safetensors does not match"):
+        read_state(folder)

@@ -13,7 +13,14 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.evaluation import evaluate
 from vit.model_file import SavedModel, load_model, save_model
-from vit.reporting.comparison import Measured, _choose, _folder_name, _short_names, compare_runs
+from vit.reporting.comparison import (
+    Measured,
+    _choose,
+    _compare,
+    _folder_name,
+    _short_names,
+    compare_runs,
+)
 from vit.reporting.comparison_table import as_markdown, as_text
 from vit.reporting.config import EvalConfig
 from vit.training.config import from_dict
@@ -84,6 +91,7 @@ def test_images_on_which_models_disagree_are_drawn_where_maps_cannot_be_compared
         return Measured("name", saved, torch.eye(2)[guesses], None, 1.0)
 
     measured = [guess(saved, []), guess(saved, disagree[:3]), guess(saved, disagree[3:])]
+    assert _compare(*measured[:2], test, 8)["only_right"] == [2, 1]  # on 4 and 8; on 3
     assert _choose(measured, test, 8, 0).tolist() == disagree
     chosen = _choose(measured, test, 4, 0)
     assert {*chosen.tolist()} < {*disagree}

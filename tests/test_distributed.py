@@ -58,3 +58,11 @@ def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:
     assert {len(part) for part in parts} == {4}
     assert torch.equal(torch.cat(parts), batch)
     assert [World(rank, 3).main for rank in range(3)] == [True, False, False]
+
+
+def test_average_is_the_sum_over_processes_divided_by_their_number(monkeypatch) -> None:
+    others = torch.tensor([2.0, 4.0, 6.0])
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda total: total.add_(others))
+    values = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])]
+    World(0, 2).average(values)
+    assert [value.tolist() for value in values] == [[1.5, 3.0], [[4.5]]]

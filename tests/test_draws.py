@@ -20,7 +20,7 @@ with_methods = pytest.mark.parametrize(("dim", "method"), METHODS.values(), ids=
 
 
 @with_methods
-@pytest.mark.parametrize("part", [(0, 100), (0, 1), (99, 100), (10, 50), (31, 33), (32, 96)])
+@pytest.mark.parametrize("part", [(0, 100), (31, 33), (32, 96)])
 def test_a_part_gets_the_numbers_that_it_has_in_the_whole_batch(
     dim: int, method: Callable[[Draws], Tensor], part: tuple[int, int]
 ) -> None:
@@ -56,9 +56,7 @@ def test_noise_is_normal_and_different_in_each_image() -> None:
     assert correlations.abs().max() < 0.2  # 5.5 standard deviations
 
 
-@pytest.mark.parametrize(
-    ("part", "blocks"), [((0, 64), 2), ((64, 96), 1), ((31, 33), 2), ((4000, 4064), 2)]
-)
+@pytest.mark.parametrize(("part", "blocks"), [((64, 96), 1), ((31, 33), 2)])
 def test_noise_is_drawn_for_the_blocks_of_the_part_only(
     part: tuple[int, int], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

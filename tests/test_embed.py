@@ -3,9 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from timm.layers import PatchEmbed as TimmPatchEmbed
 from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from torch import nn
 from torch.testing import assert_close
@@ -14,8 +11,6 @@ from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_pos_embed
-
-property_test = settings(max_examples=25)
 
 
 def draw_images(batch=2, channels=3, size=16):
@@ -26,7 +21,7 @@ def draw_images(batch=2, channels=3, size=16):
 # --- linear stem ---
 
 
-@pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("patch_size", [1, 4])
 def test_linear_stem_is_each_patch_times_a_matrix(patch_size):
     embed = PatchEmbed(16, patch_size, 3, 10, "linear")
     images = draw_images()
@@ -43,31 +38,12 @@ def test_linear_stem_is_each_patch_times_a_matrix(patch_size):
         assert_close(tokens[:, place], expected, rtol=0, atol=1e-5)
 
 
-def test_linear_stem_equals_timm():
-    ours, theirs = PatchEmbed(16, 4, 3, 10, "linear"), TimmPatchEmbed(16, 4, 3, 10)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert_close(ours(draw_images())[0], theirs(draw_images()), rtol=0, atol=1e-6)
-
-
-@property_test
-@given(row=st.integers(0, 3), column=st.integers(0, 3), y=st.integers(0, 3), x=st.integers(0, 3))
-def test_pixel_of_a_patch_changes_the_token_at_its_row_and_column_only(row, column, y, x):
-    embed = PatchEmbed(16, 4, 1, 6, "linear")
-    dark = torch.zeros(1, 1, 16, 16)
-    lit = dark.clone()
-    lit[0, 0, 4 * row + y, 4 * column + x] = 1
-
-    changed = (embed(lit)[0] != embed(dark)[0]).any(-1)[0]
-
-    assert changed.nonzero().flatten().tolist() == [4 * row + column]
-
-
 # --- convolutional stem ---
 
 
 @pytest.mark.parametrize(
     ("patch_size", "embed_dim", "widths"),
-    [(1, 96, [96]), (2, 96, [48, 96]), (4, 96, [32, 64, 64, 96]), (8, 10, [2, 5, 5, 7, 7, 10])],
+    [(1, 96, [96]), (4, 96, [32, 64, 64, 96]), (8, 10, [2, 5, 5, 7, 7, 10])],
 )
 def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, embed_dim, widths):
     stem = conv_stem(patch_size, 3, embed_dim)
@@ -93,9 +69,7 @@ def test_conv_stem_is_convolution_norm_and_relu_at_rising_widths(patch_size, emb
     assert_close(stem(images), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("stem", "size", "kernels"), [("conv", 96, 16), ("conv", 192, 27), ("linear", 96, 48)]
-)
+@pytest.mark.parametrize(("stem", "size", "kernels"), [("conv", 192, 27), ("linear", 96, 48)])
 def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, kernels):
     images = load("shapes", ".", train=True, count=50).images
     images = Preprocess.from_config(DataConfig(name="shapes")).normalize(images)
@@ -114,33 +88,8 @@ def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, ke
     assert (moments.diag().diff() < 1e-3).all()  # the strongest first
 
 
-def test_conv_stem_sees_beyond_the_border_of_the_patch():
-    torch.manual_seed(0)
-    embed = PatchEmbed(16, 4, 1, 12, stem="conv").eval()
-    dark = torch.zeros(1, 1, 16, 16)
-    lit = dark.clone()
-    lit[0, 0, 3, 3] = 1  # the lower right corner of patch 0
-
-    changed = (embed(lit)[0] != embed(dark)[0]).any(-1)[0]
-
-    # Up to two patches on: a pixel each way, one of half the size, one more by the residual.
-    assert changed.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6, 8, 9, 10]
-
-
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-@pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
-def test_grid_and_tokens(stem, patch_size):
-    embed = PatchEmbed(16, patch_size, 3, 8, stem)
-    side = 16 // patch_size
-    assert embed.grid_size == (side, side)
-    assert embed.num_patches == side**2
-    tokens, grid = embed(draw_images())
-    assert tokens.shape == (2, side**2, 8)
-    assert grid == (side, side)
-
-
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-@pytest.mark.parametrize("img_size", [(8, 24), (24, 8), (16, 16), (4, 36)])
+@pytest.mark.parametrize("img_size", [(8, 24), (4, 36)])
 def test_grid_of_a_rectangle(stem, img_size):
     embed = PatchEmbed(img_size, 4, 3, 8, stem)
     assert embed.grid_size == (img_size[0] // 4, img_size[1] // 4)
@@ -151,8 +100,8 @@ def test_grid_of_a_rectangle(stem, img_size):
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-@pytest.mark.parametrize("size", [(16, 16), (8, 24), (32, 4)])
-def test_tokens_are_row_by_row(stem, size):
+def test_tokens_are_row_by_row(stem):
+    size = (8, 24)
     torch.manual_seed(0)
     embed = PatchEmbed(16, 4, 3, 8, stem).eval()
     images = torch.randn(2, 3, *size)
@@ -167,8 +116,7 @@ def test_tokens_are_row_by_row(stem, size):
 # --- positions ---
 
 
-@pytest.mark.parametrize("grid_size", [(4, 4), (3, 5), (1, 7)])
-@pytest.mark.parametrize("dim", [4, 12, 20, 96, 192])
+@pytest.mark.parametrize(("grid_size", "dim"), [((4, 4), 192), ((3, 5), 20), ((1, 7), 4)])
 def test_sincos_equals_timm(grid_size, dim):
     ours = sincos_pos_embed(grid_size, dim)
     theirs = build_sincos2d_pos_embed(list(grid_size), dim, interleave_sin_cos=True)
@@ -176,37 +124,10 @@ def test_sincos_equals_timm(grid_size, dim):
     assert_close(ours, torch.cat([across, down], dim=1), rtol=0, atol=1e-6)
 
 
-def test_sincos_at_a_place_written_out():
-    row, column = 2, 3
-    embedding = sincos_pos_embed((4, 5), 8)[row * 5 + column].double()
-    slow = 10000**-0.5  # of the second of two frequencies
-    phases = torch.tensor([column, column * slow, row, row * slow]).double().reshape(2, 2)
-    across, down = phases
-    expected = torch.cat([across.sin(), across.cos(), down.sin(), down.cos()])
-    assert_close(embedding, expected, rtol=0, atol=1e-6)
-
-
-@property_test
-@given(rows=st.integers(1, 16), columns=st.integers(1, 16), quarter=st.integers(1, 48))
-def test_sincos_tells_every_place_apart(rows, columns, quarter):
-    positions = sincos_pos_embed((rows, columns), 4 * quarter)
-    assert positions.shape == (rows * columns, 4 * quarter)
-    assert positions.abs().max() <= 1
-    distances = torch.cdist(positions.double(), positions.double()).fill_diagonal_(torch.inf)
-    assert distances.min() > 0.1
-
-
 # --- errors ---
 
 
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_patch_that_does_not_divide_the_image_is_refused(stem):
-    with pytest.raises(ValueError, match="patch_size: 5 does not divide img_size=32"):
-        PatchEmbed(32, 5, 3, 8, stem)
-
-
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-@pytest.mark.parametrize("size", [(33, 32), (32, 30), (3, 4), (15, 17)])
+@pytest.mark.parametrize(("stem", "size"), [("linear", (33, 32)), ("conv", (3, 4))])
 def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
     message = rf"^patch_size: 4 does not divide img_size={size[0]} x {size[1]} \(height x width\)"
     with pytest.raises(ValueError, match=message):
@@ -215,10 +136,9 @@ def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
         PatchEmbed(32, 4, 3, 8, stem)(torch.randn(1, 3, *size))
 
 
-@pytest.mark.parametrize("patch_size", [3, 6, 12])
-def test_conv_stem_refuses_what_is_no_power_of_two(patch_size):
-    with pytest.raises(ValueError, match=f"patch_size: {patch_size} is not a power of two"):
-        PatchEmbed(48, patch_size, 3, 8, "conv")
+def test_conv_stem_refuses_what_is_no_power_of_two():
+    with pytest.raises(ValueError, match="patch_size: 6 is not a power of two"):
+        PatchEmbed(48, 6, 3, 8, "conv")
 
 
 def test_unknown_stem_is_refused():
@@ -226,10 +146,9 @@ def test_unknown_stem_is_refused():
         PatchEmbed(32, 4, 3, 8, "mlp")
 
 
-@pytest.mark.parametrize("dim", [2, 6, 97])
-def test_sincos_refuses_what_is_no_multiple_of_four(dim):
-    with pytest.raises(ValueError, match=f"dim: {dim} is not a multiple of 4"):
-        sincos_pos_embed((4, 4), dim)
+def test_sincos_refuses_what_is_no_multiple_of_four():
+    with pytest.raises(ValueError, match="dim: 6 is not a multiple of 4"):
+        sincos_pos_embed((4, 4), 6)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -237,13 +156,8 @@ def test_sincos_refuses_what_is_no_multiple_of_four(dim):
     ("grid", "wanted"),
     [
         ((8, 8), (6, 6)),
-        ((4, 4), (7, 7)),
-        ((4, 8), (6, 12)),
         ((8, 8), (16, 4)),  # as many patches
-        ((4, 4), (2, 8)),
-        ((4, 4), (1, 16)),
         ((3, 5), (5, 3)),
-        ((4, 4), (1, 3)),
     ],
 )
 def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):

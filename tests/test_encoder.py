@@ -4,23 +4,15 @@ from itertools import product
 
 import pytest
 import torch
-from einops import EinopsError
 from timm.models.vision_transformer import Block as TimmBlock
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import PLAIN
 from vit.model.attention import causal_mask
-from vit.model.encoder import EncoderBlock, LayerScale, Mlp, NeighbourConv
-from vit.model.vit import VisionTransformer
+from vit.model.encoder import EncoderBlock, LayerScale, NeighbourConv
 
 VARIANTS = {
     "plain": {},
-    "single head": {"num_heads": 1},
-    "no qkv bias": {"qkv_bias": False},
-    "qk norm": {"qk_norm": True},
-    "layer scale": {"init_values": 0.1},
-    "thin mlp": {"mlp_ratio": 0.5},
     "all": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.5},
 }
 with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -72,8 +64,8 @@ def test_block_in_training_equals_timm_at_the_same_seed(rate, kernel):
 
 
 @with_variants
-@pytest.mark.parametrize("mask", [None, causal_mask(5)], ids=["no mask", "causal"])
-def test_asking_for_weights_does_not_change_the_output(variant, kernel, mask):
+def test_asking_for_weights_does_not_change_the_output(variant, kernel):
+    mask = causal_mask(5)
     block = draw_block(**variant)
     x = draw_tokens()
 
@@ -107,28 +99,6 @@ def test_drop_path_drops_whole_branches_per_image():
     assert shares == pytest.approx(expected_shares, abs=5 * 0.5 / images**0.5)
 
 
-def test_drop_path_keeps_the_expectation_of_a_branch():
-    torch.manual_seed(4)
-    block = draw_block(drop_path=0.25).train()
-    branch = draw_tokens(batch=1).expand(4000, -1, -1)
-    for drop_path in (block.drop_path1, block.drop_path2):
-        share = 5 * (0.25 / 0.75 / 4000) ** 0.5  # 5 standard deviations, of the value
-        assert_close(drop_path(branch).mean(0), branch[0], rtol=share, atol=0)
-
-
-def test_drop_path_acts_in_training_only():
-    x = draw_tokens()
-    assert_close(draw_block(drop_path=0.9)(x, GRID), draw_block()(x, GRID), rtol=0, atol=0)
-
-
-def test_mlp_is_for_each_token_on_its_own():
-    torch.manual_seed(5)
-    mlp = Mlp(12, 7)
-    x = draw_tokens().float()
-    assert mlp.fc1.out_features == 7
-    assert_close(mlp(x, GRID)[1, 2], mlp(x[1, 2], (1, 1)), rtol=0, atol=1e-6)
-
-
 def test_layer_scale_starts_from_its_value_for_each_channel():
     scale = LayerScale(12, 0.25)
     x = draw_tokens().float()
@@ -138,34 +108,10 @@ def test_layer_scale_starts_from_its_value_for_each_channel():
     assert_close(scale(x)[..., 3], 2 * x[..., 3], rtol=0, atol=0)
 
 
-@with_variants
-def test_every_parameter_gets_a_gradient(variant):
-    block = draw_block(**variant)
-    x = draw_tokens().requires_grad_()
-    factors = torch.randn(x.shape, generator=torch.Generator().manual_seed(6))
-    (block(x, GRID) * factors).sum().backward()
-    for name, parameter in [("x", x), *block.named_parameters()]:
-        if name == "attn.k_norm.bias":  # adds the same to all scores of a row: softmax ignores it
-            assert parameter.grad.abs().max() < 1e-12
-        else:
-            assert parameter.grad.abs().max() > 1e-4, name
-
-
-def test_head_width_is_free():
-    block = draw_block(head_dim=5)
-    assert block.attn.proj.in_features == 15
-    assert block(draw_tokens(), GRID).shape == (3, 5, 12)
-
-
-def test_unfitting_number_of_heads_is_refused():
-    with pytest.raises(ValueError, match="num_heads: 5 does not divide dim=12; set head_dim"):
-        EncoderBlock(12, 5, 4)
-
-
 # --- the convolution in the MLP ---
 
 
-@pytest.mark.parametrize("num_prefix_tokens", [0, 1, 3])
+@pytest.mark.parametrize("num_prefix_tokens", [0, 3])
 def test_neighbour_conv_adds_what_the_neighbours_weigh(num_prefix_tokens: int) -> None:
     rows, columns, dim = 3, 4, 5
     torch.manual_seed(0)
@@ -188,12 +134,6 @@ def test_neighbour_conv_adds_what_the_neighbours_weigh(num_prefix_tokens: int) -
     assert (layer(tokens, (columns, rows)) - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("grid", [(2, 4), (3, 3), (1, 7)])
-def test_neighbour_conv_refuses_a_grid_of_another_number_of_patches(grid: tuple[int, int]) -> None:
-    with pytest.raises(EinopsError, match="Shape mismatch"):
-        NeighbourConv(4, 2)(torch.randn(1, 2 + 12, 4), grid)
-
-
 def test_block_has_the_convolution_only_where_it_is_asked_for() -> None:
     plain = EncoderBlock(8, 2, 2)
     mixing = EncoderBlock(8, 2, 2, mlp_conv=True, num_prefix_tokens=1)
@@ -204,12 +144,3 @@ def test_block_has_the_convolution_only_where_it_is_asked_for() -> None:
     mixing.mlp(tokens, (2, 3))[0, 6].sum().backward()  # the patch at the lower right
     reached = tokens.grad[0].abs().sum(dim=1) > 0
     assert reached.tolist() == [False, False, True, True, False, True, True]
-
-
-@pytest.mark.parametrize(("pool", "mixing"), [("avg", 3), ("token", 2)])
-def test_last_block_mixes_patches_only_if_they_are_read_out(pool: str, mixing: int) -> None:
-    sizes = {"img_size": 32, "num_classes": 10, "embed_dim": 8, "num_heads": 1, "depth": 3}
-    model = VisionTransformer(**(PLAIN | sizes | {"mlp_conv": True, "global_pool": pool}))
-    assert [isinstance(block.mlp.conv, NeighbourConv) for block in model.blocks] == [
-        layer < mixing for layer in range(3)
-    ]

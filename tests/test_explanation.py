@@ -156,6 +156,15 @@ def test_explain_returns_the_maps_of_the_model(classifier, tmp_path):
     assert np.array_equal(found.photo, photo)
 
 
+def test_maps_of_many_images_are_made_in_batches(classifier):
+    images = torch.stack([classifier.preprocess.resize(draw_photo(32, n)) for n in range(30, 35)])
+    target = torch.tensor([0, 3, 1, 2, 4])
+    logits, whole = classifier.maps(images, ("relevance",), target)
+    parted_logits, parted = classifier.maps(images, ("relevance",), target, batch_size=2)
+    torch.testing.assert_close(parted_logits, logits)
+    torch.testing.assert_close(parted["relevance"], whole["relevance"], rtol=0, atol=1e-4)
+
+
 def test_target_changes_class_specific_maps_only(classifier):
     photo = draw_photo(32, 32)
     one, other = (

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vit.explain.faithfulness import (
-    LEVELS,
     centred_map,
     faithfulness,
     hiding_curves,
@@ -96,15 +95,6 @@ def test_curves_are_those_of_a_loop(seed, levels):
         np.testing.assert_allclose(curve.numpy(), by_loop, rtol=0, atol=1e-5)
 
 
-def test_curves_of_tied_maps_are_those_of_a_loop():
-    images, maps = draw_images(4), (3 * draw_maps(4)).floor()
-    target = torch.tensor([1, 1, 0, 1])
-    found = hiding_curves(Toy(), images, maps, target)
-    expected = curves_by_loop(Toy(), images, maps, target, LEVELS)
-    for curve, by_loop in zip(found, expected, strict=True):
-        np.testing.assert_allclose(curve.numpy(), by_loop, rtol=0, atol=1e-5)
-
-
 def hidden_patches(levels: list[float], one_map: list[list[float]]) -> list[list[list[int]]]:
     """Return which patches of a white image the model is shown as 0, MoRF's levels, then LeRF's."""
     model = Toy()
@@ -117,16 +107,6 @@ def hidden_patches(levels: list[float], one_map: list[list[float]]) -> list[list
     return (1 - corners).int().tolist()
 
 
-def test_patches_are_hidden_by_rank():
-    third, two_thirds = 1 / 3, 2 / 3
-    assert hidden_patches([third, two_thirds], [[0.3, 0.9, 0.1], [0.8, 0.2, 0.4]]) == [
-        [[0, 1, 0], [1, 0, 0]],
-        [[1, 1, 0], [1, 0, 1]],
-        [[0, 0, 1], [0, 1, 0]],
-        [[1, 0, 1], [0, 1, 1]],
-    ]
-
-
 def test_of_equals_the_earlier_counts_as_more():
     assert hidden_patches([1 / 3], [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]) == [
         [[1, 1, 0], [0, 0, 0]],
@@ -136,67 +116,6 @@ def test_of_equals_the_earlier_counts_as_more():
         [[1, 1, 0], [0, 0, 0]],
         [[0, 0, 0], [0, 1, 1]],
     ]
-
-
-def test_nothing_is_hidden_at_level_0_and_all_at_level_1():
-    images, target = draw_images(2), torch.tensor([1, 0])
-    morf, lerf = hiding_curves(Toy(), images, draw_maps(2), target, [0, 1])
-    whole = [probability(Toy(), image, aim) for image, aim in zip(images, (1, 0), strict=True)]
-    nothing = 1 / (2 + math.e)
-    expected = torch.tensor([whole, [nothing, nothing]])
-    torch.testing.assert_close(morf, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(lerf, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("size", "grid", "expected"),
-    [
-        (32, (8, 8), [6, 13, 19, 26, 32, 38, 45, 51, 58]),
-        (20, (10, 10), [10, 20, 30, 40, 50, 60, 70, 80, 90]),
-        (14, (7, 7), [5, 10, 15, 20, 24, 29, 34, 39, 44]),
-        (12, (2, 6), [1, 2, 4, 5, 6, 7, 8, 10, 11]),
-    ],
-)
-def test_levels_are_shares_of_the_patches(size, grid, expected):
-    counts = []
-
-    def model(images: Tensor) -> Tensor:
-        counts.extend((images[:, 0] == 0).sum((1, 2)).tolist())
-        return torch.zeros(len(images), 2)
-
-    maps = torch.rand(1, *grid, generator=torch.Generator().manual_seed(0))
-    hiding_curves(model, torch.ones(1, 3, size, size), maps, torch.tensor([0]))
-    pixels = size * size // (grid[0] * grid[1])
-    assert counts == [number * pixels for number in expected] * 2
-
-
-def test_levels_are_ten_to_ninety_percent():
-    assert pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]) == LEVELS
-
-
-def test_inserting_the_most_important_is_hiding_the_others():
-    model, images, maps = Toy(), draw_images(3), draw_maps(3)
-    for number in range(7):
-        _, lerf = hiding_curves(model, images, maps, torch.ones(3).long(), [1 - number / 6])
-        for b in range(3):
-            inserted = torch.zeros_like(images[b])
-            for row, column in ranking(maps[b])[:number]:
-                top, left = row * PATCH[0], column * PATCH[1]
-                here = (slice(None), slice(top, top + PATCH[0]), slice(left, left + PATCH[1]))
-                inserted[here] = images[b][here]
-            assert lerf[0, b].item() == pytest.approx(probability(model, inserted, 1), abs=1e-6)
-
-
-def test_hiding_the_most_important_patch_lowers_the_probability_most():
-    images, target = torch.ones(6, 3, 8, 15), torch.ones(6).long()
-    one_patch_each = torch.eye(6).unflatten(1, GRID)
-    morf, _ = hiding_curves(Toy(), images, one_patch_each, target, [0, 1 / 6])
-    lost = (morf[0] - morf[1]).unflatten(0, GRID)
-    before, after = (math.exp(logit) / (math.exp(logit) + 1 + math.e) for logit in (5.5, 2.5))
-    assert lost[0, 1].item() == pytest.approx(before - after, abs=1e-6)
-    assert lost.argmax() == 1
-    assert lost[0, 2] < 0  # it speaks against the class
-    assert lost[1, 1] == 0
 
 
 def test_a_perfect_map_is_better_than_its_reverse():
@@ -215,56 +134,14 @@ def test_a_perfect_map_is_better_than_its_reverse():
         assert other["insertion"] <= perfect["insertion"] + 1e-6
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
-def test_batch_size_makes_no_difference(batch_size):
-    model, images, maps = Toy(), draw_images(7), draw_maps(7)
+def test_batch_size_makes_no_difference():
+    model, images, maps, batch_size = Toy(), draw_images(7), draw_maps(7), 3
     target = torch.arange(7) % 3
     expected = hiding_curves(Toy(), images, maps, target)
     found = hiding_curves(model, images, maps, target, batch_size=batch_size)
     for curve, other in zip(found, expected, strict=True):
         torch.testing.assert_close(curve, other, rtol=0, atol=1e-6)
     assert max(len(seen) for seen in model.seen) == min(batch_size, 7)
-
-
-def test_curves_of_a_batch_are_those_of_its_images():
-    images, maps, target = draw_images(4), draw_maps(4), torch.tensor([1, 0, 2, 1])
-    found = hiding_curves(Toy(), images, maps, target)
-    for b in range(4):
-        alone = slice(b, b + 1)
-        one = hiding_curves(Toy(), images[alone], maps[alone], target[alone])
-        for curve, other in zip(found, one, strict=True):
-            torch.testing.assert_close(curve[:, b], other[:, 0], rtol=0, atol=1e-6)
-
-
-def test_only_the_order_of_a_map_counts():
-    images, maps, target = draw_images(3), draw_maps(3), torch.tensor([1, 1, 0])
-    found = hiding_curves(Toy(), images, maps, target)
-    for other in (100 * maps - 3, maps.exp(), maps.double()):
-        for curve, same in zip(hiding_curves(Toy(), images, other, target), found, strict=True):
-            assert torch.equal(curve, same)
-
-
-def test_hiding_leaves_images_and_maps_as_they_were():
-    images, maps = draw_images(2).requires_grad_(), draw_maps(2)
-    morf, lerf = hiding_curves(Toy(), images, maps, torch.tensor([1, 1]))
-    assert torch.equal(images, draw_images(2)) and torch.equal(maps, draw_maps(2))
-    assert not morf.requires_grad and not lerf.requires_grad
-
-
-def test_curves_in_bfloat16_are_close_to_those_in_float32():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 15, 4))
-    images, maps, target = draw_images(5), draw_maps(5), torch.arange(5) % 4
-    exact = hiding_curves(model, images, maps, target)
-
-    def classify(part: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(part).float()
-
-    found = hiding_curves(classify, images, maps, target)
-    for curve, other in zip(found, exact, strict=True):
-        assert curve.dtype == torch.float32 and not torch.equal(curve, other)
-        torch.testing.assert_close(curve, other, rtol=0, atol=0.01)
 
 
 def test_hidden_patches_get_the_filling():
@@ -305,12 +182,6 @@ def test_faithfulness_by_hand():
     }
 
 
-def test_a_half_is_the_most_that_lerf_and_morf_differ():
-    none, full = torch.zeros(9, 2), torch.ones(9, 2)
-    assert faithfulness(none, full)["lerf_morf"].tolist() == [0.5, 0.5]
-    assert faithfulness(full, none)["lerf_morf"].tolist() == [-0.5, -0.5]
-
-
 # Maps that know nothing.
 
 
@@ -339,21 +210,6 @@ def test_centred_map_by_hand():
     assert centred_map((2, 3)).tolist() == [row, row]
 
 
-@pytest.mark.parametrize("grid", [(8, 8), (5, 5), (4, 7), (7, 2)])
-def test_centred_map_is_symmetric_and_largest_in_the_middle(grid):
-    centred = centred_map(grid)
-    assert centred.shape == grid and (centred > 0).all()
-    for axis in (0, 1):
-        torch.testing.assert_close(centred, centred.flip(axis), rtol=0, atol=1e-6)
-    rows, columns = ([(n - 1) // 2, n // 2] for n in grid)
-    largest = centred >= centred.max() - 1e-6
-    assert largest.nonzero().tolist() == [
-        [r, c] for r in sorted({*rows}) for c in sorted({*columns})
-    ]
-    falling = centred[grid[0] // 2 :, grid[1] // 2 :]
-    assert (falling.diff(dim=0) < 0).all() and (falling.diff(dim=1) < 0).all()
-
-
 # Against masks of objects.
 
 
@@ -368,9 +224,7 @@ def draw_mask(*rows: str) -> Tensor:
         ([[0.9, 0.1, 0.2], [0.3, 0.0, 0.8]], 1),  # all of the patch
         ([[0.1, 0.9, 0.2], [0.3, 0.0, 0.8]], 1),  # exactly half of it
         ([[0.1, 0.2, 0.9], [0.3, 0.0, 0.8]], 0),  # a quarter of it
-        ([[0.1, 0.2, 0.8], [0.9, 0.0, 0.8]], 0),  # nothing of it
         ([[-0.1, -0.2, -0.8], [-0.9, -0.3, -0.8]], 1),
-        ([[0.9, 0.2, 0.9], [0.3, 0.0, 0.8]], 1 / 2),
         ([[0.9, 0.9, 0.9], [0.3, 0.0, 0.8]], 2 / 3),
         ([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], 1 / 2),
     ],
@@ -386,33 +240,12 @@ def test_pointing_game_by_hand(one_map, expected):
     assert found.tolist() == [pytest.approx(expected, abs=1e-6)]
 
 
-def test_pointing_game_tells_images_apart():
-    left, right = draw_mask("##..", "##.."), draw_mask("..##", "..##")
-    maps = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 10.0]]])
-    assert pointing_game(maps, torch.cat([left, right, right])).tolist() == [1, 0, 1]
-    assert pointing_game(maps, torch.cat([left, left, left]) & False).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("height", "width"), [(2, 3), (3, 6), (6, 6), (7, 14), (5, 2)])
-def test_half_a_patch_is_enough_at_any_size(height, width):
-    half = height * width // 2
-    for pixels, expected in ((half, 1), (half - 1, 0)):
-        mask = torch.zeros(2 * 2 * height * width, dtype=torch.bool).reshape(1, 2 * height, -1)
-        places = [(r, c) for r in range(height) for c in range(width)][:pixels]
-        for row, column in places:
-            mask[0, height + row, column] = True
-        found = pointing_game(torch.tensor([[[0.0, 0.1], [0.2, 0.0]]]), mask)
-        assert found.tolist() == [expected]
-
-
 @pytest.mark.parametrize(
     ("one_map", "expected"),
     [
         # Of 24 pixels the object has 10: 4, 2, 1 and 0, 1, 2 of the patches.
         ([[1, 0, 0], [0, 0, 0]], 4 / 10),
         ([[1, 1, 0], [0, 0, 0]], 6 / 12),
-        ([[0, 0, 0], [1, 0, 0]], 0 / 14),
-        ([[5, 5, 5], [0, 5, 5]], 10 / 20),
         # Above the mean, 3, are 9 and 4 alone; the 3 is not.
         ([[9, 1, 3], [0, 1, 4]], 6 / 12),
         ([[-1, -2, -2], [-2, -2, -2]], 4 / 10),
@@ -430,34 +263,11 @@ def test_mask_iou_by_hand(one_map, expected):
     assert found.tolist() == [pytest.approx(expected, abs=1e-6)]
 
 
-def test_mask_iou_is_one_where_map_and_object_are_the_same():
-    maps = torch.tensor([[[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], [[0.0, 0.0, 0.1], [0.0, 0.0, 0.0]]])
-    masks = (maps > 0).repeat_interleave(4, dim=1).repeat_interleave(5, dim=2)
-    assert mask_iou(maps, masks).tolist() == [1, 1]
-    assert mask_iou(maps, ~masks).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("value", [0.1, 0.2, 0.3, 1 / 3, 0.7, 1.0, 100.0])
-@pytest.mark.parametrize("side", [4, 7, 8])
-def test_no_patch_of_a_constant_map_is_above_its_mean(value, side):
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7])
+def test_no_patch_of_a_constant_map_is_above_its_mean(value):
+    side = 7
     masks = torch.ones(1, 4 * side, 4 * side, dtype=torch.bool)
     assert mask_iou(torch.full((1, side, side), value), masks).tolist() == [0]
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 1000), st.floats(0.1, 1))
-def test_mask_iou_counts_pixels(seed, share):
-    generator = torch.Generator().manual_seed(seed)
-    maps, masks = draw_maps(2, seed), torch.rand(2, 8, 15, generator=generator) < share
-    found = mask_iou(maps, masks)
-    for b in range(2):
-        mean = sum(maps[b].flatten().tolist()) / 6
-        both = either = 0
-        for row, column in np.ndindex(8, 15):
-            chosen = maps[b, row // PATCH[0], column // PATCH[1]].item() > mean
-            both += chosen and masks[b, row, column].item()
-            either += chosen or masks[b, row, column].item()
-        assert found[b].item() == pytest.approx(both / either, abs=1e-5)
 
 
 # Over images.
@@ -471,19 +281,6 @@ def test_mean_interval_by_hand():
     assert half_width == pytest.approx(1.2651, abs=1e-4)
 
 
-def test_mean_interval_counts_in_double_precision():
-    mean, half_width = mean_interval(torch.tensor([2.0**24, 1.0]))
-    assert mean == (2**24 + 1) / 2
-    assert half_width == pytest.approx(1.959964 * (2**24 - 1) / 2, rel=1e-9)
-    assert mean_interval(torch.full((9,), 0.5)) == (0.5, 0.0)
-
-
 def test_mean_interval_of_one_image_is_not_known():
     mean, half_width = mean_interval(torch.tensor([0.25]))
     assert mean == 0.25 and math.isnan(half_width)
-
-
-def test_mean_interval_holds_the_mean_in_95_percent_of_samples():
-    samples = torch.randn(1000, 50, generator=torch.Generator().manual_seed(0))
-    inside = [abs(mean) <= half_width for mean, half_width in map(mean_interval, samples)]
-    assert 0.925 < sum(inside) / 1000 < 0.965

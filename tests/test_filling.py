@@ -16,7 +16,6 @@ from vit.explain.filling import (
     derangement,
     impute,
     make_filling,
-    mean_colour,
 )
 
 SIZE = (10, 14)
@@ -69,33 +68,6 @@ def test_imputation_solves_the_published_system(size):
     torch.testing.assert_close(exact[3, 1], torch.from_numpy(one), rtol=0, atol=1e-9)
 
 
-def test_imputation_by_hand():
-    image = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 6.0], [7.0, 8.0, 0.0]])[None, None]
-    hidden = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
-    hidden[0, 0, 1, 1] = True
-    found = impute(image, hidden)[0, 0]
-    assert found[1, 1].item() == pytest.approx((2 + 4 + 6 + 8) / 6 + (1 + 3 + 7 + 0) / 12)
-    assert found[0].tolist() == [1, 2, 3]
-    # A corner has two direct neighbours and a diagonal one, which share its weight.
-    corner = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
-    corner[0, 0, 2, 2] = True
-    value = (6 / 6 + 8 / 6 + 9 / 12) / (1 / 6 + 1 / 6 + 1 / 12)
-    assert impute(image, corner)[0, 0, 2, 2].item() == pytest.approx(value)
-
-
-def test_imputed_pixels_lie_between_the_visible_ones():
-    images, hidden = draw_images(4), draw_hidden([0.2, 0.5, 0.8, 0.9])
-    found = impute(images, hidden)
-    visible = images.masked_fill(hidden, math.nan)
-    for b in range(4):
-        for channel in range(3):
-            known = visible[b, channel][~hidden[b, 0]]
-            assert known.min() - 1e-3 <= found[b, channel].min()
-            assert found[b, channel].max() <= known.max() + 1e-3
-    flat = torch.full((1, 3, *SIZE), 0.7)
-    torch.testing.assert_close(impute(flat, hidden[3:]), flat, rtol=0, atol=1e-3)
-
-
 def test_imputation_without_hidden_or_without_visible_pixels():
     images = draw_images(3)
     hidden = draw_hidden([0.0, 0.5, 1.1])
@@ -110,15 +82,6 @@ def test_images_are_imputed_alone_and_in_parts():
     for b in (0, 63, 64, 69):
         alone = impute(images[b : b + 1], hidden[b : b + 1], tolerance=1e-6)
         torch.testing.assert_close(found[b : b + 1], alone, rtol=0, atol=1e-4)
-
-
-def test_a_smaller_tolerance_is_closer():
-    images, hidden = draw_images(3).double(), draw_hidden([0.5, 0.7, 0.9])
-    exact = impute(images, hidden, tolerance=1e-12)
-    coarse, fine = (
-        (impute(images, hidden, tolerance) - exact).abs().max() for tolerance in (0.1, 1e-3)
-    )
-    assert fine < 0.05 * coarse and fine < 5e-3
 
 
 @pytest.mark.parametrize("name", FILLINGS)
@@ -136,12 +99,6 @@ def test_a_filling_changes_hidden_pixels_only(name):
     assert torch.equal(fill(images, hidden & False), images)
 
 
-def test_mean_colour_is_zero():
-    images, hidden = draw_images(2), draw_hidden([0.5, 0.5])
-    assert make_filling("mean", images) is mean_colour
-    assert torch.equal(mean_colour(images, hidden), images * ~hidden)
-
-
 def test_hidden_pixels_show_another_image_at_the_same_place():
     images = torch.arange(5.0)[:, None, None, None] + torch.zeros(5, 3, 4, 6)
     images += torch.arange(24).reshape(4, 6) / 100
@@ -150,7 +107,7 @@ def test_hidden_pixels_show_another_image_at_the_same_place():
     assert torch.equal(found, images[others])
 
 
-@pytest.mark.parametrize("count", [2, 3, 10, 101])
+@pytest.mark.parametrize("count", [2, 101])
 def test_a_derangement_moves_everything(count):
     for seed in range(5):
         other = derangement(count, seed)

@@ -1,14 +1,11 @@
 """Learning rate, parameter groups, and optimizers that resume exactly."""
 
+import dataclasses
 import io
-import math
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +17,6 @@ from vit.training.muon import Muon, orthogonalize
 from vit.training.optim import build_optimizers, set_lr
 from vit.training.schedule import lr_at
 
-SCHEDULES = ["linear", "cosine"]
 NAMES = ["adamw", "muon"]
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
 RATES = {
@@ -30,12 +26,7 @@ RATES = {
 
 VARIANTS = {
     "class token": {},
-    "mean": {"class_token": False, "global_pool": "avg"},
-    "registers": {"reg_tokens": 2},
-    "conv stem": {"stem": "conv"},
-    "fixed positions": {"pos_embed": "sincos"},
-    "no positions": {"pos_embed": "none"},
-    "mixing mlp": {"mlp_conv": True},
+    "fixed positions": {"pos_embed": "sincos", "mlp_conv": True},
     "all": {
         "stem": "conv",
         "reg_tokens": 1,
@@ -76,39 +67,6 @@ def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.ndim == 4:
         return (tensor.permute(0, 2, 3, 1).flatten(1),)
     return tensor.chunk(3) if key.endswith("attn.qkv.weight") else (tensor,)
-
-
-@settings(max_examples=50)
-@given(st.sampled_from(SCHEDULES), st.integers(1, 400), st.data())
-def test_rate_rises_to_its_peak_and_falls_to_zero(schedule, total, data):
-    warmup = data.draw(st.integers(0, total - 1))
-    rates = [lr_at(step, total, warmup, schedule) for step in range(total + 1)]
-    assert all(0 <= rate <= 1 for rate in rates)
-    assert rates[0] > 0
-    assert rates[warmup] == 1
-    assert rates[total] == pytest.approx(0, abs=1e-12)
-    up, down = rates[: warmup + 1], rates[warmup:]
-    assert all(low < high for low, high in pairwise(up))
-    assert all(high > low for high, low in pairwise(down))
-
-
-def test_linear_rates():
-    expected = [1 / 4, 2 / 4, 3 / 4, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]
-    rates = [lr_at(step, 8, 3, "linear") for step in range(9)]
-    assert rates == pytest.approx(expected, abs=1e-12)
-
-
-def test_cosine_rates():
-    half = math.sqrt(0.5)
-    expected = [1 / 3, 2 / 3, 1, (1 + half) / 2, 1 / 2, (1 - half) / 2, 0]
-    rates = [lr_at(step, 6, 2, "cosine") for step in range(7)]
-    assert rates == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_without_warmup_the_first_step_is_the_peak(schedule):
-    assert lr_at(0, 10, 0, schedule) == 1
-    assert lr_at(5, 10, 0, schedule) == pytest.approx(0.5, abs=1e-12)
 
 
 @with_variants
@@ -188,7 +146,7 @@ def test_muon_updates_each_matrix_as_torchs_does(stem):
             torch.testing.assert_close(found, part.detach(), rtol=0, atol=2e-4, msg=key)
 
 
-@pytest.mark.parametrize("shape", [(5, 16, 16), (3, 32, 8), (4, 8, 40), (1, 30, 31)])
+@pytest.mark.parametrize("shape", [(5, 16, 16), (3, 32, 8), (4, 8, 40)])
 def test_orthogonalized_matrices_have_singular_values_near_one(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
@@ -198,15 +156,6 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape):
     # The directions stay: U f(S) V for some f.
     between = left.mT @ found @ right.mT
     assert (between - between.diagonal(dim1=1, dim2=2).diag_embed()).abs().max() < 0.1
-
-
-def test_gradient_of_zero_stays_zero():
-    assert torch.equal(orthogonalize(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
-
-
-def test_adamw_is_alone_without_muon():
-    (adamw,) = build_optimizers(build_vit(), OptimConfig(name="adamw", **RATES))
-    assert isinstance(adamw, torch.optim.AdamW)
 
 
 def test_set_lr_scales_each_group_from_its_peak():
@@ -219,18 +168,8 @@ def test_set_lr_scales_each_group_from_its_peak():
 
 
 @with_names
-def test_a_rate_of_zero_moves_nothing(name):
-    model = build_vit()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizers = build_optimizers(model, OptimConfig(name=name, **RATES))
-    take_steps(model, optimizers, range(8, 9))
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
-
-
-@with_names
-@pytest.mark.parametrize("variant", ["class token", "fixed positions", "all"])
-def test_optimizers_from_a_file_go_on_identically(name, variant):
+def test_optimizers_from_a_file_go_on_identically(name):
+    variant = "all"
     model = build_vit(**VARIANTS[variant])
     start = {key: value.clone() for key, value in model.state_dict().items()}
     optimizers = build_optimizers(model, OptimConfig(name=name, **RATES))
@@ -253,13 +192,6 @@ def test_optimizers_from_a_file_go_on_identically(name, variant):
     assert all(not torch.equal(model.state_dict()[key], start[key]) for key in learned)
 
 
-def test_fixed_positions_stay_fixed():
-    model = build_vit(pos_embed="sincos")
-    before = model.pos_embed.clone()
-    take_steps(model, build_optimizers(model, OptimConfig(name="muon", **RATES)), range(3))
-    assert torch.equal(model.pos_embed, before)
-
-
 class Apart(World):
     """A process that is told nothing by the others."""
 
@@ -267,7 +199,7 @@ class Apart(World):
         pass
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
     draw = torch.Generator().manual_seed(0)
     stacks = [torch.randn(shape, generator=draw) for shape in ((4, 8, 8), (1, 8, 16), (1, 16, 8))]
@@ -282,3 +214,13 @@ def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
         assert (owners.sum(dim=0) == 1).all()
     busy = [any(bool(update.any()) for update in updates) for updates in parts]
     assert all(busy)
+
+
+def test_default_rates_are_those_that_the_results_were_measured_with():
+    found = dataclasses.asdict(OptimConfig())
+    assert found == {
+        "name": "muon", "lr": 2e-3, "weight_decay": 0.05, "muon_lr": 0.02,
+        "muon_weight_decay": 0.05, "muon_momentum": 0.85, "layer_decay": None,
+        "schedule": "linear", "warmup": 0.05, "label_smoothing": 0.1, "clip_grad": None,
+        "ema_decay": None,
+    }  # fmt: skip

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import vit.data.pixels
@@ -153,3 +153,11 @@ def test_pixels_outlive_their_file(tmp_path: Path, suffix: str) -> None:
         for pixels, (band,) in zip(expected, (to_bands(path, 1), to_bands(path, 3)), strict=True):
             np.testing.assert_array_equal(np.asarray(band), pixels.squeeze())
     assert tried
+
+
+def test_photos_are_turned_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # taken with the camera on its side
+    pixels = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
+    np.testing.assert_array_equal(to_photo(tmp_path / "photo.png"), np.rot90(pixels, -1))

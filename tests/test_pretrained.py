@@ -26,7 +26,7 @@ from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.model_file import BUNDLED, load_model, save_model
+from vit.model_file import load_model, save_model
 from vit.pretrained.adapt import ARCHITECTURE, Source, adapt, adopt
 from vit.pretrained.architecture import UNKNOWN, settings_of_timm, settings_of_weights
 from vit.pretrained.resolve import find_source, resolve_pretrained, with_statistics
@@ -40,15 +40,11 @@ from vit.training.train import load_data, train
 
 ARCHITECTURES = {  # and the image size they are published for
     "vit_tiny_patch16_224": 224,
-    "vit_small_patch16_224": 224,
-    "vit_base_patch16_224": 224,
     "vit_base_patch32_clip_224": 224,
     "deit3_small_patch16_224": 224,
     "vit_small_patch14_reg4_dinov2": 518,
     "vit_medium_patch16_gap_256": 256,
-    "vit_wee_patch16_reg1_gap_256": 256,
     "vit_base_patch16_siglip_gap_256": 256,
-    "deit_tiny_patch16_224": 224,
     "vit_base_patch16_clip_quickgelu_224": 224,
 }
 SMALL_TIMM = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
@@ -124,7 +120,7 @@ def test_two_blocks_of_timms_architecture_give_its_logits_and_every_map(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "base_patch16" not in name])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_medium_patch16_gap_256"])
 def test_all_blocks_of_timms_architecture_give_its_logits(name):
     assert_equal_model(name, ARCHITECTURES[name], maps=False)
 
@@ -244,9 +240,15 @@ def adapted(source: Source, size: tuple[int, int], patch: int, chans: int, class
     return adapt(source, patch, size, chans, names(classes))
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit3_small_patch16_224"])
-@pytest.mark.parametrize("size", [(64, 64), (32, 96), (16, 16)])
-@pytest.mark.parametrize(("patch", "chans"), [(8, 3), (4, 3), (16, 1), (8, 4)])
+@pytest.mark.parametrize(
+    ("name", "size", "patch", "chans"),
+    [
+        ("vit_tiny_patch16_224", (64, 64), 8, 3),
+        ("vit_tiny_patch16_224", (32, 96), 4, 3),
+        ("deit3_small_patch16_224", (16, 16), 16, 1),
+        ("deit3_small_patch16_224", (64, 64), 8, 4),
+    ],
+)
 def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
     sizes = {**SMALL_TIMM, "img_size": 64}
     model = draw_timm(name, **sizes, num_classes=5)
@@ -271,16 +273,6 @@ def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
     assert "9 classes instead of 5" in account
 
 
-def test_grey_images_give_the_logits_of_the_same_images_in_three_channels():
-    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=5)
-    source = source_of(model)
-    weights, _ = adapted(source, (32, 32), 8, 1, 5)
-    grey = VisionTransformer(img_size=32, in_chans=1, num_classes=5, **source.settings).eval()
-    grey.load_state_dict(weights)
-    images = torch.randn(2, 1, 32, 32)
-    assert_close(grey(images), model(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(("num_heads", "warns"), [(3, False), (6, True)])
 def test_heads_of_an_unusual_width_are_pointed_out(num_heads, warns):
     model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM | {"embed_dim": 192}, num_classes=5)
@@ -290,25 +282,6 @@ def test_heads_of_an_unusual_width_are_pointed_out(num_heads, warns):
     _, account = adapted(source, (32, 32), 8, 3, 5)
     assert ("warning: heads are 32 wide with num_heads=6" in account) == warns
     assert ("--model.num_heads 3" in account) == warns
-
-
-def test_half_precision_becomes_float32():
-    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM).half()
-    weights, _ = adapted(source_of(model), (64, 64), 8, 3, 5)
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-
-
-def test_bundled_model_at_another_size_gives_the_same_logits():
-    source = find_source("cifar10_quick", ModelConfig(pretrained="cifar10_quick"))
-    assert source.classes is not None
-    model = load("cifar10_quick", "cpu", "float32").model
-    weights, account = adapt(source, 4, (64, 32), 3, source.classes)
-    larger = VisionTransformer(img_size=(64, 32), in_chans=3, num_classes=10, **source.settings)
-    larger.load_state_dict(weights)
-    images = torch.randn(2, 3, 64, 32)
-    assert_close(larger.eval()(images), model(images), rtol=1e-4, atol=1e-4)
-    assert "positions 8 x 8 -> 16 x 8 patches" in account
-    assert "nothing is new" in account
 
 
 @pytest.mark.parametrize(
@@ -328,12 +301,6 @@ def test_head_is_kept_only_for_the_same_classes(theirs, ours, why):
     assert ("nothing is new" if why is None else why) in account
 
 
-def test_a_source_without_a_head():
-    source = source_of(draw_timm("test_vit", num_classes=0))
-    _, account = adapt(source, 16, (160, 160), 3, names(2))
-    assert "random head, because the source has none" in account
-
-
 # --- the config
 
 
@@ -348,8 +315,8 @@ def test_architecture_replaces_defaults_and_nothing_else():
     assert set(settings) == set(ARCHITECTURE)
 
 
-@pytest.mark.parametrize("patch_size", [4, 8, 14])
-def test_another_patch_size_is_allowed(patch_size):
+def test_another_patch_size_is_allowed():
+    patch_size = 8
     with torch.device("meta"):
         settings = settings_of_timm(timm.create_model("vit_small_patch14_reg4_dinov2"), "x")
     assert adopt(ModelConfig(pretrained="x", patch_size=patch_size), settings, "x") == (
@@ -427,6 +394,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"epoch": 3, "state_dict": state}, folder / "state_dict.pth")
     torch.save({"model": state, "optimizer": {"lr": 0.1}}, folder / "model.pth")
     torch.save({"model": noise, "model_ema": state}, folder / "ema.pth")
+    model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     timm.models.save_for_hf(
         model,
         folder / "saved",
@@ -452,14 +420,15 @@ def test_every_form_of_file_gives_the_same_model(files, form):
     for key, value in expected.state_dict().items():
         assert torch.equal(source.weights[key], value), key
     assert source.assumed == (() if form == "saved" else UNKNOWN)
-    assert source.mean == ((0.5, 0.5, 0.5) if form == "saved" else None)
+    statistics = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)) if form == "saved" else (None, None)
+    assert (source.mean, source.std) == statistics
     _, account = adapt(source, 8, (32, 32), 3, names(5))
     assert ("not in the file, from the config: num_heads=3" in account) == (form != "saved")
 
 
 @pytest.mark.parametrize(
     ("form", "value"),
-    [("own", math.nan), ("bare.safetensors", -math.inf), ("bare.safetensors", 1e300)],
+    [("own", math.nan), ("bare.safetensors", 1e300)],
 )
 def test_weights_that_are_not_finite_are_refused(files, tmp_path, form, value):
     if form == "own":
@@ -523,16 +492,12 @@ def test_nothing_in_a_file_is_executed(tmp_path):
         ({"a": torch.zeros(1)}, "not a Vision Transformer with timm's names"),
     ],
 )
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_bad_file_is_one_line(tmp_path, content, message, suffix):
-    file = tmp_path / f"weights{suffix}"
+def test_a_bad_file_is_one_line(tmp_path, content, message):
+    file = tmp_path / "weights.pth"
     if isinstance(content, bytes):
         file.write_bytes(content)
-    elif content is not None and (suffix == ".pth" or "net" in content):
-        torch.save(content, file)
     elif content is not None:
-        save_file(content, file)
-    message = "is damaged" if suffix == ".safetensors" and "no tensors" in message else message
+        torch.save(content, file)
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         find_source(str(file), ModelConfig(pretrained=str(file)))
     assert "\n" not in str(error.value)
@@ -571,15 +536,6 @@ def test_an_unreachable_hub_is_one_line(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"without a network, download config\.json") as error:
         find_source(name, ModelConfig(pretrained=name))
     assert "\n" not in str(error.value)
-
-
-def test_a_damaged_model_of_this_project_is_named(tmp_path):
-    data = bytearray((BUNDLED / "cifar10_quick.safetensors").read_bytes())
-    data[-1] ^= 1
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"^model\.pretrained: .* is damaged: its SHA-256"):
-        find_source(str(file), ModelConfig(pretrained="x"))
 
 
 # --- runs
@@ -629,8 +585,8 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
 
 
 @pytest.mark.parametrize("place", [".", "model.safetensors", "checkpoints/step_00000003.pt"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place, overwrite):
+def test_a_run_does_not_replace_the_weights_that_it_starts_from(tmp_path, place):
+    overwrite = True
     run = a_run(tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     config = Config(out=str(run), model=ModelConfig(pretrained=str(run / place)))
@@ -681,7 +637,7 @@ def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
     saved = load_model(run)
     assert saved.config.model.embed_dim == 24
     assert saved.config.model.pretrained == str(source)
-    assert saved.classifier.preprocess.mean == (0.5, 0.5, 0.5)
+    assert saved.classifier.preprocess.mean == (0.1, 0.2, 0.3)
     report = json.loads((run / "eval/report.json").read_text())
     assert report["n"] == 2000
 

@@ -1,10 +1,11 @@
 """The schedule as a function of the step."""
 
+import math
 from typing import Any
 
 import pytest
 
-from vit.training.schedule import Phase, Schedule, scaled_size
+from vit.training.schedule import Phase, Schedule, lr_at, scaled_size
 
 
 def make(total_steps: int = 20, **changes: Any) -> Schedule:
@@ -50,12 +51,15 @@ def test_images_are_mixed_at_first(fraction: float, mixed: int) -> None:
     assert [schedule.mixes(step) for step in range(20)] == [True] * mixed + [False] * (20 - mixed)
 
 
-def test_rate_rises_over_the_warmup_and_falls_to_zero_after_the_last_step() -> None:
-    schedule = make(100, warmup=0.1)
-    factors = [schedule.lr_factor(step) for step in range(101)]
-    assert factors[:11] == sorted(factors[:11]) and factors[10] == 1
-    assert factors[10:] == sorted(factors[10:], reverse=True) and factors[100] == 0
-    assert factors[0] > 0 and factors[99] == pytest.approx(1 / 90)
+def test_rates_by_hand() -> None:
+    """They rise over the warmup and fall to zero after the last step."""
+    linear = [1 / 4, 2 / 4, 3 / 4, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]
+    assert [lr_at(step, 8, 3, "linear") for step in range(9)] == pytest.approx(linear, abs=1e-12)
+    half = math.sqrt(0.5)
+    cosine = [1 / 3, 2 / 3, 1, (1 + half) / 2, 1 / 2, (1 - half) / 2, 0]
+    assert [lr_at(step, 6, 2, "cosine") for step in range(7)] == pytest.approx(cosine, abs=1e-12)
+    schedule = make(20, warmup=0.1)
+    assert [schedule.lr_factor(step) for step in range(4)] == [1 / 3, 2 / 3, 1, 17 / 18]
 
 
 def test_last_epoch_may_be_cut_short() -> None:

@@ -263,8 +263,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(("number", "damage"), [(0, cut), (1, flip), (2, Path.unlink), (3, flip)])
 def test_a_damaged_checkpoint_is_passed_over(
     saved: Path,
     tmp_path: Path,

@@ -3,6 +3,7 @@
 import base64
 import copy
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -25,6 +26,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.data.provider import TensorDatum, TensorTimeSeries
 from tensorboard.plugins.base_plugin import TBContext
 from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
@@ -56,7 +58,7 @@ from vit.tensorboard_plugin.encoding import (
     thumbnail,
 )
 from vit.tensorboard_plugin.plugin import AttentionPlugin
-from vit.tensorboard_plugin.records import Record, fits
+from vit.tensorboard_plugin.records import Record
 from vit.tensorboard_plugin.summary import add_record
 
 WAIT = 30  # seconds for TensorBoard to read files
@@ -131,23 +133,6 @@ def test_weights_of_any_sign_and_sum_survive_encoding(seed: int, least: int, siz
     assert (error <= largest / (254 if least < 0 else 510) * (1 + 1e-5)).all()
 
 
-def test_rows_of_zeros_and_one_hot_rows_are_exact() -> None:
-    weights = np.zeros((1, 2, 3, 3), np.float32)
-    weights[0, 1] = np.eye(3)
-    codes, scale = decode_weights(encode_weights(weights))
-    np.testing.assert_array_equal(codes * scale[..., None], weights)
-
-
-def test_weights_are_an_ordinary_npz_file() -> None:
-    weights = make_record().weights
-    assert weights is not None
-    with np.load(io.BytesIO(encode_weights(weights)), allow_pickle=False) as arrays:
-        assert {name: arrays[name].dtype for name in arrays} == {
-            "weights": np.uint8,
-            "scale": np.float32,
-        }
-
-
 def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
     parts = copy.deepcopy(plain(make_record()))
     change(parts)
@@ -158,26 +143,20 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
     ("change", "message"),
     [
         (lambda d: d.update(version=2), "the record is of another version"),
-        (lambda d: d.update(version=2, image=5), "the record is of another version"),
         (lambda d: d.pop("grid"), "grid: Field required"),
         (lambda d: d.update(grid=[4, 6]), "rollout is .28,.; it must be .24,."),
-        (lambda d: d.update(grid=[4.0, 7.0]), "grid.0: "),
         (lambda d: d.update(grid=[0, 7]), "grid.0: "),
         (lambda d: d.update(layers=2), "entropy is .3, 2.; it must be .2, 2."),
         (lambda d: d.update(label=4), "class 4 does not exist; there are 4"),
         (lambda d: d.update(label=True), "label: "),
-        (lambda d: d.update(label=-1), "label: "),
         (lambda d: d["top"].append([0, 0.1, 0.2]), "top.4: "),
-        (lambda d: d["top"].append([7, 0.1]), "class 7 does not exist"),
         (lambda d: d["statistics"]["sink"][0].pop(), "sink is ragged"),
         (lambda d: d["statistics"]["entropy"][0].__setitem__(0, 1.5), "statistics.entropy.0.0: "),
         (lambda d: d["maps"][0]["values"].__setitem__(0, float("nan")), "maps.0.values.0: "),
-        (lambda d: d["maps"][0]["values"].__setitem__(0, "1"), "maps.0.values.0: "),
         (lambda d: d["maps"][1].update(target=9), "class 9 does not exist"),
         (lambda d: d["lens"]["classes"].pop(), "lens is .2, 32, 3.; it must be .3, 32, 3."),
         (lambda d: d["lens"]["classes"][0][0].__setitem__(0, 5), "class 5 does not exist"),
         (lambda d: d.update(classes=[]), "class . does not exist; there are 0|must be .3, 32, 0."),
-        (lambda d: d.update(image="https://example.org/x.png"), "image: "),
         (lambda d: d.update(image=d["image"] + '"onload="'), "image: "),
         (lambda d: d.update(image="data:image/png;base64,AAAA"), "not a PNG file"),
         (lambda d: d.update(image_size=[28, 16]), "not a PNG file of .28, 16. pixels"),
@@ -202,7 +181,7 @@ def test_an_image_of_too_many_pixels_is_refused() -> None:
         decode_details(zlib.compress(json.dumps(parts).encode()))
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"version": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000])
 def test_other_json_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="details of the record are damaged"):
         decode_details(zlib.compress(content))
@@ -309,11 +288,6 @@ def test_large_images_have_small_thumbnails() -> None:
     assert image.size == (96, 55)
     small = make_record().details
     assert thumbnail(small) == small.image
-
-
-def test_limit_of_weights_admits_the_usual_models() -> None:
-    assert fits(24, 16, 197)  # ViT-L/16 at 224 pixels
-    assert not fits(24, 16, 577)  # at 384 pixels
 
 
 # TensorBoard
@@ -427,9 +401,8 @@ def test_images_have_predictions_for_each_of_ten_steps(server: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", STEPS)
-def test_details_and_weights_are_those_written(server: Server, step: int) -> None:
-    for number in range(2):
+def test_details_and_weights_are_those_written(server: Server) -> None:
+    for number, step in itertools.product(range(2), STEPS):
         tag = f"attention/probe_{number:02d}"
         place = {"run": "run_2", "tag": tag, "step": step}
         record = server.records[tag, step]
@@ -448,51 +421,35 @@ def test_details_and_weights_are_those_written(server: Server, step: int) -> Non
 PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}
 ODD = [
     ("images", {}, 400, "run: missing"),
-    ("images", {"run": ""}, 400, "run: missing"),
     ("images", {"run": "run_3"}, 404, "no run 'run_3'"),
-    ("images", {"run": "../.."}, 404, "no run '../..'"),
-    ("images", {"run": "/etc/passwd"}, 404, "no run"),
     ("images", {"run": "a\nb\r\nc"}, 404, "no run"),
     ("images", {"run": "x" * 5000}, 404, "no run"),
     ("images", {"run": "newer"}, 400, "is of version 2, and this Attention tab reads version 1"),
-    *(
-        (route, parameters, status, message)
-        for route in ("details", "weights")
-        for parameters, status, message in [
-            ({"run": "run_2"}, 400, "tag: missing"),
-            ({**PLACE, "step": ""}, 400, "step: missing"),
-            ({**PLACE, "step": "5.0"}, 400, "step: '5.0' is not a whole number"),
-            ({**PLACE, "step": "-5"}, 400, "step: '-5' is not a whole number"),
-            ({**PLACE, "step": "٥"}, 400, "is not a whole number"),
-            ({**PLACE, "step": "9" * 400}, 400, "is not a whole number"),
-            ({**PLACE, "step": 6}, 404, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
-            ({**PLACE, "run": "run_3"}, 404, "no run 'run_3'"),
-            ({**PLACE, "tag": "attention/probe_02"}, 404, "no image 'attention/probe_02'"),
-            ({**PLACE, "tag": "attention/probe_00/weights"}, 404, "no image"),
-            ({**PLACE, "tag": "../../run_10"}, 404, "no image"),
-            ({**PLACE, "run": "newer", "step": 0}, 400, "is of version 2"),
-            ({"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the record"),
-        ]
-    ),
+    ("details", {"run": "run_2"}, 400, "tag: missing"),
+    ("details", {**PLACE, "step": ""}, 400, "step: missing"),
+    ("details", {**PLACE, "step": "5.0"}, 400, "step: '5.0' is not a whole number"),
+    ("details", {**PLACE, "step": "9" * 400}, 400, "is not a whole number"),
+    ("details", {**PLACE, "step": 6}, 404, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
+    ("weights", {**PLACE, "run": "run_3"}, 404, "no run 'run_3'"),
+    ("weights", {**PLACE, "tag": "attention/probe_02"}, 404, "no image 'attention/probe_02'"),
+    ("weights", {**PLACE, "tag": "attention/probe_00/weights"}, 404, "no image"),
+    ("weights", {**PLACE, "run": "newer", "step": 0}, 400, "is of version 2"),
+    ("details", {"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the"),
     ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, 404, "no weights of"),
     ("weights", {"run": "damaged", "tag": "lying", "step": 0}, 400, "the details say (3, 2, 31,"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("route", "parameters", "status", "message"), ODD)
-def test_bad_requests_get_one_line_of_json(
-    server: Server, route: str, parameters: dict[str, Any], status: int, message: str
-) -> None:
-    found = server.get(route, **parameters)
-    assert found.status == status
-    assert found.headers["Content-Type"] == "application/json"
-    assert found.headers["X-Content-Type-Options"] == "nosniff"
-    (line,) = found.json().values()
-    assert message in line
-    assert len(line) <= 1000
-    assert "\n" not in line
-    assert "Traceback" not in line
+def test_bad_requests_get_one_line_of_json(server: Server) -> None:
+    for route, parameters, status, message in ODD:
+        found = server.get(route, **parameters)
+        assert found.status == status, parameters
+        assert found.headers["Content-Type"] == "application/json"
+        assert found.headers["X-Content-Type-Options"] == "nosniff"
+        (line,) = found.json().values()
+        assert message in line
+        assert len(line) <= 1000 and "\n" not in line and "Traceback" not in line
 
 
 @pytest.mark.slow
@@ -611,6 +568,32 @@ def test_a_failing_data_server_is_one_line_of_json() -> None:
     }
 
 
+def test_an_image_is_shown_as_it_was_logged_last() -> None:
+    (series,) = (value for value in summaries("photo", make_record()).value if value.tag == "photo")
+    content = series.metadata.plugin_data.content
+
+    class Provider:
+        def list_tensors(self, *_: Any, **__: Any) -> Any:
+            series = TensorTimeSeries(
+                max_step=7, max_wall_time=7.0, plugin_content=content, description="",
+                display_name="",
+            )  # fmt: skip
+            return {"run": {"photo": series}}
+
+        def read_tensors(self, *_: Any, **__: Any) -> Any:
+            logged = {
+                step: encode_details(make_record(label=step % 4, name=f"{step}.jpg").details)
+                for step in (7, 2)
+            }
+            parts = {step: np.array(data, dtype=object) for step, data in logged.items()}
+            return {"run": {"photo": [TensorDatum(step, 0.0, parts[step]) for step in parts]}}
+
+    plugin = AttentionPlugin(TBContext(data_provider=Provider()))
+    (image,) = Client(plugin.get_plugin_apps()["/images"]).get("/?run=run").json["images"]
+    assert (image["name"], image["label"]) == ("7.jpg", CLASSES[3])
+    assert [step["step"] for step in image["steps"]] == [2, 7]
+
+
 def test_plugin_starts_without_heavy_imports() -> None:
     """TensorBoard imports it at every start, whatever it shows."""
     program = (
@@ -628,6 +611,10 @@ def test_plugin_starts_without_heavy_imports() -> None:
 
 def attention(layers: int = 2, batch: int = 2, heads: int = 3, tokens: int = 13) -> torch.Tensor:
     return torch.randn(layers, batch, heads, tokens, tokens).softmax(dim=-1)
+
+
+ROW_OF_TWO = attention()
+ROW_OF_TWO[0, 0, 0, 0] *= 2
 
 
 def read_back(folder: Path) -> dict[str, Any]:
@@ -741,22 +728,16 @@ def test_too_many_weights_are_left_out_with_a_warning(
     ("changes", "message"),
     [
         ({"writer": None}, "writer: builtins.NoneType is not torch.utils.tensorboard"),
-        ({"tag": ""}, "tag: '' is empty"),
         ({"tag": "a/weights"}, "tag: 'a/weights' is empty or ends with /weights"),
         ({"step": -1}, "step: -1 is not a whole number"),
-        ({"step": 1.5}, "step: 1.5 is not a whole number"),
         ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
-        ({"images": torch.rand(3, 24, 32)}, r"images: \(3, 24, 32\) is not"),
         ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
-        ({"images": torch.full((2, 3, 24, 32), torch.nan)}, "images: values are not 0 to 1"),
         ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
-        ({"grid": (0, 4)}, "grid: "),
         ({"num_prefix_tokens": 2}, "N = 14 tokens, 2 before a grid of 3 x 4"),
         ({"weights": []}, "weights: there are no layers"),
         ({"weights": attention(batch=3)}, r"layer 0 is \(3, 3, 13, 13\), not .* with B = 2"),
-        ({"weights": attention()[0]}, r"layer 0 is \(3, 13, 13\)"),
         ({"weights": [attention()[0], attention(heads=2)[0]]}, "layer 1 is .2, 2, 13, 13."),
-        ({"weights": 2 * attention()}, "rows of layer 0 sum to 2 to 2, not 1; pass the softmax"),
+        ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
         ({"weights": torch.randn(2, 2, 3, 13, 13)}, "layer 0 has negative numbers"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
         ({"readout": "max"}, "readout: 'max' is not class_token, mean or None"),
@@ -770,7 +751,6 @@ def test_too_many_weights_are_left_out_with_a_warning(
         ({"classes": ["cat"]}, "classes: 1 names for 4 logits"),
         ({"labels": [0]}, "labels: 1 labels for 2 images"),
         ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
-        ({"labels": [0, -1]}, r"labels: \[0, -1\] are not all 0 to 3"),
         ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),
         ({"maps": {"mine": torch.rand(2, 3, 4) / 0}}, "maps: mine is .* finite numbers"),
     ],

@@ -125,7 +125,7 @@ def test_weights_are_those_that_timm_computes(variant: str) -> None:
     assert reader.num_prefix_tokens + 16 == weights[0].shape[-1]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["norms after", "two side by side", "naflex"])
 def test_there_is_a_map_of_every_kind(variant: str) -> None:
     model, images = timm_vit(**VARIANTS[variant]), torch.randn(2, 3, 32, 32)
     logits, maps = attention_maps(model, images, list(MAP_KINDS))
@@ -151,7 +151,7 @@ def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
         torch.testing.assert_close(maps[kind], ours_maps[kind], rtol=1e-3, atol=1e-3, msg=kind)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos", "test_convnext", "test_maxvit"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos"])
 def test_models_without_timms_attention_have_no_maps(name: str) -> None:
     model = build_timm_model(f"timm:{name}", {}, (32, 32), 3, 5).eval()
     classifier = Classifier(model, SHAPES, tuple("abcde"), torch.device("cpu"), torch.float32)

@@ -265,7 +265,7 @@ def refused(data: DataConfig) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["cifar10", "food101"])
 def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     site, root = tmp_path / "site", tmp_path / "mistyped" / "data"
     site.mkdir()
@@ -279,7 +279,7 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     refused(config(name, root))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["cifar10", "food101"])
 @pytest.mark.parametrize(
     ("method", "answer", "words"),
     [
