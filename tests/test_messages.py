@@ -71,9 +71,8 @@ def test_a_budget_that_is_over_before_training_is_pointed_out(
 def test_many_tokens_on_a_cpu_are_pointed_out(quick: TrainingStep) -> None:
     def text(stem: str = "conv", size: int = 224, device: str = "cpu") -> str:
         step = replace(quick, schedule=replace(quick.schedule, full_size=(size, size)))
-        return tokens_text(
-            ModelConfig(stem=stem, class_token=False, global_pool="avg"), step, torch.device(device)
-        )  # type: ignore[arg-type]
+        model = ModelConfig(stem=stem, class_token=False, global_pool="avg")  # type: ignore[arg-type]
+        return tokens_text(model, step, torch.device(device))
 
     assert text() == ", 3,136 tokens (slow on a CPU: --model.patch_size 16 makes 196)"
     assert text("linear") == ", 3,136 tokens (slow on a CPU: --model.patch_size 14 makes 256)"

@@ -1,6 +1,5 @@
 """The complete Vision Transformer compared with timm's, and its own properties."""
 
-import copy
 import dataclasses
 import inspect
 import itertools
