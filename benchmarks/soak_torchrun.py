@@ -37,7 +37,7 @@ from soak import (
     small_config,
 )
 
-from vit.checkpoint import checkpoint_steps
+from vit.run.checkpoint import checkpoint_steps
 from vit.training.config import Config, to_dict
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

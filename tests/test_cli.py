@@ -28,11 +28,11 @@ from vit.reporting.config import (
     PhotoConfig,
     PredictConfig,
     ReportConfig,
-)  # fmt: skip
+)
 from vit.settings import changed_keys, keys
+from vit.training.checks import check_sizes
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
-from vit.training.rules import check_sizes
-from vit.training.trainer import train
+from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -23,7 +23,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from small_runs import Call, Ended
-from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import build_model
 from vit.data.datasets import ImageSet, load
 from vit.data.photos import to_photo
@@ -34,6 +33,7 @@ from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
 from vit.reporting.map_faithfulness import measure_maps
+from vit.run.checkpoint import Checkpoint, save_checkpoint
 from vit.training.config import to_dict
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,9 +33,9 @@ from vit.reporting.config import (
 )
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
-from vit.run_folder import MODEL_FILE
+from vit.run.folder import MODEL_FILE
 from vit.training.config import Config, from_dict
-from vit.training.trainer import train
+from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("cat", "dog", "owl")
@@ -552,7 +552,7 @@ def test_a_run_is_not_resumed_with_renamed_files(
 ) -> None:
     config = small(root, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("vit.training.trainer.finish_run", lambda *_: None)
+        patch.setattr("vit.training.train.finish_run", lambda *_: None)
         train(config)
     first = sorted((root / "train" / "cat").iterdir())[0]
     first.rename(first.with_name("zz.png"))

@@ -14,7 +14,7 @@ from vit.evaluation import report
 from vit.model.config import ModelConfig
 from vit.reporting.attention_logging import AttentionLogging, MapFaithfulness
 from vit.reporting.weight_budget import images_with_weights
-from vit.tracking import milestones
+from vit.run.tracker import milestones
 from vit.training import logging_plan
 from vit.training.config import Config, TrackConfig
 from vit.training.logging_plan import (

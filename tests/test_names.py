@@ -25,7 +25,7 @@ from vit.reporting.config import MapsConfig
 from vit.reporting.report import _require_own_report
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.training.config import from_dict
-from vit.training.trainer import train
+from vit.training.train import train
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 

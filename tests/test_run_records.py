@@ -10,8 +10,8 @@ import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from small_runs import StopAt, make_loop, small
-from vit.checkpoint import checkpoint_steps
 from vit.data.datasets import load
+from vit.distributed.stop import Stopped
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import require_attention
 from vit.model_file import load_model, save_model
@@ -19,10 +19,10 @@ from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.attention_records import BATCH_SIZE, attention_records
 from vit.reporting.config import MapsConfig
+from vit.run.checkpoint import checkpoint_steps
+from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import decode_details, decode_weights
-from vit.tracking import Tracker, milestones
 from vit.training.config import Config
-from vit.training.stopping import Stopped
 
 VIT = {"name": "timm:vit_tiny_patch16_224"}
 TIMM_ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}

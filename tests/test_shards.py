@@ -27,10 +27,10 @@ from vit.data.shard_index import INDEX_FILE
 from vit.data.sources import Source, read_source
 from vit.data.stream import Decoder, ImageFiles
 from vit.data.tar_member import TarMember
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
 from vit.training.config import Config
-from vit.training.distributed import World
 from vit.training.loop import Loop
-from vit.training.stopping import Stopped
 
 CLASSES = ("cat", "dog", "owl")
 

@@ -10,7 +10,7 @@ from PIL import Image
 from vit.data.config import DataConfig
 from vit.data.sources import Source, read_source
 from vit.training.config import from_dict
-from vit.training.trainer import train
+from vit.training.train import train
 
 
 @pytest.fixture

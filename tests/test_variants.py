@@ -39,7 +39,7 @@ from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
 from vit.training.config import Config, OptimConfig, TrackConfig, TrainConfig
 from vit.training.optim import build_optimizers
-from vit.training.trainer import train
+from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
@@ -196,7 +196,7 @@ def test_parameters_of_a_variant_have_no_weight_decay(name):
     model = VisionTransformer(**PLAIN, attention=name)
     own = {p for key, p in model.named_parameters() if ".attn.attention." in key}
     assert bool(own) == isinstance(ATTENTION[name], type)
-    for optimizer in build_optimizers(model, "muon", 1e-3, 0.1, 1e-3, 0.1, 0.9):
+    for optimizer in build_optimizers(model, OptimConfig(name="muon", weight_decay=0.1)):
         for group in optimizer.param_groups:
             assert group["weight_decay"] == 0 or not own & set(group["params"])
 

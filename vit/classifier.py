@@ -23,7 +23,7 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
-from vit.run_folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
+from vit.run.folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64

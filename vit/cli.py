@@ -29,8 +29,8 @@ from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
 from vit.reporting.config import COMMANDS
 from vit.settings import describe, keys, schema_of, shorten, suggest, unknown
 from vit.startup import import_quickly
+from vit.training.checks import check_sizes
 from vit.training.config import Config, TrainConfig, to_dict
-from vit.training.rules import check_sizes
 
 EVAL_USAGE = f"%(prog)s RUN [{' | '.join(COMMANDS)}]"
 # Flags of earlier versions that are commands now.
@@ -84,10 +84,13 @@ def train_main() -> None:
     with user_errors():
         config, options = parse_train(sys.argv[1:])
         # Imported late, because it imports torch: a mistyped flag is answered at once.
-        import_quickly("vit.training.processes")
-        from vit.training.processes import train_on_all_cores
+        import_quickly("vit.training.train")
+        from vit.distributed.launch import launched
+        from vit.training.train import on_all_cores, train
 
-        train_on_all_cores(config, **options)
+        config = on_all_cores(config, options["overwrite"])
+        with launched(config.train.processes or 1, train, config, *options.values()):
+            train(config, *options.values())
 
 
 def eval_main() -> None:

@@ -29,9 +29,9 @@ from vit.reporting.config import MapsConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
-from vit.run_folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
+from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
+from vit.run.tracker import picture_tag
 from vit.tensorboard_plugin.summary import add_record
-from vit.tracking import picture_tag
 
 
 def explain_run(run: str, options: MapsConfig) -> None:

@@ -34,8 +34,8 @@ from vit.files import write_atomically
 from vit.model.attention_model import require_attention
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records
+from vit.run.tracker import ROLLOUT_TAG, Logged
 from vit.tensorboard_plugin.encoding import summaries
-from vit.tracking import ROLLOUT_TAG, Logged
 
 RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"

@@ -19,7 +19,7 @@ from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
 from vit.reporting.export_formats import FORMATS, Format, Runner
 from vit.reporting.loading import load_test, results_folder
-from vit.run_folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
+from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
 
 CHECKED = 100  # images

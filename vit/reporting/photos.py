@@ -15,7 +15,7 @@ from vit.model.attention_model import no_maps_text
 from vit.registry import ALL_KINDS
 from vit.reporting.config import PhotoConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
+from vit.run.folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 BEST = 5  # number of classes printed
 

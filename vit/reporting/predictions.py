@@ -24,7 +24,7 @@ from vit.data.photos import pillow_warnings
 from vit.files import write_table
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run_folder import EVAL_FOLDER, PHOTOS_FILE
+from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
 COLUMNS = "file,class,probability"  # of every table, before those of the top classes

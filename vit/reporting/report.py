@@ -26,8 +26,8 @@ from vit.model.attention_model import no_maps_text
 from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of, require_own_table
-from vit.run_folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
-from vit.tracking import picture_tag
+from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
+from vit.run.tracker import picture_tag
 
 MISTAKES = 16  # images in the gallery
 COLUMNS = "index(,file)?,label,prediction,probability"  # before those of the top classes

@@ -15,7 +15,7 @@ from vit.model.attention_model import attention_model
 from vit.reporting.attention_logging import JUDGED, JUDGED_KINDS, JUDGED_LEVELS
 from vit.reporting.attention_records import ALL_CLASSES, BEST_CLASSES
 from vit.reporting.weight_budget import count_weights, images_with_weights, left_out_text
-from vit.tracking import MILESTONES, milestones
+from vit.run.tracker import MILESTONES, milestones
 from vit.training.config import Config
 from vit.training.step import TrainingStep
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.checkpoint import checkpoint_steps
 from vit.console import counted
 from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet
@@ -18,7 +17,8 @@ from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
-from vit.run_folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
+from vit.run.checkpoint import checkpoint_steps
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.config import Config
 from vit.training.logging_plan import forward_flops, plan_logging
 from vit.training.schedule import Schedule

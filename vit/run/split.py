@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vit.data.datasets import ImageSet, open_images
 from vit.files import write_table
-from vit.run_folder import SPLIT_FILE
+from vit.run.folder import SPLIT_FILE
 from vit.training.config import Config
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from vit.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
 from vit.files import write_atomically
 from vit.registry import ALL_KINDS
+from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
 from vit.settings import changed_keys
 from vit.training.config import Config, from_dict, to_dict
 

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint import Checkpoint, latest_checkpoint
-from vit.run_folder import (
+from vit.run.checkpoint import Checkpoint, latest_checkpoint
+from vit.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
     MODEL_FILE,
