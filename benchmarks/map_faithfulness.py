@@ -7,7 +7,7 @@ RUN is a run folder, a model file or the name of a bundled model; several runs a
 recipe. For each run and filling, Markdown tables show deletion, insertion and (LeRF - MoRF) / 2 of
 every kind of map, image by image over the centred Gaussian, then the ranks of the kinds by filling
 and how far the fillings agree. Images, maps and scores with mean filling are those of
-`eval.py RUN --attention --faithfulness N`.
+`eval.py RUN maps --faithfulness N`.
 
 --out keeps the scores of every image, and is written after each kind of map. If the file exists,
 what it has is not measured again, so an interrupted measurement goes on with the kind it was at,
@@ -43,14 +43,14 @@ from vit.explain.filling import FILLINGS, Filling, make_filling, to_patches
 from vit.explain.references import rise
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
-from vit.model_file import SavedModel
+from vit.model_file import SavedModel, load_model
 from vit.registry import ALL_KINDS
-from vit.reporting.config import EvalConfig
-from vit.reporting.loading import load_run, load_test
+from vit.reporting.config import MapsConfig
+from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import BASELINES
 from vit.seeding import generator
 
-BATCH = EvalConfig().batch_size  # images per forward pass, as in eval.py
+BATCH = MapsConfig().batch_size  # images per forward pass, as in eval.py
 
 
 def measure(
@@ -135,7 +135,7 @@ def score(
     return scores
 
 
-def load_runs(runs: Sequence[str], seed: int) -> tuple[dict[str, SavedModel], dict[str, str]]:
+def load_runs(runs: Sequence[str]) -> tuple[dict[str, SavedModel], dict[str, str]]:
     """Load models, each once even if it is named twice.
 
     Returns:
@@ -147,7 +147,7 @@ def load_runs(runs: Sequence[str], seed: int) -> tuple[dict[str, SavedModel], di
     models, digests = {}, {}
     names: dict[str, str] = {}  # by digest
     for run in dict.fromkeys(str(Path(run)) for run in runs):
-        saved = load_run(run, EvalConfig(seed=seed))
+        saved = load_model(run)
         if not saved.classifier.has_maps:
             raise ValueError(f"{run}: {no_maps_text(saved.classifier.model)}; leave it out")
         models[run], digests[run] = saved, digest_of(saved.path)
@@ -159,7 +159,7 @@ def load_runs(runs: Sequence[str], seed: int) -> tuple[dict[str, SavedModel], di
 
 def choose_images(saved: SavedModel, count: int, seed: int) -> Tensor:
     """Return the test images (B, channels, H, W) uint8 that eval.py chooses, too."""
-    test = load_test(saved, EvalConfig(seed=seed))
+    test = load_test(saved)
     chosen = balanced_subset(test.labels, min(count, len(test)), seed, "eval.faithfulness")
     pixels = test.select(chosen).pixels()
     print(f"{saved.describe()}, {len(pixels):,} {saved.config.data.name} test images", flush=True)
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.out is not None and not args.out.parent.is_dir():
         raise ValueError(f"--out: folder not found: {args.out.parent}")
     kinds = labels_of(args.kinds, args.masks)
-    models, digests = load_runs(args.runs, args.seed)
+    models, digests = load_runs(args.runs)
     if args.runs:
         results: Results = {"images": args.images, "seed": args.seed, "runs": {}}
         if args.out is not None and args.out.exists():

@@ -25,8 +25,7 @@ from vit.explain.filling import to_patches
 from vit.explain.lrp import RULES, propagate, smooth, token_relevance
 from vit.explain.maps import attention_maps
 from vit.model.attention_model import require_attention
-from vit.reporting.config import EvalConfig
-from vit.reporting.loading import load_run
+from vit.model_file import load_model
 
 Rule = Callable[..., Tensor]
 
@@ -90,7 +89,7 @@ def relevance_maps(model: torch.nn.Module, images: Tensor, target: Tensor) -> di
 
 def compare(run: str, count: int) -> None:
     """Print a table for a run."""
-    saved = load_run(run, EvalConfig())
+    saved = load_model(run)
     classifier, config = saved.classifier, saved.config
     _, held_out = load_training(config.data, config.train.seed, classifier.preprocess)
     images = held_out.select(torch.arange(min(count, len(held_out)))).in_memory()

@@ -41,10 +41,9 @@ from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.explain.faithfulness import mean_interval
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.model_file import SavedModel
+from vit.model_file import SavedModel, load_model
 from vit.registry import ALL_KINDS
-from vit.reporting.config import EvalConfig, EvalDataConfig
-from vit.reporting.loading import load_run, load_test
+from vit.reporting.loading import load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step
 from vit.training.start import Environment, Run
@@ -158,14 +157,14 @@ def random_weights(
     }
 
 
-def load_few(saved: SavedModel, options: EvalConfig, count: int) -> ImageSet:
+def load_few(saved: SavedModel, root: str | None, count: int) -> ImageSet:
     """Load some of the training images of a run.
 
     Raises:
         ValueError: The images cannot be read, or a class has none among so few.
     """
     data, classifier = saved.config.data, saved.classifier
-    data = dataclasses.replace(data, root=options.data.root or data.root, train_size=count)
+    data = dataclasses.replace(data, root=root or data.root, train_size=count)
     return load_training(data, saved.config.train.seed, classifier.preprocess)[0].in_memory()
 
 
@@ -277,11 +276,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=list(MAP_KINDS))
     parser.add_argument("--data", help="folder of the data set; default: that of the run")
     arguments = parser.parse_args()
-    options = EvalConfig(data=EvalDataConfig(root=arguments.data))
     try:
-        saved = load_run(arguments.run, options)
-        training, test = load_few(saved, options, arguments.few), load_test(saved, options)
-        another = load_run(arguments.other, options).classifier if arguments.other else None
+        saved = load_model(arguments.run)
+        training = load_few(saved, arguments.data, arguments.few)
+        test = load_test(saved, arguments.data)
+        another = load_model(arguments.other).classifier if arguments.other else None
     except ValueError as error:
         parser.error(str(error))
     classifier = saved.classifier

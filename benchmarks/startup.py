@@ -5,7 +5,7 @@
 Runs whole commands in separate processes, on CIFAR-10, which must be unpacked under --root:
 
 1. `train.py --help`.
-2. A photo, from the command to its sheet: `eval.py cifar10_quick --image photo.jpg`.
+2. A photo, from the command to its sheet: `eval.py cifar10_quick photo photo.jpg`.
 3. A run of configs/quick.yaml with a single training step: from the start of the command to the
    line that reports the step.
 4. The report of cifar10_quick on the 10,000 test images.
@@ -98,7 +98,7 @@ def main() -> None:
         quick = ("train.py", *out, "--train.epochs", "1", "--overwrite")
         commands: dict[str, tuple[Sequence[str], str | None]] = {
             "train.py --help": (("train.py", "--help"), None),
-            "photo": (("eval.py", "cifar10_quick", "--image", photo, "--out", folder), None),
+            "photo": (("eval.py", "cifar10_quick", "photo", photo, "--out", folder), None),
             "first training step": (
                 (*quick, "--data.train_size", "128", "--data.val_size", "0"), "epoch",
             ),

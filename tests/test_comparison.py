@@ -22,7 +22,7 @@ from vit.reporting.comparison import (
     compare_runs,
 )
 from vit.reporting.comparison_table import as_markdown, as_text
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import CompareConfig
 from vit.training.config import from_dict
 
 
@@ -49,7 +49,7 @@ def untrained(out: Path, seed: int, **data: Any) -> Path:
 def test_each_model_gets_images_of_its_own_size(tmp_path):
     first = untrained(tmp_path / "first", 0)
     other = untrained(tmp_path / "other", 1, image_size=[16, 24])
-    options = EvalConfig(compare=(str(other),), device="cpu", precision="float32", probes=1)
+    options = CompareConfig(others=(str(other),), device="cpu", precision="float32", probes=1)
     compare_runs(str(first), options)
     content = json.loads((first / "eval/compare_other/comparison.json").read_text())
     for run, model in zip((first, other), content["models"], strict=True):
@@ -120,7 +120,7 @@ def test_table_says_how_long_models_were_trained_and_from_what():
     content = {
         "data": "folder",
         "images": 1500,
-        "command": "python eval.py a --compare 'b|c'",
+        "command": "python eval.py a compare 'b|c'",
         "hardware": "CPU with 2 threads, float32",
         "batch_size": 500,
         "models": [
@@ -157,4 +157,4 @@ def test_table_says_how_long_models_were_trained_and_from_what():
         assert "p = 0.25; the difference is not significant at the 5% level; 12.5% of" in words
         assert "most on images 7" in words
     assert "comparison.png" not in table and "not corrected for the number" in table
-    assert "\n```bash\npython eval.py a --compare 'b|c'\n```\n" in table
+    assert "\n```bash\npython eval.py a compare 'b|c'\n```\n" in table

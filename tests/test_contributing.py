@@ -41,7 +41,7 @@ run(
     "--model.depth", "2", "--model.embed_dim", "24", "--track.probes", "1",
 )
 run(
-    vit.cli.eval_main, out, "--data.root", root, "--attention", "--probes", "2",
+    vit.cli.eval_main, out, "maps", "--data.root", root, "--probes", "2",
     "--faithfulness", "2", "--device", "cpu", "--precision", "float32",
 )
 import numpy as np
@@ -49,7 +49,7 @@ import numpy as np
 found = vit.load(out).explain(np.zeros((40, 30, 1), np.uint8), "last_relevance")
 print("explained", *found.maps, found.map.shape)
 try:
-    run(vit.cli.eval_main, "--help")
+    run(vit.cli.eval_main, "maps", "--help")
 except SystemExit:
     pass
 from vit.run.folder import ATTENTION_FILES
@@ -120,7 +120,7 @@ def test_a_map_is_everywhere(changed: tuple[Path, str]) -> None:
             assert [shown.target for shown in maps] == list(range(10))
             assert {shown.title for shown in maps} == {TITLE}
     assert f"explained {NEW} torch.Size([7, 7])" in printed
-    assert re.search(rf"--kinds VALUE.*?{NEW}.*?--", printed, re.DOTALL)
+    assert re.search(rf"--kinds V .*?{NEW}.*?--", printed, re.DOTALL)
     assert "deleted by --overwrite: True" in printed
 
 

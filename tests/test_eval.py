@@ -103,10 +103,10 @@ def map_images(
 
 @pytest.fixture(scope="module")
 def explained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """What --attention wrote for two chosen images, and what it printed."""
+    """What maps wrote for two chosen images, and what it printed."""
     out = tmp_path_factory.mktemp("explained")
     printed = command(
-        demo, "--attention", "--indices", *CHOSEN, "--faithfulness", MEASURED, "--out", out, *SAME
+        demo, "maps", "--indices", *CHOSEN, "--faithfulness", MEASURED, "--out", out, *SAME
     )
     return out / "attention", printed
 
@@ -216,7 +216,7 @@ def test_a_chosen_class_changes_only_class_specific_maps(call, demo, tmp_path):
     for target in ("star", "circle"):
         out = tmp_path / target
         ended = call(
-            demo, "--attention", "--indices", *CHOSEN, "--target", target, "--faithfulness", 0,
+            demo, "maps", "--indices", *CHOSEN, "--target", target, "--faithfulness", 0,
             "--out", out, *SAME,
         )  # fmt: skip
         assert ended.code == 0 and "faithfulness" not in ended.out
@@ -232,7 +232,7 @@ def test_a_chosen_class_changes_only_class_specific_maps(call, demo, tmp_path):
 def test_random_images_are_chosen_by_the_seed(call, demo, tmp_path):
     def chosen(name: str, seed: int) -> list[int]:
         out = tmp_path / name
-        words = ("--attention", "--probes", 5, "--faithfulness", 0, "--seed", seed, "--out", out)
+        words = ("maps", "--probes", 5, "--faithfulness", 0, "--seed", seed, "--out", out)
         assert call(demo, *words).code == 0
         return indices_in(out / "attention")
 
@@ -247,7 +247,7 @@ def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path
     folder = tmp_path / "attention"
     (folder / "notes.txt").write_text("mine")
     np.save(folder / "mine.npy", np.zeros(3))
-    words = ("--attention", "--indices", 5, 5, "--faithfulness", 0, "--out", tmp_path)
+    words = ("maps", "--indices", 5, 5, "--faithfulness", 0, "--out", tmp_path)
     assert call(demo, *words).code == 0
     assert (folder / "notes.txt").read_text() == "mine"
     assert (folder / "mine.npy").exists()
@@ -265,7 +265,7 @@ def test_an_index_of_something_else_is_not_ours(call, demo, tmp_path, content):
     folder.mkdir()
     (folder / "index.json").write_text(content)
     (folder / "image_00001.png").write_text("mine")
-    ended = call(demo, "--attention", "--indices", 5, "--faithfulness", 0, "--out", tmp_path)
+    ended = call(demo, "maps", "--indices", 5, "--faithfulness", 0, "--out", tmp_path)
     assert ended.code == 2 and "contains files other than maps" in ended.error
     assert (folder / "index.json").read_text() == content
     assert (folder / "image_00001.png").read_text() == "mine"
@@ -275,7 +275,7 @@ def test_maps_of_others_are_not_overwritten(call, demo, tmp_path):
     folder = tmp_path / "attention"
     folder.mkdir()
     np.save(folder / "step_00000000.npy", np.zeros(3))
-    refuses(call(demo, "--attention", "--out", tmp_path), "out: ", "files other than maps")
+    refuses(call(demo, "maps", "--out", tmp_path), "out: ", "files other than maps")
     assert [path.name for path in folder.iterdir()] == ["step_00000000.npy"]
 
 
@@ -445,7 +445,7 @@ def classified(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     photos, out = tmp_path_factory.mktemp("taken"), tmp_path_factory.mktemp("classified")
     for name, save in PHOTOS.items():
         save(photos / name)
-    printed = command(demo, "--image", *(photos / name for name in PHOTOS), "--out", out, *SAME)
+    printed = command(demo, "photo", *(photos / name for name in PHOTOS), "--out", out, *SAME)
     return photos, out / "photos", printed
 
 
@@ -484,7 +484,7 @@ def test_a_test_image_as_a_file_is_classified_like_the_test_image(
         pixels = shapes.images[number].permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     files = [tmp_path / f"{number}.png" for number in numbers.tolist()]
-    ended = call(demo, "--image", *files, "--out", tmp_path / "out", *SAME)
+    ended = call(demo, "photo", *files, "--out", tmp_path / "out", *SAME)
     assert ended.code == 0
     logits = opened.classifier.logits(shapes.images[numbers])
     for file, row in zip(files, logits.softmax(dim=1), strict=True):
@@ -501,7 +501,7 @@ def test_photos_of_one_name_keep_apart_in_every_call(call, demo, opened, tmp_pat
         save_size(size, size)(path)
     sheets = {}
     for given in (paths[:2], paths[2:], paths[:1]):  # the last one once more
-        ended = call(demo, "--image", *given, "--out", tmp_path / "out", *SAME)
+        ended = call(demo, "photo", *given, "--out", tmp_path / "out", *SAME)
         written = re.findall(r"^  wrote (.+)$", ended.out, re.MULTILINE)
         sheets |= {path: Path(sheet) for path, sheet in zip(given, written, strict=True)}
     assert {*sheets.values()} == {*(tmp_path / "out/photos").iterdir()} and len(sheets) == 3
@@ -514,7 +514,7 @@ def test_target_explains_another_class_of_a_photo(call, demo, opened, tmp_path):
     save_jpeg(tmp_path / "photo.jpg")
     drawn = {}
     for target in ("star", "circle"):
-        words = ("--image", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
+        words = ("photo", tmp_path / "photo.jpg", "--target", target, "--out", tmp_path / target)
         assert call(demo, *words, *SAME).code == 0
         drawn[target] = picture(sheet_of(tmp_path / target / "photos", "photo.jpg"))
         found = opened.classifier.explain(tmp_path / "photo.jpg", ("rollout", "lrp_pixels"), target)
@@ -581,9 +581,9 @@ def unfinished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compared(
     demo: Path, others: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
-    """What --compare wrote, and what it printed."""
+    """What compare wrote, and what it printed."""
     out = tmp_path_factory.mktemp("compared")
-    printed = command(demo, "--compare", others / "worse", "--out", out, *SAME)
+    printed = command(demo, "compare", others / "worse", "--out", out, *SAME)
     return out / "compare_worse", printed
 
 
@@ -649,7 +649,7 @@ def test_comparison_draws_the_mean_and_the_most_moved(compared):
 
 
 def test_a_model_is_no_better_than_itself(call, demo, tmp_path):
-    ended = call(demo, "--compare", demo, "--out", tmp_path, "--probes", 2)
+    ended = call(demo, "compare", demo, "--out", tmp_path, "--probes", 2)
     assert ended.code == 0 and "the difference is not significant" in ended.out
     (folder,) = tmp_path.iterdir()
     content = read_comparison(folder)
@@ -663,7 +663,7 @@ def test_a_model_is_no_better_than_itself(call, demo, tmp_path):
 @pytest.mark.parametrize("turned", [False, True])
 def test_models_with_different_grids_are_compared(call, demo, others, tmp_path, turned):
     runs = (others / "coarse", demo) if turned else (demo, others / "coarse")
-    ended = call(runs[0], "--compare", runs[1], "--out", tmp_path, "--probes", 1)
+    ended = call(runs[0], "compare", runs[1], "--out", tmp_path, "--probes", 1)
     assert ended.code == 0
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"compare_{runs[1].name}"
@@ -675,7 +675,7 @@ def test_models_with_different_grids_are_compared(call, demo, others, tmp_path, 
 
 
 def test_models_of_different_data_are_not_compared(call, demo, others, tmp_path):
-    ended = call(demo, "--compare", others / "foreign", "--out", tmp_path / "out")
+    ended = call(demo, "compare", others / "foreign", "--out", tmp_path / "out")
     refuses(ended, "compare: ", "cifar10", "shapes", "foreign")
     assert not (tmp_path / "out").exists()
 
@@ -703,42 +703,36 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # What is typed after eval.py, and what the one line must say; DEMO and BAD are folders.
 BAD_WORDS = [
-    ("DEMO --image BAD/none.png", "image: BAD/none.png: file not found"),
-    ("DEMO --image BAD/good.png BAD/none.png", "image: BAD/none.png: file not found"),
-    ("DEMO --image BAD/cut.png", "image: BAD/cut.png cannot be read as an image"),
-    ("DEMO --image BAD/text.jpg", "image: BAD/text.jpg cannot be read as an image"),
-    ("DEMO --image BAD/empty.png", "image: BAD/empty.png cannot be read as an image"),
-    ("DEMO --image BAD/folder.png", "image: BAD/folder.png contains no image files (.jpg"),
-    ("DEMO --image BAD/huge.png", "image: BAD/huge.png cannot be read as an image: Image size"),
-    ("DEMO --image BAD/good.png --target ship", "target: 'ship' is not a class of this model"),
-    ("DEMO --attention --target ship", "circle, square, triangle, star"),
-    ("DEMO --attention --target Star", "target: 'Star'"),
-    ("DEMO --attention --indices 2000", "indices: 2000 is not a test image; it must be 0 to 1999"),
-    ("DEMO --attention --indices 3 -1", "indices: -1 is not a test image"),
-    ("DEMO --attention --indices 99999999999999999999", "is not a test image"),
-    ("DEMO --attention --indices 3.5", "indices"),
-    ("DEMO --attention --indices three", "three"),
-    ("DEMO --attention --image BAD/good.png", "image: not together with --attention"),
-    ("DEMO --image BAD/good.png --compare DEMO", "compare: not together with --image"),
-    ("DEMO --attention --compare DEMO", "compare: not together with --attention"),
-    ("DEMO --target star", "target: only with --attention or --image"),
-    ("DEMO --compare DEMO --target star", "target: only with --attention or --image"),
-    ("DEMO --indices 3", "indices: only with --attention"),
-    ("DEMO --compare BAD/none", "BAD/none does not exist"),
-    ("DEMO --compare DEMO BAD/none", "BAD/none does not exist"),
-    ("DEMO --compare BAD/no_run", "contains neither model.safetensors nor"),
-    ("DEMO --compare BAD/cnn.safetensors", "without the config of a run of this project"),
+    ("DEMO photo BAD/none.png", "photo: BAD/none.png: file not found"),
+    ("DEMO photo BAD/good.png BAD/none.png", "photo: BAD/none.png: file not found"),
+    ("DEMO photo BAD/cut.png", "photo: BAD/cut.png cannot be read as an image"),
+    ("DEMO photo BAD/text.jpg", "photo: BAD/text.jpg cannot be read as an image"),
+    ("DEMO photo BAD/empty.png", "photo: BAD/empty.png cannot be read as an image"),
+    ("DEMO photo BAD/folder.png", "photo: BAD/folder.png contains no image files (.jpg"),
+    ("DEMO photo BAD/huge.png", "photo: BAD/huge.png cannot be read as an image: Image size"),
+    ("DEMO photo BAD/good.png --target ship", "target: 'ship' is not a class of this model"),
+    ("DEMO maps --target ship", "circle, square, triangle, star"),
+    ("DEMO maps --target Star", "target: 'Star'"),
+    ("DEMO maps --indices 2000", "indices: 2000 is not a test image; it must be 0 to 1999"),
+    ("DEMO maps --indices 3 -1", "indices: -1 is not a test image"),
+    ("DEMO maps --indices 99999999999999999999", "is not a test image"),
+    ("DEMO maps --indices 3.5", "indices"),
+    ("DEMO maps --indices three", "three"),
+    ("DEMO compare BAD/none", "BAD/none does not exist"),
+    ("DEMO compare DEMO BAD/none", "BAD/none does not exist"),
+    ("DEMO compare BAD/no_run", "contains neither model.safetensors nor"),
+    ("DEMO compare BAD/cnn.safetensors", "without the config of a run of this project"),
     ("BAD/cnn.safetensors", "without the config of a run of this project"),
-    ("BAD/cnn.safetensors --attention", "BAD/cnn.safetensors contains only weights"),
-    ("BAD/cnn.safetensors --image BAD/good.png", "BAD/cnn.safetensors contains only weights"),
+    ("BAD/cnn.safetensors maps", "BAD/cnn.safetensors contains only weights"),
+    ("BAD/cnn.safetensors photo BAD/good.png", "BAD/cnn.safetensors contains only weights"),
     ("BAD/cnn.pt", "BAD/cnn.pt is not a checkpoint of this project"),
-    ("BAD/cnn.pt --attention", "is not a checkpoint of this project"),
-    ("BAD/good.png --attention", "BAD/good.png is not a checkpoint"),
-    ("DEMO --attention --start_layer 4", "start_layer: 4 is not a layer of this model; it must be"),
+    ("BAD/cnn.pt maps", "is not a checkpoint of this project"),
+    ("BAD/good.png maps", "BAD/good.png is not a checkpoint"),
+    ("DEMO maps --start_layer 4", "start_layer: 4 is not a layer of this model; it must be"),
     ("/dev/zero", "/dev/zero is not a regular file"),
-    ("/dev/zero --attention", "/dev/zero is not a regular file"),
-    ("DEMO --compare /dev/zero", "/dev/zero is not a regular file"),
-    ("DEMO --image /dev/zero", "image: /dev/zero: not a regular file"),
+    ("/dev/zero maps", "/dev/zero is not a regular file"),
+    ("DEMO compare /dev/zero", "/dev/zero is not a regular file"),
+    ("DEMO photo /dev/zero", "photo: /dev/zero: not a regular file"),
     ("BAD/no_run", "contains neither model.safetensors nor"),
 ]
 
@@ -755,7 +749,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(call, demo, bad, tmp_path, wor
 def test_bad_input_is_one_line_for_the_whole_program_too(demo, bad, tmp_path):
     done = subprocess.run(
         [
-            sys.executable, str(ROOT / "eval.py"), str(demo), "--image", str(bad / "cut.png"),
+            sys.executable, str(ROOT / "eval.py"), str(demo), "photo", str(bad / "cut.png"),
             "--out", str(tmp_path / "out"),
         ],
         capture_output=True, text=True, timeout=120,
@@ -765,7 +759,7 @@ def test_bad_input_is_one_line_for_the_whole_program_too(demo, bad, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", ["", "--attention --probes 1 --faithfulness 0", "--image PHOTO", "--compare DEMO"]
+    "words", ["", "maps --probes 1 --faithfulness 0", "photo PHOTO", "compare DEMO"]
 )
 def test_results_are_not_written_over_a_file(call, demo, bad, tmp_path, words):
     (tmp_path / "file").write_text("mine")
@@ -780,7 +774,7 @@ def test_results_are_not_written_over_a_file(call, demo, bad, tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    "words", ["", "--attention --probes 1 --faithfulness 0", "--image PHOTO", "--compare DEMO"]
+    "words", ["", "maps --probes 1 --faithfulness 0", "photo PHOTO", "compare DEMO"]
 )
 def test_every_mode_says_that_a_run_is_unfinished(call, demo, unfinished, bad, tmp_path, words):
     words = words.replace("PHOTO", str(bad / "good.png")).replace("DEMO", str(demo))
@@ -788,18 +782,18 @@ def test_every_mode_says_that_a_run_is_unfinished(call, demo, unfinished, bad, t
     assert ended.code == 0
     said = f"{unfinished}/checkpoints/step_00000100.pt (unfinished run, step 100 of 624): CPU"
     assert ended.out.startswith(said) and "float32" in ended.out
-    if "--compare" in words:
+    if "compare" in words:
         (folder,) = tmp_path.iterdir()
         models = read_comparison(folder)["models"]
         assert [model["steps"] for model in models] == [100, 624]
         assert [model["finished"] for model in models] == [False, True]
         assert "8 epochs, unfinished: step 100  " in ended.out
-    words = ("--attention", "--probes", 1, "--faithfulness", 0, "--out", tmp_path / "demo")
+    words = ("maps", "--probes", 1, "--faithfulness", 0, "--out", tmp_path / "demo")
     assert "unfinished" not in call(demo, *words).out
 
 
 def test_other_model_of_a_comparison_is_said_to_be_unfinished(call, demo, unfinished, tmp_path):
-    ended = call(demo, "--compare", unfinished, "--out", tmp_path, "--probes", 1)
+    ended = call(demo, "compare", unfinished, "--out", tmp_path, "--probes", 1)
     first, second = ended.out.splitlines()[:2]
     assert first.startswith(f"{demo}/model.safetensors: ")
     assert second.startswith(f"{unfinished}/") and "(unfinished run, step 100 of 624)" in second
@@ -809,7 +803,7 @@ def test_bundled_model_goes_by_its_name_in_a_comparison(call, demo, tmp_path, mo
     monkeypatch.setattr("vit.model_file.BUNDLED", tmp_path)
     shutil.copy(demo / "model.safetensors", tmp_path / "tiny_shapes.safetensors")
     out = tmp_path / "out"
-    ended = call("tiny_shapes", "--compare", "tiny_shapes", "--out", out, "--probes", 1, *SAME)
+    ended = call("tiny_shapes", "compare", "tiny_shapes", "--out", out, "--probes", 1, *SAME)
     assert [path.name for path in out.iterdir()] == ["compare_tiny_shapes_2"]
     assert "\n  tiny_shapes_1  vit, " in ended.out and "weights" not in ended.out
 
@@ -834,7 +828,7 @@ def test_faithfulness_is_measured_unless_images_are_chosen(call, demo, tmp_path,
         ]
     ):
         counts.clear()
-        assert call(demo, "--attention", *words, "--out", tmp_path / str(number)).code == 0
+        assert call(demo, "maps", *words, "--out", tmp_path / str(number)).code == 0
         assert counts == expected, words
 
 
@@ -850,7 +844,7 @@ def test_progress_of_faithfulness_is_shown_on_a_terminal(opened, shapes, monkeyp
 def test_rollout_takes_its_options_and_they_are_recorded(call, demo, opened, shapes, tmp_path):
     words = ("--head_fusion", "max", "--discard_ratio", 0.5, "--start_layer", 1)
     ended = call(
-        demo, "--attention", "--indices", *CHOSEN, *words, "--faithfulness", 20, "--out", tmp_path,
+        demo, "maps", "--indices", *CHOSEN, *words, "--faithfulness", 20, "--out", tmp_path,
         *SAME,
     )  # fmt: skip
     assert ended.code == 0

@@ -24,7 +24,13 @@ from vit.data.sources import Source, read_source
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
-from vit.reporting.config import EvalConfig, EvalDataConfig
+from vit.reporting.config import (
+    CompareConfig,
+    EvalDataConfig,
+    MapsConfig,
+    PhotoConfig,
+    ReportConfig,
+)
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.run.folder import MODEL_FILE
@@ -286,23 +292,24 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
     saved = load_model(run)
     assert saved.classifier.classes == CLASSES
-    options = EvalConfig(device="cpu", precision="float32", probes=1)
+    common = {"device": "cpu", "precision": "float32"}
+    options = ReportConfig(**common, probes=1)
     again = evaluate_run(str(run), options)
     assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
     assert capsys.readouterr().err == ""
     evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
     assert capsys.readouterr().err.startswith("skipped 1 of 13 images in ")  # of other images
-    explain_run(str(run), replace(options, attention=True, faithfulness=0))
+    explain_run(str(run), MapsConfig(**common, probes=1, faithfulness=0))
     assert (run / "eval/attention/index.json").exists()
-    classify_photos(str(run), replace(options, image=(str(root / "test/owl/26.png"),)))
+    classify_photos(str(run), PhotoConfig(**common, photos=(str(root / "test/owl/26.png"),)))
     assert "owl" in capsys.readouterr().out
     other = tmp_path / "other"
     other.mkdir()
     renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
     save_model(other / MODEL_FILE, renamed, saved.config, 1)
-    compare_runs(str(run), replace(options, compare=(str(run),)))
+    compare_runs(str(run), CompareConfig(**common, probes=1, others=(str(run),)))
     with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
-        compare_runs(str(run), replace(options, compare=(str(other),)))
+        compare_runs(str(run), CompareConfig(**common, probes=1, others=(str(other),)))
     (root / "test" / "owl").rename(root / "test" / "emu")
     with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
@@ -512,7 +519,7 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
 ) -> None:
     train(small(classes_only, tmp_path / "run"))
     moved = classes_only.rename(tmp_path / "moved")
-    options = EvalConfig(data=EvalDataConfig(root=str(moved)), probes=0)
+    options = ReportConfig(data=EvalDataConfig(root=str(moved)), probes=0)
     assert evaluate_run(str(tmp_path / "run"), options)["n"] == 7
     one = next((moved / "c d").iterdir())
     shutil.copy(one, one.with_name("zz.png"))
@@ -522,7 +529,7 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
         evaluate_run(str(tmp_path / "run"), options)
     for part in ("train", "test"):  # images that are marked for testing are the user's choice
         shutil.copytree(moved, tmp_path / "parts" / part)
-    other = EvalConfig(data=EvalDataConfig(root=str(tmp_path / "parts")), probes=0)
+    other = ReportConfig(data=EvalDataConfig(root=str(tmp_path / "parts")), probes=0)
     assert evaluate_run(str(tmp_path / "run"), other)["n"] == 36
 
 
@@ -533,10 +540,10 @@ def test_a_table_without_parts_is_recognized_if_it_changed(root: Path, tmp_path:
     config = replace(config, data=replace(config.data, name="table", root=str(table)))
     table.write_text("\n".join(["path,label", *rows]))
     train(config)
-    assert evaluate_run(config.out, EvalConfig(probes=0))["n"]
+    assert evaluate_run(config.out, ReportConfig(probes=0))["n"]
     table.write_text("\n".join(["path,label", *rows[:-1]]))
     with pytest.raises(ValueError, match=r"were added, deleted or renamed since"):
-        evaluate_run(config.out, EvalConfig(probes=0))
+        evaluate_run(config.out, ReportConfig(probes=0))
 
 
 def test_a_run_is_not_resumed_with_renamed_files(
@@ -560,7 +567,7 @@ def test_a_model_is_not_compared_on_images_it_may_have_been_trained_on(
     train(small(classes_only, tmp_path / "fifth"))
     train(small(classes_only, tmp_path / "half", test_fraction=0.5))
     train(small(classes_only, tmp_path / "same", test_fraction=0.2))
-    options = EvalConfig(probes=0, compare=(str(tmp_path / "half"),))
+    options = CompareConfig(probes=0, others=(str(tmp_path / "half"),))
     with pytest.raises(ValueError, match=r"half/model\.safetensors .* another data\.test_fraction"):
         compare_runs(str(tmp_path / "fifth"), options)
-    compare_runs(str(tmp_path / "fifth"), replace(options, compare=(str(tmp_path / "same"),)))
+    compare_runs(str(tmp_path / "fifth"), replace(options, others=(str(tmp_path / "same"),)))

@@ -4,11 +4,8 @@ The tests call the functions behind train.py and eval.py; test_cli.py runs the c
 The inputs are the same in every run.
 """
 
-import contextlib
-import io
 import json
 import typing
-from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vit.cli import parse_eval, parse_train, user_errors
-from vit.reporting.config import EvalConfig
+from command_line import Parse, answer, refused
+from vit.cli import parse_eval, parse_train
+from vit.reporting.config import COMMANDS
+from vit.settings import keys
 from vit.training.config import Config
 
 
@@ -176,8 +175,6 @@ ODD_FILES = [
     (b"seed: 0", "did you mean train.seed?"),
 ]
 
-Parse = Callable[[Sequence[str]], Any]
-
 
 def fuzz(examples: int) -> settings:
     return settings(max_examples=examples, suppress_health_check=list(HealthCheck))
@@ -186,30 +183,6 @@ def fuzz(examples: int) -> settings:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "bad.yaml"
-
-
-def answer(words: Sequence[str], parse: Parse) -> tuple[Any, str]:
-    """Return what comes of a command line: a config, or the line with which it ends."""
-    result, printed = None, io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        try:
-            with user_errors():
-                result = parse(words)
-        except SystemExit as end:
-            assert end.code == 2
-    line = printed.getvalue()
-    assert (result is None) == bool(line)
-    if line:
-        assert line.startswith("error: ") and line.endswith("\n")
-        assert line[:-1].isprintable() and len(line) < 600, line
-    return result, line
-
-
-def refused(words: Sequence[str], *parts: str, parse: Parse = parse_train) -> None:
-    result, line = answer(words, parse)
-    assert result is None, f"{words} would run: {result}"
-    for part in parts:
-        assert part in line, f"{words}: {line}"
 
 
 def setting(key: str, value: str, file: Path | None) -> list[str]:
@@ -318,38 +291,48 @@ def test_nested_garbage(file: Path, garbage: Any, group: str | None) -> None:
     refused(["--config", str(file)], f"error: {group or ''}")
 
 
-EVAL_TYPES = types_of(EvalConfig)
-EVAL_WRONG = {
-    "data.download": ("word", "7", "null"),
-    "device": ("tpu", "7", "null"),
-    "precision": ("float8", "16", "null"),
-    "batch_size": ("word", "1.5", "null", "0", "-1", "1000001", "9" * 500),
-    "probes": ("word", "1.5", "null", "-1", "1000001", "9" * 500),
-    "seed": ("word", "1.5", "null", "-1", str(2**63)),
-    "faithfulness": ("word", "1.5", "1", "-1", "1000001"),
-    "head_fusion": ("sum", "null", "0"),
-    "discard_ratio": ("word", "null", "-0.1", "1", ".nan", "nan"),
-    "start_layer": ("word", "1.5", "null", "-1", "1000001"),
-    "indices": ("word", "1.5", "null", "3,17", "[3]", "9" * 5000),
+# Not null: nothing is allowed where a flag says null that a value is not allowed for.
+EVAL_EDGES = {
+    "report": {"batch_size": ("0", "1000001"), "probes": ("-1", "1000001"), "seed": (str(2**63),)},
+    "maps": {
+        "faithfulness": ("1", "-1", "1000001"),
+        "head_fusion": ("sum", "null", "0"),
+        "discard_ratio": ("-0.1", "1", ".nan", "nan"),
+        "start_layer": ("1.5", "null", "-1", "1000001"),
+        "indices": ("1.5", "null", "3,17", "[3]", "9" * 5000),
+        "device": ("tpu", "7", "null"),
+        "precision": ("float8", "16", "null"),
+    },
 }
 
 
-@pytest.mark.parametrize("key", EVAL_WRONG)
-def test_wrong_values_for_eval(key: str) -> None:
-    for value in EVAL_WRONG[key]:
-        refused(["x", f"--{key}", value], f"{key}: ", value[:60], " is not ", parse=parse_eval)
+def test_wrong_values_for_eval() -> None:
+    for command, edges in EVAL_EDGES.items():
+        for key, values in edges.items():
+            for value in ("word", *values):
+                parts = f"{key}: ", value[:60], " is not allowed; it must be "
+                refused(["x", command, f"--{key}", value], *parts, parse=parse_eval)
+
+
+EVAL_TYPES = [(name, key) for name, command in COMMANDS.items() for key in keys(command.config)]
 
 
 @fuzz(40)
-@given(st.sampled_from(sorted(EVAL_TYPES)), st.text("xyz", min_size=6))
-def test_unknown_keys_for_eval(key: str, strange: str) -> None:
-    for wrong in (f"{key}q", f"{key}.{strange}", strange):
-        refused(["x", f"--{wrong}", "1"], f"error: {wrong}: no such key", parse=parse_eval)
+@given(st.sampled_from(EVAL_TYPES), st.text("xyz", min_size=6))
+def test_unknown_keys_for_eval(known: tuple[str, str], strange: str) -> None:
+    for wrong in (f"{known[1]}q", f"{known[1]}.{strange}", strange):
+        words = ["x", known[0], *(["y"] if known[0] != "export" else ["onnx"]), f"--{wrong}", "1"]
+        refused(
+            words,
+            f"error: {'y' if known[0] in ('report', 'maps') else wrong}: no such key",
+            parse=parse_eval,
+        )
 
 
 WORDS = st.one_of(
     st.text(max_size=20),
-    st.sampled_from([f"--{key}" for key in [*TYPES, *EVAL_TYPES, *GROUPS, "config", "overwrite"]]),
+    st.sampled_from([f"--{key}" for key in [*TYPES, *GROUPS, "config", "overwrite", "kinds"]]),
+    st.sampled_from([*COMMANDS]),
     st.builds("--{}={}".format, st.sampled_from(sorted(TYPES)), st.text(max_size=20)),
     st.text("-=.:[]{}&*!0123456789enulltrue", max_size=20),
 )
@@ -359,7 +342,7 @@ WORDS = st.one_of(
 @given(st.lists(WORDS, max_size=4), st.sampled_from([parse_train, parse_eval]))
 def test_any_words_give_a_config_or_one_line(words: list[str], parse: Parse) -> None:
     result, _ = answer(words, parse)
-    assert result is None or isinstance(result[0], Config) or isinstance(result[1], EvalConfig)
+    assert result is None or isinstance(result[0], Config) or result[0] in COMMANDS
 
 
 @fuzz(100)

@@ -15,9 +15,8 @@ from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import score_maps
 from vit.explain.filling import make_filling
 from vit.explain.references import rise
-from vit.model_file import save_model
-from vit.reporting.config import EvalConfig
-from vit.reporting.loading import load_run, load_test
+from vit.model_file import load_model, save_model
+from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import measure_maps
 from vit.seeding import generator
 from vit.training.config import from_dict
@@ -55,8 +54,8 @@ def measured(run, tmp_path_factory) -> dict:
 
 
 def chosen_images(run: Path):
-    saved = load_run(str(run), EvalConfig())
-    test = load_test(saved, EvalConfig())
+    saved = load_model(run)
+    test = load_test(saved)
     chosen = balanced_subset(test.labels, 12, 0, "eval.faithfulness")
     return saved.classifier, test.select(chosen)
 

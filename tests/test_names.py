@@ -21,7 +21,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import hold_out, load, open_images
 from vit.data.preprocess import Preprocess
 from vit.reporting.attention import explain_run
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import MapsConfig
 from vit.reporting.report import _require_own_report
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.training.config import from_dict
@@ -153,7 +153,7 @@ def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
 
 def test_maps_and_records_name_their_files(run: Path, pictures: Path) -> None:
     table, names = vit.load(run).predictions(), {}
-    options = EvalConfig(attention=True, indices=(9, 2), faithfulness=0, kinds=("rollout",))
+    options = MapsConfig(indices=(9, 2), faithfulness=0, kinds=("rollout",))
     explain_run(str(run), options)
     entries = json.loads((run / "eval/attention/index.json").read_text())["images"]
     assert [(entry["index"], entry["file"]) for entry in entries] == [
@@ -190,12 +190,14 @@ def test_predictions_that_were_not_written_are_refused(
         vit.load("cifar10_quick").predictions()
     with pytest.raises(ValueError, match=r"split.csv: file not found; train.py writes it, for ima"):
         vit.load("cifar10_quick").split()
-    with pytest.raises(ValueError, match=r"^RUN/eval/predictions.csv: .* `python eval.py"):
+    with pytest.raises(ValueError, match=r"not found; `python eval.py cifar10_quick` writes it$"):
+        vit.load("cifar10_quick").predictions()
+    with pytest.raises(ValueError, match=r"^eval/predictions.csv: only for a model that vit.load"):
         dataclasses.replace(vit.load("cifar10_quick"), run=None).predictions()
 
 
 def test_a_table_of_other_predictions_is_not_replaced(tmp_path: Path) -> None:
-    """As `--predict` once wrote it there."""
+    """As an earlier version wrote it there."""
     (tmp_path / "predictions.csv").write_text("file,class,probability,class_1,probability_1\n")
     with pytest.raises(ValueError, match=r"predictions.csv exists and is not a table .* test im"):
         _require_own_report(tmp_path)

@@ -27,7 +27,7 @@ from vit.model import attention, fused_kernel
 from vit.model.attention import MultiHeadSelfAttention, causal_mask
 from vit.model_file import load, save_model
 from vit.reporting.attention_records import attention_records
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import ExportConfig, PredictConfig
 from vit.reporting.export import export_run
 from vit.reporting.export_formats import FORMATS
 from vit.reporting.predictions import predict_files
@@ -173,20 +173,22 @@ def predictions(run: Path, images: Tensor) -> dict[str, Tensor]:
     found["float32"] = classifier.logits(images)
     found["bfloat16"] = load(run, "cpu", "bfloat16").logits(images)
     for name in ("onnx", "torch"):
-        exported = export_run(str(run), EvalConfig(export=name))
+        (exported,) = export_run(str(run), ExportConfig(formats=(name,)))
         found[name] = FORMATS[name].load(exported)(inputs)
     found["maps"], maps = classifier.maps(images, ("rollout", "relevance", "lrp_pixels"))
     assert all(each.isfinite().all() for each in maps.values())
     rollout = attention_rollout(list(weights), readout="class_token", num_prefix_tokens=1)
     assert_close(maps["rollout"].flatten(1), rollout * 17)
     found = {name: logits.softmax(dim=1) for name, logits in found.items()}
-    table = predict_files(str(run), EvalConfig(predict=(str(run / "photos"),), precision="float32"))
+    table = predict_files(
+        str(run), PredictConfig(photos=(str(run / "photos"),), precision="float32")
+    )
     with table.open() as file:
         rows = [
             dict(zip(row[3::2], map(float, row[4::2]), strict=True))
             for row in [*csv.reader(file)][1:]
         ]
-    found["--predict"] = torch.tensor([[row[name] for name in CLASSES] for row in rows])
+    found["predict"] = torch.tensor([[row[name] for name in CLASSES] for row in rows])
     image_set = ImageSet(images, torch.zeros(len(images), dtype=torch.int64), CLASSES)
     ((_, records),) = attention_records(classifier, image_set)
     found["tab"] = torch.tensor([[dict(r.details.top)[c] for c in range(3)] for r in records])
@@ -205,7 +207,7 @@ def test_an_edited_function_is_what_predicts_is_exported_and_is_drawn(edit, run,
 
     found = predictions(run, images)
 
-    assert found.keys() >= {"float32", "bfloat16", "onnx", "torch", "maps", "--predict", "tab"}
+    assert found.keys() >= {"float32", "bfloat16", "onnx", "torch", "maps", "predict", "tab"}
     edited = found["need_weights"]
     change = (edited - unedited).abs().max()
     assert change > 5e-3

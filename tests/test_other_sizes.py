@@ -1,6 +1,5 @@
 """Images of other sizes and channels pass through training, the report and every kind of map."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from vit.data.datasets import load, load_training
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import MapsConfig, PhotoConfig
 from vit.reporting.photos import classify_photos
 from vit.training.train import train
 
@@ -92,11 +91,11 @@ def test_from_training_to_every_way_to_look(
     preprocess = load_model(folder, "cpu", "float32").classifier.preprocess
     assert (preprocess.image_size, preprocess.channels) == (size, channels)
     assert preprocess.fit == fit
-    options = EvalConfig(device="cpu", precision="float32", probes=2)
-    explain_run(str(folder), dataclasses.replace(options, attention=True, faithfulness=20))
+    common = {"device": "cpu", "precision": "float32"}
+    explain_run(str(folder), MapsConfig(**common, probes=2, faithfulness=20))
     assert np.load(folder / "eval/attention/relevance.npy").shape == (2, *grid)
     photo = save(draw_stripe(1, channels, seed=999), tmp_path / "photo")
-    classify_photos(str(folder), dataclasses.replace(options, image=(str(photo),)))
+    classify_photos(str(folder), PhotoConfig(**common, photos=(str(photo),)))
     assert len(list(folder.glob("eval/photos/photo_*_sheet.png"))) == 1
     classifier = vit.load(folder, "cpu")
     explanation = classifier.explain(photo)

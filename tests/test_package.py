@@ -165,7 +165,7 @@ def test_installed_package_classifies_with_the_bundled_model(
 ) -> None:
     pixels = np.random.default_rng(0).integers(256, size=(40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
-    printed = run_installed(commands, tmp_path, "vit-eval", "cifar10_quick", "--image", "photo.png")
+    printed = run_installed(commands, tmp_path, "vit-eval", "cifar10_quick", "photo", "photo.png")
     assert sum(line.endswith("%") for line in printed.splitlines()) == 5
     (sheet,) = tmp_path.glob("runs/cifar10_quick/eval/photos/photo_*_sheet.png")
     assert sheet.stat().st_size > 0

@@ -292,8 +292,8 @@ def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) ->
     evil.write_bytes(seal(evil.read_bytes()))
     kept = shutil.copy(evil, tmp_path)  # the resumed run deletes it with its next checkpoint
     python, eval_py = sys.executable, str(ROOT / "eval.py")
-    for words in ([evil], [run], [begun, "--compare", evil], [evil, "--attention"],
-                  [evil, "--image", "x.png"]):  # fmt: skip
+    for words in ([evil], [run], [begun, "compare", evil], [evil, "maps"],
+                  [evil, "photo", "x.png"]):  # fmt: skip
         done = subprocess.run([python, eval_py, *words], capture_output=True, text=True)
         assert done.returncode == 2 and not proof.exists()
         if "x.png" not in words:

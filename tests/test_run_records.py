@@ -1,4 +1,4 @@
-"""What a run and eval.py --attention write for the Attention tab."""
+"""What a run and eval.py RUN maps write for the Attention tab."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.attention_records import BATCH_SIZE, attention_records
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import MapsConfig
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import decode_details, decode_weights
@@ -82,7 +82,7 @@ def test_eval_writes_records_of_the_images_asked_for(
     if model:
         config = Config(data=config.data, train=config.train, model=model, out=str(run))  # type: ignore[arg-type]
     save_model(run / "model.safetensors", make_loop(config).classifier(), config, 7)
-    options = EvalConfig(attention=True, indices=(1, 4), device="cpu", precision="float32")
+    options = MapsConfig(indices=(1, 4), device="cpu", precision="float32")
     for _ in range(2):  # the second time replaces what the first wrote
         explain_run(str(run), options)
     folder = run / "eval/attention"
@@ -124,7 +124,7 @@ def test_records_keep_their_images_after_a_batch_without_any(
 
     monkeypatch.setattr("vit.reporting.attention.attention_records", without_the_first)
     indices = tuple(range(BATCH_SIZE + 2))
-    explain_run(str(tmp_path), EvalConfig(attention=True, indices=indices, faithfulness=0))
+    explain_run(str(tmp_path), MapsConfig(indices=indices, faithfulness=0))
     found, test = records_in(tmp_path / "eval/attention"), load("shapes", "", train=False)
     tags = [f"attention/image_{index:05d}" for index in indices[BATCH_SIZE:]]
     assert [tag for tag in found if not tag.endswith("/weights")] == tags
@@ -138,9 +138,7 @@ def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
     config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
     save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
     monkeypatch.setattr("vit.reporting.attention_records.WEIGHT_BYTES", 2 * 65**2 + 1)
-    options = EvalConfig(
-        attention=True, indices=(3, 5), device="cpu", faithfulness=0, head_fusion="max"
-    )
+    options = MapsConfig(indices=(3, 5), device="cpu", faithfulness=0, head_fusion="max")
     explain_run(str(tmp_path), options)
     found = records_in(tmp_path / "eval/attention")
     assert [*found] == ["attention/image_00003", "attention/image_00003/weights",

@@ -52,7 +52,7 @@ def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(t
     photo.save(tmp_path / "photo.png")
     before = sorted(BUNDLED.iterdir())
     done = subprocess.run(
-        [sys.executable, ROOT / "eval.py", "cifar10_quick", "--image", "photo.png"],
+        [sys.executable, ROOT / "eval.py", "cifar10_quick", "photo", "photo.png"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

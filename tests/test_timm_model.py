@@ -32,7 +32,7 @@ from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import CompareConfig, MapsConfig, PhotoConfig, ReportConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config, check_processes
@@ -344,7 +344,7 @@ def test_evaluation_gives_the_numbers_of_the_run(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = json.loads((runs / "resnet/eval/report.json").read_text())
-    options = EvalConfig(out=str(tmp_path), device="cpu", precision="float32", probes=2)
+    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32", probes=2)
     result = evaluate_run(str(runs / "resnet"), options)
     assert result["loss"] == pytest.approx(expected["loss"])
     assert NO_MAPS in capsys.readouterr().out
@@ -374,7 +374,7 @@ def test_photos_are_classified_with_and_without_sheets(
     for name in ("resnet", "vit"):
         out = tmp_path / name
         classify_photos(
-            str(runs / name), EvalConfig(image=(str(photo),), out=str(out), device="cpu")
+            str(runs / name), PhotoConfig(photos=(str(photo),), out=str(out), device="cpu")
         )
         shown = capsys.readouterr().out
         assert shown.count("%") == 5
@@ -384,7 +384,7 @@ def test_photos_are_classified_with_and_without_sheets(
 
 @pytest.mark.slow
 def test_attention_is_drawn_or_refused(runs: Path, tmp_path: Path) -> None:
-    options = EvalConfig(attention=True, probes=1, faithfulness=2, out=str(tmp_path), device="cpu")
+    options = MapsConfig(probes=1, faithfulness=2, out=str(tmp_path), device="cpu")
     with pytest.raises(ValueError, match=NO_MAPS):
         explain_run(str(runs / "resnet"), options)
     assert not list(tmp_path.iterdir())
@@ -412,9 +412,9 @@ def test_two_runs_are_compared_with_and_without_maps(
         assert shown.count(NO_MAPS) == (with_maps < 2)  # one line, even for two models
 
 
-def compare_with(out: Path, *others: Path) -> EvalConfig:
+def compare_with(out: Path, *others: Path) -> CompareConfig:
     names = tuple(map(str, others))
-    return EvalConfig(compare=names, out=str(out), device="cpu", precision="float32", probes=2)
+    return CompareConfig(others=names, out=str(out), device="cpu", precision="float32", probes=2)
 
 
 @pytest.mark.slow
@@ -455,7 +455,7 @@ def test_three_runs_are_compared_with_the_first(
         assert re.search(" {2,}".join(map(re.escape, row)), shown)
     command = next(line for line in table.splitlines() if line.startswith("python eval.py "))
     again = parse_eval(shlex.split(command)[2:])
-    assert again == (str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
+    assert again[1:] == (str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
     assert "](comparison.png)" in table and "CPU with" in table
     with Image.open(folder / "comparison.png") as picture:
         assert picture.height == 3 * (176 + 48)  # the mean and two images

@@ -38,7 +38,7 @@ from vit.data.datasets import ImageSet, choose_probes, load, open_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import load_model
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import ReportConfig
 from vit.reporting.report import evaluate_run
 from vit.run.checkpoint import read_checkpoint, save_checkpoint
 from vit.run.folder import prepare_run
@@ -282,12 +282,12 @@ def test_report_replaces_its_own_files_and_no_others(
     out.mkdir()
     (out / "holiday.png").write_bytes(b"mine")
     for _ in range(2):
-        evaluate_run(str(run), EvalConfig(out=str(out), probes=1))
+        evaluate_run(str(run), ReportConfig(out=str(out), probes=1))
         assert "warning" not in capsys.readouterr().out
     assert (out / "holiday.png").read_bytes() == b"mine"
     assert len(list(out.glob("events.out.tfevents.*"))) == 1
     with pytest.raises(ValueError, match="contains files other than a report"):
-        evaluate_run(str(run), EvalConfig(out=str(run)))
+        evaluate_run(str(run), ReportConfig(out=str(run)))
 
 
 def test_model_file_anywhere_has_its_report_beside_it(
@@ -300,7 +300,7 @@ def test_model_file_anywhere_has_its_report_beside_it(
         path.mkdir(parents=True)
         source = max(source.iterdir()) if source.is_dir() else source
         shutil.copy(source, path)
-        evaluate_run(str(path / source.name), EvalConfig(probes=0))
+        evaluate_run(str(path / source.name), ReportConfig(probes=0))
         assert (path / "eval" / "report.json").exists()
 
 
@@ -513,7 +513,7 @@ def test_report_of_somebody_else_is_left_alone(finished: tuple[Path, str], tmp_p
         path.write_text("{}")
     before = stamps(tmp_path)
     with pytest.raises(ValueError, match="contains files other than a report"):
-        evaluate_run(str(finished[0]), EvalConfig(out=str(tmp_path), probes=0))
+        evaluate_run(str(finished[0]), ReportConfig(out=str(tmp_path), probes=0))
     assert stamps(tmp_path) == before
 
 
@@ -625,7 +625,7 @@ def test_cifar10_run_learns(tmp_path: Path) -> None:
     assert report["n"] == 10_000
     assert report["accuracy_95"][0] > 0.25  # chance is 0.10
     again = evaluate_run(
-        str(tmp_path / "run"), EvalConfig(batch_size=1000, probes=0, precision="float32")
+        str(tmp_path / "run"), ReportConfig(batch_size=1000, probes=0, precision="float32")
     )
     assert again["accuracy"] == pytest.approx(report["accuracy"], abs=2e-4)
 

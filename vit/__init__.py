@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vit.model.vit import VisionTransformer
     from vit.model_file import load
     from vit.training.config import Config
+    from vit.training.train import train
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ _MODULES = {
     "Classifier": "vit.classifier",
     "Config": "vit.training.config",
     "load": "vit.model_file",
+    "train": "vit.training.train",
     "attention_rollout": "vit.explain.rollout",
     "MultiHeadSelfAttention": "vit.model.attention",
     "scaled_dot_product_attention": "vit.model.attention",
@@ -40,6 +42,7 @@ __all__ = [
     "load_attention",
     "require_attention",
     "scaled_dot_product_attention",
+    "train",
 ]
 
 

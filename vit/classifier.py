@@ -7,16 +7,18 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from vit.data.datasets import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
 from vit.explain.maps import attention_maps
-from vit.hardware import autocast
+from vit.hardware import autocast, describe
 from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
 from vit.model.timm_model import build_timm_model
@@ -51,7 +53,7 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Classifier:
     """A model in evaluation mode with its preprocessing and class names.
 
@@ -65,7 +67,8 @@ class Classifier:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
             image alone.
-        run: The folder of the run, if `vit.load` found one.
+        run: The folder of the run, if it comes from `vit.load`.
+        file: The model file or checkpoint, if it comes from `vit.load`.
     """
 
     model: nn.Module
@@ -75,6 +78,19 @@ class Classifier:
     precision: torch.dtype
     flip: bool = False
     run: Path | None = None
+    file: Path | None = None
+
+    def __repr__(self) -> str:
+        """Say in two lines what this is, instead of listing every module."""
+        count, size = len(self.classes), "x".join(map(str, self.preprocess.image_size))
+        parameters = sum(p.numel() for p in self.model.parameters())
+        names = ", ".join(self.classes[:5]) + (", ..." if count > 5 else "")
+        return (
+            f"Classifier: {type(self.model).__name__}, {parameters:,} parameters, {size} pixels, "
+            f"{self.preprocess.channels} channels\n  {count} classes ({names}); "
+            f"{describe(self.device)}, {str(self.precision).removeprefix('torch.')}; "
+            f"{self.file or 'made in Python'}"
+        )
 
     @property
     def has_maps(self) -> bool:
@@ -303,21 +319,72 @@ class Classifier:
             for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
 
+    def evaluate(
+        self, images: ImageSet | str | Path | None = None, batch_size: int = 500
+    ) -> dict[str, Any]:
+        """Measure accuracy and other metrics on labelled images, as `eval.py` does.
+
+        Args:
+            images: Images with labels, or the folder of a data set like that of the run, whose test
+                images are taken; None takes the test images of the run.
+            batch_size: Most images at once.
+
+        Returns:
+            See `vit.evaluation.report`.
+
+        Raises:
+            ValueError: The images cannot be read, or have other classes.
+        """
+        if not isinstance(images, ImageSet):
+            saved = _above("model_file:load_model")(self._source(), "cpu")
+            root = None if images is None else str(images)
+            images = _above("reporting.loading:load_test")(saved, root)
+        result: dict[str, Any] = _above("evaluation:evaluate")(self, images, batch_size)[0]
+        return result
+
+    def export(self, name: str, out: str | Path | None = None) -> Path:
+        """Write the model that was loaded in a format of other programs, and check its logits.
+
+        Args:
+            name: "timm", "onnx" or "torch".
+            out: Folder for the export; None is export/ next to the model.
+
+        Returns:
+            The file, or with timm the folder.
+
+        Raises:
+            ValueError: The format cannot represent the model, or its packages are not installed.
+        """
+        options = _above("reporting.config:ExportConfig")(
+            formats=(name,), out=None if out is None else str(out)
+        )
+        path: Path = _above("reporting.export:export_run")(self._source(), options)[0]
+        return path
+
+    def _source(self) -> str:
+        if self.file is None:
+            raise ValueError("only for a model that vit.load has loaded")
+        return str(self.file)
+
     def predictions(self) -> list[dict[str, Any]]:
         """Read eval/predictions.csv of the run: a row for each test image.
 
         Raises:
             ValueError: There is no such file.
         """
-        return self._read(f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`python eval.py RUN` writes it")
+        return self._read(f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`python eval.py {}` writes it")
 
     def split(self) -> list[dict[str, Any]]:
         """Read split.csv of the run: a row for each of the user's files; errors as above."""
         return self._read(SPLIT_FILE, "train.py writes it, for images of your own")
 
     def _read(self, name: str, writer: str) -> list[dict[str, Any]]:
-        if self.run is None or not (self.run / name).is_file():
-            raise ValueError(f"{self.run or 'RUN'}/{name}: file not found; {writer}")
+        if self.run is None or self.file is None:
+            raise ValueError(f"{name}: only for a model that vit.load has loaded")
+        if not (self.run / name).is_file():
+            inside = self.file.resolve().is_relative_to(self.run.resolve())
+            source = self.run if inside else self.file.stem  # a model that comes with the package
+            raise ValueError(f"{self.run / name}: file not found; {writer.format(source)}")
         kinds: dict[str, Any] = {"index": int, "probability": float}
         with (self.run / name).open(encoding="utf-8", errors="surrogateescape", newline="") as file:
             return [
@@ -337,3 +404,12 @@ class Classifier:
                 f"it must be one of {', '.join(self.classes)}"
             )
         return self.classes.index(name)
+
+
+def _above(name: str) -> Any:
+    """Return what a module above this one defines: it takes classifiers, so it imports this one.
+
+    Args:
+        name: MODULE:NAME in vit; imported when it is called for.
+    """
+    return resolve_name(f"vit.{name}")

@@ -10,12 +10,14 @@ A user's mistake ends in one line on standard error and exit code 2, not in a tr
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import yaml
@@ -24,11 +26,21 @@ from vit.console import is_out_of_memory, printable, rank
 from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
 from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
-from vit.reporting.config import EvalConfig
-from vit.settings import describe, is_list, shorten, unknown
+from vit.reporting.config import COMMANDS
+from vit.settings import describe, keys, schema_of, shorten, suggest, unknown
 from vit.startup import import_quickly
 from vit.training.checks import check_sizes
 from vit.training.config import Config, TrainConfig, to_dict
+
+EVAL_USAGE = f"%(prog)s RUN [{' | '.join(COMMANDS)}]"
+# Flags of earlier versions that are commands now.
+RETIRED = {
+    "attention": "maps",
+    "image": "photo PHOTO ...",
+    "predict": "predict PHOTO ...",
+    "compare": "compare OTHER ...",
+    "export": "export FORMAT ...",
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -84,42 +96,18 @@ def train_main() -> None:
 def eval_main() -> None:
     """Run eval.py, alias vit-eval."""
     with user_errors():
-        run, options = parse_eval(sys.argv[1:])
+        command, run, options = parse_eval(sys.argv[1:])
         # Imported late, because they import torch: a mistyped flag is answered at once.
         import_quickly("vit.reporting.loading")
         import torch
 
         from vit.hardware import cores_to_use
+        from vit.model.variants import load_attention
 
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         for variant in options.model.attention:
-            from vit.model.variants import load_attention
-
             load_attention(variant)
-        if options.attention:
-            from vit.reporting.attention import explain_run
-
-            explain_run(run, options)
-        elif options.image:
-            from vit.reporting.photos import classify_photos
-
-            classify_photos(run, options)
-        elif options.predict:
-            from vit.reporting.predictions import predict_files
-
-            predict_files(run, options)
-        elif options.export is not None:
-            from vit.reporting.export import export_run
-
-            export_run(run, options)
-        elif options.compare:
-            from vit.reporting.comparison import compare_runs
-
-            compare_runs(run, options)
-        else:
-            from vit.reporting.report import evaluate_run
-
-            evaluate_run(run, options)
+        resolve_name(f"vit.reporting.{COMMANDS[command].function}")(run, options)
 
 
 def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
@@ -135,7 +123,8 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         ValueError: A key is not known, or a value is not allowed.
         SystemExit: `--help` or `--print_config` was given.
     """
-    parser = _Parser("[--config FILE] [--GROUP.FIELD VALUE ...]", "Train a Vision Transformer.")
+    usage = "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]"
+    parser = _Parser(usage, "Train a Vision Transformer.")
     parser.add_argument(
         "--config",
         action="append",
@@ -143,66 +132,62 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         help="YAML file or name of a recipe, e.g. shapes; may be repeated: later files override "
         "earlier ones, and flags override files (default: quick)",
     )
-    parser.add_argument(
-        "--print_config", action="store_true", help="print the resulting config as YAML and exit"
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete an earlier run in the folder and its evaluations first; other files are kept",
-    )
-    parser.add_argument(
-        "--resume.allow_changes",
-        action="store_true",
-        help="resume an interrupted run even if settings of the optimizer, the schedule, the "
-        "augmentation or the hardware have changed; data and model must be the same",
-    )
-    parser.add_argument(
-        "--resume.extend",
-        action="store_true",
-        help="extend a finished run to a larger number of --train.epochs: a new schedule for the "
-        "added epochs starts from its last weights and optimizer state",
-    )
-    given = parser.parse_keys(arguments, Config)
-    if "model.timm_args" in given:
-        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
-    files = given.pop("config", [])
+    for flag, about in (
+        ("print_config", "print the resulting config as YAML and exit"),
+        (
+            "overwrite",
+            "delete an earlier run in the folder and its evaluations first; other files are kept",
+        ),
+        (
+            "resume.allow_changes",
+            "resume an interrupted run even if settings of the optimizer, the schedule, the "
+            "augmentation or the hardware have changed; data and model must be the same",
+        ),
+        (
+            "resume.extend",
+            "extend a finished run to a larger number of --train.epochs: a new schedule for the "
+            "added epochs starts from its last weights and optimizer state",
+        ),
+    ):
+        parser.add_argument(f"--{flag}", action="store_true", help=about)
+    parser.add_fields(Config)
+    given = parser.parse(arguments)
+    files, print_config = given.pop("config", []), given.pop("print_config", False)
     options = {
-        "overwrite": given.pop("overwrite", False),
-        "allow_changes": given.pop("resume.allow_changes", False),
-        "extend": given.pop("resume.extend", False),
+        name.rpartition(".")[2]: given.pop(name, False)
+        for name in ("overwrite", "resume.allow_changes", "resume.extend")
     }
     if options["extend"] and options["overwrite"]:
         raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
-    only_print = given.pop("print_config", False)
-    flags = _nested(given)
-    contents = [read_config(file) for file in files]
-    # Its model for short budgets is of no use where the command line chooses another.
-    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
-    recipe = {} if files or other_model else read_config("quick")
-    stated = merge([recipe, *contents, flags]).get("train", {}).get("budget_minutes")
-    minutes = TrainConfig(budget_minutes=stated).budget_minutes
-    chosen = merge([*(at_budget(part, minutes) for part in contents), flags])
-    root = _root_without_name(chosen)
-    own = None if root is None else recognize(root)
-    recognized = {} if own is None else {"data": {"name": own}}
-    config = Config(**merge([at_budget(recipe, minutes), chosen, recognized]))
-    if root is not None and own is None and config.data.root != DataConfig.root:
-        check_default_data(root)
-    if "out" not in chosen and config.data.name != "cifar10":
-        config = dataclasses.replace(config, out=_default_out(config.data))
-    check_sizes(config)
-    if only_print:
+    if "model.timm_args" in given:
+        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
+    config = _compose([read_config(file) for file in files], _nested(given))
+    if print_config:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         raise SystemExit(0)
     return config, options
 
 
-def _root_without_name(chosen: dict[str, Any]) -> Path | None:
-    """Return data.root if it is given and data.name is not."""
+def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
+    """Make the config of files and flags, of which the last one wins, and check it."""
+    # The recipe's model for short budgets is of no use where the command line chooses another.
+    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
+    recipe = {} if files or other_model else read_config("quick")
+    stated = merge([recipe, *files, flags]).get("train", {}).get("budget_minutes")
+    minutes = TrainConfig(budget_minutes=stated).budget_minutes
+    chosen = merge([*(at_budget(file, minutes) for file in files), flags])
     data = chosen.get("data", {})
-    root = data.get("root")
-    return None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
+    root, name = data.get("root"), None
+    root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
+    if root is not None and (name := recognize(root)):
+        chosen = merge([chosen, {"data": {"name": name}}])
+    config = Config(**merge([at_budget(recipe, minutes), chosen]))
+    if root is not None and name is None and config.data.root != DataConfig.root:
+        check_default_data(root)
+    if "out" not in chosen and config.data.name != "cifar10":
+        config = dataclasses.replace(config, out=_default_out(config.data))
+    check_sizes(config)
+    return config
 
 
 def _default_out(data: DataConfig) -> str:
@@ -212,49 +197,74 @@ def _default_out(data: DataConfig) -> str:
     return f"runs/{own.get(data.name) or data.name}"
 
 
-def parse_eval(arguments: Sequence[str]) -> tuple[str, EvalConfig]:
+def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     """Read the command line of eval.py.
 
     Args:
         arguments: The words after `eval.py`.
 
     Returns:
-        The run folder or model file, and the options.
+        The command, the run folder or model file, and the command's settings.
 
     Raises:
-        ValueError: A key is not known, or a value is not allowed.
+        ValueError: A command or key is not known, or a value is not allowed.
         SystemExit: `--help` was given.
     """
-    parser = _Parser(
-        "run [--FIELD VALUE ...]",
-        "Evaluate a trained Vision Transformer on the test images; or draw attention maps "
-        "(--attention), classify image files with maps (--image) or into a table (--predict), "
-        "compare models (--compare) or export one to timm, ONNX or torch (--export).",
+    words, asks = list(arguments), bool({"-h", "--help"} & {*arguments})
+    if asks and words[0].startswith("-"):
+        _Parser(f"{EVAL_USAGE} ...", _list_commands()).parse(["--help"])
+    # `eval.py maps --help` has no run, and needs none.
+    run = "RUN" if not words or (asks and words[0] in COMMANDS) else words.pop(0)
+    given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
+    for key in given:
+        if key in RETIRED:
+            raise ValueError(f"{key}: this is a command now: eval.py RUN {RETIRED[key]}")
+    if run.startswith("-") or (run in COMMANDS and not Path(run).exists()) or not arguments:
+        raise ValueError("run: missing; name a run folder or model file first: eval.py runs/quick")
+    name = words.pop(0) if words and not words[0].startswith("-") else "report"
+    if name not in COMMANDS:
+        meant = suggest(name, COMMANDS) or f"; it must be one of {', '.join(COMMANDS)}"
+        raise ValueError(f"{shorten(name)}: no such command{meant}")
+    for key in given:
+        owners = [owner for owner, command in COMMANDS.items() if key in keys(command.config)]
+        if owners and name not in owners:
+            raise ValueError(f"{key}: not a setting of {name}, but of {', '.join(owners)}")
+    config = COMMANDS[name].config
+    parser = _Parser(f"%(prog)s RUN {name} {_usage_of(config)}[--FIELD VALUE ...]", _title(config))
+    parser.add_fields(config, brief=True)
+    return name, run, config(**_nested(parser.parse(words)))
+
+
+def _list_commands() -> str:
+    """Say what the commands of eval.py do."""
+    lines = (f"  {name:<9}{_title(command.config)}" for name, command in COMMANDS.items())
+    return "\n".join(
+        (
+            "Evaluate a trained Vision Transformer.\n",
+            "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is",
+            "included. Commands, whose settings `eval.py RUN COMMAND --help` lists:\n",
+            *lines,
+        )
     )
-    parser.add_argument(
-        "run", help="run folder, model.safetensors, checkpoint, or cifar10_quick, which is included"
-    )
-    given = parser.parse_keys(arguments, EvalConfig, switches=("attention", "flip"))
-    run = given.pop("run")
-    options = EvalConfig(**_nested(given))
-    if options.out is not None:
-        _check_out(Path(options.out), options.out_suffix)
-    return run, options
 
 
-def _check_out(out: Path, suffix: str) -> None:
-    """Check that a folder, or with a suffix a file, can be written.
+def _title(config: Any) -> str:
+    return str(config.__doc__).partition("\n")[0]
 
-    Raises:
-        ValueError: A file is in the place of a folder, or the other way round.
-    """
-    taken = f"a {suffix} file with this flag" if suffix else "a folder"
-    if suffix and out.is_dir():
-        raise ValueError(f"out: {out} is a folder; --out takes {taken}")
-    places = out.parents if suffix else (out, *out.parents)
-    existing = next(path for path in places if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"out: {existing} is a file; --out takes {taken}")
+
+def _metavar(name: str) -> str:
+    """Return how a help text calls one of several values: PHOTO of photos."""
+    return name.removesuffix("s").upper()
+
+
+def _usage_of(config: Any) -> str:
+    """Return what a command takes before its flags, e.g. "PHOTO ... "."""
+    first = (f for f in dataclasses.fields(config) if _is_required(f))
+    return "".join(f"{_metavar(field.name)} ... " for field in first)
+
+
+def _is_required(field: Any) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
 
 
 class _Parser(argparse.ArgumentParser):
@@ -262,67 +272,79 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, usage: str, description: str) -> None:
         super().__init__(
-            usage=f"%(prog)s {usage}",
+            usage=usage,
             description=description,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     def error(self, message: str) -> NoReturn:
-        if message.endswith("required: run"):
-            message = "run: missing; name a run folder or model file first: eval.py runs/quick"
         key, explicit, value = message.removeprefix("argument --").partition(
             ": ignored explicit argument "
         )
         if explicit:
             message = f"{key}: takes no value, so leave out {value}"
+        missing = message.partition(" arguments are required: ")[2]
+        if missing:
+            message = f"{missing}: missing; {self.format_usage().strip()}"
         raise ValueError(shorten(message.removeprefix("argument "), 200))
 
-    def parse_keys(
-        self, arguments: Sequence[str], config: type, switches: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """Return what the command line sets, as {key: text}, with the parser's own arguments.
-
-        Args:
-            arguments: The command line.
-            config: The dataclass whose fields are flags.
-            switches: The fields whose flag takes no value.
-        """
-        self._add_flags(config, "", switches)
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return what the command line sets, as {key: text}."""
         given, rest = self.parse_known_args(arguments)
         if rest:
             raise ValueError(_no_such_flag(rest[0], [action.dest for action in self._actions]))
         return vars(given)
 
-    def _add_flags(self, config: Any, prefix: str, switches: Collection[str]) -> None:
-        """Add a flag for each field, under a heading for each group, described by its docstring."""
-        doc = config.__doc__ or ""
-        title = doc.partition("\n")[0].strip(".")
-        section = self.add_argument_group(f"{prefix.rstrip('.')}: {title}".removeprefix(": "))
-        fields = dataclasses.fields(config)
-        groups = [field for field in fields if dataclasses.is_dataclass(field.type)]
-        for field in (field for field in fields if field not in groups):
-            found = re.search(rf"^ +{field.name}: (.*(?:\n {{12}}.*)*)", doc, re.MULTILINE)
-            about = " ".join(found.group(1).split()) if found else field.name
-            default = json.dumps(field.default).strip('"').replace("[]", "none")
-            text = f"{about[0].upper()}{about[1:]}."
-            how: dict[str, Any] = {"metavar": "VALUE"}
-            if prefix + field.name in switches:
+    def add_fields(self, config: Any, prefix: str = "", brief: bool = False) -> None:
+        """Add a flag for each field, described by the docstring.
+
+        Args:
+            config: A dataclass of settings.
+            prefix: What its keys begin with, such as "data.".
+            brief: Whether the help text has no headings and no ranges, and a switch no value.
+        """
+        doc: dict[str, str] = {}
+        for cls in config.__mro__:
+            text = inspect.cleandoc(cls.__doc__ or "")
+            doc |= dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)) | doc
+        title = f"{prefix.rstrip('.')}: {_title(config).strip('.')}".removeprefix(": ")
+        section: Any = self if brief else self.add_argument_group(title)
+        # A subclass's fields come first, then those that it inherits; groups come last.
+        for field in sorted(dataclasses.fields(config), key=lambda f: [*doc, f.name].index(f.name)):
+            if dataclasses.is_dataclass(field.type):
+                self.add_fields(field.type, f"{prefix}{field.name}.", brief)
+                continue
+            about, schema = " ".join(doc[field.name].split()), schema_of(field.type)
+            allowed = describe(field.type)
+            how: dict[str, Any] = {"metavar": "V" if brief else "VALUE"}
+            if schema.get("type") == "array":
+                how["nargs"] = "+"
+            if brief and schema.get("type") == "boolean":
                 how = {"action": "store_true"}
+            if _is_required(field):
+                how["metavar"] = _metavar(field.name)
+                section.add_argument(field.name, help=about, **how)
+                continue
+            default = json.dumps(field.default).strip('"').replace("[]", "none")
+            if brief:
+                choices = allowed.startswith("one of ")  # of which the first is the default
+                notes = [allowed.removeprefix("one of ")] if choices else [f"default: {default}"]
+                notes = notes if choices or field.default not in (None, (), False) else []
             else:
-                text += f" ({describe(field.type)}; default: {default})"
-            if is_list(field.type):
-                how |= {"nargs": "+"}
+                notes = [allowed, f"default: {default}"]
+                about = f"{about[0].upper()}{about[1:]}."
+            text = f"{about} ({'; '.join(notes)})" if notes else about
             section.add_argument(f"--{prefix}{field.name}", help=text.replace("%", "%%"), **how)
-        for field in groups:
-            self._add_flags(field.type, f"{prefix}{field.name}.", switches)
 
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
     if word in ("true", "false"):
         return f"{word}: follows a flag that takes no value; leave it out"
     key = word.removeprefix("--").partition("=")[0]
-    if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
+    is_recipe = key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file()
+    if is_recipe and "config" in known:
         return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"

@@ -107,7 +107,7 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
             is not available.
     """
     saved = load_model(name, device, precision)
-    return replace(saved.classifier, run=saved.run)
+    return replace(saved.classifier, run=saved.run, file=saved.path)
 
 
 def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:

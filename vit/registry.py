@@ -123,7 +123,7 @@ class MapKind:
             gets if all get the same (the function returns fractions of what the head reads); for
             "mean" the mean (of values that are at least 0), for "size" that of absolute values.
         signed: Whether it is positive for the class and negative against it.
-        default: Whether `eval.py --attention` and the Attention tab show it unless told otherwise.
+        default: Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise.
             The tab has no maps that need pixels or passes.
         photos: Whether it is drawn for photos unless told otherwise.
         training: Whether its faithfulness is measured during training.

@@ -9,12 +9,20 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)  # fmt: skip
 from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
@@ -72,9 +80,16 @@ Text = Annotated[str, Field(max_length=1000)]
 DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 # Arguments of a function, of which this project knows neither the names nor the types.
-Arguments = Annotated[dict[str, Any], BeforeValidator(_plain)]
+Arguments = Annotated[
+    dict[str, Any],
+    BeforeValidator(_plain),
+    Field(description="arguments by name, such as {depth: 4, embed_dim: 96}"),
+]
 # Not blank, and without the null character, which no file system accepts.
-PathName = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+PathName = Annotated[
+    str,
+    Field(max_length=1000, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$", description="a non-empty path"),
+]
 
 
 def _rows_and_columns(value: Any) -> Any:
@@ -86,7 +101,11 @@ def _rows_and_columns(value: Any) -> Any:
 
 Pixels = Annotated[int, Field(ge=1, le=10_000)]
 Size = tuple[Pixels, Pixels]
-ImageSize = Annotated[Size | None, BeforeValidator(_rows_and_columns)]
+ImageSize = Annotated[
+    Size | None,
+    BeforeValidator(_rows_and_columns),
+    Field(description="one or two whole numbers from 1 to 10000 (rows and columns), or null"),
+]
 
 
 def shorten(value: object, length: int = 60) -> str:
@@ -105,9 +124,29 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ValueError(f"{key}: {shorten(value)} is not allowed; it must be {allowed}")
 
 
+def check(config: Any, name: str, condition: bool, allowed: str) -> None:
+    """Check a rule for a field of a group of settings; arguments and errors as for `require`."""
+    value = getattr(config, name)
+    typed = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    require(condition, f"{config.group}.{name}".lstrip("."), typed, allowed)
+
+
 def divisors(number: int) -> str:
     """List the divisors of a number, for a message."""
     return shorten(", ".join(str(n) for n in range(1, number + 1) if number % n == 0))
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean NAME?" for the known name that a word is most like; "" if for none."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of a field, without the alternative null; kind is its annotation."""
+    schema = TypeAdapter(kind).json_schema()
+    first: dict[str, Any] = schema.get("anyOf", [schema])[0]
+    return first
 
 
 def describe(kind: Any) -> str:
@@ -116,59 +155,37 @@ def describe(kind: Any) -> str:
     Args:
         kind: The field's annotation.
     """
-    if kind == ImageSize:
-        return f"one or two whole numbers{_range_of(Pixels)} (rows and columns), or null"
-    null = type(None) in typing.get_args(kind)
-    if null:
-        (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-    if is_list(kind):
-        first, *others = typing.get_args(kind)
-        if others != [...]:
-            return f"{1 + len(others)} values, each {describe(first)}"
-        kind = first
-    base = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
-    if kind == PathName:
-        words = "a non-empty path"
-    elif kind == Arguments:
-        words = "arguments by name, such as {depth: 4, embed_dim: 96}"
-    elif typing.get_origin(base) is Literal:
-        words = "one of " + ", ".join(_switch_text(value) for value in typing.get_args(base))
-    elif dataclasses.is_dataclass(kind):
-        words = "a group of keys with values"
-    else:
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        words = names[base] + _range_of(kind)
-    return f"{words}, or null" if null else words
+    return _describe(TypeAdapter(kind).json_schema())
 
 
-def _switch_text(value: str | bool) -> str:
-    return value if isinstance(value, str) else str(value).lower()
-
-
-def is_list(kind: Any) -> bool:
-    """Tell whether a field takes several values; kind is its annotation."""
-    return kind == ImageSize or typing.get_origin(kind) is tuple
-
-
-def _range_of(kind: Any) -> str:
-    """Say in words which range an annotation allows, with a space before; "" where it has none."""
-    rules = [rule for part in typing.get_args(kind)[1:] for rule in getattr(part, "metadata", ())]
-    bounds = {
-        name: getattr(rule, name)
-        for rule in rules
-        for name in ("ge", "gt", "le", "lt", "max_length")
-        if hasattr(rule, name)
-    }
+def _describe(schema: dict[str, Any]) -> str:
+    if "properties" in schema:
+        return "a group of keys with values"
+    if "description" in schema:
+        return str(schema["description"])
+    if "anyOf" in schema:
+        return f"{_describe(schema['anyOf'][0])}, or null"
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(value).strip('"') for value in schema["enum"])
+    if "prefixItems" in schema:
+        first, *others = schema["prefixItems"]
+        return f"{1 + len(others)} values, each {_describe(first)}"
+    if "items" in schema:
+        return _describe(schema["items"])
+    names = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     ranges = {
-        (): "",
-        ("ge", "le"): " from {} to {}",
-        ("gt", "le"): " above {}, up to {}",
-        ("ge", "lt"): " from {} up to, not including, {}",
-        ("gt", "lt"): " between {} and {}",
-        ("max_length",): " of at most {} characters",
+        ("minimum", "maximum"): " from {} to {}",
+        ("exclusiveMinimum", "maximum"): " above {}, up to {}",
+        ("minimum", "exclusiveMaximum"): " from {} up to, not including, {}",
+        ("exclusiveMinimum", "exclusiveMaximum"): " between {} and {}",
+        ("maxLength",): " of at most {} characters",
     }
-    shown = ["2^63 - 1" if bound == LARGEST_SEED else bound for bound in bounds.values()]
-    return ranges[tuple(bounds)].format(*shown)
+    words = names.get(schema["type"], "text")
+    for bounds, text in ranges.items():
+        if schema.keys() >= {*bounds}:
+            shown = ["2^63 - 1" if schema[b] == LARGEST_SEED else schema[b] for b in bounds]
+            words += text.format(*shown)
+    return words
 
 
 def keys(config: Any, prefix: str = "") -> list[str]:
@@ -215,7 +232,10 @@ def _one_line(error: ValidationError, config: Any, group: str) -> str:
     else:
         outside = first["type"].startswith(("greater_", "less_", "finite_"))
         given = shorten(value) if outside else repr(shorten(value))
-    return f"{key}: {given} is not allowed; it must be {describe(kind)}"
+    allowed = describe(kind)
+    choices = allowed.removeprefix("one of ").split(", ") if allowed.startswith("one of ") else []
+    meant = suggest(value, choices) if isinstance(value, str) else ""
+    return f"{key}: {given} is not allowed; it must be {allowed}{meant}"
 
 
 @typing.dataclass_transform(
@@ -231,6 +251,7 @@ def settings(group: str) -> Callable[[type[T]], type[T]]:
     def decorate(cls: type[T]) -> type[T]:
         checks = ConfigDict(extra="forbid", allow_inf_nan=False)
         made: Any = dataclass(cls, frozen=True, kw_only=True, config=checks)
+        made.group = group
         init = made.__init__
 
         @functools.wraps(init)

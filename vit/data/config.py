@@ -15,7 +15,7 @@ from vit.settings import (
     NonNegative,
     PathName,
     Switch,
-    require,
+    check,
     settings,
 )
 
@@ -81,18 +81,11 @@ class DataConfig:
     balance: Literal["none", "sampler", "loss"] = "none"
 
     def __post_init__(self) -> None:
-        require(
-            self.test_fraction is None or self.spec.own_files,
-            "data.test_fraction",
-            self.test_fraction,
-            f"null with data.name={self.name}, whose test images are fixed",
-        )
-        require(
-            self.val_size is None or self.val_size < 1 or isinstance(self.val_size, int),
-            "data.val_size",
-            self.val_size,
-            "a fraction less than 1, or a whole number",
-        )
+        allowed = f"null with data.name={self.name}, whose test images are fixed"
+        check(self, "test_fraction", self.test_fraction is None or self.spec.own_files, allowed)
+        size = self.val_size
+        is_size = size is None or size < 1 or isinstance(size, int)
+        check(self, "val_size", is_size, "a fraction less than 1, or a whole number")
 
     @property
     def spec(self) -> DatasetSpec:
@@ -145,12 +138,7 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         low, high = self.crop_scale
-        require(
-            low <= high,
-            "augment.crop_scale",
-            f"{low:g} {high:g}",
-            "the smallest fraction first, then the largest",
-        )
+        check(self, "crop_scale", low <= high, "the smallest fraction first, then the largest")
 
     @property
     def changes_images(self) -> bool:

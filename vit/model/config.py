@@ -14,8 +14,8 @@ from vit.settings import (
     Positive,
     Switch,
     Text,
+    check,
     divisors,
-    require,
     settings,
     shorten,
 )
@@ -115,65 +115,39 @@ class ModelConfig:
         if self.name != "vit":
             self._check_timm()
             return
-        require(
-            self.timm_args is None,
-            "model.timm_args",
-            self.timm_args,
-            "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18",
+        allowed = (
+            "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18"
         )
+        check(self, "timm_args", self.timm_args is None, allowed)
         if self.pretrained is not None:
             return  # until the values of the pretrained model are known, see `adopt`
         if self.patch_size is None:
             object.__setattr__(self, "patch_size", PATCH_SIZE)
-        patch_size = self.patch_size or PATCH_SIZE
-        require(
-            1 <= self.mlp_ratio * self.embed_dim <= LARGE,
-            "model.mlp_ratio",
-            self.mlp_ratio,
-            f"{1 / self.embed_dim:.3g} to {LARGE / self.embed_dim:.3g} "
-            f"with model.embed_dim={self.embed_dim}",
-        )
-        require(
-            self.stem == "linear" or self.embed_dim >= patch_size.bit_length(),
-            "model.embed_dim",
-            self.embed_dim,
-            f"{patch_size.bit_length()} or more with model.stem=conv and "
-            f"model.patch_size={patch_size}",
-        )
-        require(
-            self.head_dim is not None or self.embed_dim % self.num_heads == 0,
-            "model.num_heads",
-            self.num_heads,
-            f"a divisor of model.embed_dim={self.embed_dim}: {divisors(self.embed_dim)}; "
-            "or set model.head_dim",
-        )
-        require(
-            self.class_token or self.global_pool != "token",
-            "model.global_pool",
-            self.global_pool,
-            "avg where model.class_token=false; or set model.class_token=true",
-        )
-        require(
-            self.pos_embed != "sincos" or self.embed_dim % 4 == 0,
-            "model.embed_dim",
-            self.embed_dim,
-            "a multiple of 4 with model.pos_embed=sincos",
-        )
+        width, patch_size = self.embed_dim, self.patch_size or PATCH_SIZE
+        allowed = f"{1 / width:.3g} to {LARGE / width:.3g} with model.embed_dim={width}"
+        check(self, "mlp_ratio", 1 <= self.mlp_ratio * width <= LARGE, allowed)
+        least = patch_size.bit_length()
+        allowed = f"{least} or more with model.stem=conv and model.patch_size={patch_size}"
+        check(self, "embed_dim", self.stem == "linear" or width >= least, allowed)
+        divides = self.head_dim is not None or width % self.num_heads == 0
+        allowed = f"a divisor of model.embed_dim={width}: {divisors(width)}; or set model.head_dim"
+        check(self, "num_heads", divides, allowed)
+        allowed = "avg where model.class_token=false; or set model.class_token=true"
+        check(self, "global_pool", self.class_token or self.global_pool != "token", allowed)
+        divides = self.pos_embed != "sincos" or width % 4 == 0
+        check(self, "embed_dim", divides, "a multiple of 4 with model.pos_embed=sincos")
 
     def _check_timm(self) -> None:
-        require(
-            self.name.startswith(TIMM) and self.name != TIMM,
-            "model.name",
-            self.name,
-            f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18",
-        )
-        for own in dataclasses.fields(self):
-            value = getattr(self, own.name)
-            if own.name not in NOT_OF_VIT and value != own.default:
+        is_timm = self.name.startswith(TIMM) and self.name != TIMM
+        allowed = f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18"
+        check(self, "name", is_timm, allowed)
+        for field in dataclasses.fields(self):
+            name, value, default = field.name, getattr(self, field.name), field.default
+            if name not in NOT_OF_VIT and value != default:
                 raise ValueError(
-                    f"model.{own.name}: {shorten(value)} is only for model.name=vit; arguments of "
+                    f"model.{name}: {shorten(value)} is only for model.name=vit; arguments of "
                     f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'; "
-                    f"if a config file sets it, add --model.{own.name} {json.dumps(own.default)}"
+                    f"if a config file sets it, add --model.{name} {json.dumps(default)}"
                 )
 
     def vit_arguments(self) -> dict[str, Any]:

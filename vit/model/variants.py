@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.model.attention import Attention, masked_softmax, scaled_dot_product_attention
+from vit.settings import suggest
 
 Dropout = Callable[[Tensor], Tensor]
 
@@ -111,6 +112,7 @@ def find_attention(name: str) -> Attention | None:
             f"supply it with --model.attention {known}, or vit.load_attention({known!r}) in Python"
             if ".py:" in known
             else f"it must be one of {', '.join(ATTENTION)}, or FILE.py:NAME"
+            f"{suggest(known, ATTENTION)}"
         )
         raise ValueError(f"model.attention: {known} is not known here; {supply}")
     return ATTENTION[known]

@@ -26,7 +26,7 @@ from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, left_out_text
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import MapsConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
@@ -34,7 +34,7 @@ from vit.run.tracker import picture_tag
 from vit.tensorboard_plugin.summary import add_record
 
 
-def explain_run(run: str, options: EvalConfig) -> None:
+def explain_run(run: str, options: MapsConfig) -> None:
     """Draw and save attention maps of test images, and measure their faithfulness.
 
     Args:
@@ -48,14 +48,14 @@ def explain_run(run: str, options: EvalConfig) -> None:
     saved = load_run(run, options)
     classifier = saved.classifier
     if not classifier.has_maps:
-        raise ValueError(f"{no_maps_text(classifier.model)}; leave out --attention")
+        raise ValueError(no_maps_text(classifier.model))
     target = None if options.target is None else classifier.class_index(options.target)
     rollout = {name: getattr(options, name) for name in ALL_KINDS["rollout"].options}
     check_rollout_options(**rollout, depth=len(require_attention(classifier.model).blocks))
     kinds: list[str] = list(dict.fromkeys(options.kinds)) or list(MAP_KINDS)
-    test = load_test(saved, options)
+    test = load_test(saved, options.data.root)
     indices = _choose_images(test, options)
-    folder = results_folder(saved, options) / ATTENTION_FOLDER
+    folder = results_folder(saved, options.out) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     levels = () if options.faithfulness == 0 else LEVELS
@@ -79,7 +79,7 @@ def explain_run(run: str, options: EvalConfig) -> None:
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
 
 
-def _choose_images(test: ImageSet, options: EvalConfig) -> Tensor:
+def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
     """Return the indices of the images to draw: --indices, or a balanced random choice.
 
     Raises:

@@ -29,7 +29,7 @@ from vit.hardware import describe
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.comparison_table import as_markdown, as_text
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import CompareConfig
 from vit.reporting.loading import load_run, load_test, require_not_trained_on, results_folder
 from vit.settings import flatten
 
@@ -62,7 +62,7 @@ class Measured:
         return self.logits.argmax(dim=1)
 
 
-def compare_runs(run: str, options: EvalConfig) -> None:
+def compare_runs(run: str, options: CompareConfig) -> None:
     """Compare models on the test images; print a table, and write it with numbers and a picture.
 
     Every other model is compared with the first. If no model has attention maps, there is no
@@ -70,19 +70,20 @@ def compare_runs(run: str, options: EvalConfig) -> None:
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `compare` are the other models.
+        options: The evaluation; `others` are the other models.
 
     Raises:
         ValueError: A model or the data cannot be read, or the models have different data or
             classes.
     """
-    models = [load_run(name, options) for name in (run, *options.compare)]
+    models = [load_run(name, options) for name in (run, *options.others)]
     for other in models[1:]:
         _require_same_classes(models[0], other)
-    test, names = load_test(models[0], options), _short_names([saved.name for saved in models])
+    test = load_test(models[0], options.data.root)
+    names = _short_names([saved.name for saved in models])
     for other in models[1:]:
         require_not_trained_on(test, other, options.data.root or models[0].config.data.root)
-    folder = results_folder(models[0], options) / _folder_name(names[1:])
+    folder = results_folder(models[0], options.out) / _folder_name(names[1:])
     folder.mkdir(parents=True, exist_ok=True)
     for saved in models:
         print(saved.describe(), flush=True)
@@ -144,14 +145,14 @@ def _folder_name(names: Sequence[str]) -> str:
 
 
 def _resize(
-    test: ImageSet, models: Sequence[SavedModel], options: EvalConfig
+    test: ImageSet, models: Sequence[SavedModel], options: CompareConfig
 ) -> dict[Preprocess, ImageSet]:
     """Return the first model's test images as each model takes them, perhaps of another size."""
     tests = {models[0].classifier.preprocess: test}
     for saved in models[1:]:
         if saved.classifier.preprocess not in tests:
             same_data = dataclasses.replace(saved, config=models[0].config)
-            tests[saved.classifier.preprocess] = load_test(same_data, options)
+            tests[saved.classifier.preprocess] = load_test(same_data, options.data.root)
     return tests
 
 
@@ -309,11 +310,12 @@ def _draw(test: ImageSet, drawn: Tensor, measured: Sequence[Measured]) -> np.nda
     return comparison_picture(pixels, _on_one_grid(maps), titles, captions)
 
 
-def _command(run: str, options: EvalConfig) -> str:
+def _command(run: str, options: CompareConfig) -> str:
     """Return the command that makes the comparison."""
-    defaults, given = (flatten(dataclasses.asdict(each)) for each in (EvalConfig(), options))
-    words = ["python", "eval.py", run, "--compare", *options.compare]
+    plain = CompareConfig(others=options.others)
+    defaults, given = (flatten(dataclasses.asdict(each)) for each in (plain, options))
+    words = ["python", "eval.py", run, "compare", *options.others]
     for key, value in given.items():
-        if key != "compare" and value != defaults[key]:
-            words += [f"--{key}", str(value)]
+        if value != defaults[key]:
+            words += [f"--{key}", *map(str, value if isinstance(value, tuple) else [value])]
     return shlex.join(words)

@@ -1,6 +1,5 @@
 """Export of a model for other programs, checked with the runtime that will load it."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
@@ -17,9 +16,9 @@ from vit.data.preprocess import Preprocess
 from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import ExportConfig
 from vit.reporting.export_formats import FORMATS, Format, Runner
-from vit.reporting.loading import load_test
+from vit.reporting.loading import load_test, results_folder
 from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
 
@@ -28,41 +27,71 @@ CHECKED_AT_ONCE = 32  # so that the last batch has another size
 TOLERANCE = 1e-4  # largest difference of a logit
 
 
-def export_run(run: str, options: EvalConfig) -> Path:
-    """Write a model in another format and compare the result with the model.
+def export_run(run: str, options: ExportConfig) -> list[Path]:
+    """Write a model in other formats and compare the results with the model.
 
-    The export is loaded again by its own runtime and gets 100 test images, or noise where they are
+    Each export is loaded again by its own runtime and gets 100 test images, or noise where they are
     not on this machine. It appears only if all logits agree. With it comes preprocess.py,
     which reads image files for the model.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `export` is a key of `FORMATS`.
+        options: The formats, keys of `FORMATS`, and where to write.
 
     Returns:
-        The folder or file.
+        The folders or files, in the order of the formats.
 
     Raises:
         ValueError: The model cannot be read, the format cannot represent it, its packages are not
             installed, other files are in the way, or the logits differ by more than 1e-4.
     """
-    name = str(options.export)
-    kind = FORMATS[name]
-    _require_packages(name, kind)
+    for name in options.formats:
+        _require_packages(name, FORMATS[name])
     saved = load_model(run, "cpu", "float32")
-    target = Path(options.out) if options.out else saved.run / EXPORT_FOLDER / EXPORTS[name]
-    if target.exists() and not kind.is_export(target):
-        raise ValueError(f"out: {target} exists and is not an export; use another --out")
-    reader = (target.parent if options.out_suffix else target) / PREPROCESS_FILE
+    folder = results_folder(saved, options.out, EXPORT_FOLDER)
     program = preprocess_program(saved.classifier.preprocess)
+    targets = {name: folder / EXPORTS[name] for name in dict.fromkeys(options.formats)}
+    for name, target in targets.items():
+        _require_replaceable(name, target, program)
+    print(saved.describe(), flush=True)
+    images, source = _images_to_check(saved, options.data.root)
+    for name, target in targets.items():
+        _export(saved, name, target, images, source)
+        reader = _reader_of(name, target)
+        write_atomically(reader, program)
+        print(f"wrote {target} and {reader}")
+    return list(targets.values())
+
+
+def _reader_of(name: str, target: Path) -> Path:
+    """Return the program that reads images for an export: in its folder, or next to its file."""
+    return (target if name == "timm" else target.parent) / PREPROCESS_FILE
+
+
+def _require_replaceable(name: str, target: Path, program: bytes) -> None:
+    """Check that what an export would replace is an export of the same kind.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if target.exists() and not FORMATS[name].is_export(target):
+        raise ValueError(f"out: {target} exists and is not an export; use another --out")
+    reader = _reader_of(name, target)
     settings = program[program.rindex(b"\nload = ") :]
     if reader.exists() and not reader.read_bytes().endswith(settings):
         raise ValueError(f"out: {reader} is not that of this model; use another folder with --out")
+
+
+def _export(saved: SavedModel, name: str, target: Path, images: Tensor, source: str) -> None:
+    """Write a model in a format, if its logits of some images are those of the model.
+
+    Raises:
+        ValueError: The format cannot represent the model, or a logit differs by more than 1e-4.
+    """
+    kind = FORMATS[name]
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / EXPORTS[name]
         kind.write(saved.classifier, saved.config.model, draft)
-        print(saved.describe(), flush=True)
-        images, source = _images_to_check(saved, options)
         difference = largest_difference(saved.classifier, kind.load(draft), images)
         version = importlib.metadata.version(kind.runtime)
         compared = (
@@ -72,9 +101,7 @@ def export_run(run: str, options: EvalConfig) -> Path:
         if not difference <= TOLERANCE:  # also if it is NaN
             raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
         _move(draft, target)
-    write_atomically(reader, program)
-    print(f"{compared}\nwrote {target} and {reader}")
-    return target
+    print(compared)
 
 
 def preprocess_program(preprocess: Preprocess) -> bytes:
@@ -106,11 +133,10 @@ def largest_difference(classifier: Classifier, run: Runner, images: Tensor) -> f
     return (found - expected).abs().max().item()
 
 
-def _images_to_check(saved: SavedModel, options: EvalConfig) -> tuple[Tensor, str]:
+def _images_to_check(saved: SavedModel, root: str | None) -> tuple[Tensor, str]:
     """Return uint8 images and what they are; nothing is downloaded for them."""
-    local = dataclasses.replace(options, data=dataclasses.replace(options.data, download=False))
     try:
-        test = load_test(saved, local)
+        test = load_test(saved, root, download=False)
     except (ValueError, OSError):
         preprocess = saved.classifier.preprocess
         size = (CHECKED, preprocess.channels, *preprocess.image_size)

@@ -89,7 +89,7 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
     if reasons:
         raise ValueError(
             f"export: timm is not possible for this model: timm's VisionTransformer lacks "
-            f"{' and '.join(reasons)}; use --export onnx or --export torch"
+            f"{' and '.join(reasons)}; export it to onnx or torch"
         )
     from timm.models import VisionTransformer
 
@@ -135,7 +135,7 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     if differing := sorted(weights.keys() ^ twin.state_dict().keys()):
         raise ValueError(
             "export: timm is not possible for this model: it differs from timm's in "
-            f"{shorten(', '.join(differing), 200)}; use --export onnx or --export torch"
+            f"{shorten(', '.join(differing), 200)}; export it to onnx or torch"
         )
     names = ("first_conv", "classifier", "fixed_input_size")  # of layers; and what timm may resize
     content = {

@@ -10,36 +10,49 @@ from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
 
 
-def load_run(run: str, options: EvalConfig) -> SavedModel:
-    """Load a model with the device, the precision and the mirror images of the options.
+def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
+    """Load a model with the device and the precision of the options, and with mirror images.
 
     Raises:
         ValueError: The model cannot be read, or the device is not available.
     """
     saved = load_model(run, options.device, options.precision)
-    classifier = dataclasses.replace(saved.classifier, flip=options.flip)
+    classifier = dataclasses.replace(saved.classifier, flip=flip)
     return dataclasses.replace(saved, classifier=classifier)
 
 
-def results_folder(saved: SavedModel, options: EvalConfig) -> Path:
-    """Return the folder for results: --out, or eval/ in the run folder."""
-    return Path(options.out) if options.out else saved.run / EVAL_FOLDER
+def results_folder(saved: SavedModel, out: str | None, name: str = EVAL_FOLDER) -> Path:
+    """Return the folder for results: out, or the one of that name in the run folder.
+
+    Raises:
+        ValueError: A file is in its place.
+    """
+    folder = Path(out) if out else saved.run / name
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"out: {existing} is a file; --out takes a folder")
+    return folder
 
 
-def load_test(saved: SavedModel, options: EvalConfig) -> ImageSet:
+def load_test(saved: SavedModel, root: str | None = None, download: bool = True) -> ImageSet:
     """Load the test images of the data set that a model was trained on.
+
+    Args:
+        saved: The model.
+        root: Their folder; None is that of the training run.
+        download: Whether to download the data set if it is not there.
 
     Raises:
         ValueError: The images are missing and could not be downloaded, or have other classes.
     """
     data, classes = saved.config.data, saved.classifier.classes
-    root = options.data.root or data.root
     test = load_test_images(
-        dataclasses.replace(data, root=root, download=options.data.download),
+        dataclasses.replace(data, root=root or data.root, download=download),
         saved.classifier.preprocess,
         Decoder(data.workers),
-        report=options.data.root is not None,
+        report=root is not None,
     )
+    root = root or data.root
     if test.classes != classes:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))
         raise ValueError(

@@ -13,42 +13,42 @@ from vit.explain.canvas import report_boxes
 from vit.explain.colours import SCALE
 from vit.model.attention_model import no_maps_text
 from vit.registry import ALL_KINDS
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import PhotoConfig
 from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 BEST = 5  # number of classes printed
 
 
-def classify_photos(run: str, options: EvalConfig) -> None:
+def classify_photos(run: str, options: PhotoConfig) -> None:
     """Print the most probable classes of photos, and write a sheet with maps for each.
 
     A model without maps gets no sheets.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `image` lists photos and folders of photos.
+        options: The evaluation; `photos` lists photos and folders of photos.
 
     Raises:
         ValueError: The model or all photos cannot be read, or the class does not exist.
     """
-    paths = find_photos(options.image, "image")
+    paths = find_photos(options.photos, "photo")
     saved = load_run(run, options)
     classifier, has_maps = saved.classifier, saved.classifier.has_maps
     kinds = tuple(dict.fromkeys(options.kinds)) or PHOTO_KINDS
     channels = classifier.preprocess.channels
     if options.target is not None:
         classifier.class_index(options.target)  # raises before a folder is created
-    folder = results_folder(saved, options) / PHOTOS_FOLDER
+    folder = results_folder(saved, options.out) / PHOTOS_FOLDER
     width = max(20, *(len(name) + 1 for name in classifier.classes))
     count = 0
     for path in paths:
         try:
-            photo = to_photo(path, channels, "image")
+            photo = to_photo(path, channels, "photo")
         except ValueError as error:
             if len(paths) == 1:
                 raise
-            warn(printable(f"skipped: {str(error).removeprefix('image: ')}"))
+            warn(printable(f"skipped: {str(error).removeprefix('photo: ')}"))
             continue
         if not count:
             print(saved.describe())
@@ -64,7 +64,7 @@ def classify_photos(run: str, options: EvalConfig) -> None:
             dataclasses.replace(explanation, name=path.name).save(sheet)
             print(f"  wrote {sheet}")
     if not count:
-        raise ValueError(f"image: none of the files ({len(paths):,}) can be read as an image")
+        raise ValueError(f"photo: none of the files ({len(paths):,}) can be read as an image")
     report_boxes()
     print(f"\nclassified {count:,} of {len(paths):,} files")
     if has_maps:

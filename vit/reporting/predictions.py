@@ -22,9 +22,9 @@ from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import pillow_warnings
 from vit.files import write_table
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run.folder import PHOTOS_FILE
+from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
 COLUMNS = "file,class,probability"  # of every table, before those of the top classes
@@ -34,7 +34,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def predict_files(run: str, options: EvalConfig) -> Path:
+def predict_files(run: str, options: PredictConfig) -> Path:
     """Classify image files and write a table with a row for each.
 
     The table appears when it is complete. Memory does not grow with the number of files, apart from
@@ -42,7 +42,7 @@ def predict_files(run: str, options: EvalConfig) -> Path:
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `predict` lists image files and folders.
+        options: The evaluation; `photos` lists image files and folders.
 
     Returns:
         The table: a CSV file with the columns file, class and probability, and class_1,
@@ -52,9 +52,10 @@ def predict_files(run: str, options: EvalConfig) -> Path:
         ValueError: There are no images, none can be read, the model cannot be read, or the output
             is a file that is not a table of predictions.
     """
-    paths = find_photos(options.predict, "predict")
-    saved = load_run(run, options)
-    table = Path(options.out) if options.out else results_folder(saved, options) / PHOTOS_FILE
+    paths = find_photos(options.photos, "predict")
+    saved = load_run(run, options, options.flip)
+    table = Path(options.out) if options.out else saved.run / EVAL_FOLDER / PHOTOS_FILE
+    results_folder(saved, str(table.parent))  # raises where it is a file
     require_own_table(table, COLUMNS, "image files")
     print(saved.describe(), flush=True)
     start = time.perf_counter()

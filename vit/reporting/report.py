@@ -22,7 +22,7 @@ from vit.explain.figures import captions_of, gallery_picture, named, rollout_pic
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
-from vit.reporting.config import EvalConfig
+from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of, require_own_table
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
@@ -259,7 +259,7 @@ def _require_own_report(folder: Path) -> None:
         raise ValueError(f"out: {folder} contains files other than a report; use another --out")
 
 
-def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
+def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     """Evaluate a model on the test images; print the report and write it.
 
     Args:
@@ -272,8 +272,8 @@ def evaluate_run(run: str, options: EvalConfig) -> dict[str, Any]:
     Raises:
         ValueError: The model or the data cannot be read, or the folder contains other files.
     """
-    saved = load_run(run, options)
-    test, folder = load_test(saved, options), results_folder(saved, options)
+    saved = load_run(run, options, options.flip)
+    test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(

@@ -29,8 +29,8 @@ from vit.settings import (
     Precision,
     Seed,
     Switch,
+    check,
     divisors,
-    require,
     settings,
 )
 
@@ -143,31 +143,17 @@ class TrainConfig:
     max_skipped: Count = 10
 
     def __post_init__(self) -> None:
-        require(
-            self.batch_size % self.accumulate == 0,
-            "train.accumulate",
-            self.accumulate,
-            f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}",
-        )
-        require(
-            list(self.restarts) == sorted({*self.restarts})
-            and max(self.restarts, default=0) < self.epochs,
-            "train.restarts",
-            list(self.restarts),
-            f"ascending numbers of epochs below train.epochs={self.epochs}",
-        )
-        require(
-            self.freeze == "none" or self.parallel in ("auto", "replicate"),
-            "train.parallel",
-            self.parallel,
-            "auto or replicate with train.freeze=backbone, where there is little to share",
-        )
-        require(
-            not self.restarts or self.budget_minutes is None,
-            "train.restarts",
-            list(self.restarts),
-            "empty with train.budget_minutes",
-        )
+        allowed = f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}"
+        check(self, "accumulate", self.batch_size % self.accumulate == 0, allowed)
+        restarts = list(self.restarts)
+        ascending = restarts == sorted({*restarts}) and max(restarts, default=0) < self.epochs
+        allowed = f"ascending numbers of epochs below train.epochs={self.epochs}"
+        check(self, "restarts", ascending, allowed)
+        allowed = "auto or replicate with train.freeze=backbone, where there is little to share"
+        shares = self.parallel in ("shard", "hybrid")
+        check(self, "parallel", self.freeze == "none" or not shares, allowed)
+        has_epochs = not restarts or self.budget_minutes is None
+        check(self, "restarts", has_epochs, "empty with train.budget_minutes")
 
 
 @settings("track")

@@ -175,7 +175,7 @@ def end_text(
     """Summarize the result, list what was written, and suggest what to do next."""
     flag = f" --model.attention {variant}" if ".py:" in variant else ""
     low, high = result["accuracy_95"]
-    attention = f"         python eval.py {run} --attention{flag}\n" if has_maps else ""
+    attention = f"         python eval.py {run} maps{flag}\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (

@@ -15,7 +15,7 @@ export function emptyState() {
     ),
     make("pre", {}, "python train.py --config shapes\ntensorboard --logdir runs"),
     make("p", {}, "For a run that is finished, or a model of timm:"),
-    make("pre", {}, "python eval.py runs/quick --attention"),
+    make("pre", {}, "python eval.py runs/quick maps"),
     make("p", {}, "From your own code, with any SummaryWriter:"),
     make("pre", {}, "from vit.tensorboard_plugin import add_attention"),
     make("p", { class: "quiet" }, "This page looks for new runs every few seconds."),

@@ -12,7 +12,7 @@ const EXPLAINED = [
   "sink: fraction of all attention that goes to the token that receives the most",
 ].join("\n");
 const LISTED =
-  "Runs with recorded attention. python eval.py RUN --attention adds that of a finished one.";
+  "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
 const CONTRAST =
   "fixed: 0 to 3, or −3 to 3 if signed; the others: all values that are shown, on both sides";
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
