@@ -24,7 +24,7 @@ from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded
 from vit.distributed.world import under_torchrun
 from vit.evaluation import Evaluator, Setup
-from vit.explain.fonts import report_boxes
+from vit.explain.canvas import report_boxes
 from vit.hardware import choose_device, cores_of_all_processes, cores_to_use
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
