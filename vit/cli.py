@@ -29,7 +29,6 @@ from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
 from vit.reporting.config import COMMANDS
 from vit.settings import describe, keys, schema_of, shorten, suggest, unknown
 from vit.startup import import_quickly
-from vit.training.checks import check_sizes
 from vit.training.config import Config, TrainConfig, to_dict
 
 EVAL_USAGE = f"%(prog)s RUN [{' | '.join(COMMANDS)}]"
@@ -186,7 +185,6 @@ def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
         check_default_data(root)
     if "out" not in chosen and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
-    check_sizes(config)
     return config
 
 

@@ -7,6 +7,7 @@ model file.
 """
 
 import dataclasses
+import math
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,6 +32,7 @@ from vit.settings import (
     Switch,
     check,
     divisors,
+    require,
     settings,
 )
 
@@ -191,6 +193,52 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+
+    def __post_init__(self) -> None:
+        """Check that model and augmentation fit the images of the data set."""
+        require(
+            self.data.channels in (None, 1, 3) or self.data.spec.own_files,
+            "data.channels",
+            self.data.channels,
+            f"1 or 3 with data.name={self.data.name}",
+        )
+        height, width = self.data.spec.image_size
+        patch_size, padding = self.model.patch_size, self.augment.crop_padding
+        size = f"{height}" if height == width else f"{height}x{width}"
+        common = math.gcd(height, width)
+        is_timm = self.model.name != "vit"
+        # A pretrained model brings its patch size, and a stem that fits it.
+        if self.data.image_size is not None and not is_timm and patch_size is not None:
+            nearest = [patch_size * max(1, round(n / patch_size)) for n in (height, width)]
+            require(
+                common % patch_size == 0,
+                "data.image_size",
+                size,
+                f"a multiple of model.patch_size={patch_size}, e.g. "
+                + " ".join(map(str, nearest[:1] if height == width else nearest)),
+            )
+        require(
+            is_timm or patch_size is None or common % patch_size == 0,
+            "model.patch_size",
+            patch_size,
+            f"a divisor of the image size, {size}: {divisors(common)}",
+        )
+        require(
+            self.model.stem == "linear"
+            or self.model.pretrained is not None
+            or patch_size is None
+            or patch_size.bit_count() == 1,
+            "model.patch_size",
+            patch_size,
+            "a power of two with model.stem=conv",
+        )
+        limit = min(height, width) - 1
+        require(
+            self.augment.crop == "resized" or padding <= limit,
+            "augment.crop_padding",
+            padding,
+            f"0 to {limit} pixels with images of {size} pixels",
+        )
 
 
 def to_dict(config: Config) -> dict[str, Any]:
