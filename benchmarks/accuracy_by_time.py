@@ -21,7 +21,7 @@ import timing  # noqa: F401  it makes `vit` importable
 from matplotlib.figure import Figure
 from scipy.stats import t
 
-from vit.checkpoint import latest_checkpoint
+from vit.run.checkpoint import latest_checkpoint
 from vit.training.messages import clock
 
 REPOSITORY = Path(__file__).resolve().parent.parent

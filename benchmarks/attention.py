@@ -25,21 +25,22 @@ from torch import Tensor
 from train_step import repeat_step
 
 from vit.classifier import build_model
-from vit.config import Config, DataConfig, TrainConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.splits import HELD_OUT
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
 from vit.explain.maps import attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
-from vit.tracking import Tracker, milestones
+from vit.run.tracker import Tracker, milestones
 from vit.training.build import build_step
-from vit.training.distributed import World
-from vit.training.environment import Environment
-from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop
+from vit.training.config import Config, TrainConfig
+from vit.training.start import Environment, Run
+from vit.training.train import build_loop
 
 CPU = torch.device("cpu")
 
@@ -110,10 +111,10 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         config = dataclasses.replace(config, out=folder)
         training, held_out = draw_images(6400), draw_images(HELD_OUT)
         env = Environment(CPU, precision, World(), StopRequest())
-        step = build_step(config, None, training, env)
+        step = build_step(Run.begin(config, env), training)
         batch = torch.arange(config.train.batch_size)[None]
         with contextlib.closing(Tracker(Path(folder))) as tracker:
-            loop = build_loop(config, step, training, held_out, tracker, env)
+            loop = build_loop(Run.begin(config, env), step, training, held_out, tracker)
             values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
             classifier, test = loop.classifier(), draw_images(10_000)
 

@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from vit.config import DataConfig, DataName
 from vit.data.batches import epoch_batches
+from vit.data.config import DataConfig, DataName
 from vit.data.datasets import ImageSet, open_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS, draw_shapes

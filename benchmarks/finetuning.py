@@ -34,9 +34,9 @@ from torch import Tensor
 
 from vit.cli import parse_train
 from vit.data.datasets import ImageSet, load
-from vit.run_folder import EVAL_FOLDER, METRICS_FILE, MODEL_FILE, REPORT_FILE
+from vit.run.folder import EVAL_FOLDER, METRICS_FILE, MODEL_FILE, REPORT_FILE
 from vit.seeding import generator
-from vit.training.trainer import train
+from vit.training.train import train
 
 NEW = ("cat", "dog")
 SEEDS = (0, 1, 2)

@@ -38,9 +38,10 @@ from train_step import (
 )
 
 from vit.cli import parse_train
-from vit.config import PATCH_SIZE, Config
 from vit.hardware import choose_device, describe
+from vit.model.config import PATCH_SIZE
 from vit.registry import DATASETS
+from vit.training.config import Config
 
 CONFIGS = ("configs/cifar10.yaml", "configs/cifar10_fast.yaml", "configs/cifar10_paper.yaml")
 

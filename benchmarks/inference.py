@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from vit.classifier import PART, Classifier
-from vit.config import Config
 from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast, describe
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.parallel import map_on_cores
+from vit.training.config import Config
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).resolve().parent.parent / "data"

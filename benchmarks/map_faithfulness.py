@@ -37,7 +37,6 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.cli import user_errors
-from vit.config import EvalConfig
 from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import LEVELS, score_maps, with_baselines
 from vit.explain.filling import FILLINGS, Filling, make_filling, to_patches
@@ -46,6 +45,7 @@ from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test
 from vit.reporting.map_faithfulness import BASELINES
 from vit.seeding import generator

@@ -26,10 +26,10 @@ from planning import Cluster, Phase, Transfer, memory, phases, transfers
 from tracing import build, count_flops, muons, trace_activations
 
 from vit.cli import parse_train, user_errors
-from vit.config import Config
+from vit.distributed.shard import fits_replicated
 from vit.settings import require
-from vit.training.rules import check_processes
-from vit.training.sharding import fits_replicated
+from vit.training.checks import check_processes
+from vit.training.config import Config
 
 # Classes and training images of data sets; those of others are taken to be ImageNet-1k's.
 KNOWN = {"cifar10": (10, 50_000), "cifar100": (100, 50_000)}

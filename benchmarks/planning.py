@@ -7,8 +7,8 @@ from typing import Literal
 from torch import nn
 from tracing import Activations
 
-from vit.config import Config
 from vit.model.vit import VisionTransformer
+from vit.training.config import Config
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.cli import user_errors
-from vit.config import EvalConfig
 from vit.data.datasets import load_training
 from vit.explain.faithfulness import mean_interval, pointing_game, score_maps, with_baselines
 from vit.explain.filling import to_patches
 from vit.explain.lrp import RULES, propagate, smooth, token_relevance
 from vit.explain.maps import attention_maps
 from vit.model.attention_model import require_attention
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run
 
 Rule = Callable[..., Tensor]

@@ -33,20 +33,21 @@ from randomization import cascade, for_shifted_inputs, rank_correlation, shuffle
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
-from vit.config import AugmentConfig, EvalConfig, EvalDataConfig
 from vit.data.batches import epoch_batches
+from vit.data.config import AugmentConfig
 from vit.data.datasets import ImageSet, load_training
 from vit.data.splits import balanced_subset
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
 from vit.explain.faithfulness import mean_interval
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
+from vit.reporting.config import EvalConfig, EvalDataConfig
 from vit.reporting.loading import load_run, load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step
-from vit.training.distributed import World
-from vit.training.environment import Environment
-from vit.training.stopping import StopRequest
+from vit.training.start import Environment, Run
 
 SEED = 100  # added to that of RUN, so that nothing but the images is the same
 BATCH = 100  # images per forward pass
@@ -178,7 +179,7 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
     device, precision = saved.classifier.device, saved.classifier.precision
     env = Environment(device, precision, World(), StopRequest())
-    step = build_step(config, None, training, env)
+    step = build_step(Run.begin(config, env), training)
     for epoch in range(epochs):
         shape = step.schedule.steps_per_epoch, step.schedule.batch_size
         order = epoch_batches(len(training), shape, train.seed, epoch)

@@ -22,13 +22,13 @@ import timing
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from vit.config import Config, from_dict
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import MEETING, join_world
+from vit.run.saver import ShardedSaver
 from vit.training.build import build_step
-from vit.training.distributed import MEETING, join_world
-from vit.training.environment import Environment
-from vit.training.saving import ShardedSaver
-from vit.training.stopping import StopRequest
-from vit.training.trainer import load_data
+from vit.training.config import Config, from_dict
+from vit.training.start import Environment, Run
+from vit.training.train import load_data
 
 CPU = torch.device("cpu")
 BATCH = 8  # images of a process
@@ -64,8 +64,8 @@ def measure(
     settings = config(run, processes, embed_dim, depth)
     with join_world(CPU, timeout_minutes=5) as world:
         env = Environment(CPU, torch.float32, world, StopRequest())
-        training, _ = load_data(settings, None, env)
-        step = build_step(settings, None, training, env)
+        training, _ = load_data(Run.begin(settings, env))
+        step = build_step(Run.begin(settings, env), training)
         saver = ShardedSaver(run, step.state, {}, world)
         ((images, labels),) = training.batches(torch.arange(BATCH)[None])
         train = partial(step, images, labels)

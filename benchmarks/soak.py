@@ -34,10 +34,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vit.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
-from vit.config import Config, from_dict
-from vit.sharded_checkpoint import read_whole
-from vit.training.trainer import train
+from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
+from vit.run.sharded import read_whole
+from vit.training.config import Config, from_dict
+from vit.training.train import train
 
 SPAWN = multiprocessing.get_context("forkserver")
 EPOCH = 5  # steps per epoch
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports every restart
-    SPAWN.set_forkserver_preload(["vit.training.trainer", "timm.utils"])
+    SPAWN.set_forkserver_preload(["vit.training.train", "timm.utils"])
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         epochs = (MOST_EPOCHS + 1) * options.kills

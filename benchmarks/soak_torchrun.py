@@ -37,8 +37,8 @@ from soak import (
     small_config,
 )
 
-from vit.checkpoint import checkpoint_steps
-from vit.config import Config, to_dict
+from vit.run.checkpoint import checkpoint_steps
+from vit.training.config import Config, to_dict
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 LONGEST_LIFE = 12.0  # maximum seconds before a process is killed; half of them for imports

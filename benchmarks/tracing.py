@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.config import Config
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.settings import require
-from vit.training.optim import Muon, build_optimizers, orthogonalize
+from vit.training.config import Config, OptimConfig
+from vit.training.muon import Muon, orthogonalize
+from vit.training.optim import build_optimizers
 
 GPU = torch.device("cuda")
 BATCHES = (2, 4)  # from whose difference the bytes of an image follow
@@ -220,7 +221,7 @@ def muons(model: VisionTransformer, optimizer: str) -> Muons:
     """
     counter = FlopCounterMode(display=False)
     found = []
-    for built in build_optimizers(model, optimizer, 1.0, 0.0, 1.0, 0.0, 0.9):
+    for built in build_optimizers(model, OptimConfig(name=optimizer)):
         if isinstance(built, Muon):
             found = [p for group in built.param_groups for p in group["params"]]
             with counter:

@@ -30,17 +30,17 @@ import torch.nn.functional as F
 from timing import Clock, Timing, take_turns, timed
 from torch import Tensor, nn
 
-from vit.config import Config
 from vit.data.datasets import ImageSet
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
-from vit.training.distributed import World
-from vit.training.environment import Environment
+from vit.training.config import Config
+from vit.training.start import Environment, Run
 from vit.training.step import TrainingStep
-from vit.training.stopping import StopRequest
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
@@ -287,7 +287,7 @@ def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep,
     images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
     precision = choose_precision(config.train.precision, device)
     env = Environment(device, precision, World(), StopRequest())
-    return build_step(config, None, images, env), images
+    return build_step(Run.begin(config, env), images), images
 
 
 def repeat_step(

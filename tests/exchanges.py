@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import PLAIN
+from vit.distributed.shard import replicate, shard, synchronize
 from vit.model.vit import VisionTransformer
-from vit.training.sharding import replicate, shard, synchronize
 
 # Sizes that two processes cannot divide evenly, too: class token, positions and an odd head.
 TINY: dict[str, Any] = {

@@ -18,18 +18,18 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit.checkpoint import latest_checkpoint
-from vit.config import Config, from_dict, to_dict
 from vit.data.preprocess import Preprocess
-from vit.tracking import Tracker
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import World
+from vit.run.checkpoint import latest_checkpoint
+from vit.run.tracker import Tracker
 from vit.training.build import build_step
-from vit.training.distributed import World
-from vit.training.environment import Environment
+from vit.training.config import Config, from_dict, to_dict
 from vit.training.loop import Loop
+from vit.training.start import Environment, Run
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
-from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop, load_data
+from vit.training.train import build_loop, load_data
 
 CPU = torch.device("cpu")
 
@@ -89,9 +89,10 @@ def make_loop(
 ) -> Loop:
     """Build the loop of a run, resumed if it has a checkpoint."""
     env, checkpoint = environment(device, stop), latest_checkpoint(Path(config.out))
-    training, held_out = load_data(config, checkpoint, env)
-    step = build_step(config, checkpoint, training, env)
-    return build_loop(config, step, training, held_out, tracker, env)
+    run = Run.begin(config, env, checkpoint)
+    training, held_out = load_data(run)
+    step = build_step(run, training)
+    return build_loop(run, step, training, held_out, tracker)
 
 
 class Ended(NamedTuple):

@@ -10,7 +10,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.explain.colours import SIGNED, UNIFORM

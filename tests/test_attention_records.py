@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import faithfulness, hiding_curves

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 from torchvision.transforms.functional import resize
 
-from vit.config import DataConfig
 from vit.data.augment import (
     augment,
     cutmix_shares,
@@ -23,6 +23,7 @@ from vit.data.augment import (
     random_resized_crop,
     shrink,
 )
+from vit.data.config import AugmentConfig, DataConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
@@ -33,6 +34,12 @@ ALL = {
     "crop_padding": 4, "flip": True, "rand_ops": 2, "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0
 }  # fmt: skip
 
+
+def only(**options: Any) -> AugmentConfig:
+    """Settings that do nothing but what they are asked to."""
+    return AugmentConfig(**{"crop_padding": 0, "flip": False, **options})
+
+
 # Each function as draws, images and targets -> tensors.
 FUNCTIONS: dict[str, Callable[[Draws, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "random_crop": lambda d, x, _: (random_crop(x, 4, d),),
@@ -42,9 +49,9 @@ FUNCTIONS: dict[str, Callable[[Draws, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "random_erasing": lambda d, x, _: (random_erasing(x.float(), 0.5, d),),
     "mixup_shares": lambda d, x, _: (mixup_shares(x.float(), 0.8, d),),
     "cutmix_shares": lambda d, x, _: (cutmix_shares(x.float(), 1.0, d),),
-    "augment": lambda d, x, y: augment(x, y, CIFAR10, d, **ALL),
+    "augment": lambda d, x, y: augment(x, y, CIFAR10, d, only(**ALL)),
     "augment with resized crops": lambda d, x, y: augment(
-        x, y, CIFAR10, d, crop_scale=(0.3, 1), **ALL
+        x, y, CIFAR10, d, only(crop="resized", crop_scale=(0.3, 1), **ALL)
     ),
 }
 with_functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
@@ -118,10 +125,10 @@ def test_parts_of_a_batch_are_augmented_like_the_whole_batch(function, parts):
 @pytest.mark.parametrize("option", ALL)
 def test_parts_are_augmented_alike_with_each_option_alone(option):
     images, targets = draw_images(12), draw_targets(12)
-    whole = augment(images, targets, CIFAR10, draws(12), **{option: ALL[option]})
+    whole = augment(images, targets, CIFAR10, draws(12), only(**{option: ALL[option]}))
     part = slice(6, 12)
     alone = Draws(0, 12, part)
-    results = augment(images[part], targets[part], CIFAR10, alone, **{option: ALL[option]})
+    results = augment(images[part], targets[part], CIFAR10, alone, only(**{option: ALL[option]}))
     assert all(torch.equal(x, y[part]) for x, y in zip(results, whole, strict=True))
 
 
@@ -129,7 +136,7 @@ def test_draws_for_another_number_of_images_are_refused():
     with pytest.raises(
         ValueError, match=r"draws: for 8 images, but the batch has 4; .*\(seed, 4\)"
     ):
-        augment(draw_images(4), draw_targets(4), CIFAR10, draws(8))
+        augment(draw_images(4), draw_targets(4), CIFAR10, draws(8), only())
 
 
 @pytest.mark.parametrize("function", [random_erasing, mix])
@@ -360,7 +367,7 @@ def test_mix_takes_whole_images_exactly(share):
 )
 def test_target_weights_are_pixel_weights(options):
     images, targets = plain_images(200)
-    mixed, weights = augment(images, targets, BYTES, draws(len(images)), **options)
+    mixed, weights = augment(images, targets, BYTES, draws(len(images)), only(**options))
     values = torch.arange(200.0)
     assert weights.min() >= 0
     torch.testing.assert_close(weights.sum(1), torch.ones(200), rtol=0, atol=1e-5)
@@ -369,7 +376,7 @@ def test_target_weights_are_pixel_weights(options):
 
 def test_cutmix_pixels_come_from_the_image_or_one_other():
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, BYTES, draws(len(images)), cutmix=1.0)
+    mixed, weights = augment(images, targets, BYTES, draws(len(images)), only(cutmix=1.0))
     mixed = mixed.round().long()
     assert (mixed == mixed[:, :1]).all()
     for number, (pixels, weight) in enumerate(zip(mixed[:, 0], weights, strict=True)):
@@ -389,7 +396,7 @@ def test_cutmix_pixels_come_from_the_image_or_one_other():
 @pytest.mark.parametrize("seed", range(3))
 def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
     images, targets = plain_images(250)
-    mixed, weights = augment(images, targets, BYTES, draws(len(images), seed), **options)
+    mixed, weights = augment(images, targets, BYTES, draws(len(images), seed), only(**options))
     partnered = (weights > 0).sum(1) == 2  # neither itself, nor covered by the box
     constant = (mixed - mixed[:, :1, :1, :1]).abs().flatten(1).amax(1) < 1e-3
     blended = (partnered & constant).sum().item()
@@ -406,7 +413,7 @@ def test_with_mixup_and_cutmix_each_image_takes_one(options, low, high, seed):
 
 def test_augment_with_all_off_only_normalises():
     images, targets = draw_images(10), draw_targets(10)
-    result, result_targets = augment(images, targets, CIFAR10, draws(len(images)))
+    result, result_targets = augment(images, targets, CIFAR10, draws(len(images)), only())
     assert torch.equal(result, CIFAR10.normalize(images))
     assert torch.equal(result_targets, targets)
 
@@ -416,7 +423,7 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
     images, targets = draw_images(30), draw_targets(30)
     options = {"crop_padding": 3, "flip": True, "erasing": 0.4}
     result, result_targets = augment(
-        images, targets, CIFAR10, draws(30), **options, **({mixed: 0.7} if mixed else {})
+        images, targets, CIFAR10, draws(30), only(**options, **({mixed: 0.7} if mixed else {}))
     )
     numbers = draws(30)
     x = random_flip(random_crop(images, 3, numbers), numbers)
@@ -431,7 +438,7 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
 def test_every_option_has_its_effect_alone(option):
     images, targets = draw_images(30), draw_targets(30)
     result, result_targets = augment(
-        images, targets, CIFAR10, draws(len(images)), **{option: ALL[option]}
+        images, targets, CIFAR10, draws(len(images)), only(**{option: ALL[option]})
     )
     assert result.dtype == result_targets.dtype == torch.float32
     assert result.shape == images.shape and result_targets.shape == targets.shape
@@ -441,7 +448,7 @@ def test_every_option_has_its_effect_alone(option):
 
 def test_noise_of_erasing_is_not_normalised_again():
     images = torch.zeros(300, 3, 32, 32, dtype=torch.uint8)
-    result, _ = augment(images, draw_targets(300), CIFAR10, draws(300), erasing=1.0)
+    result, _ = augment(images, draw_targets(300), CIFAR10, draws(300), only(erasing=1.0))
     noise = result[result != CIFAR10.normalize(images)]
     assert noise.mean().item() == pytest.approx(0, abs=0.02)
     assert noise.std().item() == pytest.approx(1, abs=0.02)
@@ -450,7 +457,7 @@ def test_noise_of_erasing_is_not_normalised_again():
 @pytest.mark.parametrize("seed", range(3))
 def test_targets_stay_probabilities(seed):
     targets = torch.softmax(torch.randn(64, 10, generator=seeded(5)), dim=1)
-    _, result = augment(draw_images(64), targets, CIFAR10, draws(64, seed), **ALL)
+    _, result = augment(draw_images(64), targets, CIFAR10, draws(64, seed), only(**ALL))
     assert result.min() >= 0
     torch.testing.assert_close(result.sum(1), torch.ones(64), rtol=0, atol=1e-5)
 

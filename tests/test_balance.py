@@ -15,7 +15,7 @@ from torch import Tensor
 from small_runs import make_step, small
 from vit.data.balance import balanced_batches, class_weights
 from vit.data.batches import divide_epoch
-from vit.training.distributed import World
+from vit.distributed.world import World
 from vit.training.step import TrainingStep
 
 COUNTS = (60, 30, 8, 2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from small_runs import StopAt, make_loop, small
 from vit.data.batches import LARGE, divide_epoch, epoch_batches
-from vit.training.stopping import Stopped
+from vit.distributed.stop import Stopped
 
 
 @settings(max_examples=200)

@@ -14,19 +14,19 @@ import torch
 from PIL import Image
 
 from small_runs import Payload
-from vit import checkpoint
-from vit.checkpoint import (
+from vit.classifier import Classifier, build_model
+from vit.data.preprocess import Preprocess
+from vit.files import seal
+from vit.model_file import load_model, save_model
+from vit.run import checkpoint
+from vit.run.checkpoint import (
     Checkpoint,
     checkpoint_steps,
     latest_checkpoint,
     read_checkpoint,
     save_checkpoint,
 )
-from vit.classifier import Classifier, build_model
-from vit.config import Config, to_dict
-from vit.data.preprocess import Preprocess
-from vit.files import seal
-from vit.model_file import load_model, save_model
+from vit.training.config import Config, to_dict
 
 CLASSES = ("cat", "dog", "frog")
 PREPROCESS = Preprocess((32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bilinear")

@@ -14,16 +14,11 @@ import torch
 import yaml
 
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.config import (
-    Config,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    changed_keys,
-    from_dict,
-    to_dict,
-)
-from vit.training.rules import check_sizes
+from vit.model.config import ModelConfig
+from vit.reporting.config import EvalConfig
+from vit.settings import changed_keys
+from vit.training.checks import check_sizes
+from vit.training.config import Config, OptimConfig, from_dict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vit.classifier import Classifier, build_model
-from vit.config import EvalConfig, from_dict
 from vit.data.datasets import ImageSet, load_test_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
@@ -16,6 +15,8 @@ from vit.evaluation import evaluate
 from vit.model_file import SavedModel, load_model, save_model
 from vit.reporting.comparison import Measured, _choose, _folder_name, _short_names, compare_runs
 from vit.reporting.comparison_table import as_markdown, as_text
+from vit.reporting.config import EvalConfig
+from vit.training.config import from_dict
 
 
 def untrained(out: Path, seed: int, **data: Any) -> Path:

@@ -9,25 +9,24 @@ import pytest
 import torch
 
 from small_runs import CPU, environment, make_step, small
-from vit.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from vit.classifier import Classifier
-from vit.config import Config, to_dict
 from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
-from vit.run_folder import prepare_run
+from vit.run.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from vit.run.folder import prepare_run
+from vit.run.resume import check_run
 from vit.training import build
 from vit.training.compile import (
+    MANY_STEPS,
+    Compilation,
     choose_compilation,
     eagerly,
-    gain,
     missing_tool,
-    seconds_on,
 )
-from vit.training.resuming import check_run
-from vit.training.trainer import train
+from vit.training.config import Config, to_dict
+from vit.training.train import train
 
-HOUR = 3600.0
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
 
 
@@ -36,34 +35,30 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit.training.compile.shutil.which", lambda name: None)
 
 
-def choose(choice: Any = "auto", began: bool | None = None, saved: float = HOUR) -> bool:
-    return choose_compilation(choice, began, CPU, saved, num_sizes=2).used
+def choose(choice: Any = "auto", began: bool | None = None, steps: int = MANY_STEPS) -> bool:
+    return choose_compilation(choice, began, CPU, torch.bfloat16, steps).used
 
 
 @CAN_COMPILE
 def test_auto_compiles_a_run_that_gains_from_it() -> None:
-    assert choose() and not choose(saved=60)
-    assert choose(True, saved=60) and not choose(False)
+    assert choose() and not choose(steps=100)
+    assert choose(True, steps=100) and not choose(False)
 
 
 @CAN_COMPILE
 def test_a_run_goes_on_as_it_began() -> None:
-    assert choose(began=True, saved=60) and not choose(began=False)
+    assert choose(began=True, steps=100) and not choose(began=False)
     assert choose(True, began=False) and not choose(False, began=True)
 
 
-def test_estimate_depends_on_cores_precision_and_device() -> None:
-    assert seconds_on(CPU, torch.bfloat16, 2, HOUR) == HOUR
-    assert seconds_on(CPU, torch.bfloat16, 8, HOUR) == HOUR / 4
-    assert seconds_on(CPU, torch.float32, 2, HOUR) > HOUR
-    assert seconds_on(torch.device("cuda"), torch.bfloat16, 1, HOUR) < HOUR / 4
-    assert gain(CPU, torch.float32) < gain(CPU, torch.bfloat16)
+def test_auto_does_not_compile_float32_on_a_cpu() -> None:
+    assert not choose_compilation("auto", None, CPU, torch.float32, MANY_STEPS).used
 
 
 def test_without_a_compiler_auto_does_not_compile_and_says_so(no_compiler: None) -> None:
-    found = choose_compilation("auto", None, CPU, HOUR, num_sizes=1)
+    found = choose_compilation("auto", None, CPU, torch.bfloat16, MANY_STEPS)
     assert found.describe() == "not compiled: a C++ compiler was not found"
-    short = choose_compilation("auto", None, CPU, 30, num_sizes=1)
+    short = choose_compilation("auto", None, CPU, torch.bfloat16, MANY_STEPS - 1)
     assert short.describe() == "not compiled"
 
 
@@ -88,7 +83,8 @@ def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
         return fail
 
     monkeypatch.setattr(build, "compiled", broken)
-    monkeypatch.setattr(build, "seconds_on", lambda *_: 10 * HOUR)
+    choices = {"auto": Compilation(True), True: Compilation(True), False: Compilation(False)}
+    monkeypatch.setattr(build, "choose_compilation", lambda choice, *_: choices[choice])
     monkeypatch.setattr("vit.training.compile.missing_tool", lambda device: None)
     config = small(tmp_path / "run", data={"val_size": 0})
     step = make_step(config)

@@ -52,7 +52,7 @@ try:
     run(vit.cli.eval_main, "--help")
 except SystemExit:
     pass
-from vit.run_folder import ATTENTION_FILES
+from vit.run.folder import ATTENTION_FILES
 
 print("deleted by --overwrite:", "last_relevance.npy" in ATTENTION_FILES)
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet, hold_out, load, load_training
 from vit.data.shapes import KINDS, draw_shapes
 from vit.data.splits import balanced_subset, describe_counts, held_out, stratified_subset

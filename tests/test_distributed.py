@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from vit.training.distributed import World, join_world
+from vit.distributed.world import World, join_world
 
 
 def test_one_process_is_alone() -> None:

@@ -10,7 +10,7 @@ from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from torch import nn
 from torch.testing import assert_close
 
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_pos_embed

@@ -23,9 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from small_runs import Call, Ended
-from vit.checkpoint import Checkpoint, save_checkpoint
 from vit.classifier import build_model
-from vit.config import to_dict
 from vit.data.datasets import ImageSet, load
 from vit.data.photos import to_photo
 from vit.data.shapes import KINDS
@@ -35,6 +33,8 @@ from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
 from vit.reporting.map_faithfulness import measure_maps
+from vit.run.checkpoint import Checkpoint, save_checkpoint
+from vit.training.config import to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again

@@ -14,7 +14,7 @@ from PIL import Image
 import vit
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import overlay
 from vit.explain.colours import bar_of, colour_map

@@ -21,15 +21,17 @@ from timm.data import create_transform, resolve_data_config
 
 from vit.classifier import Classifier, build_model
 from vit.cli import eval_main
-from vit.config import EvalConfig, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.attention import MultiHeadSelfAttention
+from vit.model.config import ModelConfig
 from vit.model_file import load, save_model
 from vit.reporting import export
+from vit.reporting.config import EvalConfig
 from vit.reporting.export import export_run, largest_difference
 from vit.reporting.export_formats import FORMATS
 from vit.reporting.predictions import predict_files
+from vit.training.config import from_dict
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "zero_init": False}
 PLAIN = {**TINY, "stem": "linear", "mlp_conv": False}

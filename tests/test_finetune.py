@@ -13,22 +13,24 @@ from torch import Tensor, nn
 
 from models import PLAIN
 from small_runs import CPU, assert_same, make_loop, make_step, small
-from vit.checkpoint import checkpoint_steps
-from vit.config import AugmentConfig, Config, from_dict
 from vit.data import sources
 from vit.data.batches import epoch_batches
+from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.preprocess import Preprocess
+from vit.distributed.shard import is_sharded
+from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
-from vit.tracking import Tracker
-from vit.training import optim
-from vit.training.distributed import World
-from vit.training.optim import Muon, build_optimizers, set_lr
-from vit.training.sharding import is_sharded
+from vit.run.checkpoint import checkpoint_steps
+from vit.run.tracker import Tracker
+from vit.training import muon as muon_module
+from vit.training.config import Config, OptimConfig, from_dict
+from vit.training.muon import Muon
+from vit.training.optim import build_optimizers, set_lr
 from vit.training.state import build_state
 from vit.training.step import TrainingStep
-from vit.training.trainer import train
+from vit.training.train import train
 
 RATES = {
     "lr": 0.01, "weight_decay": 0.5,
@@ -62,7 +64,7 @@ def of_timm(model: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 def of_adamw(model: nn.Module) -> dict[str, tuple[float, float]]:
-    (adamw,) = build_optimizers(model, "adamw", **RATES, layer_decay=0.7)
+    (adamw,) = build_optimizers(model, OptimConfig(name="adamw", **RATES, layer_decay=0.7))
     return {
         key: (group["initial_lr"], group["weight_decay"])
         for key, group in names(model, adamw.param_groups).items()
@@ -98,7 +100,7 @@ def test_rates_by_layer_of_what_timm_does_not_have():
 
 def test_muon_and_its_adamw_both_have_rates_by_layer():
     model = build_vit(**CONV)
-    optimizers = build_optimizers(model, "muon", **RATES, layer_decay=0.7)
+    optimizers = build_optimizers(model, OptimConfig(name="muon", **RATES, layer_decay=0.7))
     expected = of_timm(model)
     for optimizer, lr in zip(optimizers, (0.01, 0.02), strict=True):
         assert optimizer.param_groups[0]["initial_lr"] == max(
@@ -117,11 +119,11 @@ def test_muon_updates_all_layers_together_each_at_its_rate(monkeypatch):
         calls.append(matrices.shape)
         return orthogonalize(matrices)
 
-    orthogonalize = optim.orthogonalize
-    monkeypatch.setattr(optim, "orthogonalize", counted)
+    orthogonalize = muon_module.orthogonalize
+    monkeypatch.setattr(muon_module, "orthogonalize", counted)
     together, apart = build_vit(), build_vit()
-    _, muon = build_optimizers(together, "muon", **RATES, layer_decay=0.5)
-    _, whole = build_optimizers(apart, "muon", **RATES)
+    _, muon = build_optimizers(together, OptimConfig(name="muon", **RATES, layer_decay=0.5))
+    _, whole = build_optimizers(apart, OptimConfig(name="muon", **RATES))
     set_lr([muon], 1.0)
     assert isinstance(muon, Muon) and isinstance(whole, Muon)
     alone = {

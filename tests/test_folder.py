@@ -17,17 +17,19 @@ from torchvision.datasets import CIFAR10 as CIFAR
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from vit.cli import parse_train
-from vit.config import Config, DataConfig, EvalConfig, EvalDataConfig, from_dict
+from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training
 from vit.data.layout import CIFAR10, IMAGE_SUFFIXES, recognize
 from vit.data.sources import Source, read_source
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
+from vit.reporting.config import EvalConfig, EvalDataConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
-from vit.run_folder import MODEL_FILE
-from vit.training.trainer import train
+from vit.run.folder import MODEL_FILE
+from vit.training.config import Config, from_dict
+from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("cat", "dog", "owl")
@@ -543,7 +545,7 @@ def test_a_run_is_not_resumed_with_renamed_files(
 ) -> None:
     config = small(root, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("vit.training.trainer.finish_run", lambda *_: None)
+        patch.setattr("vit.training.train.finish_run", lambda *_: None)
         train(config)
     first = sorted((root / "train" / "cat").iterdir())[0]
     first.rename(first.with_name("zz.png"))

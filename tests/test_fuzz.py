@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.config import Config, EvalConfig
+from vit.reporting.config import EvalConfig
+from vit.training.config import Config
 
 
 def types_of(config: type, prefix: str = "") -> dict[str, Any]:

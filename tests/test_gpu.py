@@ -15,13 +15,14 @@ from torch import Tensor
 from small_runs import ROOT, assert_same, command, make_loop, small
 from vit.classifier import build_model
 from vit.cli import parse_train
-from vit.config import Config, DataConfig
+from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
-from vit.training.trainer import train
+from vit.training.config import Config
+from vit.training.train import train
 
 CPU = torch.device("cpu")
 GPU = torch.accelerator.current_accelerator(check_available=True) or CPU
@@ -133,7 +134,7 @@ def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
             "import sys, os\n"
             "from vit.cli import parse_train\n"
             "from vit.training.step import TrainingStep\n"
-            "from vit.training.trainer import train\n"
+            "from vit.training.train import train\n"
             "update = TrainingStep.update\n"
             "def until(step, images, targets):\n"
             f"    if step.state.step == {step}: os._exit(9)\n"

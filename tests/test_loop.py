@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
-from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.classifier import Classifier
-from vit.config import Config
 from vit.data.balance import balanced_batches
 from vit.data.datasets import ImageSet
-from vit.tracking import Tracker
-from vit.training import saving
-from vit.training.distributed import World
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
+from vit.run import saver
+from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
+from vit.run.tracker import Tracker
+from vit.training.checks import check_processes
+from vit.training.config import Config
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import clock as clock_text
-from vit.training.rules import check_processes
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
-from vit.training.stopping import Stopped
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
 
@@ -86,7 +86,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("vit.training.loop.time", clock)
-    monkeypatch.setattr("vit.training.activity.time", clock)
+    monkeypatch.setattr("vit.distributed.activity.time", clock)
     update = TrainingStep.update
 
     def one_second(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
         if checkpoint.step < 15:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "save_checkpoint", full)
+    monkeypatch.setattr(saver, "save_checkpoint", full)
     loop = run(small(tmp_path / "run", **BARE))
     assert tried == [5, 10, 15] and loop.save_error is None
     errors = capsys.readouterr().err

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from vit.classifier import Classifier, build_model
-from vit.config import EvalConfig, from_dict
 from vit.data.preprocess import Preprocess
 from vit.data.splits import balanced_subset
 from vit.explain.faithfulness import score_maps
 from vit.explain.filling import make_filling
 from vit.explain.references import rise
 from vit.model_file import save_model
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test
 from vit.reporting.map_faithfulness import measure_maps
 from vit.seeding import generator
+from vit.training.config import from_dict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import map_faithfulness as bench

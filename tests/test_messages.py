@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from small_runs import make_step, small
-from vit.config import Config, ModelConfig
 from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet, load
 from vit.evaluation import report
-from vit.training.compile import forward_flops, training_seconds
-from vit.training.messages import end_text, start_text, tokens_text
+from vit.model.config import ModelConfig
+from vit.training.config import Config
+from vit.training.messages import end_text, forward_flops, start_text, tokens_text
 from vit.training.step import TrainingStep
 
 HELD_OUT = load("shapes", ".", train=False, count=60)
@@ -26,13 +26,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> TrainingStep:
     return make_step(Config(out=str(folder / "run"), data=small(folder).data))
 
 
-def test_flops_and_training_time_are_those_of_the_images(quick: TrainingStep) -> None:
+def test_flops_are_those_of_one_image(quick: TrainingStep) -> None:
     assert forward_flops(quick) == pytest.approx(0.082e9, rel=0.01)
-    seconds = 0.25e-3 + 0.082e9 / 300e9  # of the forward pass of an image
-    trained = quick.schedule.batch_size * quick.schedule.work(quick.schedule.total_steps)
-    assert training_seconds(quick) == pytest.approx(3 * trained * seconds, rel=0.02)
-    fixed = replace(quick, features=torch.zeros(500, 96))  # each image passes the model once
-    assert training_seconds(fixed) == pytest.approx(500 * seconds, rel=0.02)
 
 
 def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, Any]) -> str:

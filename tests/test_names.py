@@ -16,14 +16,16 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import vit
-from vit.config import DataConfig, EvalConfig, from_dict
 from vit.console import printable
+from vit.data.config import DataConfig
 from vit.data.datasets import hold_out, load, open_images
 from vit.data.preprocess import Preprocess
 from vit.reporting.attention import explain_run
+from vit.reporting.config import EvalConfig
 from vit.reporting.report import _require_own_report
 from vit.tensorboard_plugin.encoding import decode_details
-from vit.training.trainer import train
+from vit.training.config import from_dict
+from vit.training.train import train
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 

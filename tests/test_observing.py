@@ -14,17 +14,17 @@ import torch
 from torch.distributed import HashStore
 
 from small_runs import ROOT, Clock
-from vit.training import distributed
-from vit.training.activity import Activity, Doing
-from vit.training.distributed import MEETING
-from vit.training.observing import (
+from vit.distributed import world as distributed
+from vit.distributed.activity import Activity, Doing
+from vit.distributed.observe import (
     Observed,
     observe,
     processes_scalars,
     processes_text,
     slow_processes,
 )
-from vit.training.watch import Watch
+from vit.distributed.watch import Watch
+from vit.distributed.world import MEETING
 
 CPU = torch.device("cpu")
 LIMIT = 0.2
@@ -38,7 +38,7 @@ def slowly(clock: Clock, count: int, seconds: float) -> Iterator[int]:
 
 def test_time_is_counted_for_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("vit.training.activity.time", clock)
+    monkeypatch.setattr("vit.distributed.activity.time", clock)
     activity = Activity()
     with activity.doing("computing"):
         clock.now += 50  # before the start
@@ -179,7 +179,7 @@ def test_restarted_processes_of_a_host_do_not_see_the_keys_of_earlier_ones(
 MEET = """
 import sys, time
 import torch
-from vit.training.distributed import join_world
+from vit.distributed.world import join_world
 with join_world(torch.device("cpu"), timeout_minutes={minutes}) as world:
     if world.rank == 1:
         {second}

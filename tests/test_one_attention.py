@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from vit.classifier import Classifier, build_model
-from vit.config import EvalConfig, from_dict
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import attention_rollout
@@ -28,9 +27,11 @@ from vit.model import attention, fused_kernel
 from vit.model.attention import MultiHeadSelfAttention, causal_mask
 from vit.model_file import load, save_model
 from vit.reporting.attention_records import attention_records
+from vit.reporting.config import EvalConfig
 from vit.reporting.export import export_run
 from vit.reporting.export_formats import FORMATS
 from vit.reporting.predictions import predict_files
+from vit.training.config import from_dict
 
 SCORES = "scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)"
 WEIGHTS = "weights = masked_softmax(scores, mask)"

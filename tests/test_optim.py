@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from models import PLAIN
+from vit.distributed.world import World
 from vit.model.vit import VisionTransformer
-from vit.training.distributed import World
-from vit.training.optim import Muon, build_optimizers, orthogonalize, set_lr
+from vit.training.config import OptimConfig
+from vit.training.muon import Muon, orthogonalize
+from vit.training.optim import build_optimizers, set_lr
 from vit.training.schedule import lr_at
 
 SCHEDULES = ["linear", "cosine"]
 NAMES = ["adamw", "muon"]
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
 RATES = {
-    "lr": 0.01, "weight_decay": 0.5,
+    "lr": 0.01, "weight_decay": 0.5, "layer_decay": None,
     "muon_lr": 0.02, "muon_weight_decay": 0.75, "muon_momentum": 0.9,
 }  # fmt: skip
 
@@ -115,7 +117,7 @@ def test_every_parameter_is_updated_by_one_group(variant, name):
     model = build_vit(**variant)
     grouped = [
         place
-        for optimizer in build_optimizers(model, name, **RATES)
+        for optimizer in build_optimizers(model, OptimConfig(name=name, **RATES))
         for group in optimizer.param_groups
         for parameter in group["params"]
         for place in range(parameter.data_ptr(), parameter.data_ptr() + 4 * parameter.numel(), 4)
@@ -132,7 +134,7 @@ def test_what_is_decayed_and_how_much(variant, name):
         for parameter in model.parameters():
             parameter.fill_(1.0)
             parameter.grad = torch.zeros_like(parameter)  # leaves nothing but the decay
-    for optimizer in build_optimizers(model, name, **RATES):
+    for optimizer in build_optimizers(model, OptimConfig(name=name, **RATES)):
         optimizer.step()
     for key, parameter in model.named_parameters():
         if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):
@@ -149,7 +151,7 @@ def test_what_is_decayed_and_how_much(variant, name):
 @with_variants
 def test_muon_gets_the_matrices_of_stem_and_blocks_and_nothing_else(variant):
     model = build_vit(**variant)
-    adamw, muon = build_optimizers(model, "muon", **RATES)
+    adamw, muon = build_optimizers(model, OptimConfig(name="muon", **RATES))
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, Muon)
     ids = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
     keys = {key for key, parameter in model.named_parameters() if id(parameter) in ids}
@@ -160,7 +162,7 @@ def test_muon_gets_the_matrices_of_stem_and_blocks_and_nothing_else(variant):
 @pytest.mark.parametrize("stem", ["linear", "conv"])
 def test_muon_updates_each_matrix_as_torchs_does(stem):
     model = build_vit(stem=stem)
-    _, muon = build_optimizers(model, "muon", **RATES)
+    _, muon = build_optimizers(model, OptimConfig(name="muon", **RATES))
     learned = {key: value for key, value in model.named_parameters() if is_matrix(key, value)}
     expected = {
         key: [torch.nn.Parameter(part.clone()) for part in apart(key, value.detach())]
@@ -203,12 +205,12 @@ def test_gradient_of_zero_stays_zero():
 
 
 def test_adamw_is_alone_without_muon():
-    (adamw,) = build_optimizers(build_vit(), "adamw", **RATES)
+    (adamw,) = build_optimizers(build_vit(), OptimConfig(name="adamw", **RATES))
     assert isinstance(adamw, torch.optim.AdamW)
 
 
 def test_set_lr_scales_each_group_from_its_peak():
-    optimizers = build_optimizers(build_vit(), "muon", **RATES)
+    optimizers = build_optimizers(build_vit(), OptimConfig(name="muon", **RATES))
     for share in (1.0, 0.25, 0.5, 0.0, 1.0):
         set_lr(optimizers, share)
         adamw, muon = ([g["lr"] for g in optimizer.param_groups] for optimizer in optimizers)
@@ -220,7 +222,7 @@ def test_set_lr_scales_each_group_from_its_peak():
 def test_a_rate_of_zero_moves_nothing(name):
     model = build_vit()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizers = build_optimizers(model, name, **RATES)
+    optimizers = build_optimizers(model, OptimConfig(name=name, **RATES))
     take_steps(model, optimizers, range(8, 9))
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
@@ -231,7 +233,7 @@ def test_a_rate_of_zero_moves_nothing(name):
 def test_optimizers_from_a_file_go_on_identically(name, variant):
     model = build_vit(**VARIANTS[variant])
     start = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizers = build_optimizers(model, name, **RATES)
+    optimizers = build_optimizers(model, OptimConfig(name=name, **RATES))
     take_steps(model, optimizers, range(3))
     file = io.BytesIO()
     torch.save((model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]), file)
@@ -239,7 +241,7 @@ def test_optimizers_from_a_file_go_on_identically(name, variant):
 
     other = build_vit(seed=1, **VARIANTS[variant])
     # Other rates, so that those from the file show.
-    others = build_optimizers(other, name, 1.0, 0.0, 1.0, 0.0, 0.0)
+    others = build_optimizers(other, OptimConfig(name=name, lr=1.0, muon_lr=1.0, muon_momentum=0.0))
     weights, states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     other.load_state_dict(weights)
     for optimizer, state in zip(others, states, strict=True):
@@ -254,7 +256,7 @@ def test_optimizers_from_a_file_go_on_identically(name, variant):
 def test_fixed_positions_stay_fixed():
     model = build_vit(pos_embed="sincos")
     before = model.pos_embed.clone()
-    take_steps(model, build_optimizers(model, "muon", **RATES), range(3))
+    take_steps(model, build_optimizers(model, OptimConfig(name="muon", **RATES)), range(3))
     assert torch.equal(model.pos_embed, before)
 
 

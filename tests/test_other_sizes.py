@@ -11,13 +11,14 @@ from PIL import Image
 
 import vit
 from small_runs import small
-from vit.config import DataConfig, EvalConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
+from vit.reporting.config import EvalConfig
 from vit.reporting.photos import classify_photos
-from vit.training.trainer import train
+from vit.training.train import train
 
 CLASSES = ("bottom", "middle", "top")
 

@@ -58,7 +58,7 @@ def test_package_refuses_versions_that_are_known_to_fail() -> None:
 def test_command_line_starts_without_heavy_imports() -> None:
     """So that a mistyped flag is answered at once."""
     program = (
-        "import sys, vit, vit.config, vit.cli\n"
+        "import sys, vit, vit.training.config, vit.reporting.config, vit.cli\n"
         f"print(*(name for name in {HEAVY!r} if name in sys.modules))\n"
     )
     done = subprocess.run(

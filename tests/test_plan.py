@@ -24,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import exchanges
 from models import PLAIN
 from small_runs import ROOT
-from vit.config import Config, ModelConfig
+from vit.distributed.shard import shard
+from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
-from vit.training.sharding import shard
+from vit.training.config import Config
 
 SMALL: dict[str, Any] = {
     **PLAIN, "img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 3,

@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from vit.config import DataConfig, DataName
+from vit.data.config import DataConfig, DataName
 from vit.data.pixels import LONGEST
 from vit.data.preprocess import Preprocess
 from vit.registry import DATASETS

@@ -22,19 +22,22 @@ from torch.testing import assert_close
 
 from small_runs import assert_same, environment, small
 from vit import load
-from vit.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
-from vit.config import Config, DataConfig, ModelConfig, OptimConfig, from_dict, to_dict
+from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.model.architecture import UNKNOWN, settings_of_timm, settings_of_weights
-from vit.model.pretrained import ARCHITECTURE, Source, adapt, adopt
+from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.model_file import BUNDLED, load_model, save_model
-from vit.run_folder import prepare_run
+from vit.pretrained.adapt import ARCHITECTURE, Source, adapt, adopt
+from vit.pretrained.architecture import UNKNOWN, settings_of_timm, settings_of_weights
+from vit.pretrained.resolve import find_source, resolve_pretrained, with_statistics
+from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
+from vit.run.folder import prepare_run
 from vit.training.build import build_step
-from vit.training.pretrained import find_source, resolve_pretrained, with_statistics
+from vit.training.config import Config, OptimConfig, from_dict, to_dict
+from vit.training.start import Run
 from vit.training.state import build_state
-from vit.training.trainer import load_data, train
+from vit.training.train import load_data, train
 
 ARCHITECTURES = {  # and the image size they are published for
     "vit_tiny_patch16_224": 224,
@@ -618,8 +621,8 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     name = str(files / "saved")
     config, source = resolve_pretrained(tuned(tmp_path / "run", name), False)
     assert config.model.zero_init and config.train.whiten and source is not None
-    training, _ = load_data(config, None, environment())
-    state = build_step(config, None, training, environment(), source).state
+    training, _ = load_data(Run.begin(config, environment()))
+    state = build_step(Run.begin(config, environment(), None, source), training, source).state
     averaged = state.ema.module.state_dict()
     for key, value in state.model.state_dict().items():
         if not key.startswith("head."):
@@ -707,7 +710,7 @@ def test_images_are_padded_with_the_mean_of_the_weights(tmp_path):
             "val_size": 2, "train_size": None, "test_fraction": 0.4}  # fmt: skip
     config = small(tmp_path / "run", data=data)
     source = Source("w", {}, {}, (5, 5), mean=(0.2, 0.4, 0.6), std=(0.5,) * 3)
-    for images in load_data(config, None, environment(), source):
+    for images in load_data(Run.begin(config, environment(), None, source)):
         assert images.pixels()[:, :, 0, 0].unique(dim=0).tolist() == [[51, 102, 153]]
 
 
@@ -721,8 +724,8 @@ def test_a_run_starts_from_another_run(tmp_path, capsys):
         config, source = resolve_pretrained(config, False)
         assert source is not None
         assert config.model == dataclasses.replace(first.model, pretrained=name)
-        training, _ = load_data(config, None, environment())
-        state = build_step(config, None, training, environment(), source).state
+        training, _ = load_data(Run.begin(config, environment()))
+        state = build_step(Run.begin(config, environment(), None, source), training, source).state
         assert "nothing is new: its head has the same classes" in capsys.readouterr().out
         for key, value in state.model.state_dict().items():
             assert torch.equal(value, weights[key]), key

@@ -23,14 +23,14 @@ from small_runs import (
     steps_logged,
     wait,
 )
-from vit.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
-from vit.config import AugmentConfig, Config, to_dict
+from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
-from vit.run_folder import lock_run, prepare_run
-from vit.training.environment import claim_run
-from vit.training.processes import choose_processes, train_on_all_cores
-from vit.training.rules import check_processes
-from vit.training.trainer import train
+from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
+from vit.run.folder import lock_run, prepare_run
+from vit.training.checks import check_processes
+from vit.training.config import Config, to_dict
+from vit.training.start import claim_run
+from vit.training.train import choose_processes, on_all_cores, train
 
 PAIR: dict[str, Any] = {"train": {"processes": 2}, "track": SPARING}
 ANY_NUMBER: dict[str, Any] = {"train": {"processes": None}, "track": SPARING}
@@ -82,7 +82,7 @@ def test_a_run_keeps_its_number_of_processes() -> None:
 
 
 def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit.training.processes.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("vit.training.train.choose_device", lambda _: torch.device("cuda"))
     assert choose_processes(settings(), None, 2) == 1
     assert choose_processes(settings(), {"train": {"processes": 2}}, 2) == 1  # begun on a CPU
     with pytest.raises(ValueError, match=r"train\.processes: 2 is only for a CPU.*torchrun"):
@@ -99,28 +99,27 @@ def test_a_resumed_run_takes_over_its_number_of_threads(
     run = prepare_run(config, resume=False)
     save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=how))
     try:
-        with claim_run(config, env, overwrite=False, allow_changes=False, extend=False) as (_, at):
-            assert at is not None and torch.get_num_threads() == before + 1
+        with claim_run(config, env) as resumed:
+            assert resumed.checkpoint is not None and torch.get_num_threads() == before + 1
         assert f"threads: {before + 1} per process, not {before}" in capsys.readouterr().err
         torch.set_num_threads(before)
         others = {**how, "processes": 2}  # then each had fewer threads
         save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=others))
-        with claim_run(config, env, overwrite=False, allow_changes=True, extend=False) as (_, at):
-            assert at is not None and torch.get_num_threads() == before
+        with claim_run(config, env, allow_changes=True) as resumed:
+            assert resumed.checkpoint is not None and torch.get_num_threads() == before
         assert "threads" not in capsys.readouterr().err
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_restart_by_torchrun_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, bool]] = []
-    monkeypatch.setattr("vit.training.processes.train", lambda _, **options: given.append(options))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for count in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        train_on_all_cores(settings(), overwrite=True, extend=False)
-    assert given == [{"overwrite": True, "extend": False}, {"overwrite": False, "extend": False}]
+def test_a_restart_by_torchrun_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path / "run", train={"epochs": 1}, track={"probes": 0})
+    train(config)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ValueError, match="a finished run"):
+        train(config, overwrite=True)
 
 
 def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +141,7 @@ def test_a_call_from_python_starts_no_processes(tmp_path: Path) -> None:
 def test_processes_that_cannot_share_a_batch_are_not_started(tmp_path: Path) -> None:
     config = small(tmp_path / "run", train={"processes": 1000})
     with pytest.raises(ValueError, match=r"train\.batch_size: 64 cannot be divided among 1000"):
-        train_on_all_cores(config, overwrite=False, allow_changes=False, extend=False)
+        on_all_cores(config, overwrite=False)
     assert not (tmp_path / "run").exists()
 
 

@@ -6,7 +6,7 @@ from torch import Generator, Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import RandAugment, _apply_op
 
-from vit.config import STRONGEST
+from vit.data.config import STRONGEST
 from vit.data.datasets import load
 from vit.data.draws import Draws
 from vit.data.rand_augment import OPERATIONS, apply_operations, rand_augment

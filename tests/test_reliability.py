@@ -29,9 +29,9 @@ from small_runs import (
     steps_logged,
     wait,
 )
-from vit.checkpoint import checkpoint_steps, latest_checkpoint
-from vit.config import Config
 from vit.files import seal
+from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.training.config import Config
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet, load
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import BAR

@@ -1,7 +1,6 @@
 """Random resized crops, compared with torchvision's."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from torch import Generator
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from vit.config import DataConfig
 from vit.data.augment import augment, random_boxes, random_resized_crop, resized_crop
+from vit.data.config import AugmentConfig, DataConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import draw_shapes
@@ -69,7 +68,7 @@ def test_an_image_in_which_no_box_fits_is_cropped_at_its_centre() -> None:
 
 def test_training_images_of_any_size_become_those_of_the_model() -> None:
     images = torch.randint(256, (8, 3, 37, 50), dtype=torch.uint8, generator=seeded())
-    settings: dict[str, Any] = {"crop_padding": 4, "crop_scale": (0.5, 1)}
-    found, _ = augment(images, torch.eye(8), CIFAR10, Draws(0, 8), **settings)
+    settings = AugmentConfig(crop="resized", crop_padding=4, crop_scale=(0.5, 1), flip=False)
+    found, _ = augment(images, torch.eye(8), CIFAR10, Draws(0, 8), settings)
     expected = random_resized_crop(images, (32, 32), (0.5, 1), Draws(0, 8))
     assert torch.equal(found, CIFAR10.normalize(expected))

@@ -13,9 +13,8 @@ import pytest
 import torch
 import yaml
 
-from vit.checkpoint import Checkpoint, save_checkpoint
-from vit.config import Config, to_dict
-from vit.run_folder import (
+from vit.run.checkpoint import Checkpoint, save_checkpoint
+from vit.run.folder import (
     LOCK_FILE,
     OWNER_FILE,
     finish_extension,
@@ -23,7 +22,8 @@ from vit.run_folder import (
     prepare_run,
     stored_config,
 )
-from vit.training.resuming import check_run, extend_config
+from vit.run.resume import check_run, extend_config
+from vit.training.config import Config, to_dict
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}
@@ -82,7 +82,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from vit.run_folder import lock_run\n"
+        "from vit.run.folder import lock_run\n"
         "with lock_run(Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), 9)\n"
     )

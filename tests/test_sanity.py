@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from models import PLAIN
 from vit.classifier import Classifier, build_model
-from vit.config import from_dict
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.maps import attention_maps
@@ -27,6 +26,7 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
 from vit.seeding import fold_in
+from vit.training.config import from_dict
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 KINDS_OF_TOKENS = ("rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout")

@@ -17,15 +17,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from small_runs import StopAt, small
-from vit.checkpoint import checkpoint_paths, checkpoint_steps, latest_checkpoint, read_checkpoint
-from vit.config import Config
+from vit.distributed.shard import choose_parallel, own, replicate, whole
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
 from vit.model_file import load_model
-from vit.sharded_checkpoint import STATE_FILE, SUMS_FILE
+from vit.run.checkpoint import (
+    checkpoint_paths,
+    checkpoint_steps,
+    latest_checkpoint,
+    read_checkpoint,
+)
+from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.training.compile import missing_tool
-from vit.training.distributed import World
-from vit.training.saving import tensors_of
-from vit.training.sharding import choose_parallel, own, replicate, whole
-from vit.training.stopping import Stopped
+from vit.training.config import Config
 from worlds import in_world, keep_losses, loop_of, with_parallel
 
 CPU = torch.device("cpu")
@@ -75,7 +79,7 @@ def train_and_write(world: World, config: Config, weights: Path, overlap: bool =
         losses = keep_losses(loop)
         loop.run()
         state = loop.step.state
-        tensors = {name: whole(tensor).clone() for name, tensor in tensors_of(state).items()}
+        tensors = {name: whole(tensor).clone() for name, tensor in state.tensors().items()}
     if world.main:
         torch.save({"losses": torch.stack(losses), **tensors}, weights)
 
@@ -196,14 +200,14 @@ def save_and_train_on(world: World, config: Config) -> None:
     """Save, change everything before it is written, and compare what was written."""
     with loop_of(config, world) as loop:
         saver, state = loop.saver, loop.step.state
-        tensors = tensors_of(state)
+        tensors = state.tensors()
         before = {name: own(tensor).clone() for name, tensor in tensors.items()}
         saver.save()
         for tensor in tensors.values():
             own(tensor).detach().zero_()
         saver.wait()
     with loop_of(config, world) as resumed:
-        found = tensors_of(resumed.step.state)
+        found = resumed.step.state.tensors()
         for name, tensor in before.items():
             assert torch.equal(own(found[name]), tensor), name
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from small_runs import make_step, small
-from vit.config import Config
 from vit.data.datasets import load
-from vit.training.distributed import World
+from vit.distributed.world import World
+from vit.training.config import Config
 from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.config import DataConfig, from_dict, to_dict
+from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.model_file import BUNDLED, load_model
+from vit.training.config import from_dict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = ROOT / "data" / "cifar-10-batches-py"

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from vit.training.distributed import World
-from vit.training.stopping import Stopped, stop_on_signals
+from vit.distributed.stop import Stopped, stop_on_signals
+from vit.distributed.world import World
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -69,7 +69,7 @@ def test_handlers_are_put_back() -> None:
 def test_second_signal_ends_the_process(second: str) -> None:
     program = (
         "import os, signal\n"
-        "from vit.training.stopping import stop_on_signals\n"
+        "from vit.distributed.stop import stop_on_signals\n"
         "with stop_on_signals() as stop, stop.deferred():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('after the first', flush=True)\n"

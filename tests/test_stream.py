@@ -19,11 +19,10 @@ from PIL import Image
 from torch import Tensor
 
 from small_runs import CPU, StopAt, command, environment, metrics, small
-from vit.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.cli import user_errors
-from vit.config import Config, DataConfig
 from vit.data import stream
 from vit.data.batches import epoch_batches
+from vit.data.config import DataConfig
 from vit.data.datasets import (
     ImageSet,
     fit_into_memory,
@@ -33,18 +32,21 @@ from vit.data.datasets import (
 )
 from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder, ImageFiles, decode, default_workers
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
 from vit.evaluation import evaluate
 from vit.hardware import free_memory, usable_cores
-from vit.run_folder import prepare_run
-from vit.tracking import Tracker
+from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
+from vit.run.folder import prepare_run
+from vit.run.resume import check_run
+from vit.run.tracker import Tracker
 from vit.training import budget
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
-from vit.training.distributed import World
+from vit.training.config import Config
 from vit.training.loop import Loop
-from vit.training.resuming import check_run
-from vit.training.stopping import Stopped
-from vit.training.trainer import build_loop, load_data
+from vit.training.start import Run
+from vit.training.train import build_loop, load_data
 from worlds import in_world
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,11 +171,12 @@ def run(config: Config, decoder: Decoder | None = None, stop_at: int = 0) -> Loo
     out.mkdir(exist_ok=True)
     env = dataclasses.replace(environment(CPU, stop), decoder=decoder or Decoder())
     checkpoint = latest_checkpoint(out)
-    training, held_out = load_data(config, checkpoint, env)
-    step = build_step(config, checkpoint, training, env)
+    resumed = Run.begin(config, env, checkpoint)
+    training, held_out = load_data(resumed)
+    step = build_step(resumed, training)
     stop.state = step.state
     tracker = Tracker(out, step.state.step)
-    loop = build_loop(config, step, training, held_out, tracker, env)
+    loop = build_loop(resumed, step, training, held_out, tracker)
     try:
         loop.run()
     finally:
@@ -231,8 +234,8 @@ def test_time_of_a_step_can_be_measured_on_files(
     monkeypatch.setattr(budget, "TIMED_STEPS", 2)
     config = streaming(tmp_path / "run", pictures)
     env = dataclasses.replace(environment(), decoder=pool)
-    training, _ = load_data(config, None, env)
-    step = build_step(config, None, training, env)
+    training, _ = load_data(Run.begin(config, env))
+    step = build_step(Run.begin(config, env), training)
     assert mean_step_seconds(step, training) > 0
 
 
@@ -245,8 +248,8 @@ def test_files_decoded_in_advance_do_not_count_as_fast(pictures: Path, tmp_path:
     for memory, workers in ((None, 8), (0, 0), (0, 8)):
         config = streaming(tmp_path / "run", pictures, memory_gb=memory)
         env = dataclasses.replace(environment(), decoder=decoder)
-        training, _ = load_data(config, None, env)
-        step = build_step(config, None, training, env)
+        training, _ = load_data(Run.begin(config, env))
+        step = build_step(Run.begin(config, env), training)
         made: list[None] = []
         step.forward.register_forward_pre_hook(lambda *_, made=made: made.append(None))
         with pytest.MonkeyPatch.context() as patch:
@@ -414,7 +417,7 @@ def check_left_out(world: World, roots: list[str], out: str, expected: list[int]
     """Called in each process, with a folder of its own."""
     config = streaming(Path(out), Path(roots[world.rank]), on_bad_image="skip")
     env = dataclasses.replace(environment(), world=world)
-    assert [len(images) for images in load_data(config, None, env)] == expected
+    assert [len(images) for images in load_data(Run.begin(config, env))] == expected
 
 
 @pytest.mark.slow
@@ -440,11 +443,12 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
     checkpoint = latest_checkpoint(tmp_path / "run")
     content = break_file(path)
     with pytest.raises(ValueError, match=r"on_bad_image skip$"):
-        load_data(config, None, env)
-    training, held_out = load_data(config, checkpoint, env)  # all were read when the run began
-    step = build_step(config, checkpoint, training, env)
+        load_data(Run.begin(config, env))
+    resumed = Run.begin(config, env, checkpoint)
+    training, held_out = load_data(resumed)  # all were read when the run began
+    step = build_step(resumed, training)
     with pytest.raises(ValueError, match=r"cannot be read .*; restore the file and rerun") as info:
-        build_loop(config, step, training, held_out, None, env).run()
+        build_loop(resumed, step, training, held_out, None).run()
     assert str(path) in str(info.value) and "\n" not in str(info.value)
     path.write_bytes(content)
     assert_same_run(run(config, pool), kept[0], (tmp_path / "run", kept[1]))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.config import DataConfig, from_dict
+from vit.data.config import DataConfig
 from vit.data.sources import Source, read_source
-from vit.training.trainer import train
+from vit.training.config import from_dict
+from vit.training.train import train
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ if chromium is None:
 
 from playwright.sync_api import Locator, Page, expect, sync_playwright  # noqa: E402
 
-from vit.tracking import Tracker, milestones  # noqa: E402
+from vit.run.tracker import Tracker, milestones  # noqa: E402
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -18,25 +18,28 @@ from models import PLAIN
 from small_runs import make_loop
 from vit.classifier import Classifier, build_model
 from vit.cli import parse_eval, parse_train
-from vit.config import Config, DataConfig, EvalConfig, ModelConfig, from_dict, to_dict
+from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
+from vit.distributed.stop import Stopped, StopRequest
 from vit.evaluation import mcnemar
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model
+from vit.model.config import ModelConfig
 from vit.model.embed import whiten
 from vit.model.timm_model import TimmAttentionModel, build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
+from vit.reporting.config import EvalConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
+from vit.training.checks import check_config, check_processes
+from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.optim import build_optimizers
-from vit.training.rules import check_processes, check_sizes
 from vit.training.state import build_state
-from vit.training.stopping import Stopped, StopRequest
-from vit.training.trainer import train
+from vit.training.train import train
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SIZES = {"img_size": 32, "num_classes": 5}
@@ -217,7 +220,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
 )
 def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        check_sizes(Config(model=model, optim={"name": "adamw"}))  # type: ignore[arg-type]
+        check_config(Config(model=model, optim={"name": "adamw"}))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
@@ -235,7 +238,7 @@ def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
 )
 def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_sizes(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
+        check_config(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
@@ -254,8 +257,9 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
     text = "{depth: 2, drop_rate: 1e-3, qkv_bias: false, act_layer: silu, x: [1, 2]}"
     (tmp_path / "run.yaml").write_text(f"model:\n  timm_args: {text}\n  name: timm:test_vit\n")
     for arguments in (["--model.timm_args", text], ["--config", str(tmp_path / "run.yaml")]):
+        config, _ = parse_train(["--model.name", "timm:test_vit", *arguments])
         with pytest.raises(ValueError, match=r"timm_args: x is not among the arguments of timm"):
-            parse_train(["--model.name", "timm:test_vit", *arguments])
+            check_config(config)
     model = ModelConfig(name="timm:test_vit", timm_args=expected)
     assert model == ModelConfig(name="timm:test_vit", timm_args={**expected, "depth": "2"})
     assert from_dict(json.loads(json.dumps(to_dict(Config(model=model))))).model == model
@@ -280,7 +284,7 @@ def test_first_convolution_is_whitened() -> None:
 def test_weight_decay_spares_what_timm_spares() -> None:
     arguments = {"embed_dim": 12, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
     model = build_timm_model("timm:swin_tiny_patch4_window7_224", arguments, (32, 32), 3, 5)
-    (adamw,) = build_optimizers(model, "adamw", 0.1, 0.05, 0.1, 0.05, 0.9)
+    (adamw,) = build_optimizers(model, OptimConfig(name="adamw"))
     spared = {
         name
         for name, parameter in model.named_parameters()

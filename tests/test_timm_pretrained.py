@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from small_runs import assert_same, environment
-from vit.checkpoint import checkpoint_paths
 from vit.classifier import build_model
-from vit.config import Config, from_dict
 from vit.data import sources
 from vit.data.preprocess import Preprocess
-from vit.model.timm_weights import TimmSource, keep_head
 from vit.model_file import load_model
+from vit.pretrained.resolve import resolve_pretrained, with_statistics
+from vit.pretrained.timm import TimmSource, keep_head
+from vit.run.checkpoint import checkpoint_paths
 from vit.training.build import build_step
-from vit.training.pretrained import resolve_pretrained, with_statistics
-from vit.training.rules import check_sizes
-from vit.training.trainer import load_data, train
+from vit.training.checks import check_config
+from vit.training.config import Config, from_dict
+from vit.training.start import Run
+from vit.training.train import load_data, train
 
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 SWIN = {"embed_dim": 12, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4}
@@ -96,7 +97,7 @@ def test_logits_are_timms_where_nothing_changes(name: str, form: str, tmp_path: 
         save_file(model.state_dict(), tmp_path / form)
     run, source = fitted(config(name, tmp_path / form))
     weights, account = keep_head(source, classes(10))
-    assert source.adapted == "" and "adapted" not in account and "nothing is new" in account
+    assert source.changes == "" and "adapted" not in account and "nothing is new" in account
     preprocess = Preprocess.from_config(run.data)
     ours = build_model(run.model, preprocess, 10).eval()
     ours.load_state_dict(weights, strict=True)
@@ -150,7 +151,7 @@ def test_positions_of_images_that_are_not_square(tmp_path: Path) -> None:
     save(model, tmp_path / "folder", name, num_classes=10, img_size=[64, 16])
     run = config(name, tmp_path / "folder", data={"image_size": [32, 32]})
     _, source = fitted(run)  # 8 x 2 patches become 4 x 4, as many
-    assert "pos_embed 1 x 17 x 24 -> 1 x 17 x 24" in source.adapted
+    assert "pos_embed 1 x 17 x 24 -> 1 x 17 x 24" in source.changes
     expected = timm.create_model(
         f"local-dir:{tmp_path / 'folder'}", pretrained=True, img_size=32
     ).state_dict()["pos_embed"]
@@ -167,7 +168,7 @@ def test_arguments_come_from_the_folder_and_the_users_win(tmp_path: Path) -> Non
     assert source.mean == source.std == (0.5, 0.5, 0.5)
     preprocess = with_statistics(Preprocess.from_config(run.data), source, None)
     assert preprocess.mean == (0.5, 0.5, 0.5)
-    check_sizes(found)
+    check_config(found)
     other = config(name, tmp_path / "folder", model={"timm_args": {"patch_size": 4}})
     patches = fitted(other)[1].weights["patch_embed.proj.weight"]
     expected = timm.create_model(
@@ -186,8 +187,8 @@ def test_the_start_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
                optim={"name": "adamw", "ema_decay": 0.9}, augment={"crop_padding": 0, "flip": False,
                "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0})
     )  # fmt: skip
-    training, _ = load_data(run, None, environment())
-    step = build_step(run, None, training, environment(), source)
+    training, _ = load_data(Run.begin(run, environment()))
+    step = build_step(Run.begin(run, environment(), None, source), training, source)
     shown = capsys.readouterr().out
     assert f"weights  {tmp_path / 'folder'}: " in shown
     assert "new: a random head, because there are 10 classes instead of 5" in shown
@@ -207,8 +208,8 @@ def test_both_heads_of_a_distilled_model_are_trained(tmp_path: Path) -> None:
     name = "deit_tiny_distilled_patch16_224"
     torch.save(draw(name, num_classes=5, img_size=32).state_dict(), tmp_path / "w.pth")
     run, source = fitted(config(name, tmp_path / "w.pth", train={"freeze": "backbone"}))
-    training, _ = load_data(run, None, environment())
-    step = build_step(run, None, training, environment(), source)
+    training, _ = load_data(Run.begin(run, environment()))
+    step = build_step(Run.begin(run, environment(), None, source), training, source)
     trained = {key for key, value in step.state.model.named_parameters() if value.requires_grad}
     assert trained == {
         f"{head}.{part}" for head in ("head", "head_dist") for part in ("weight", "bias")
@@ -301,7 +302,7 @@ def test_channels_that_timm_cannot_adapt_are_refused(tmp_path: Path) -> None:
         resolve_pretrained(run, overwrite=False)
     assert "\n" not in str(error.value)
     again = config(name, tmp_path / "w.pth", model={"timm_args": arguments})
-    assert fitted(again)[1].adapted == ""
+    assert fitted(again)[1].changes == ""
 
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "test_resnet"])
@@ -312,10 +313,10 @@ def test_checkpointing_is_refused_where_timm_does_not_offer_it(name: str) -> Non
         "train": {"checkpoint_blocks": True, "small_share": 0, "whiten": False},
     })  # fmt: skip
     if name == "test_resnet":
-        check_sizes(run)
+        check_config(run)
         return
     with pytest.raises(ValueError, match=r"^train\.checkpoint_blocks: True .* must be false with"):
-        check_sizes(run)
+        check_config(run)
 
 
 @pytest.mark.parametrize("name", ["volo_d1_224", "deit_tiny_distilled_patch16_224"])
@@ -327,10 +328,10 @@ def test_a_head_that_timm_does_not_name_cannot_stay_random(name: str) -> None:
         "train": {"freeze": "backbone", "small_share": 0, "whiten": False},
     })  # fmt: skip
     if name != "volo_d1_224":
-        check_sizes(run)
+        check_config(run)
         return
     with pytest.raises(ValueError, match=r"^train\.freeze: backbone .* must be none with model"):
-        check_sizes(run)
+        check_config(run)
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from scipy.io import savemat
 from torchvision import datasets as tv
 
 from vit.cli import parse_train
-from vit.config import DataConfig
 from vit.data import installed
+from vit.data.config import DataConfig
 from vit.data.datasets import load_training
 from vit.data.sources import Source, read_source
 from vit.registry import DATASETS

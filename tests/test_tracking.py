@@ -17,7 +17,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import metadata
 
-from vit.tracking import ROLLOUT_TAG, Tracker, milestones
+from vit.run.tracker import ROLLOUT_TAG, Tracker, milestones
 
 
 def read_events(run: Path) -> EventAccumulator:

@@ -32,23 +32,25 @@ from small_runs import (
     small,
     stamps,
 )
-from vit.checkpoint import read_checkpoint, save_checkpoint
-from vit.config import Config, DataConfig, EvalConfig, from_dict, to_dict
 from vit.data import datasets
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet, choose_probes, load, open_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.distributed.world import World
 from vit.model_file import load_model
+from vit.reporting.config import EvalConfig
 from vit.reporting.report import evaluate_run
-from vit.run_folder import prepare_run
-from vit.tracking import Tracker, milestones
-from vit.training import trainer
+from vit.run.checkpoint import read_checkpoint, save_checkpoint
+from vit.run.folder import prepare_run
+from vit.run.resume import check_run
+from vit.run.tracker import Tracker, milestones
+from vit.training import train as trainer
 from vit.training.budget import TIMED_STEPS, WARMUP_STEPS
-from vit.training.distributed import World
-from vit.training.resuming import check_run
+from vit.training.config import Config, from_dict, to_dict
 from vit.training.schedule import lr_at
 from vit.training.step import TrainingStep
-from vit.training.trainer import train
+from vit.training.train import train
 
 pytestmark = pytest.mark.slow
 

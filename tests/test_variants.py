@@ -17,15 +17,7 @@ from torch.testing import assert_close
 
 from vit.classifier import Classifier
 from vit.cli import eval_main
-from vit.config import (
-    AugmentConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    TrackConfig,
-    TrainConfig,
-)
+from vit.data.config import AugmentConfig, DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.lrp import propagate, token_relevance
@@ -33,6 +25,7 @@ from vit.explain.maps import MAP_KINDS
 from vit.explain.statistics import attention_entropy, sink_mass
 from vit.model import variants
 from vit.model.attention import MultiHeadSelfAttention, causal_mask
+from vit.model.config import ModelConfig
 from vit.model.variants import (
     ATTENTION,
     CosineAttention,
@@ -44,8 +37,9 @@ from vit.model.vit import VisionTransformer
 from vit.model_file import load
 from vit.reporting.attention_records import attention_records
 from vit.reporting.export_formats import FORMATS
+from vit.training.config import Config, OptimConfig, TrackConfig, TrainConfig
 from vit.training.optim import build_optimizers
-from vit.training.trainer import train
+from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
@@ -200,7 +194,7 @@ def test_parameters_of_a_variant_have_no_weight_decay(name):
     model = VisionTransformer(**PLAIN, attention=name)
     own = {p for key, p in model.named_parameters() if ".attn.attention." in key}
     assert bool(own) == isinstance(ATTENTION[name], type)
-    for optimizer in build_optimizers(model, "muon", 1e-3, 0.1, 1e-3, 0.1, 0.9):
+    for optimizer in build_optimizers(model, OptimConfig(name="muon", weight_decay=0.1)):
         for group in optimizer.param_groups:
             assert group["weight_decay"] == 0 or not own & set(group["params"])
 

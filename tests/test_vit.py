@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from models import PLAIN
-from vit.config import ModelConfig
 from vit.model.attention import causal_mask
+from vit.model.config import ModelConfig
 from vit.model.embed import sincos_pos_embed
 from vit.model.vit import VisionTransformer
 

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from small_runs import CPU
-from vit.checkpoint import latest_checkpoint
-from vit.config import Config
+from vit.distributed.stop import StopRequest
+from vit.distributed.world import MEETING, World, join_world
+from vit.run.checkpoint import latest_checkpoint
 from vit.training.build import build_step
-from vit.training.distributed import MEETING, World, join_world
-from vit.training.environment import Environment
+from vit.training.config import Config
 from vit.training.loop import Loop
-from vit.training.stopping import StopRequest
-from vit.training.trainer import build_loop, load_data
+from vit.training.start import Environment, Run
+from vit.training.train import build_loop, load_data
 
 # New processes are forked from one that has imported this, which takes seconds.
-multiprocessing.set_forkserver_preload(["vit.training.trainer", "timm.utils"])
+multiprocessing.set_forkserver_preload(["vit.training.train", "timm.utils"])
 
 
 def in_world(size: int, folder: Path, function: Callable[..., None], *values: Any) -> None:
@@ -66,9 +66,10 @@ def loop_of(
     checkpoint = world.agree(latest_checkpoint(Path(config.out)) if world.main else None)
     if world.main:
         Path(config.out).mkdir(exist_ok=True)
-    training, held_out = load_data(config, checkpoint, env)
-    step = build_step(config, checkpoint, training, env)
-    yield build_loop(config, step, training, held_out, None, env)
+    run = Run.begin(config, env, checkpoint)
+    training, held_out = load_data(run)
+    step = build_step(run, training)
+    yield build_loop(run, step, training, held_out, None)
 
 
 class _Everything:

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from vit.model.variants import load_attention
     from vit.model.vit import VisionTransformer
     from vit.model_file import load
+    from vit.training.config import Config
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Classifier": "vit.classifier",
+    "Config": "vit.training.config",
     "load": "vit.model_file",
     "attention_rollout": "vit.explain.rollout",
     "MultiHeadSelfAttention": "vit.model.attention",
@@ -28,6 +30,7 @@ _MODULES = {
 
 __all__ = [
     "Classifier",
+    "Config",
     "MultiHeadSelfAttention",
     "VisionTransformer",
     "attention_rollout",

@@ -12,18 +12,18 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation
 from vit.explain.maps import attention_maps
 from vit.hardware import autocast
 from vit.model.attention_model import attention_model
+from vit.model.config import ModelConfig
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
-from vit.run_folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
+from vit.run.folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64

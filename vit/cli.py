@@ -1,7 +1,7 @@
 """The command line: flags and YAML files in, checked configs out.
 
 Every value in a file or a flag is text. Files are merged in the order given, flags go on top
-wherever they appear, and the annotations in `vit.config` convert and check the result once. So a
+wherever they appear, and the annotations of the configs convert and check the result once. So a
 range, a default and a description each have one source, and a YAML file can construct nothing.
 
 A user's mistake ends in one line on standard error and exit code 2, not in a traceback.
@@ -20,13 +20,15 @@ from typing import Any, NoReturn
 
 import yaml
 
-from vit.config import Config, DataConfig, EvalConfig, TrainConfig, to_dict
 from vit.console import is_out_of_memory, printable, rank
+from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
 from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
+from vit.reporting.config import EvalConfig
 from vit.settings import describe, is_list, shorten, unknown
 from vit.startup import import_quickly
-from vit.training.rules import check_sizes
+from vit.training.checks import check_sizes
+from vit.training.config import Config, TrainConfig, to_dict
 
 
 def fail(message: str) -> NoReturn:
@@ -70,10 +72,13 @@ def train_main() -> None:
     with user_errors():
         config, options = parse_train(sys.argv[1:])
         # Imported late, because it imports torch: a mistyped flag is answered at once.
-        import_quickly("vit.training.processes")
-        from vit.training.processes import train_on_all_cores
+        import_quickly("vit.training.train")
+        from vit.distributed.launch import launched
+        from vit.training.train import on_all_cores, train
 
-        train_on_all_cores(config, **options)
+        config = on_all_cores(config, options["overwrite"])
+        with launched(config.train.processes or 1, train, config, *options.values()):
+            train(config, *options.values())
 
 
 def eval_main() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.datasets import ImageSet
-from vit.tracking import Logged
+from vit.run.tracker import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 LONGEST_NAME = 40  # columns of a terminal that a class name may take in a table

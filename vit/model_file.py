@@ -13,19 +13,19 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
-from vit.checkpoint import (
+from vit.classifier import Classifier, build_model
+from vit.data.preprocess import Preprocess
+from vit.files import unseal, write_atomically
+from vit.hardware import choose_device, choose_precision, describe
+from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
     checkpoint_paths,
     describe_foreign,
     read_checkpoint,
 )
-from vit.classifier import Classifier, build_model
-from vit.config import Config, from_dict, to_dict
-from vit.data.preprocess import Preprocess
-from vit.files import unseal, write_atomically
-from vit.hardware import choose_device, choose_precision, describe
-from vit.run_folder import MODEL_FILE
+from vit.run.folder import MODEL_FILE
+from vit.training.config import Config, from_dict, to_dict
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
 METADATA_KEY = "vit"  # in the file's metadata: config, preprocessing, classes and step as JSON

@@ -1,7 +1,7 @@
 """Configs as YAML files: found by path or by the name of a recipe, read as text.
 
 The loader makes nothing but text, lists and dictionaries; what the text means is decided by the
-annotations in `vit.config`, as for flags.
+annotations of the configs, as for flags.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from vit.config import Config
 from vit.settings import require, shorten
+from vit.training.config import Config
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
 LONGEST_FILE = 100_000  # bytes; a config has a few thousand

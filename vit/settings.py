@@ -69,6 +69,8 @@ NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
 Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
 AutoOrSwitch = Annotated[Literal["auto", True, False], BeforeValidator(_switch)]
 Text = Annotated[str, Field(max_length=1000)]
+DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+Precision = Literal["auto", "float32", "bfloat16"]
 # Arguments of a function, of which this project knows neither the names nor the types.
 Arguments = Annotated[dict[str, Any], BeforeValidator(_plain)]
 # Not blank, and without the null character, which no file system accepts.
@@ -242,3 +244,24 @@ def settings(group: str) -> Callable[[type[T]], type[T]]:
         return made
 
     return decorate
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one, with keys like `train.seed`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        part = (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+        flat |= part
+    return flat
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """List the keys whose values differ, each as `key: old -> new`."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]

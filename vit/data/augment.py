@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit.data.config import AugmentConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
@@ -22,31 +23,18 @@ def augment(
     targets: Tensor,
     preprocess: Preprocess,
     draws: Draws,
-    crop_padding: int = 0,
-    crop_scale: tuple[float, float] | None = None,
-    flip: bool = False,
-    rand_ops: int = 0,
-    rand_magnitude: float = 9.0,
-    erasing: float = 0.0,
-    mixup: float = 0.0,
-    cutmix: float = 0.0,
+    settings: AugmentConfig,
+    mixes: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Augment a batch: crop, flip, RandAugment, normalize, erase, mix.
 
     Args:
-        images: (B, channels, height, width) uint8, of any size with crop_scale, else H x W.
+        images: (B, channels, height, width) uint8, of any size with resized crops, else H x W.
         targets: (B, C) float, probabilities of the classes.
         preprocess: Gives H and W, and normalizes the images.
         draws: Random numbers for these images, on their device.
-        crop_padding: Padding of the random crop in pixels, see `random_crop`; 0 disables it.
-        crop_scale: Fractions of the area that are cut out and resized instead, see
-            `random_resized_crop`; None disables this.
-        flip: Whether to mirror each image with probability 1/2.
-        rand_ops: RandAugment operations per image, see `rand_augment`; 0 disables it.
-        rand_magnitude: Strength of these operations, 0 to 30.
-        erasing: Probability of random erasing, see `random_erasing`; 0 disables it.
-        mixup: Alpha of mixup; 0 disables it.
-        cutmix: Alpha of cutmix; 0 disables it. With mixup, each image gets one of the two.
+        settings: What to do. With both mixup and cutmix, each image gets one of the two.
+        mixes: Whether to use mixup and cutmix.
 
     Returns:
         Images (B, channels, H, W) float32, normalized, and targets (B, C).
@@ -59,28 +47,30 @@ def augment(
             f"draws: for {len(draws.part)} images, but the batch has {len(images)}; use "
             f"Draws(seed, {len(images)})"
         )
-    if crop_scale is not None:
-        images = random_resized_crop(images, preprocess.image_size, crop_scale, draws)
-    elif crop_padding:
-        images = random_crop(images, crop_padding, draws)
-    if flip:
+    if settings.crop == "resized":
+        images = random_resized_crop(images, preprocess.image_size, settings.crop_scale, draws)
+    elif settings.crop_padding:
+        images = random_crop(images, settings.crop_padding, draws)
+    if settings.flip:
         images = random_flip(images, draws)
-    if rand_ops:
-        images = rand_augment(images, rand_ops, rand_magnitude, draws)
+    if settings.rand_ops:
+        images = rand_augment(images, settings.rand_ops, settings.rand_magnitude, draws)
     images = preprocess.normalize(images)
-    if erasing:
-        images = random_erasing(images, erasing, draws)
-    if mixup and cutmix:
+    if settings.erasing:
+        images = random_erasing(images, settings.erasing, draws)
+    mixup, cutmix = (settings.mixup, settings.cutmix) if mixes else (0.0, 0.0)
+    if not mixup and not cutmix:
+        return images, targets
+    if not cutmix:
+        shares = mixup_shares(images, mixup, draws)
+    elif not mixup:
+        shares = cutmix_shares(images, cutmix, draws)
+    else:
         one = draws.uniform(0, 1) < 0.5
         shares = torch.where(
             one, mixup_shares(images, mixup, draws), cutmix_shares(images, cutmix, draws)
         )
-        return mix(images, targets, shares)
-    if mixup:
-        return mix(images, targets, mixup_shares(images, mixup, draws))
-    if cutmix:
-        return mix(images, targets, cutmix_shares(images, cutmix, draws))
-    return images, targets
+    return mix(images, targets, shares)
 
 
 def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vit.config import DataConfig, DataName
+from vit.data.config import DataConfig, DataName
 from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.sources import read_source
@@ -169,7 +169,7 @@ def load(
     """Load the training or test images of a data set.
 
     Args:
-        name: Name of the data set, see `vit.config.DataConfig`.
+        name: Name of the data set, see `vit.data.config.DataConfig`.
         root: Folder for downloaded data, or the folder of images or shards with train/ and test/;
             not used by "shapes".
         train: Whether to load the training images rather than the test images.

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.installed import require_package
 from vit.data.listing import Source
 from vit.data.splits import fraction_per_class

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.photos import Photo, to_bands
 from vit.data.pixels import ArrayPreprocess, offset
 from vit.data.tar_member import TarMember

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.config import STRONGEST
+from vit.data.config import STRONGEST
 from vit.data.draws import Draws
 
 OPERATIONS = (

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.folder import list_folder
 from vit.data.listing import Source
 from vit.data.shapes import KINDS, draw_shapes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision import datasets as tv
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
-from vit.config import DataConfig
+from vit.data.config import DataConfig
 from vit.data.installed import require_package
 from vit.data.layout import refuse_to_download
 from vit.data.listing import Source

@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.config import TIMM
+from vit.model.config import TIMM
 from vit.settings import shorten
 
 # Arguments of timm.create_model that come from the data set, or that this project does not offer.

@@ -83,7 +83,7 @@ class DifferentialAttention(nn.Module):
         return (1 - self.START) * normed, weights
 
 
-# What `model.attention` may name. Its description in vit/config.py lists the same names.
+# What `model.attention` may name. Its description in vit/model/config.py lists the same names.
 ATTENTION: dict[str, Attention | None] = {
     "dot": None,  # `scaled_dot_product_attention`, as it is when it is called
     "cosine": CosineAttention,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.config import PATCH_SIZE, ModelConfig
 from vit.model.attention import Attention
+from vit.model.config import PATCH_SIZE, ModelConfig
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock

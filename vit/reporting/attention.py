@@ -12,7 +12,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from vit.config import EvalConfig
 from vit.console import counted
 from vit.data.datasets import ImageSet
 from vit.data.splits import balanced_subset
@@ -27,11 +26,12 @@ from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, left_out_text
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
-from vit.run_folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
+from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
+from vit.run.tracker import picture_tag
 from vit.tensorboard_plugin.summary import add_record
-from vit.tracking import picture_tag
 
 
 def explain_run(run: str, options: EvalConfig) -> None:

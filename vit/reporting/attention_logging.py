@@ -34,9 +34,9 @@ from vit.model.attention_model import require_attention
 from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
+from vit.run.tracker import ROLLOUT_TAG, Logged
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
-from vit.tracking import ROLLOUT_TAG, Logged
 
 RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"

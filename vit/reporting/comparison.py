@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.config import EvalConfig, flatten
 from vit.console import printable
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
@@ -30,7 +29,9 @@ from vit.hardware import describe
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.comparison_table import as_markdown, as_text
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test, require_not_trained_on, results_folder
+from vit.settings import flatten
 
 SUMMED_AT_ONCE = 500  # images; limits peak memory
 LONGEST_NAME = 20  # characters of a model's name

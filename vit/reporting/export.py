@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.config import EvalConfig
 from vit.data import pixels
 from vit.data.datasets import choose_probes
 from vit.data.preprocess import Preprocess
 from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
+from vit.reporting.config import EvalConfig
 from vit.reporting.export_formats import FORMATS, Format, Runner
 from vit.reporting.loading import load_test
-from vit.run_folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
+from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
 
 CHECKED = 100  # images

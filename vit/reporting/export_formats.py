@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from vit.classifier import Classifier
-from vit.config import TIMM, ModelConfig
 from vit.data.preprocess import Preprocess
+from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import complete_arguments
 from vit.settings import shorten
 

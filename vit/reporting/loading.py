@@ -3,11 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from vit.config import EvalConfig
 from vit.data.datasets import ImageSet, load_test_images
 from vit.data.stream import Decoder
 from vit.model_file import SavedModel, load_model
-from vit.run_folder import EVAL_FOLDER
+from vit.reporting.config import EvalConfig
+from vit.run.folder import EVAL_FOLDER
 
 
 def load_run(run: str, options: EvalConfig) -> SavedModel:

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from vit.classifier import PHOTO_KINDS
-from vit.config import EvalConfig
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import to_photo
@@ -14,8 +13,9 @@ from vit.explain.canvas import report_boxes
 from vit.explain.colours import SCALE
 from vit.model.attention_model import no_maps_text
 from vit.registry import ALL_KINDS
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run_folder import PHOTOS_FOLDER, SHEET_SUFFIX
+from vit.run.folder import PHOTOS_FOLDER, SHEET_SUFFIX
 
 BEST = 5  # number of classes printed
 

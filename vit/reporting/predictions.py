@@ -18,13 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.config import EvalConfig
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
 from vit.data.photos import pillow_warnings
 from vit.files import write_table
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run_folder import PHOTOS_FILE
+from vit.run.folder import PHOTOS_FILE
 
 TOP = 5  # classes per row
 COLUMNS = "file,class,probability"  # of every table, before those of the top classes

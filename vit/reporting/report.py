@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.config import EvalConfig
 from vit.data.augment import shrink
 from vit.data.datasets import ImageSet, choose_probes
 from vit.evaluation import as_table, evaluate
@@ -23,10 +22,11 @@ from vit.explain.figures import captions_of, gallery_picture, named, rollout_pic
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
+from vit.reporting.config import EvalConfig
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of, require_own_table
-from vit.run_folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
-from vit.tracking import picture_tag
+from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
+from vit.run.tracker import picture_tag
 
 MISTAKES = 16  # images in the gallery
 COLUMNS = "index(,file)?,label,prediction,probability"  # before those of the top classes

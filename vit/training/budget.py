@@ -18,27 +18,26 @@ AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
-def fit_budget(step: TrainingStep, training: ImageSet, seconds: float, logged: int = 0) -> int:
-    """Benchmark each phase of a run and return the number of steps that fit into a budget.
+def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int = 0) -> int:
+    """Benchmark each phase of a run and return the number of steps that end in time.
 
-    The benchmark counts as training time (`state.seconds`); its effect on the weights is undone.
+    The effect of the benchmark on the weights is undone.
 
     Args:
         step: The training step. The phases of its schedule are timed; its state is restored.
         training: The training images.
-        seconds: Time for training, logging, validation and checkpoints.
+        end: When training has to end, in seconds as `time.perf_counter` counts them.
         logged: How many times the attention of an image is logged.
 
     Returns:
         Number of steps, at least 1, the same in all processes.
     """
-    start = time.perf_counter()
-    fresh = copy.deepcopy(step.state.state_dict())
-    seconds_per_step = step.world.agree(mean_step_seconds(step, training))
-    step.state.load_state_dict(fresh)
-    step.state.seconds = step.world.agree(time.perf_counter() - start)
-    left = TRAINING_FRACTION * seconds - step.state.seconds
-    return max(1, int(left / seconds_per_step - LOGGED_IMAGES * logged / step.schedule.batch_size))
+    before = copy.deepcopy(step.state.state_dict())
+    seconds_per_step = mean_step_seconds(step, training)
+    step.state.load_state_dict(before)
+    steps = (end - time.perf_counter()) / seconds_per_step
+    steps -= LOGGED_IMAGES * logged / step.schedule.batch_size
+    return int(step.world.agree(max(1, int(steps))))
 
 
 def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:

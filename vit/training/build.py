@@ -7,32 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
-from vit.config import PATCH_SIZE, Config, ModelConfig
 from vit.console import is_out_of_memory, say
 from vit.data.balance import class_weights
 from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.distributed.shard import is_sharded, replicate
 from vit.model.attention_model import size_unit
-from vit.model.pretrained import Source, adapt
-from vit.model.timm_weights import TimmSource, keep_head
+from vit.pretrained.adapt import Pretrained
 from vit.settings import shorten
-from vit.training.budget import fit_budget
-from vit.training.compile import (
-    Compilation,
-    choose_compilation,
-    compiled,
-    gain,
-    seconds_on,
-    training_seconds,
-)
-from vit.training.environment import Environment
-from vit.training.pretrained import with_statistics
-from vit.training.saving import load_folder
+from vit.training.budget import TRAINING_FRACTION, fit_budget
+from vit.training.compile import Compilation, choose_compilation, compiled
+from vit.training.config import Config
 from vit.training.schedule import Schedule, scaled_size
-from vit.training.sharding import is_sharded, replicate
+from vit.training.start import Environment, Run
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 
@@ -41,29 +30,21 @@ WHITENING_IMAGES = 500  # training images whose patches whiten the stem
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
 
 
-def build_step(
-    config: Config,
-    checkpoint: Checkpoint | None,
-    training: ImageSet,
-    env: Environment,
-    source: Source | TimmSource | None = None,
-) -> TrainingStep:
+def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -> TrainingStep:
     """Build the training step with its schedule, and its state: new, pretrained or resumed.
 
     Args:
-        config: The run.
-        checkpoint: The state to resume from, if any.
+        run: The run.
         training: The training images.
-        env: The environment of the run.
-        source: The pretrained weights to start from, if any.
+        source: The pretrained weights that a new run starts from, if any.
 
     Raises:
         ValueError: The checkpoint is beyond the last step, or the model is to be compiled and what
             torch needs for it is missing.
     """
-    train = config.train
-    preprocess = with_statistics(Preprocess.from_config(config.data), source, checkpoint)
-    state = first_state(config, checkpoint, training, preprocess, env, source)
+    config, checkpoint, env = run.config, run.checkpoint, run.env
+    train, preprocess = config.train, run.preprocess
+    state = first_state(run, training, source)
     model: Any = state.model  # ours or timm's
     unit = size_unit(state.model)
     whole = len(training) // train.batch_size  # batches; early versions used no others
@@ -99,17 +80,18 @@ def build_step(
         ),
         features=features,
     )
-    step = compile_step(config, checkpoint, step, training, env)
-    if env.world.size > 1 and env.device.type != "cpu" and not is_sharded(state.model):
-        step = dataclasses.replace(step, forward=replicate(step.forward))
-    spent = env.world.agree(time.perf_counter() - begin)
-    if train.budget_minutes is None:
-        state.total_steps = step.schedule.total_steps
-    elif state.total_steps == 0:  # a resumed run keeps the steps of its first process
+    if train.budget_minutes is None or state.total_steps:  # a resumed run keeps its steps
+        state.total_steps = state.total_steps if train.budget_minutes else schedule.total_steps
+        step = compile_step(run, step, training, state.total_steps)
+    else:
+        end = begin + TRAINING_FRACTION * 60 * train.budget_minutes
         logged = config.track.milestones * config.track.probes
-        left = 60 * train.budget_minutes - spent
-        state.total_steps = fit_budget(step, training, left, logged)
-    state.seconds += spent
+        state.total_steps = fit_budget(step, training, end, logged)
+        fast = compile_step(run, step, training, state.total_steps)
+        if fast.forward is not step.forward:
+            state.total_steps = fit_budget(fast, training, end, logged)
+        step = fast
+    state.seconds += env.world.agree(time.perf_counter() - begin)
     if state.step > state.total_steps:
         raise ValueError(
             f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
@@ -121,56 +103,56 @@ def build_step(
     return dataclasses.replace(step, schedule=schedule)
 
 
-def compile_step(
-    config: Config,
-    checkpoint: Checkpoint | None,
-    step: TrainingStep,
-    training: ImageSet,
-    env: Environment,
-) -> TrainingStep:
+def compile_step(run: Run, step: TrainingStep, training: ImageSet, steps: int) -> TrainingStep:
     """Compile the model of a step if the run is to be compiled, the same in all processes.
 
     Args:
-        config: The run.
-        checkpoint: The state to resume from, if any.
+        run: The run.
         step: The training step without compilation.
         training: The training images.
-        env: The environment of the run.
+        steps: Steps in the run.
+
+    Returns:
+        The step; several accelerators average gradients in its backward pass.
 
     Raises:
         ValueError: The model is to be compiled, but cannot be.
     """
-    train, began = config.train, None
+    checkpoint, env = run.checkpoint, run.env
+    choice, began = run.config.train.compile, None
     if checkpoint is not None:  # early versions stored it only in the config
         began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
-    cores = env.world.size * torch.get_num_threads()
-    estimate = training_seconds(step)
-    seconds = seconds_on(env.device, env.precision, cores, estimate)
-    if train.budget_minutes is not None:
-        seconds = 60 * train.budget_minutes
-    num_sizes = 1 + step.schedule.resizes
     with env.world.main_first():
-        saved = gain(env.device, env.precision) * seconds
-        choice = choose_compilation(train.compile, began, env.device, saved, num_sizes)
-    choice = env.world.agree(choice)
-    if not choice.used:
-        return dataclasses.replace(step, compilation=choice)
-    if env.world.main:
+        compilation = choose_compilation(choice, began, env.device, env.precision, steps)
+    compilation = env.world.agree(compilation)
+    exchanges = env.world.size > 1 and env.device.type != "cpu"  # during the backward pass
+    sharded = is_sharded(step.forward)
+    step = dataclasses.replace(step, compilation=compilation)
+    if compilation.used:
+        step, error = _try_compiled(step, training, by_block=exchanges or sharded)
+        if error is not None and (choice != "auto" or began):
+            with env.world.main_first():
+                raise ValueError(
+                    f"train.compile: torch.compile failed ({error}); train without it by "
+                    f"--train.compile false{' --resume.allow_changes' if began else ''}"
+                )
+    if exchanges and not sharded:
+        step = dataclasses.replace(step, forward=replicate(step.forward))
+    return step
+
+
+def _try_compiled(
+    step: TrainingStep, training: ImageSet, by_block: bool
+) -> tuple[TrainingStep, str | None]:
+    """Return the compiled step and None; or, if a process cannot compile it, the step and why."""
+    if step.world.main:
         say("compiling the model, which takes a minute or two the first time")
-    # A CPU gains nothing from exchanging gradients during the backward pass.
-    by_block = is_sharded(step.forward) or (env.world.size > 1 and env.device.type != "cpu")
-    fast = dataclasses.replace(step, forward=compiled(step.forward, by_block), compilation=choice)
+    fast = dataclasses.replace(step, forward=compiled(step.forward, by_block))
     error = try_sizes(fast, training)
-    if not env.world.largest(torch.tensor(float(error is not None))):
-        return fast
-    text = shorten(error or "in another process", 200)
-    if train.compile != "auto" or began:
-        with env.world.main_first():
-            raise ValueError(
-                f"train.compile: torch.compile failed ({text}); train without it by "
-                f"--train.compile false{' --resume.allow_changes' if began else ''}"
-            )
-    return dataclasses.replace(step, compilation=Compilation(False, f"it failed ({text})"))
+    if not step.world.largest(torch.tensor(float(error is not None))):
+        return fast, None
+    error = shorten(error or "in another process", 200)
+    return dataclasses.replace(step, compilation=Compilation(False, f"it failed ({error})")), error
 
 
 def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
@@ -206,22 +188,15 @@ def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
     return None
 
 
-def first_state(
-    config: Config,
-    checkpoint: Checkpoint | None,
-    training: ImageSet,
-    preprocess: Preprocess,
-    env: Environment,
-    source: Source | TimmSource | None,
-) -> TrainState:
+def first_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:
     """Build the state that training starts from; arguments as for `build_step`."""
-    train, weights = config.train, None
+    config, checkpoint, env = run.config, run.checkpoint, run.env
+    train, preprocess, weights, sample = config.train, run.preprocess, None, None
     if source is not None and checkpoint is None:
-        weights, account = _adapted(source, config.model, preprocess, training.classes)
+        weights, account = source.adapted(config.model, preprocess, training.classes)
         if env.world.main:
             say(account)
-    sample = None
-    if train.whiten and checkpoint is None and weights is None:  # these bring their own kernels
+    elif train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
         first = torch.arange(min(WHITENING_IMAGES, len(training)))
         sample = training.select(first).pixels().cpu()
     state = build_state(
@@ -233,7 +208,7 @@ def first_state(
     if train.checkpoint_blocks:
         model.set_grad_checkpointing()
     if checkpoint is not None and checkpoint.folder is not None:
-        load_folder(state, checkpoint)
+        state.load_folder(checkpoint)
     elif checkpoint is not None:
         if state.copy is not None:
             raise ValueError(
@@ -242,19 +217,6 @@ def first_state(
             )
         state.load_state_dict(vars(checkpoint))
     return state
-
-
-def _adapted(
-    source: Source | TimmSource,
-    model: ModelConfig,
-    preprocess: Preprocess,
-    classes: tuple[str, ...],
-) -> tuple[dict[str, Tensor], str]:
-    """Adapt pretrained weights to the images and classes of a run; see `adapt` for the result."""
-    if isinstance(source, TimmSource):  # fitted to the images when the run was checked
-        return keep_head(source, classes)
-    patch_size = model.patch_size or PATCH_SIZE
-    return adapt(source, patch_size, preprocess.image_size, preprocess.channels, classes)
 
 
 def shorten_averages(model: nn.Module, total_steps: int) -> None:

@@ -1,8 +1,7 @@
 """Whether a run's model is compiled by torch.compile, which is faster but has to be compiled first.
 
-The choice of `train.compile: auto` is a function of the config, the number of images, the device
-and the number of threads and processes, not of a clock. It is stored in the checkpoints: a resumed
-or extended run goes on as it began.
+The choice of `train.compile: auto` is a function of the number of steps, the device and the
+precision. It is stored in the checkpoints: a resumed or extended run goes on as it began.
 """
 
 import importlib.util
@@ -13,24 +12,13 @@ import sysconfig
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-if TYPE_CHECKING:
-    from vit.training.step import TrainingStep
-
-# Measured on two cores of an AMD EPYC (Zen 4) in bfloat16, for the model of quick.
-PASS_SECONDS = 0.25e-3  # of the forward pass of an image, beside its FLOPs
-SECONDS_PER_FLOP = 1 / 300e9
-TRAINING_PASSES = 3  # a forward and a backward pass, in forward passes
-COMPILING_SECONDS = 40  # for each image size
-GAIN = 0.12  # fraction of the training time that compiled steps save
-FLOAT32_GAIN = 0.02  # the same in float32 on a CPU, where nearly all of it is matrix products
-ACCELERATOR = 50  # CPU cores that an accelerator equals, roughly; the GPU recipes are compiled
-FLOAT32 = 1.8  # time of a step in float32 divided by that of one in bfloat16
+# Compiling takes half a minute to a minute for each image size and saves about an eighth of a step.
+MANY_STEPS = 5_000  # from which auto compiles
 COMPILABLE = ("cpu", "cuda", "xpu")  # devices for which auto compiles
 CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does not name a compiler
 
@@ -58,8 +46,8 @@ def choose_compilation(
     choice: Literal["auto", True, False],
     began: bool | None,
     device: torch.device,
-    saved: float,
-    num_sizes: int,
+    precision: torch.dtype,
+    steps: int,
 ) -> Compilation:
     """Decide whether to compile the model of a run.
 
@@ -67,8 +55,8 @@ def choose_compilation(
         choice: `train.compile`.
         began: Whether the earlier part of the run was compiled; None for a new run.
         device: The device that it runs on.
-        saved: Estimated seconds that compiled steps save, see `seconds_on` and `gain`.
-        num_sizes: Number of image sizes, each of which is compiled separately.
+        precision: Precision of matrix products.
+        steps: Steps in the run.
 
     Raises:
         ValueError: The run is to be compiled, but what torch needs for it is missing.
@@ -83,50 +71,12 @@ def choose_compilation(
         )
     if wanted != "auto":
         return Compilation(wanted)
-    pays = device.type in COMPILABLE and saved > COMPILING_SECONDS * num_sizes
+    # In float32, nearly all of a CPU's time goes into matrix products, which stay what they are.
+    gains = device.type in COMPILABLE and (device.type, precision) != ("cpu", torch.float32)
+    pays = gains and steps >= MANY_STEPS
     if pays and missing:
         return Compilation(False, f"{missing} was not found")
     return Compilation(pays)
-
-
-def seconds_on(device: torch.device, precision: torch.dtype, cores: int, seconds: float) -> float:
-    """Convert an estimate for two CPU cores and bfloat16 to a device.
-
-    Args:
-        device: The device.
-        precision: Precision of matrix products.
-        cores: CPU threads of all processes together.
-        seconds: Estimate for two CPU cores.
-    """
-    if device.type != "cpu":
-        return 2 * seconds / ACCELERATOR
-    return 2 * seconds / cores * (FLOAT32 if precision == torch.float32 else 1.0)
-
-
-def gain(device: torch.device, precision: torch.dtype) -> float:
-    """Return the fraction of the training time that compiled steps save."""
-    return FLOAT32_GAIN if device.type == "cpu" and precision == torch.float32 else GAIN
-
-
-def training_seconds(step: "TrainingStep") -> float:
-    """Estimate what training costs on two CPU cores, in seconds."""
-    schedule = step.schedule
-    passes = schedule.batch_size * schedule.work(schedule.total_steps)
-    if step.features is not None:  # each image passes through the frozen model once
-        passes = len(step.features)
-    elif not step.state.frozen:
-        passes *= TRAINING_PASSES
-    return passes * (PASS_SECONDS + SECONDS_PER_FLOP * forward_flops(step))
-
-
-def forward_flops(step: "TrainingStep") -> int:
-    """Count the FLOPs of the forward pass of one image of full size."""
-    model = step.state.structure()
-    device = next(model.parameters()).device
-    image = torch.zeros(1, step.preprocess.channels, *step.schedule.full_size, device=device)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(image)
-    return counter.get_total_flops()
 
 
 def missing_tool(device: torch.device) -> str | None:

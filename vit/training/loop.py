@@ -19,21 +19,21 @@ from vit.console import say, warn
 from vit.data.balance import balanced_batches
 from vit.data.batches import epoch_batches
 from vit.data.datasets import ImageSet
-from vit.evaluation import Evaluator
-from vit.hardware import cores_of_all_processes
-from vit.tracking import Tracker
-from vit.training.compile import eagerly
-from vit.training.distributed import under_torchrun
-from vit.training.messages import clock, diverged_text
-from vit.training.observing import (
+from vit.distributed.observe import (
     Observed,
     observe,
     processes_scalars,
     processes_text,
 )
-from vit.training.saving import Saver
+from vit.distributed.stop import Stopped, StopRequest
+from vit.distributed.world import under_torchrun
+from vit.evaluation import Evaluator
+from vit.hardware import cores_of_all_processes
+from vit.run.saver import Saver
+from vit.run.tracker import Tracker
+from vit.training.compile import eagerly
+from vit.training.messages import clock, diverged_text
 from vit.training.step import TrainingStep
-from vit.training.stopping import Stopped, StopRequest
 
 LOSSES = 30  # number of recent losses shown when a run diverges
 

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from vit.checkpoint import checkpoint_steps
-from vit.config import Config, DataConfig, ModelConfig
 from vit.console import counted
+from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet
 from vit.data.sources import read_source
 from vit.data.splits import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
-from vit.run_folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
-from vit.training.compile import forward_flops
+from vit.model.config import ModelConfig
+from vit.run.checkpoint import checkpoint_steps
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
+from vit.training.config import Config
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
@@ -76,6 +78,16 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{_short_text(config, step)}\n"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
+
+
+def forward_flops(step: TrainingStep) -> int:
+    """Count the FLOPs of the forward pass of one image of full size."""
+    model = step.state.structure()
+    device = next(model.parameters()).device
+    image = torch.zeros(1, step.preprocess.channels, *step.schedule.full_size, device=device)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(image)
+    return counter.get_total_flops()
 
 
 def tokens_text(model: ModelConfig, step: TrainingStep, device: torch.device) -> str:

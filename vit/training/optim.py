@@ -1,19 +1,16 @@
 """Optimizers and their parameter groups."""
 
 from collections import defaultdict
-from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from vit.distributed.world import World
 from vit.registry import OPTIMIZERS
-from vit.training.distributed import World
-from vit.training.sharding import own, whole
-
-# Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+from vit.training.config import OptimConfig
+from vit.training.muon import Muon
 
 
 def set_lr(optimizers: list[Optimizer], factor: float) -> None:
@@ -23,178 +20,9 @@ def set_lr(optimizers: list[Optimizer], factor: float) -> None:
             group["lr"] = group["initial_lr"] * factor
 
 
-class Muon(Optimizer):
-    """Muon: momentum orthogonalized by Newton-Schulz (https://kellerjordan.github.io/posts/muon).
-
-    Computes the same updates as torch.optim.Muon, up to rounding. Torch's version handles one
-    matrix at a time, which takes twice as long for small matrices as handling all matrices of one
-    shape together. It also accepts only parameters stored as matrices, whereas here a convolution
-    kernel is a matrix with one row per output channel, and a fused projection is a stack of
-    matrices that are orthogonalized separately.
-
-    Args:
-        groups: Parameter groups, which may differ in learning rate and weight decay. The parameters
-            are matrices (D, E) and kernels (D, C, h, w), whole or sharded along D.
-        numbers: Number of stacked matrices that a parameter consists of; each of them has
-            D / number rows.
-        lr: Learning rate; multiplied by √(rows / columns) for matrices with more rows than columns.
-        weight_decay: Decoupled weight decay, multiplied by the learning rate.
-        momentum: Decay of the moving average of gradients, 0 to 1.
-        world: The processes that train together. Each orthogonalizes a part of the matrices.
-        precision: In which matrices are orthogonalized and exchanged.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        numbers: dict[nn.Parameter, int],
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        world: World = World(),  # noqa: B008
-        precision: torch.dtype = torch.bfloat16,
-    ) -> None:
-        self.numbers, self.world, self.precision = numbers, world, precision
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients."""
-        by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, dict[str, Any]]]]
-        by_shape = defaultdict(list)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                rows = parameter.shape[0] // self.numbers[parameter]
-                columns = parameter.numel() // parameter.shape[0]
-                by_shape[rows, columns].append((parameter, group))
-        stacks = [self._ahead([parameter for parameter, _ in some]) for some in by_shape.values()]
-        for ((rows, columns), some), stack in zip(
-            by_shape.items(), self._orthogonalized(stacks), strict=True
-        ):
-            updates = stack.split([self.numbers[parameter] for parameter, _ in some])
-            members = [(*member, update) for member, update in zip(some, updates, strict=True)]
-            for _, same in groupby(members, key=lambda member: id(member[1])):
-                parameters, (group, *_), matrices = zip(*same, strict=True)
-                weights = [own(parameter) for parameter in parameters]
-                changes = [
-                    _as_parameter(matrix.flatten(0, 1), parameter)
-                    for matrix, parameter in zip(matrices, parameters, strict=True)
-                ]
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                rate = group["lr"] * max(1, rows / columns) ** 0.5
-                torch._foreach_add_(weights, changes, alpha=-rate)
-
-    def _ahead(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Average gradients and look ahead (Nesterov momentum).
-
-        Args:
-            parameters: Some whose matrices have the same shape.
-
-        Returns:
-            (K, m, n) in `precision`, whole also where the parameters are sharded.
-        """
-        gradients, averages = [], []
-        for parameter in parameters:
-            assert parameter.grad is not None
-            gradient = _as_matrix(own(parameter.grad))
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = _as_part(torch.zeros_like(gradient), parameter)
-            gradients.append(gradient)
-            averages.append(own(state["momentum_buffer"]))
-        momentum = self.param_groups[0]["momentum"]
-        torch._foreach_lerp_(averages, gradients, 1 - momentum)
-        ahead = torch._foreach_lerp(gradients, averages, momentum)
-        return torch.stack(
-            [
-                matrix
-                for part, parameter in zip(ahead, parameters, strict=True)
-                for matrix in whole(_as_part(part.to(self.precision), parameter)).chunk(
-                    self.numbers[parameter]
-                )
-            ]
-        )
-
-    def _orthogonalized(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize stacks of matrices (K, m, n), each process a part of every stack."""
-        rank, size = self.world.rank, self.world.size
-        if size == 1:
-            return [orthogonalize(stack) for stack in stacks]
-        updates = [torch.zeros_like(stack) for stack in stacks]
-        for number, (stack, update) in enumerate(zip(stacks, updates, strict=True)):
-            first = (rank + number) % size  # so that single matrices are spread over processes
-            if first < len(stack):
-                update[first::size] = orthogonalize(stack[first::size])
-        self.world.add(updates)
-        return updates
-
-
-def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Bring the singular values of matrices close to 1 by Newton-Schulz iteration.
-
-    Args:
-        matrices: (K, m, n); bfloat16 is enough.
-        steps: Number of iterations; after five, singular values are between 0.7 and 1.2.
-        eps: Lower bound on the norm by which a matrix is divided.
-
-    Returns:
-        (K, m, n).
-    """
-    a, b, c = NEWTON_SCHULZ
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices  # so that the Gram matrix is the smaller one
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        odd = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, odd, x, beta=a)
-    return x.mT if tall else x
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    """Return (D, E), or kernels (D, C, h, w), as a matrix with D rows; channels vary fastest."""
-    return tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
-
-
-def _as_part(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this process's rows of a matrix as what they are: a part, if `parameter` is one."""
-    if own(parameter) is parameter:
-        return matrix
-    from torch.distributed.tensor import DTensor  # late, as in vit.training.sharding
-
-    sharded: Any = parameter
-    columns = matrix.shape[1]
-    return DTensor.from_local(
-        matrix, sharded.device_mesh, sharded.placements, run_check=False,
-        shape=torch.Size((parameter.shape[0], columns)), stride=(columns, 1),
-    )  # fmt: skip
-
-
-def _as_parameter(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this process's part of a whole matrix, in the shape of its part of a parameter."""
-    if own(parameter) is not parameter:
-        from torch.distributed.tensor import distribute_tensor
-
-        sharded: Any = parameter
-        parts = distribute_tensor(
-            matrix, sharded.device_mesh, sharded.placements, src_data_rank=None
-        )
-        matrix = own(parts)
-    if parameter.ndim == 2:
-        return matrix
-    _, channels, height, width = parameter.shape
-    return matrix.unflatten(1, (height, width, channels)).permute(0, 3, 1, 2)
-
-
 def build_optimizers(
     model: nn.Module,
-    name: str,
-    lr: float,
-    weight_decay: float,
-    muon_lr: float,
-    muon_weight_decay: float,
-    muon_momentum: float,
-    layer_decay: float | None = None,
+    settings: OptimConfig,
     world: World = World(),  # noqa: B008
     precision: torch.dtype = torch.bfloat16,
 ) -> list[Optimizer]:
@@ -211,6 +39,7 @@ def build_optimizers(
         One or two optimizers; each group keeps its peak learning rate as "initial_lr". The first
         group of each optimizer has the highest.
     """
+    name, layer_decay = settings.name, settings.layer_decay
     scales = {} if layer_decay is None else lr_scales(model, layer_decay)
     exempt = {"cls_token", "reg_token", "pos_embed"} | getattr(model, "no_weight_decay", set)()
     matrices: dict[float, list[nn.Parameter]] = defaultdict(list)  # of Muon, by scale
@@ -234,21 +63,20 @@ def build_optimizers(
     groups: list[dict[str, Any]] = [
         {
             "params": others[scale, decays],
-            "weight_decay": weight_decay if decays else 0.0,
-            "initial_lr": scale * lr,
+            "weight_decay": settings.weight_decay if decays else 0.0,
+            "initial_lr": scale * settings.lr,
         }
         for scale, decays in sorted(others, reverse=True)
     ]
     make = getattr(torch.optim, OPTIMIZERS[name].name)
-    optimizers: list[Optimizer] = [make(groups, lr=lr, **OPTIMIZERS[name].arguments)]
+    optimizers: list[Optimizer] = [make(groups, lr=settings.lr, **OPTIMIZERS[name].arguments)]
     if matrices:
         groups = [
-            {"params": matrices[scale], "initial_lr": scale * muon_lr}
+            {"params": matrices[scale], "initial_lr": scale * settings.muon_lr}
             for scale in sorted(matrices, reverse=True)
         ]
-        optimizers.append(
-            Muon(groups, numbers, muon_lr, muon_weight_decay, muon_momentum, world, precision)
-        )
+        rates = (settings.muon_lr, settings.muon_weight_decay, settings.muon_momentum)
+        optimizers.append(Muon(groups, numbers, *rates, world, precision))
     return optimizers
 
 

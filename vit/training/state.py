@@ -9,22 +9,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.classifier import build_model
-from vit.config import ModelConfig, OptimConfig
 from vit.data.preprocess import Preprocess
-from vit.model.embed import image_conv, whiten
-from vit.model.pretrained import HEAD
-from vit.model.timm_model import heads
-from vit.seeding import fold_in
-from vit.settings import shorten
-from vit.training.distributed import World
-from vit.training.optim import build_optimizers
-from vit.training.sharding import (
+from vit.distributed.shard import (
     choose_parallel,
     device_mesh,
     gathered,
     own,
     shard,
 )
+from vit.distributed.world import World
+from vit.model.config import ModelConfig
+from vit.model.embed import image_conv, whiten
+from vit.model.timm_model import heads
+from vit.pretrained.adapt import HEAD
+from vit.run.checkpoint import Checkpoint
+from vit.run.sharded import read_tensors
+from vit.seeding import fold_in
+from vit.settings import shorten
+from vit.training.config import OptimConfig
+from vit.training.optim import build_optimizers, set_lr
 
 COUNTS = ("step", "seconds", "total_steps", "skipped", "skipped_in_a_row")  # of a TrainState
 
@@ -76,7 +79,7 @@ class TrainState:
         return (self.model if self.copy is None else self.copy).eval()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values, named as in `vit.checkpoint.Checkpoint`."""
+        """Return the state as tensors and plain values, named as the fields of `Checkpoint`."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -101,6 +104,51 @@ class TrainState:
         self.points = list(state["points"].to(next(self.model.parameters()).device))
         for name in COUNTS:
             setattr(self, name, state[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name, the optimizers' by those of their parameters."""
+        named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        tensors: dict[str, Tensor] = {}
+        parts = {"model": self.model, "ema": None if self.ema is None else self.ema.module}
+        for part, module in parts.items():
+            if module is not None:
+                tensors |= {f"{part}.{name}": value for name, value in module.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, values in optimizer.state.items():
+                for key, value in values.items():
+                    tensors[f"optimizers.{number}.{key}.{named[parameter]}"] = value
+        # Safetensors are read in slices, which a number has none of.
+        return {name: value if value.ndim else value.view(1) for name, value in tensors.items()}
+
+    def counts(self) -> dict[str, Any]:
+        """Return what `tensors` leaves out, as JSON."""
+        points = torch.stack(self.points).tolist() if self.points else []
+        return {**{name: getattr(self, name) for name in COUNTS}, "points": points}
+
+    def load_folder(self, checkpoint: Checkpoint) -> None:
+        """Restore the state from a checkpoint that is a folder; called by all processes.
+
+        The state may be sharded among any number of processes, or whole.
+
+        Args:
+            checkpoint: Without tensors.
+
+        Raises:
+            ValueError: It has other tensors than the state.
+        """
+        assert checkpoint.folder is not None
+        set_lr(self.optimizers, 0.0)
+        stepped = checkpoint.step > checkpoint.skipped
+        for optimizer in self.optimizers if stepped else ():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # moves nothing, but makes the tensors of its state
+            optimizer.zero_grad(set_to_none=True)
+        read_tensors(checkpoint.folder, self.tensors())
+        self.points = list(checkpoint.points.to(next(self.model.parameters()).device))
+        for name in COUNTS:
+            setattr(self, name, getattr(checkpoint, name))
 
     def is_finite(self) -> bool:
         """Tell whether all weights and their moving averages are finite, in this process's part."""
@@ -134,12 +182,12 @@ def build_state(
         device: Device of the model.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
             whitened; None leaves their random weights.
-        weights: Pretrained weights by name, see `vit.model.pretrained.adapt` and
-            `vit.model.timm_weights.keep_head`; without those of the head, it keeps its random ones.
+        weights: Pretrained weights by name, see `vit.pretrained.adapt.adapt` and
+            `vit.pretrained.timm.keep_head`; without those of the head, it keeps its random ones.
             None starts from random weights.
         frozen: Whether to train only the head.
         world: The processes that train together.
-        parallel: How they share the model, see `vit.training.sharding`.
+        parallel: How they share the model, see `vit.distributed.shard`.
         precision: Precision of matrix products, in a sharded model and in Muon.
 
     Raises:
@@ -149,7 +197,7 @@ def build_state(
     network: Any = build_model(model, preprocess, num_classes)  # ours or timm's
     if sample is not None:
         first = image_conv(network, preprocess.channels)
-        assert first is not None, "vit.training.rules refuses it"
+        assert first is not None, "vit.training.checks refuses it"
         whiten(first, preprocess.normalize(sample))
     if weights is not None:
         loaded = network.load_state_dict(weights, strict=False)
@@ -180,16 +228,5 @@ def build_state(
         whole = copy.deepcopy(network).to("cpu" if world.main else "meta")
         for model_or_average in (network, *([] if ema is None else [ema.module])):
             shard(model_or_average, mesh, precision)
-    optimizers = build_optimizers(
-        network,
-        optim.name,
-        optim.lr,
-        optim.weight_decay,
-        optim.muon_lr,
-        optim.muon_weight_decay,
-        optim.muon_momentum,
-        optim.layer_decay,
-        world,
-        precision,
-    )
+    optimizers = build_optimizers(network, optim, world, precision)
     return TrainState(network, optimizers, ema, frozen=frozen, copy=whole)

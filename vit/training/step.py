@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit.config import AugmentConfig
 from vit.data.augment import augment, shrink
+from vit.data.config import AugmentConfig
 from vit.data.datasets import ImageSet
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
+from vit.distributed.shard import averages_gradients, synchronize, whole
+from vit.distributed.world import World
 from vit.hardware import autocast
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.seeding import fold_in
 from vit.training.compile import Compilation
-from vit.training.distributed import World
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
-from vit.training.sharding import averages_gradients, synchronize, whole
 from vit.training.state import TrainState
 
 
@@ -105,26 +105,14 @@ class TrainingStep:
             targets (B, C), probabilities.
         """
         step, device = self.state.step, images.device
-        mixes = self.schedule.mixes(step)
-        settings = self.augmentation
         classes = torch.arange(len(self.classes), device=device)
         targets = (labels[:, None] == classes).float()
         if self.features is not None:
             return images, targets
         images, targets = augment(
-            images,
-            targets,
-            self.preprocess,
-            self._draws(len(images), device),
-            crop_padding=settings.crop_padding,
-            crop_scale=settings.crop_scale if settings.crop == "resized" else None,
-            flip=settings.flip,
-            rand_ops=settings.rand_ops,
-            rand_magnitude=settings.rand_magnitude,
-            erasing=settings.erasing,
-            mixup=settings.mixup if mixes else 0.0,
-            cutmix=settings.cutmix if mixes else 0.0,
-        )
+            images, targets, self.preprocess, self._draws(len(images), device), self.augmentation,
+            mixes=self.schedule.mixes(step),
+        )  # fmt: skip
         return shrink(images, self.schedule.image_size(step)), targets
 
     def update(self, images: Tensor, targets: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from vit.config import Config, ModelConfig
 from vit.model.attention_model import attention_model, size_unit
+from vit.model.config import ModelConfig
 from vit.model.embed import image_conv
 from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
 from vit.registry import OPTIMIZERS
 from vit.settings import require, shorten
+from vit.training.config import Config
 from vit.training.schedule import scaled_size
 
 CLASSES = 10  # any number does

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 from vit.console import rank
-from vit.training.distributed import World, under_torchrun
+from vit.distributed.world import World, under_torchrun
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 

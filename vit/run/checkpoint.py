@@ -2,7 +2,7 @@
 
 A checkpoint is written completely or not at all and contains the SHA-256 of its contents, so a
 single changed bit is noticed. Only tensors and plain values are read back: nothing in a file is
-ever executed. The checkpoint of a sharded run is a folder, see `vit.sharded_checkpoint`; all others
+ever executed. The checkpoint of a sharded run is a folder, see `vit.run.sharded`; all others
 are files.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit.console import warn
 from vit.files import seal, unseal, write_atomically
-from vit.sharded_checkpoint import read_state, read_whole
+from vit.run.sharded import read_state, read_whole
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders

@@ -20,7 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from vit.console import warn
 from vit.files import write_atomically
-from vit.run_folder import METRICS_FILE
+from vit.run.folder import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 CURVES = ("train/", "val/", "test/")  # scalars that TensorBoard shows first

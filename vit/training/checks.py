@@ -3,21 +3,21 @@
 import math
 from pathlib import Path
 
-from vit.config import Config, ModelConfig
 from vit.data.layout import has_parts
+from vit.model.config import ModelConfig
 from vit.settings import divisors, require
+from vit.training.config import Config
 
 
 def check_sizes(config: Config) -> None:
-    """Check that model and augmentation fit the images of the data set, and load the attention.
+    """Check that model and augmentation fit the images of the data set.
 
     `ModelConfig` and `AugmentConfig` cannot check this themselves: the image size belongs to the
     data set.
 
     Raises:
-        ValueError: The patch size does not divide the image size or is not supported by the stem, a
-            model of timm does not fit the run, the crop padding is not smaller than the image, the
-            data set has other channels, or the attention cannot be used.
+        ValueError: The patch size does not divide the image size or is not supported by the stem,
+            the crop padding is not smaller than the image, or the data set has other channels.
     """
     require(
         config.data.channels in (None, 1, 3) or config.data.spec.own_files,
@@ -62,17 +62,29 @@ def check_sizes(config: Config) -> None:
         padding,
         f"0 to {limit} pixels with images of {size} pixels",
     )
-    if is_timm:
+
+
+def check_config(config: Config) -> None:
+    """Check what needs neither data nor run folder; a chosen attention is loaded.
+
+    Raises:
+        ValueError: As for `check_sizes`; the run is inside the data; a timm model does not fit the
+            run; or the attention cannot be used.
+    """
+    check_sizes(config)
+    check_out(config)
+    model, image_size = config.model, config.data.spec.image_size
+    if model.name != "vit":
         from vit.training.timm_rules import check_timm  # late: it imports torch and timm
 
-        check_timm(config, (height, width), config.data.spec.channels)
-    elif config.model.attention != "dot":
+        check_timm(config, image_size, config.data.spec.channels)
+    elif model.attention != "dot":
         from vit.model.variants import check_attention, load_attention  # late: it imports torch
 
-        model = config.model
         load_attention(model.attention)
-        if patch_size is not None:  # otherwise the pretrained model decides
-            prefix, patches = model.class_token + model.reg_tokens, height * width // patch_size**2
+        if model.patch_size is not None:  # otherwise the pretrained model decides
+            prefix = model.class_token + model.reg_tokens
+            patches = math.prod(image_size) // model.patch_size**2
             width = model.head_dim or model.embed_dim // model.num_heads
             check_attention(model.attention, model.num_heads, prefix + patches, width)
 

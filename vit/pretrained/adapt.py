@@ -1,6 +1,6 @@
 """Pretrained weights: adopting their architecture, and adapting them to other images and classes.
 
-`vit.training.pretrained` decides where weights come from and starts a run with them.
+`vit.pretrained.resolve` decides where weights come from and starts a run with them.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import ModelConfig
+from vit.data.preprocess import Preprocess
+from vit.model.config import PATCH_SIZE, ModelConfig
 from vit.model.embed import resample_pos_embed
 from vit.model.vit import VisionTransformer
 
@@ -47,6 +48,22 @@ class Pretrained:
     classes: tuple[str, ...] | None = field(default=None, kw_only=True)
     progress: str = field(default="", kw_only=True)
 
+    def adapted(
+        self, model: ModelConfig, preprocess: Preprocess, classes: tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], str]:
+        """Adapt the weights to the images and classes of a run.
+
+        Args:
+            model: Settings of the model.
+            preprocess: Gives the size and channels of its images.
+            classes: The names of the run's classes.
+
+        Returns:
+            Weights by name, without those of the head where it cannot be kept; and a text that
+            says what was adapted.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Source(Pretrained):
@@ -63,6 +80,13 @@ class Source(Pretrained):
     weights: dict[str, Tensor]
     grid: tuple[int, int]
     assumed: tuple[str, ...] = ()
+
+    def adapted(
+        self, model: ModelConfig, preprocess: Preprocess, classes: tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], str]:
+        """See `Pretrained.adapted`."""
+        patch_size = model.patch_size or PATCH_SIZE
+        return adapt(self, patch_size, preprocess.image_size, preprocess.channels, classes)
 
 
 def check_weights(source: Source) -> None:

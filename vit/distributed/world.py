@@ -1,6 +1,6 @@
 """The processes that share the batches of a run, and the communication between them.
 
-`vit.training.processes` or torchrun starts them, and describes them in the environment variables
+`vit.distributed.launch` or torchrun starts them, and describes them in the environment variables
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A single process communicates with nobody.
 """
 
@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
-from vit.training.activity import Activity
-from vit.training.watch import Watch
+from vit.distributed.activity import Activity
+from vit.distributed.watch import Watch
 
 T = TypeVar("T")
 
@@ -99,23 +99,23 @@ class World:
         """Let the main process do something before the others, such as downloading files.
 
         Yields:
-            What the main process tells the others: it fills the dictionary, and they get it filled.
+            What the main process shares: it fills the dictionary, and the others get it filled.
 
         Raises:
             SystemExit: In the other processes, with 2 if the main process fails with a ValueError
                 or OSError; it alone reports the problem.
         """
-        told: dict[str, Any] | None = {} if self.main else self.agree(None)
-        if told is None:
+        shared: dict[str, Any] | None = {} if self.main else self.agree(None)
+        if shared is None:
             raise SystemExit(2)
         try:
-            yield told
+            yield shared
         except (ValueError, OSError):
             if self.main:
                 self.agree(None)
             raise
         if self.main:
-            self.agree(told)
+            self.agree(shared)
 
 
 def world_size() -> int:
@@ -132,12 +132,12 @@ class ConnectionLost(Exception):
     """Another process of the run has ended, or has not answered in time.
 
     Attributes:
-        told: Whether that process has printed the reason on this machine.
+        reported: Whether that process has printed the reason on this machine.
     """
 
-    def __init__(self, text: str, told: bool) -> None:
+    def __init__(self, text: str, reported: bool) -> None:
         super().__init__(text)
-        self.told = told
+        self.reported = reported
 
 
 @contextlib.contextmanager
@@ -223,4 +223,4 @@ def _connection_lost(
             f"train.timeout_minutes: another process has not answered for {timeout_minutes:g} "
             "minutes; rerun the command to resume"
         )
-    return ConnectionLost(text, told=False)
+    return ConnectionLost(text, reported=False)

@@ -1,4 +1,4 @@
-"""The environment of a run: device, processes, signals, and the lock on its folder."""
+"""Starting a run: device, processes and signals, the lock on its folder, and what it resumes."""
 
 import contextlib
 import os
@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 
-from vit.checkpoint import Checkpoint
-from vit.config import Config
 from vit.console import is_out_of_memory, note, rank, say
+from vit.data.preprocess import Preprocess
 from vit.data.stream import Decoder
+from vit.distributed.stop import Stopped, StopRequest, stop_on_signals
+from vit.distributed.world import World, join_world
 from vit.hardware import choose_device, choose_precision
-from vit.run_folder import lock_run
-from vit.training.distributed import World, join_world
+from vit.pretrained.adapt import Pretrained
+from vit.pretrained.resolve import with_statistics
+from vit.run.checkpoint import Checkpoint
+from vit.run.folder import lock_run
+from vit.run.resume import check_run, extend_config
+from vit.training.checks import check_processes
+from vit.training.config import Config
 from vit.training.loop import Diverged
 from vit.training.messages import stopped_text
-from vit.training.resuming import check_run, extend_config
-from vit.training.rules import check_processes
-from vit.training.stopping import Stopped, StopRequest, stop_on_signals
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,40 @@ class Environment:
             "device": self.device.type,
             "precision": str(self.precision),
         }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose beginning is decided: from its first step, a checkpoint or pretrained weights.
+
+    Attributes:
+        config: The config; for an extension, it names the length of the finished run.
+        env: Device, processes and signals.
+        preprocess: How images become the model's input.
+        checkpoint: The state to resume from, if any.
+    """
+
+    config: Config
+    env: Environment
+    preprocess: Preprocess
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.config.out)
+
+    @classmethod
+    def begin(
+        cls,
+        config: Config,
+        env: Environment,
+        checkpoint: Checkpoint | None = None,
+        source: Pretrained | None = None,
+    ) -> "Run":
+        """Begin with a checkpoint or pretrained weights, whose images were normalized alike."""
+        preprocess = Preprocess.from_config(config.data)
+        return cls(config, env, with_statistics(preprocess, source, checkpoint), checkpoint)
 
 
 @contextlib.contextmanager
@@ -101,13 +138,22 @@ def start_environment(config: Config) -> Iterator[Environment]:
 
 @contextlib.contextmanager
 def claim_run(
-    config: Config, env: Environment, overwrite: bool, allow_changes: bool, extend: bool
-) -> Iterator[tuple[Config, Checkpoint | None]]:
+    config: Config,
+    env: Environment,
+    source: Pretrained | None = None,
+    overwrite: bool = False,
+    allow_changes: bool = False,
+    extend: bool = False,
+) -> Iterator[Run]:
     """Lock the run folder and decide whether to start or to resume; nothing is deleted yet.
 
-    Yields:
-        The config, which for an extension names the length of the finished run; and the checkpoint
-        to resume from, or None for a new run.
+    Args:
+        config: The run.
+        env: Its environment.
+        source: The pretrained weights that a new run starts from, if any.
+        overwrite: As for `vit.training.train.train`, like the following.
+        allow_changes: Whether an unfinished run may be resumed with another config.
+        extend: Whether to extend the finished run in the folder.
 
     Raises:
         ValueError: The folder is in use, or contains something that must not be overwritten.
@@ -127,4 +173,4 @@ def claim_run(
         if (env.device.type, before.get("processes")) == ("cpu", env.world.size) and threads != now:
             torch.set_num_threads(threads)
             note(f"a resumed run keeps its number of threads: {threads} per process, not {now}")
-        yield config, checkpoint
+        yield Run.begin(config, env, checkpoint, source)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import ModelConfig
-from vit.model.architecture import settings_of_timm, settings_of_weights
-from vit.model.pretrained import ARCHITECTURE, Source, check_weights
+from vit.model.config import ModelConfig
 from vit.model.timm_model import architecture_of
-from vit.model.timm_weights import TimmSource, own_arguments
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, bundled_models, is_own_file, load_model
+from vit.pretrained.adapt import ARCHITECTURE, Pretrained, Source, check_weights
+from vit.pretrained.architecture import settings_of_timm, settings_of_weights
+from vit.pretrained.timm import TimmSource, own_arguments
 from vit.settings import shorten
 
 TIMM = "timm:"
@@ -25,7 +25,7 @@ LOCAL = "local-dir:"  # before a folder, in timm's names
 TIMM_CONFIG = "config.json"  # in a folder that timm saved
 
 
-def find_source(name: str, model: ModelConfig) -> Source | TimmSource:
+def find_source(name: str, model: ModelConfig) -> Pretrained:
     """Read pretrained weights.
 
     Args:
@@ -38,7 +38,7 @@ def find_source(name: str, model: ModelConfig) -> Source | TimmSource:
             VisionTransformer lacks a part of their model.
     """
     path, ours = Path(name), model.name == "vit"
-    source: Source | TimmSource
+    source: Pretrained
     if name.startswith(TIMM) or (path / TIMM_CONFIG).is_file():
         timm_name = name.removeprefix(TIMM) if name.startswith(TIMM) else f"{LOCAL}{name}"
         source = (

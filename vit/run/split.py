@@ -3,10 +3,10 @@
 import dataclasses
 from pathlib import Path
 
-from vit.config import Config
 from vit.data.datasets import ImageSet, open_images
 from vit.files import write_table
-from vit.run_folder import SPLIT_FILE
+from vit.run.folder import SPLIT_FILE
+from vit.training.config import Config
 
 
 def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:

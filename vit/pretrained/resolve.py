@@ -1,24 +1,23 @@
 """Starting a run from pretrained weights: what the run takes over from them, and when.
 
-`vit.training.weight_files` reads the weights.
+`vit.pretrained.sources` reads the weights.
 """
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint import Checkpoint, checkpoint_paths
-from vit.config import Config, ModelConfig, from_dict
 from vit.data.preprocess import Preprocess
-from vit.model.pretrained import ARCHITECTURE, Pretrained, Source, adopt
-from vit.model.timm_weights import TimmSource, adopt_arguments, fit
-from vit.run_folder import stored_config
-from vit.training.weight_files import LOCAL, TIMM, find_source
+from vit.model.config import ModelConfig
+from vit.pretrained.adapt import ARCHITECTURE, Pretrained, Source, adopt
+from vit.pretrained.sources import LOCAL, TIMM, find_source
+from vit.pretrained.timm import TimmSource, adopt_arguments, fit
+from vit.run.checkpoint import Checkpoint, checkpoint_paths
+from vit.run.folder import stored_config
+from vit.training.config import Config, from_dict
 
 
-def resolve_pretrained(
-    config: Config, overwrite: bool
-) -> tuple[Config, Source | TimmSource | None]:
+def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:
     """Find the pretrained weights of a run and take their architecture into its config.
 
     A run that is resumed takes the architecture from its own config, so that the weights it once
@@ -47,6 +46,7 @@ def resolve_pretrained(
     source = find_source(name, config.model)
     if isinstance(source, Source):
         return dataclasses.replace(config, model=adopt(config.model, source.settings, name)), source
+    assert isinstance(source, TimmSource)
     model, images = adopt_arguments(config.model, source.arguments), config.data.spec
     fitted = fit(source, model, images.image_size, images.channels)
     return dataclasses.replace(config, model=model), fitted

@@ -16,7 +16,7 @@ import time
 from torch.distributed.distributed_c10d import Store
 
 from vit.console import printable, say, warn
-from vit.training.activity import Activity
+from vit.distributed.activity import Activity
 
 LIMIT = 60.0  # seconds that a process may wait for another before that one is named
 PATIENCE = 10.0  # seconds in which a process has to end after another one has failed

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.distributed.world import World
 from vit.hardware import local_processes
-from vit.training.distributed import World
 
 Parallel = Literal["replicate", "shard", "hybrid"]
 

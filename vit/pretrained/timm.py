@@ -1,6 +1,6 @@
 """Pretrained weights for a model of timm, fitted to other images and classes by timm's own code.
 
-`vit.training.weight_files` reads them, and `vit.training.pretrained` starts a run with them.
+`vit.pretrained.sources` reads them, and `vit.pretrained.resolve` starts a run with them.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
-from vit.model.pretrained import Pretrained, account, check_finite, why_new_head
+from vit.data.preprocess import Preprocess
+from vit.model.config import ModelConfig
 from vit.model.timm_model import (
     FROM_DATA,
     REFUSED,
@@ -22,6 +22,7 @@ from vit.model.timm_model import (
     create,
     head_names,
 )
+from vit.pretrained.adapt import Pretrained, account, check_finite, why_new_head
 from vit.settings import shorten
 
 CLASSES = 10  # any number does
@@ -39,14 +40,20 @@ class TimmSource(Pretrained):
         input_size: Channels, height and width of the images that they were trained on; None if
             unknown.
         head: Names of the tensors whose shape depends on the number of classes, set by `fit`.
-        adapted: What `fit` has changed, for people.
+        changes: What `fit` has changed, in words.
     """
 
     arguments: dict[str, Any]
     weights: dict[str, Tensor]
     input_size: tuple[int, int, int] | None = None
     head: tuple[str, ...] = ()
-    adapted: str = ""
+    changes: str = ""
+
+    def adapted(
+        self, model: ModelConfig, preprocess: Preprocess, classes: tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], str]:
+        """See `Pretrained.adapted`; `fit` has adapted them to the images before."""
+        return keep_head(self, classes)
 
 
 def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +112,7 @@ def fit(
         weights={key: value for key, value in fitted.items() if key not in head}
         | ({key: weights[key] for key in head} if has_head else {}),
         head=head,
-        adapted="; ".join(adapted[:SHOWN]) + more,
+        changes="; ".join(adapted[:SHOWN]) + more,
     )
 
 
@@ -124,7 +131,7 @@ def keep_head(source: TimmSource, classes: tuple[str, ...]) -> tuple[dict[str, T
     weights = {
         key: value for key, value in source.weights.items() if not new or key not in source.head
     }
-    changes = f"adapted: {source.adapted}" if source.adapted else ""
+    changes = f"adapted: {source.changes}" if source.changes else ""
     return weights, account(source, weights, changes, new)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
+from vit.model.config import ModelConfig
 from vit.model.encoder import ACTIVATIONS
 
 UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # which a state dict does not tell

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from vit.distributed.activity import Activity
 from vit.hardware import peak_memory
-from vit.training.activity import Activity
 
 SLOW = 0.8  # fraction of the others' speed below which a process is named
 SHORTEST = 5.0  # seconds of work below which its speed says little

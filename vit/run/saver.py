@@ -6,15 +6,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vit.checkpoint import Checkpoint, checkpoint_path, delete_others, save_checkpoint
-from vit.sharded_checkpoint import finish_writing, read_tensors, start_writing, wait_for
-from vit.training.distributed import World
-from vit.training.optim import set_lr
-from vit.training.state import COUNTS, TrainState
+from vit.distributed.world import World
+from vit.run.checkpoint import Checkpoint, checkpoint_path, delete_others, save_checkpoint
+from vit.run.sharded import finish_writing, start_writing, wait_for
+
+
+class State(Protocol):
+    """What a checkpoint contains; see `vit.training.state.TrainState`."""
+
+    step: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything, as fields of `Checkpoint`."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights and the state of the optimizers by name, perhaps sharded."""
+
+    def counts(self) -> dict[str, Any]:
+        """Return everything else, as fields of `Checkpoint` and as JSON."""
 
 
 class Saver(Protocol):
@@ -49,7 +61,7 @@ class FileSaver:
     """
 
     run: Path
-    state: TrainState
+    state: State
     about: dict[str, Any]
     world: World
     step: int = 0
@@ -76,7 +88,7 @@ class ShardedSaver:
     """
 
     run: Path
-    state: TrainState
+    state: State
     about: dict[str, Any]
     world: World
     step: int = 0
@@ -90,12 +102,10 @@ class ShardedSaver:
         self.step = self.state.step
         target = checkpoint_path(self.run, self.step)
         folder = target.with_name(f".{target.name}.tmp")
-        points = torch.stack(self.state.points).tolist() if self.state.points else []
-        counts = {name: getattr(self.state, name) for name in COUNTS}
-        values = {**self.about, **counts, "points": points}
+        values = {**self.about, **self.state.counts()}
         if self.world.main:  # before torch's exchange, after which all processes write
             shutil.rmtree(folder, ignore_errors=True)
-        writing = start_writing(folder, tensors_of(self.state), self._group)
+        writing = start_writing(folder, self.state.tensors(), self._group)
 
         def finish() -> None:
             wait_for(writing)
@@ -110,46 +120,3 @@ class ShardedSaver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-
-def tensors_of(state: TrainState) -> dict[str, Tensor]:
-    """Return all tensors of a state by name, the optimizers' by those of their parameters."""
-    named: dict[Tensor, str] = {p: name for name, p in state.model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    parts = {"model": state.model, "ema": None if state.ema is None else state.ema.module}
-    for part, module in parts.items():
-        if module is not None:
-            tensors |= {f"{part}.{name}": value for name, value in module.state_dict().items()}
-    for number, optimizer in enumerate(state.optimizers):
-        for parameter, values in optimizer.state.items():
-            for key, value in values.items():
-                tensors[f"optimizers.{number}.{key}.{named[parameter]}"] = value
-    # Safetensors are read in slices, which a number has none of.
-    return {name: value if value.ndim else value.view(1) for name, value in tensors.items()}
-
-
-def load_folder(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Restore a state from a checkpoint that is a folder; called by all processes.
-
-    The state may be sharded among any number of processes, or whole.
-
-    Args:
-        state: A new state; its settings stay.
-        checkpoint: Without tensors.
-
-    Raises:
-        ValueError: It has other tensors than the state.
-    """
-    assert checkpoint.folder is not None
-    set_lr(state.optimizers, 0.0)
-    stepped = checkpoint.step > checkpoint.skipped
-    for optimizer in state.optimizers if stepped else ():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # moves nothing, but makes the tensors of its state
-        optimizer.zero_grad(set_to_none=True)
-    read_tensors(checkpoint.folder, tensors_of(state))
-    state.points = list(checkpoint.points.to(next(state.model.parameters()).device))
-    for name in COUNTS:
-        setattr(state, name, getattr(checkpoint, name))

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from vit.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
-from vit.config import Config, changed_keys, from_dict, to_dict
 from vit.files import write_atomically
 from vit.registry import ALL_KINDS
+from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
+from vit.settings import changed_keys
+from vit.training.config import Config, from_dict, to_dict
 
 CONFIG_FILE = "config.yaml"
 EXTENSION_FILE = "extension.yaml"  # config of an extension, until it is finished

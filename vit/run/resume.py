@@ -6,9 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint import Checkpoint, latest_checkpoint
-from vit.config import Config, changed_keys, from_dict, to_dict
-from vit.run_folder import (
+from vit.run.checkpoint import Checkpoint, latest_checkpoint
+from vit.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
     MODEL_FILE,
@@ -17,6 +16,8 @@ from vit.run_folder import (
     stored_config,
     with_defaults,
 )
+from vit.settings import changed_keys
+from vit.training.config import Config, from_dict, to_dict
 
 # Settings that must not change when a run is resumed.
 FIXED = (

@@ -7,6 +7,7 @@ bit identical to an uninterrupted one; on a GPU, up to the order in which kernel
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,36 +16,43 @@ from typing import Any
 import torch
 import yaml
 
-from vit.checkpoint import Checkpoint
 from vit.classifier import Classifier
-from vit.config import Config, flatten, to_dict
-from vit.console import say
+from vit.console import note, say
 from vit.data.datasets import ImageSet, choose_probes, load_test_images, load_training
-from vit.data.preprocess import Preprocess
-from vit.data.stream import Decoder, ImageFiles
+from vit.data.stream import ImageFiles
+from vit.distributed.shard import is_sharded
+from vit.distributed.world import under_torchrun
 from vit.evaluation import Evaluator, Validation
 from vit.explain.canvas import report_boxes
-from vit.hardware import cores_of_all_processes
+from vit.hardware import choose_device, cores_of_all_processes, cores_to_use
 from vit.model.attention_model import attention_model
-from vit.model.pretrained import Source
-from vit.model.timm_weights import TimmSource
 from vit.model_file import save_model
+from vit.pretrained.resolve import resolve_pretrained
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.report import write_report
-from vit.run_folder import EVAL_FOLDER, MAPS_FOLDER, MODEL_FILE, finish_extension, prepare_run
-from vit.tracking import Tracker, milestones
+from vit.run.folder import (
+    EVAL_FOLDER,
+    MAPS_FOLDER,
+    MODEL_FILE,
+    finish_extension,
+    prepare_run,
+    stored_config,
+)
+from vit.run.saver import FileSaver, ShardedSaver
+from vit.run.split import write_split
+from vit.run.tracker import Tracker, milestones
+from vit.settings import flatten
 from vit.training.build import build_step
+from vit.training.checks import check_config, check_processes
 from vit.training.compile import eagerly
-from vit.training.environment import Environment, claim_run, start_environment
+from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
-from vit.training.pretrained import resolve_pretrained, with_statistics
-from vit.training.rules import check_out, check_sizes
-from vit.training.saving import FileSaver, ShardedSaver
-from vit.training.sharding import is_sharded
-from vit.training.split import write_split
+from vit.training.start import Run, claim_run, start_environment
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+
+FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 
 
 def train(
@@ -74,50 +82,23 @@ def train(
         SystemExit: With code 128 + N after signal N, 3 if training diverged, 1 if the last
             checkpoint could not be written.
     """
-    config, source = prepare(config, overwrite)
-    return train_prepared(config, source, overwrite, allow_changes, extend)
-
-
-def prepare(config: Config, overwrite: bool = False) -> tuple[Config, Source | TimmSource | None]:
-    """Find the pretrained weights of a run, and check what needs neither data nor run folder.
-
-    Args:
-        config: The run.
-        overwrite: Whether an earlier run in the folder is going to be deleted.
-
-    Returns:
-        The config, with the architecture of the weights; and the weights, or None.
-
-    Raises:
-        ValueError: The config is invalid, or the weights cannot be used.
-    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        overwrite = False  # what is there now is this run, from before torchrun's restart
     config, source = resolve_pretrained(config, overwrite)
-    check_sizes(config)
-    check_out(config)
-    return config, source
-
-
-def train_prepared(
-    config: Config,
-    source: Source | TimmSource | None,
-    overwrite: bool = False,
-    allow_changes: bool = False,
-    extend: bool = False,
-) -> dict[str, Any] | None:
-    """Do what `train` does after `prepare`, whose results config and source are."""
+    check_config(config)
     with (
         start_environment(config) as env,
-        claim_run(config, env, overwrite, allow_changes, extend) as (config, checkpoint),
+        claim_run(config, env, source, overwrite, allow_changes, extend) as run,
     ):
-        training, held_out = load_data(config, checkpoint, env, source)
-        step = build_step(config, checkpoint, training, env, source)
+        training, held_out = load_data(run)
+        step = build_step(run, training, source)
         del source  # its weights are in the model
         if env.world.main:
-            say(start_text(config, step, training, held_out))
-        with open_tracker(config, step.state, checkpoint is not None, env) as tracker:
-            if tracker is not None and checkpoint is None and training.fingerprint:
-                write_split(config, training, held_out)
-            loop = build_loop(config, step, training, held_out, tracker, env)
+            say(start_text(run.config, step, training, held_out))
+        with open_tracker(run, step.state) as tracker:
+            if tracker is not None and run.checkpoint is None and training.fingerprint:
+                write_split(run.config, training, held_out)
+            loop = build_loop(run, step, training, held_out, tracker)
             loop.run()
             classifier, state, save_error = loop.classifier(), step.state, loop.save_error
             fingerprint = training.fingerprint
@@ -125,41 +106,92 @@ def train_prepared(
             if tracker is None:
                 return None
             with cores_of_all_processes(), eagerly():
-                return finish_run(
-                    config, classifier, state, tracker, save_error, env.decoder, fingerprint
-                )
+                return finish_run(run, classifier, state, tracker, save_error, fingerprint)
 
 
-def load_data(
-    config: Config,
-    checkpoint: Checkpoint | None,
-    env: Environment,
-    source: Source | TimmSource | None = None,
-) -> tuple[ImageSet, ImageSet]:
-    """Load the training images and the held-out images, and move them to the device.
+def on_all_cores(config: Config, overwrite: bool) -> Config:
+    """Fill in `train.processes`, see `choose_processes`, and check that they can share a batch.
 
     Args:
         config: The run.
-        checkpoint: The state to resume from, if any.
-        env: The environment of the run.
-        source: The pretrained weights to start from, if any; their mean pads images.
+        overwrite: Whether an earlier run in the folder is going to be deleted.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if under_torchrun():
+        return config
+    folder = Path(config.out)
+    stored = None if overwrite else stored_config(folder)
+    count, fresh = (choose_processes(config, before, cores_to_use()) for before in (stored, None))
+    if count != fresh and not (folder / MODEL_FILE).exists():
+        kept = "which it keeps when it is resumed"
+        note(f"number of processes of the run: {count}, {kept}; a new run would have {fresh}")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
+    check_processes(config, count)
+    return config
+
+
+def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) -> int:
+    """Return how many processes train a run.
+
+    Args:
+        config: The run.
+        stored: The config of the run in its folder, or None if there is none.
+        cores: Number of cores to compute on.
+
+    Returns:
+        `train.processes`, or else that of the stored run, or else the largest number up to `cores`
+        that divides the batch into equal parts of at least `FEWEST_IMAGES`, an even number if they
+        are mixed in pairs. On an accelerator, and where only the head is trained, a single process.
+
+    Raises:
+        ValueError: An accelerator was to be shared by several processes.
+    """
+    settings = config.train
+    on_cpu = choose_device(settings.device).type == "cpu"
+    if settings.processes is not None:
+        if settings.processes > 1 and not on_cpu:
+            raise ValueError(
+                f"train.processes: {settings.processes} is only for a CPU; start a process for "
+                f"each GPU with `torchrun --nproc_per_node {settings.processes} train.py ...`"
+            )
+        return settings.processes
+    if not on_cpu:
+        return 1
+    if stored is not None:
+        return stored["train"].get("processes") or 1  # which older versions do not name
+    if settings.freeze == "backbone":
+        return 1
+    parts = settings.batch_size // settings.accumulate
+    group = 2 if config.augment.mixes else 1  # images that one process needs together
+    fitting = (
+        n
+        for n in range(1, cores + 1)
+        if parts % n == 0 and parts >= FEWEST_IMAGES * n and settings.batch_size // n % group == 0
+    )
+    return max(fitting, default=1)
+
+
+def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
+    """Load the training images and the held-out images, and move them to the device.
 
     Raises:
         ValueError: Images are missing, or differ from those the run was started with.
     """
+    config, checkpoint, env = run.config, run.checkpoint, run.env
     data = config.data
-    preprocess = with_statistics(Preprocess.from_config(data), source, checkpoint)
-    with env.world.main_first() as told:
+    with env.world.main_first() as shared:
 
         def find_unreadable(files: ImageFiles) -> list[int]:
             if env.world.main:  # one process looks, so that all leave out the same images
-                told["unreadable"] = files.unreadable()
-            found: list[int] = told["unreadable"]
+                shared["unreadable"] = files.unreadable()
+            found: list[int] = shared["unreadable"]
             return found
 
         training, held_out = load_training(
-            data, config.train.seed, preprocess,
-            preprocess.stored() if config.augment.crop == "resized" else None,
+            data, config.train.seed, run.preprocess,
+            run.preprocess.stored() if config.augment.crop == "resized" else None,
             env.decoder, check=env.world.main and checkpoint is None,  # once a run
             find_unreadable=find_unreadable,
         )  # fmt: skip
@@ -177,31 +209,25 @@ def load_data(
 
 
 @contextlib.contextmanager
-def open_tracker(
-    config: Config, state: TrainState, resume: bool, env: Environment
-) -> Iterator[Tracker | None]:
+def open_tracker(run: Run, state: TrainState) -> Iterator[Tracker | None]:
     """Prepare the run folder and open the logs; yields None in all processes but the main one."""
-    if not env.world.main:
+    if not run.env.world.main:
         yield None
         return
-    run = prepare_run(config, resume, state.step)
-    with contextlib.closing(Tracker(run, state.step)) as tracker:
+    folder = prepare_run(run.config, run.checkpoint is not None, state.step)
+    with contextlib.closing(Tracker(folder, state.step)) as tracker:
         if state.step == 0:
-            tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(config))}```")
+            tracker.text("config", f"```yaml\n{yaml.safe_dump(to_dict(run.config))}```")
             tracker.text("model", f"```\n{state.model}\n```")
         yield tracker
 
 
 def build_loop(
-    config: Config,
-    step: TrainingStep,
-    training: ImageSet,
-    held_out: ImageSet,
-    tracker: Tracker | None,
-    env: Environment,
+    run: Run, step: TrainingStep, training: ImageSet, held_out: ImageSet, tracker: Tracker | None
 ) -> Loop:
     """Build the loop: the step with evaluators, logging and checkpoints."""
-    run, seed, schedule = Path(config.out), config.train.seed, step.schedule
+    config, env, schedule = run.config, run.env, step.schedule
+    seed = config.train.seed
     looked_at = held_out if len(held_out) else training
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     validated = epochs | {schedule.total_steps}
@@ -210,7 +236,7 @@ def build_loop(
         # Training images may be stored larger than the model takes them.
         probes = choose_probes(looked_at, config.track.probes, seed).resized(step.preprocess)
         steps = milestones(schedule.total_steps, config.track.milestones)
-        evaluators.append(AttentionLogging(run / MAPS_FOLDER, probes, steps, seed))
+        evaluators.append(AttentionLogging(run.folder / MAPS_FOLDER, probes, steps, seed))
     about: dict[str, Any] = {
         "config": to_dict(config),
         "preprocess": step.preprocess.to_dict(),
@@ -226,7 +252,7 @@ def build_loop(
     }
 
     kind = ShardedSaver if is_sharded(step.state.model) else FileSaver
-    saver = kind(run, step.state, about, env.world)
+    saver = kind(run.folder, step.state, about, env.world)
     return Loop(
         step, training, evaluators, tracker, saver, env.stop, config.track.every,
         config.train.max_skipped, config.data.balance == "sampler",
@@ -234,12 +260,11 @@ def build_loop(
 
 
 def finish_run(
-    config: Config,
+    run: Run,
     classifier: Classifier,
     state: TrainState,
     tracker: Tracker,
     save_error: OSError | None,
-    decoder: Decoder,
     fingerprint: str,
 ) -> dict[str, Any]:
     """Evaluate the finished model on the test images, and write the report and the model file.
@@ -247,20 +272,19 @@ def finish_run(
     Raises:
         SystemExit: With 1 if the last checkpoint could not be written.
     """
-    run, data = Path(config.out), config.data
+    config, folder = run.config, run.folder
     test = load_test_images(
-        dataclasses.replace(data, download=False), classifier.preprocess, decoder
+        dataclasses.replace(config.data, download=False), classifier.preprocess, run.env.decoder
     )
     result = write_report(
-        classifier, test, run / EVAL_FOLDER, step=state.step, probes=config.track.probes
+        classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
     write_hyperparameters(tracker, config, state.step, result)
     tracker.flush()
-    save_model(run / MODEL_FILE, classifier, config, state.step, fingerprint)
-    finish_extension(run)
+    save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
+    finish_extension(folder)
     report_boxes()
-    variant = config.model.attention
-    say(end_text(run, result, state.seconds, classifier.has_maps, variant))
+    say(end_text(folder, result, state.seconds, classifier.has_maps, config.model.attention))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)

@@ -1,0 +1,141 @@
+"""Starting the processes of a run on a CPU: one per core, which share every batch.
+
+Threads that share an operation wait for each other hundreds of times per step. Next to another busy
+program, each wait can last until the scheduler runs the slowest thread again, and training slows to
+a fraction of its speed. Processes that share a batch wait for each other once per step.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from vit.console import rank
+from vit.distributed.world import MEETING, ConnectionLost, under_torchrun
+from vit.hardware import cores_to_use
+
+PATIENCE = 10  # seconds in which the other processes end after the first one, or after a failure
+LOOPBACK = ("lo", "lo0")  # on Linux and macOS
+
+
+@contextlib.contextmanager
+def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Run a function in other processes of this machine, while this one runs it as well.
+
+    This process is the first one, so that it writes, prints, and ends with the exit code of the
+    run. Where torchrun has started the processes, none are started here.
+
+    Args:
+        count: Number of processes, this one included. Each gets an equal part of the cores.
+        work: The function.
+        *args: Its arguments.
+
+    Raises:
+        ValueError: Another process was killed, or has failed with this error.
+    """
+    if under_torchrun():
+        with _reported_by_first():
+            yield
+        return
+    threads = max(1, cores_to_use() // count)
+    if count == 1:
+        torch.set_num_threads(threads)
+        yield
+        return
+    torch.set_num_threads(1)  # a copy of this process has none of its threads
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            MEETING: f"file://{folder}/meeting",
+        }
+        loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACK]
+        if loopback:  # the processes need no network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        with _others(count - 1, threads, work, args):
+            torch.set_num_threads(threads)
+            yield
+
+
+@contextlib.contextmanager
+def _others(count: int, *args: Any) -> Iterator[None]:
+    """Run all processes but the first while the first does something.
+
+    Args:
+        count: Number of other processes.
+        *args: The arguments of `_run`.
+    """
+    # A copy of this process has imported everything. Elsewhere, copies are not safe.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    errors: SimpleQueue[Exception] = multiprocessing.get_context(method).SimpleQueue()
+    context = start_processes(_run, (errors, *args), count, join=False, start_method=method)
+    try:
+        yield
+    except ConnectionLost as error:
+        _report_end(context.processes, errors)
+        raise ValueError(str(error)) from None
+    finally:
+        for process in context.processes:
+            process.join(PATIENCE)
+            process.kill()
+
+
+def _run(
+    index: int,
+    errors: "SimpleQueue[Exception]",
+    threads: int,
+    work: Callable[..., object],
+    args: tuple[Any, ...],
+) -> None:
+    """Call a function in one of the other processes; the first process has number 0.
+
+    An error that the first process has as well is reported by that one, so it is only passed on.
+    """
+    os.environ |= {"RANK": str(index + 1), "LOCAL_RANK": str(index + 1)}
+    torch.set_num_threads(threads)
+    try:
+        work(*args)
+    except ConnectionLost:
+        raise SystemExit(1) from None
+    except Exception as error:
+        error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")
+        errors.put(error)
+        raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _reported_by_first() -> Iterator[None]:
+    """Let the first process alone report a lost connection that nobody has reported."""
+    try:
+        yield
+    except ConnectionLost as error:
+        if rank() != 0 or error.reported:
+            raise SystemExit(1) from None
+        raise ValueError(str(error)) from None
+
+
+def _report_end(processes: list[BaseProcess], errors: "SimpleQueue[Exception]") -> None:
+    """Raise the error with which another process has ended, or that it was killed."""
+    wait([process.sentinel for process in processes], PATIENCE)
+    if not errors.empty():
+        raise errors.get() from None
+    for number, process in enumerate(processes, start=1):
+        process.join(PATIENCE)
+        if process.exitcode is not None and process.exitcode < 0:
+            name = signal.Signals(-process.exitcode).name
+            raise ValueError(
+                f"train.processes: process {number} was ended by {name}; rerun the command to "
+                "resume, and if memory runs out, use fewer --train.processes"
+            ) from None
