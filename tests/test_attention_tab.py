@@ -341,7 +341,7 @@ def test_negative_weights_have_a_signed_scale(
     np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
     colours = colours_of(expected[1, 1].reshape(8, 8), contrast, [expected])
     np.testing.assert_allclose(pixels_of_map(frame, 1, 1), colours, atol=6)
-    # Rollout has no sign, and a scale of its own: that of all tokens but the one in question.
+    # Rollout, which has no sign, has a scale of its own, of all tokens but the one in question.
     others = np.delete(rolled, 27, axis=1)
     colours = colours_of(rolled[1].reshape(8, 8), contrast, [others])
     np.testing.assert_allclose(pixels_of_map(frame, 1, "rollout"), colours, atol=6)

@@ -27,6 +27,7 @@ from vit.model.vit import VisionTransformer
 from vit.registry import ALL_KINDS
 
 CASES = [("mean", 0), ("mean", 1), ("mean", 5), ("class_token", 1), ("class_token", 5)]
+with_cases = pytest.mark.parametrize(("readout", "prefix"), CASES)
 
 
 def draw_weights(layers: int, batch: int, heads: int, tokens: int, seed: int = 0) -> Tensor:
@@ -50,7 +51,6 @@ ROLLOUTS = {
     "rollout of the largest without 0.3": {"head_fusion": "max", "discard_ratio": 0.3},
     "rollout of the least without 0.9": {"head_fusion": "min", "discard_ratio": 0.9},
     "rollout of later layers": {"start_layer": 1},
-    "rollout of the last layer": {"start_layer": 3},
 }
 VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
 OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")
@@ -145,20 +145,22 @@ def paper_map(variant: str, weights, gradients, readout: str, prefix: int) -> np
     return read_out(matrix, readout, prefix)
 
 
-@with_variants
-def test_maps_are_the_papers_formulas(variant):
-    for readout, prefix in CASES:
-        weights = draw_weights(4, 3, 4, prefix + 9)
-        gradients = draw_gradients(weights)
+@with_cases
+def test_maps_are_the_papers_formulas(readout, prefix):
+    weights = draw_weights(4, 3, 4, prefix + 9)
+    gradients = draw_gradients(weights)
+    for variant in VARIANTS:
         maps = make_maps(variant, weights, gradients, readout, prefix)
         assert maps.shape == (3, 9) and maps.dtype == torch.float32
-        expected = np.stack(
-            [paper_map(variant, weights[:, b], gradients[:, b], readout, prefix) for b in range(3)]
-        )
-        np.testing.assert_allclose(maps.numpy(), expected, rtol=0, atol=1e-5)
+        expected = [
+            paper_map(variant, weights[:, b], gradients[:, b], readout, prefix) for b in range(3)
+        ]
+        np.testing.assert_allclose(maps, np.stack(expected), rtol=0, atol=1e-5, err_msg=variant)
+    assert torch.equal(weights, draw_weights(4, 3, 4, prefix + 9))  # they stay as they are
+    assert torch.equal(gradients, draw_gradients(weights))
 
 
-@pytest.mark.parametrize(("readout", "prefix"), CASES)
+@with_cases
 def test_head_maps_are_the_rows_that_are_read(readout, prefix):
     weights = draw_weights(3, 2, 4, prefix + 6)
     maps = head_maps(weights, readout=readout, num_prefix_tokens=prefix)
@@ -169,15 +171,13 @@ def test_head_maps_are_the_rows_that_are_read(readout, prefix):
 
 
 @with_variants
-def test_half_precision_weights_of_any_sequence_are_mapped_in_float32(variant):
-    weights = draw_weights(6, 2, 3, 10).bfloat16()
-    gradients = draw_gradients(weights).bfloat16()
-    before = weights.clone(), gradients.clone()
-    maps = make_maps(variant, weights, gradients, "mean", 1)
-    assert maps.dtype == torch.float32
-    exact = make_maps(variant, list(weights.float()), tuple(gradients.float()), "mean", 1)
-    assert torch.equal(maps, exact)
-    assert torch.equal(weights, before[0]) and torch.equal(gradients, before[1])
+def test_weights_are_a_tensor_or_a_sequence_of_any_precision(variant):
+    weights = draw_weights(3, 2, 2, 7).bfloat16()
+    gradients = draw_gradients(weights)
+    maps = make_maps(variant, weights, gradients, "class_token", 1)
+    assert torch.equal(make_maps(variant, list(weights), tuple(gradients), "class_token", 1), maps)
+    exact = make_maps(variant, weights.float(), gradients.float(), "class_token", 1)
+    assert maps.dtype == torch.float32 and torch.equal(maps, exact)
 
 
 # Two layers of two heads over three tokens, and what comes out, worked out on paper:
@@ -194,6 +194,21 @@ SECOND = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [3 / 8, 1 / 4]),
+        ("class_token", 2, [1 / 4]),
+        ("mean", 1, [(25 / 32 + 1 / 4) / 2, (1 / 32 + 3 / 4) / 2]),
+        ("mean", 0, [(3 / 8 + 3 / 16) / 3, (3 / 8 + 25 / 32 + 1 / 4) / 3, (1 / 4 + 25 / 32) / 3]),
+    ],
+)
+def test_rollout_by_hand(readout, prefix, expected):
+    weights = torch.tensor([FIRST, SECOND])[:, None]
+    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
+    assert maps.tolist() == [pytest.approx(expected, abs=1e-7)]
+
+
 # The gradients of a class beside them; a 9 stands where nothing is attended to, and counts for
 # nothing. What speaks for the class, mean over heads of the positive products, is
 # [[1, 0, 1], [0, 1, 0], [0, 2, 0]] in the first layer and
@@ -208,26 +223,54 @@ SECOND_GRADIENTS = [
 ]
 
 
-# R is [[2, 0, 1], [0, 2, 0], [0, 2, 1]] after the first layer; the second adds
-# [[0, 8, 1], [0, 0, 0], [0, 2, 1]]; without the identity, [[1, 8, 2], [0, 1, 0], [0, 4, 1]].
-# The factors of gradient rollout are [[3/4, 0, 1/4], [0, 1, 0], [0, 1/2, 1/2]] of the first layer
-# and, as nothing speaks for the class in the second row, [[1/2, 3/8, 1/8], [0, 1, 0], [0, 0, 1]] of
-# the second; second times first is [[3/8, 7/16, 3/16], [0, 1, 0], [0, 1/2, 1/2]].
-@pytest.mark.parametrize(
-    ("variant", "class_token", "mean"),
-    [
-        ("rollout", [3 / 8, 1 / 4], [(25 / 32 + 1 / 4) / 2, (1 / 32 + 3 / 4) / 2]),
-        ("relevance", [8, 2], [(1 + 4) / 2, 1 / 2]),
-        ("gradient_rollout", [7 / 16, 3 / 16], [(1 + 1 / 2) / 2, 1 / 4]),
-        ("raw", [1 / 2, 1 / 2], [1 / 4, 1 / 2]),
-    ],
-)
-def test_maps_by_hand(variant, class_token, mean):
+def map_by_hand(variant: str, readout: str, prefix: int) -> list[float]:
     weights = torch.tensor([FIRST, SECOND])[:, None]
     gradients = torch.tensor([FIRST_GRADIENTS, SECOND_GRADIENTS])[:, None]
-    for readout, expected in (("class_token", class_token), ("mean", mean)):
-        maps = make_maps(variant, weights, gradients, readout, 1)
-        assert maps[0].tolist() == pytest.approx(expected, abs=1e-6)
+    return make_maps(variant, weights, gradients, readout, prefix)[0].tolist()
+
+
+# R is [[2, 0, 1], [0, 2, 0], [0, 2, 1]] after the first layer; the second adds
+# [[0, 8, 1], [0, 0, 0], [0, 2, 1]]; without the identity, [[1, 8, 2], [0, 1, 0], [0, 4, 1]].
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [8, 2]),
+        ("class_token", 2, [2]),
+        ("mean", 1, [(1 + 4) / 2, 1 / 2]),
+        ("mean", 0, [1 / 3, (8 + 1 + 4) / 3, (2 + 1) / 3]),
+    ],
+)
+def test_relevance_by_hand(readout, prefix, expected):
+    assert map_by_hand("relevance", readout, prefix) == pytest.approx(expected, abs=1e-6)
+
+
+# The factors are [[3/4, 0, 1/4], [0, 1, 0], [0, 1/2, 1/2]] of the first layer and, as nothing
+# speaks for the class in the second row, [[1/2, 3/8, 1/8], [0, 1, 0], [0, 0, 1]] of the second;
+# second times first is [[3/8, 7/16, 3/16], [0, 1, 0], [0, 1/2, 1/2]].
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [7 / 16, 3 / 16]),
+        ("class_token", 2, [3 / 16]),
+        ("mean", 1, [(1 + 1 / 2) / 2, 1 / 4]),
+        ("mean", 0, [1 / 8, (7 / 16 + 1 + 1 / 2) / 3, (3 / 16 + 1 / 2) / 3]),
+    ],
+)
+def test_gradient_rollout_by_hand(readout, prefix, expected):
+    assert map_by_hand("gradient_rollout", readout, prefix) == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("readout", "prefix", "expected"),
+    [
+        ("class_token", 1, [1 / 2, 1 / 2]),
+        ("class_token", 2, [1 / 2]),
+        ("mean", 1, [1 / 4, 1 / 2]),
+        ("mean", 0, [1 / 6, 1 / 3, 1 / 2]),
+    ],
+)
+def test_raw_attention_by_hand(readout, prefix, expected):
+    assert map_by_hand("raw", readout, prefix) == pytest.approx(expected, abs=1e-7)
 
 
 def test_what_speaks_against_a_class_is_no_relevance():
@@ -241,9 +284,19 @@ def test_what_speaks_against_a_class_is_no_relevance():
     assert gradient_rollout(weights, against, **how).tolist() == [[1 / 4] * 4]
 
 
+def test_relevance_grows_with_the_logit_and_gradient_rollout_does_not():
+    weights = draw_weights(1, 2, 3, 6)
+    gradients = draw_gradients(weights)
+    kinds = ("gradient_rollout", "relevance")
+    once = {name: make_maps(name, weights, gradients, "mean", 1) for name in kinds}
+    twice = {name: make_maps(name, weights, 2 * gradients, "mean", 1) for name in kinds}
+    torch.testing.assert_close(twice["relevance"], 2 * once["relevance"])
+    torch.testing.assert_close(twice["gradient_rollout"], once["gradient_rollout"])
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-9])
 def test_small_relevances_are_precise(scale):
-    readout, prefix = "mean", 5
+    readout, prefix = "mean", 1
     weights = draw_weights(4, 2, 3, prefix + 9)
     gradients = scale * draw_gradients(weights)
     maps = make_maps("relevance", weights, gradients, readout, prefix)
@@ -258,14 +311,61 @@ def test_small_relevances_are_precise(scale):
         np.testing.assert_allclose(maps[b].numpy(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("variant", OF_WEIGHTS)
-def test_unknown_readouts_are_refused(variant):
+def test_the_order_of_layers_matters():
+    weights = torch.tensor([SECOND, FIRST])[:, None]
+    maps = attention_rollout(weights, readout="class_token", num_prefix_tokens=1)
+    # [3/4, 1/8, 1/8] times the second factor: 3/8 + 1/32, 3/16 + 3/32, 3/16 + 1/8.
+    assert maps.tolist() == [pytest.approx([9 / 32, 5 / 16], abs=1e-7)]
+
+
+@with_cases
+def test_maps_are_shares(readout, prefix):
+    weights = draw_weights(12, 3, 3, prefix + 16)
+    for variant in VARIANTS:
+        maps = make_maps(variant, weights, draw_gradients(weights), readout, prefix)
+        assert (maps >= 0).all()
+        if variant != "relevance":
+            total = maps.sum(1)
+            assert (total < 1).all() if prefix else torch.allclose(total, torch.ones(3), atol=1e-6)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_uniform_attention_makes_a_uniform_map(prefix):
+    tokens, layers = prefix + 9, 3
+    weights = torch.full((layers, 2, 4, tokens, tokens), 1 / tokens)
+    for readout in ("mean", "class_token") if prefix else ("mean",):
+        maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
+        # Each factor keeps half; what attention has touched once is uniform over all tokens.
+        kept = 0.5**layers
+        share = (1 - kept) / tokens + (kept / 9 if readout == "mean" else 0)
+        torch.testing.assert_close(maps, torch.full((2, 9), share), rtol=0, atol=1e-7)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(VARIANTS), st.permutations(range(7)), st.sampled_from(CASES))
+def test_permuting_patches_permutes_the_map(variant, order, case):
+    readout, prefix = case
+    weights = draw_weights(3, 2, 2, prefix + 7)
+    gradients = draw_gradients(weights)
+    tokens = [*range(prefix), *(prefix + place for place in order)]
+    permuted = [given_[..., tokens, :][..., tokens] for given_ in (weights, gradients)]
+    maps = make_maps(variant, weights, gradients, readout, prefix)
+    others = make_maps(variant, *permuted, readout, prefix)
+    torch.testing.assert_close(others, maps[:, order], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("readout", "prefix", "message"),
+    [
+        ("max", 1, "readout: 'max' is not class_token or mean"),
+        ("class_token", 0, "readout: class_token needs num_prefix_tokens of at least 1"),
+    ],
+)
+def test_unknown_readouts_are_refused(readout, prefix, message):
     weights = draw_weights(2, 1, 1, 4)
-    with pytest.raises(ValueError, match=r"^readout: 'max' is not class_token or mean$"):
-        make_maps(variant, weights, weights, "max", 1)
-    message = "^readout: class_token needs num_prefix_tokens of at least 1$"
-    with pytest.raises(ValueError, match=message):
-        make_maps(variant, weights, weights, "class_token", 0)
+    for variant in VARIANTS:
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            make_maps(variant, weights, weights, readout, prefix)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +379,7 @@ def test_unknown_readouts_are_refused(variant):
         ({"start_layer": -1}, "start_layer: -1 is not a layer of this model; it must be 0 to 2"),
     ],
 )
-def test_unknown_options_are_refused_before_any_pass(wrong, message, monkeypatch):
+def test_options_out_of_range_are_refused(wrong, message, monkeypatch):
     with pytest.raises(ValueError, match=f"^{message}$"):
         attention_rollout(draw_weights(3, 1, 1, 4), readout="mean", num_prefix_tokens=1, **wrong)
     vit = draw_vit(MODELS["mean"])
@@ -299,10 +399,14 @@ SHARES = [[1, 12, 3], [8, 4, 4], [0, 12, 4]]
     ("ratio", "prefix", "expected"),
     [
         (0.0, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        # Less than one of six weights.
+        (0.1, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
+        (0.2, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Three of six, but the second to the fourth are equal and stay together.
         (0.5, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Four of six: they go together. The prefix token keeps its weights, be they the least.
         (0.7, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
+        (0.99, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
         (0.7, 2, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Without prefix tokens, the second row loses everything and stays with itself.
         (0.8, 0, [[0, 1, 0], [0, 1, 0], [0, 1, 0]]),
@@ -312,6 +416,29 @@ def test_discarding_by_hand(ratio, prefix, expected):
     fused = fuse_heads(torch.tensor(SHARES)[None, None] / 16, prefix, "mean", ratio)
     assert fused.shape == (1, 3, 3)
     torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "expected"),
+    [
+        ("mean", [[0, 1 / 2, 1 / 2], [3 / 8, 1 / 4, 3 / 8], [0, 0, 1]]),
+        ("max", [[0, 1 / 2, 1 / 2], [2 / 5, 1 / 5, 2 / 5], [0, 0, 1]]),
+        # In the first row, no token is attended to by both heads.
+        ("min", [[1, 0, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 1]]),
+    ],
+)
+def test_fusing_by_hand(fusion, expected):
+    one = [[0.0, 1.0, 0.0], [0.5, 0.25, 0.25], [0.0, 0.0, 1.0]]
+    other = [[0.0, 0.0, 1.0], [0.25, 0.25, 0.5], [0.0, 0.0, 1.0]]
+    fused = fuse_heads(torch.tensor([[one, other]]), 0, fusion, 0.0)
+    torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
+
+
+def test_an_image_discards_its_own_lowest():
+    peaked, even = torch.tensor(SHARES) / 16, torch.full((3, 3), 1 / 3)
+    fused = fuse_heads(torch.stack([peaked, even])[:, None], 0, "mean", 0.7)
+    torch.testing.assert_close(fused[1], even, rtol=0, atol=1e-6)
+    assert (fused[0] == 0).sum() == 6
 
 
 @settings(max_examples=150)
@@ -329,6 +456,15 @@ def test_fused_rows_sum_to_one(fusion, ratio, prefix, patches, sharpness, seed):
     fused = fuse_heads((sharpness * scores).softmax(-1), prefix, fusion, ratio)
     assert fused.dtype == torch.float32 and (fused >= 0).all()
     torch.testing.assert_close(fused.sum(-1), torch.ones(2, len(fused[0])), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=5, max_size=5), st.integers(0, 2))
+def test_a_row_with_nothing_left_stays_with_itself(attended, prefix):
+    heads = torch.eye(5)[torch.tensor(attended).T]  # two heads, each looks at one token
+    fused = fuse_heads(heads[None], prefix, "min", 0.0)
+    agreed = [one if one == other else row for row, (one, other) in enumerate(attended)]
+    assert torch.equal(fused[0], torch.eye(5)[agreed])
 
 
 # Of a model.
@@ -356,37 +492,9 @@ def draw_images() -> Tensor:
     return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def differentiate_one(vit: VisionTransformer, image: Tensor, target: int):
-    """Weights of one image, and the gradients of a logit by them: (L, H, N, N) float64 each."""
-    vit = copy.deepcopy(vit).double()
-    logits, weights, _ = vit.forward_intermediates(image[None].double())
-    gradients = [torch.autograd.grad(logits[0, target], w, retain_graph=True)[0] for w in weights]
-    return [torch.stack([layer[0].detach() for layer in each]) for each in (weights, gradients)]
-
-
-@with_models
-@pytest.mark.parametrize("size", [(16, 16), (8, 32)])
-def test_maps_of_a_model_are_the_papers_formulas(variant, size):
-    vit, target = draw_vit(variant), torch.tensor([2, 0])
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
-    logits, found = attention_maps(vit, images, OF_WEIGHTS, target)
-    torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
-    readout = "mean" if variant.get("global_pool") == "avg" else "class_token"
-    prefix = variant.get("class_token", True) + variant.get("reg_tokens", 0)
-    assert list(found) == list(OF_WEIGHTS)
-    for kind, maps in found.items():
-        assert maps.shape == (2, size[0] // 4, size[1] // 4) and maps.std() > 0.05
-        for number in range(2):
-            weights, gradients = differentiate_one(vit, images[number], target[number].item())
-            shares = paper_map(kind, weights, gradients, readout, prefix)
-            whole = 16 / shares.sum() if kind == "relevance" else 16 + prefix
-            expected = shares.reshape(maps[number].shape) * whole
-            np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_rollout_of_a_model_takes_options():
+@pytest.mark.parametrize("options", ROLLOUTS.values(), ids=ROLLOUTS)
+def test_rollout_of_a_model_takes_options(options):
     vit, images = draw_vit(MODELS["class token and registers"]), draw_images()
-    options = {"head_fusion": "max", "discard_ratio": 0.3, "start_layer": 1}
     _, found = attention_maps(vit, images, tuple(MAP_KINDS), **options)
     _, weights = vit(images, need_weights=True)
     layout = {"readout": readout_of(vit), "num_prefix_tokens": vit.num_prefix_tokens}
@@ -396,15 +504,98 @@ def test_rollout_of_a_model_takes_options():
     _, plain = attention_maps(vit, images, tuple(MAP_KINDS))
     for kind in set(MAP_KINDS) - {"rollout"}:
         assert torch.equal(found[kind], plain[kind])
+    if options:
+        assert (found["rollout"] - plain["rollout"]).abs().max() > 1e-3
 
 
-def test_maps_of_images_that_are_no_multiples_of_the_patch_are_refused():
-    with pytest.raises(ValueError, match="patch_size: 4 does not divide img_size=17 x 16 "):
-        attention_maps(draw_vit(MODELS["mean"]), torch.randn(1, 3, 17, 16))
+@with_models
+@pytest.mark.parametrize(
+    ("size", "extra"), [((16, 16), {}), ((12, 20), {"stem": "conv", "mlp_conv": True})]
+)
+def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(variant, size, extra):
+    vit = draw_vit(variant | extra)
+    rows, columns = size[0] // 4, size[1] // 4
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([1, 3])
+    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
+    torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
+    prefix = vit.num_prefix_tokens
+    for kind in BY_RULES:
+        assert found.pop(kind).shape == (2, *(size if kind == "lrp_pixels" else (rows, columns)))
+    assert {maps.shape for maps in found.values()} == {(2, rows, columns)}
+    for kind, maps in ((kind, found[kind]) for kind in OF_WEIGHTS):
+        for number in range(2):
+            weights, gradients = differentiate_one(vit, images[number], target[number].item())
+            fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
+            count = rows * columns
+            whole = count / fractions.sum() if kind == "relevance" else count + prefix
+            expected = fractions.reshape(rows, columns) * whole
+            np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_images_that_are_no_multiples_of_the_patch_are_refused():
+    for kind in MAP_KINDS:
+        with pytest.raises(ValueError, match="patch_size: 4 does not divide img_size=17 x 16 "):
+            attention_maps(draw_vit(MODELS["mean"]), torch.randn(1, 3, 17, 16), [kind])
+
+
+@with_models
+def test_one_is_uniform_attention(variant):
+    vit = draw_vit(variant)
+    for block in vit.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight)
+        torch.nn.init.zeros_(block.attn.qkv.bias)
+    maps = attention_maps(vit, draw_images())[1]["rollout"]
+    # An eighth never passes through attention: it stays with the patches, or the class token.
+    pooled = variant.get("global_pool") == "avg"
+    kept = vit.pos_embed.shape[1] / 16 if pooled else 0
+    expected = torch.full((3, 4, 4), 7 / 8 + kept / 8)
+    torch.testing.assert_close(maps, expected, rtol=0, atol=1e-5)
+
+
+def test_maps_find_the_patch_all_attend_to():
+    vit = draw_vit(MODELS["mean"])
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.zero_()
+        vit.pos_embed[0, 1 * 4 + 2, 0] = 1.0  # row 1, column 2
+        for block in vit.blocks:
+            block.norm1.weight.fill_(1.0)
+            block.attn.qkv.bias[:12] = 10.0  # queries: all channels
+            block.attn.qkv.weight[12:24, 0] = 10.0  # keys: the marked channel
+    maps = attention_maps(vit, draw_images())[1]["rollout"]
+    assert (maps[:, 1, 2] > 10).all()
+    maps[:, 1, 2] = 0
+    assert maps.max() < 1
+
+
+# Of a model and a class.
+
+
+def differentiate_one(vit: VisionTransformer, image: Tensor, target: int):
+    """Weights of one image, and the gradients of a logit by them: (L, H, N, N) float64 each."""
+    vit = copy.deepcopy(vit).double()
+    logits, weights, _ = vit.forward_intermediates(image[None].double())
+    gradients = [torch.autograd.grad(logits[0, target], w, retain_graph=True)[0] for w in weights]
+    return [torch.stack([layer[0].detach() for layer in each]) for each in (weights, gradients)]
+
+
+def test_all_kinds_of_map_of_a_batch_are_those_of_its_images():
+    variant = MODELS["mean beside class token"]
+    vit, images = draw_vit(variant), draw_images()
+    for target in (None, torch.tensor([2, 0, 4])):
+        logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
+        for number in range(3):
+            chosen = target if target is None else target[number : number + 1]
+            one, alone = attention_maps(vit, images[number : number + 1], tuple(MAP_KINDS), chosen)
+            torch.testing.assert_close(one[0], logits[number], rtol=0, atol=1e-5)
+            for kind, maps in found.items():
+                torch.testing.assert_close(alone[kind][0], maps[number], rtol=0, atol=1e-4)
 
 
 def test_the_predicted_class_is_explained_unless_another_is_chosen():
-    vit, images = draw_vit(MODELS["mean beside class token"]), draw_images()
+    variant = MODELS["mean beside class token"]
+    vit, images = draw_vit(variant), draw_images()
     logits, predicted = attention_maps(vit, images, tuple(MAP_KINDS))
     best = logits.argmax(1)
     for target, same in ((best, True), ((best + 1) % 5, False)):
@@ -416,12 +607,27 @@ def test_the_predicted_class_is_explained_unless_another_is_chosen():
             assert (difference == 0).all() if same else (difference > 0.05).all()
 
 
+def test_relevance_adds_up_to_the_number_of_patches():
+    variant = MODELS["mean beside class token"]
+    maps = attention_maps(draw_vit(variant), draw_images(), ["relevance"])[1]["relevance"]
+    assert (maps >= 0).all() and maps.std() > 0.05
+    torch.testing.assert_close(maps.sum((1, 2)), torch.full((3,), 16.0), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["relevance", *BY_RULES])
 def test_a_model_that_attends_for_no_class_has_no_relevance(kind):
     vit = draw_vit(MODELS["mean"])
     torch.nn.init.zeros_(vit.head.weight)
     maps = attention_maps(vit, draw_images(), [kind])[1][kind]
     assert not maps.any()
+
+
+def test_raw_attention_of_uniform_attention_is_one():
+    vit = draw_vit(MODELS["class token and registers"])
+    torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.weight)
+    torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.bias)
+    maps = attention_maps(vit, draw_images(), ["raw"])[1]["raw"]
+    torch.testing.assert_close(maps, torch.ones(3, 4, 4), rtol=0, atol=1e-5)
 
 
 def test_all_kinds_explain_one_class_even_if_two_are_almost_as_probable(monkeypatch):
@@ -450,18 +656,20 @@ def test_only_the_kinds_asked_for_are_made():
             torch.testing.assert_close(found[kind], every[kind], rtol=0, atol=1e-6)
 
 
-def test_unknown_kinds_are_refused():
+@pytest.mark.parametrize("kinds", [["lime"], ["rollout", "lime"]])
+def test_unknown_kinds_are_refused(kinds):
     message = f"^kinds: 'lime' is not one of {', '.join(ALL_KINDS)}$"
     with pytest.raises(ValueError, match=message):
-        attention_maps(draw_vit(MODELS["mean"]), draw_images(), ["rollout", "lime"])
+        attention_maps(draw_vit(MODELS["mean"]), draw_images(), kinds)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", MAP_KINDS)
-def test_maps_need_neither_free_parameters_nor_gradients_switched_on(kind):
+def test_maps_need_neither_free_parameters_nor_gradients_switched_on(kind, frozen):
     vit, images = draw_vit(MODELS["class token"]), draw_images()
     logits, found = attention_maps(vit, images, [kind])
-    for frozen, switched_on in ((False, False), (True, True), (True, False)):
-        vit.requires_grad_(not frozen)
+    vit.requires_grad_(not frozen)
+    for switched_on in (True, False):
         with torch.set_grad_enabled(switched_on):
             other_logits, others = attention_maps(vit, images, [kind])
             assert torch.is_grad_enabled() == switched_on
@@ -483,24 +691,35 @@ def test_maps_leave_no_trace():
 
 
 def test_maps_in_bfloat16_are_close_to_those_in_float32():
-    vit, images = draw_vit(MODELS["class token"], std=0.2), draw_images()
-    target, kinds = torch.tensor([2, 0, 4]), tuple(MAP_KINDS)
-    exact_logits, exact = attention_maps(vit, images, kinds, target)
-    logits, found = attention_maps(vit, images, kinds, target, torch.bfloat16)
-    with torch.no_grad():
-        _, without = attention_maps(vit, images, kinds, target, torch.bfloat16)
+    variant = MODELS["class token"]
+    vit, images, target = draw_vit(variant, std=0.2), draw_images(), torch.tensor([2, 0, 4])
+    exact_logits, exact = attention_maps(vit, images, tuple(MAP_KINDS), target)
+    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target, torch.bfloat16)
     assert logits.dtype == torch.float32 and not torch.equal(logits, exact_logits)
     torch.testing.assert_close(logits, exact_logits, rtol=0, atol=0.02)
     for kind, maps in found.items():
         assert maps.dtype == torch.float32 and not torch.equal(maps, exact[kind])
         assert (maps - exact[kind]).abs().max() < 0.3 * exact[kind].std()
-        torch.testing.assert_close(without[kind], maps, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_finite_differences(monkeypatch):
+def test_gradients_are_those_of_the_images_alone():
+    variant = MODELS["mean beside class token"]
+    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    logits, weights, _ = vit.forward_intermediates(images)
+    gradients = attention_gradients(logits, weights, target)
+    assert [layer.shape for layer in gradients] == [layer.shape for layer in weights]
+    for number in range(3):
+        alone = differentiate_one(vit, images[number], target[number].item())[1]
+        found = torch.stack([layer[number] for layer in gradients])
+        assert alone.abs().amax((1, 2, 3)).min() > 1e-3
+        torch.testing.assert_close(found.double(), alone, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])
+def test_gradients_are_finite_differences(variant, monkeypatch):
     torch.manual_seed(0)
     sizes = {"img_size": 8, "embed_dim": 4, "depth": 2, "num_heads": 2, "num_classes": 3}
-    vit = VisionTransformer(**(PLAIN | sizes))
+    vit = VisionTransformer(**(PLAIN | sizes | variant))
     for parameter in vit.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     vit, image = vit.double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)

@@ -47,8 +47,9 @@ def _heads_chart(title: str, values: np.ndarray) -> np.ndarray:
     layers, heads = values.shape
     cell, left, top, below = (max(45, 150 // heads), 30), 34, 24, 36  # pixels
     height, width = cell[1] * layers, cell[0] * heads
-    span = values.max() - values.min()
-    shares = (values - values.min()) / (span if span > 0 else 1)
+    # Values that are equal to the digits that are written have equal colours.
+    span = max(values.max() - values.min(), 0.05 * np.abs(values).max(), 1e-9)
+    shares = (values - values.min()) / span
     canvas = paper(top + height + below, left + width + 8)
     cells = enlarge(colour(shares, blues()), (height, width))
     canvas[top : top + height, left : left + width] = cells

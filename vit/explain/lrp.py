@@ -114,7 +114,7 @@ def terms_of_same_sign(
     """Convolve, with relevance only for terms that have the sign of their sum."""
     y = convolve(x, weight, bias, *args, **kwargs)
     size = convolve(x.abs(), weight.abs(), bias if bias is None else bias.abs(), *args, **kwargs)
-    return _same_sign(y, size)
+    return _SameSign.apply(y, size)
 
 
 def scaled_terms(
@@ -124,35 +124,23 @@ def scaled_terms(
     variance: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    **settings: Any,
 ) -> Tensor:
     """Apply the batch norm of a model in evaluation mode, as part of the convolution before it."""
-    terms = getattr(x, "terms", None)
-    if terms is None or terms[2] != x._version:  # x is not, or no longer, that of a convolution
-        return normalize(x, mean, variance, weight, bias, training, momentum, eps)
-    scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
+    node: Any = x.grad_fn  # of what computed x last, also in place
+    if getattr(node, "_forward_cls", None) is not _SameSign:
+        return normalize(x, mean, variance, weight, bias, **settings)
+    y, size = node.saved_tensors  # the sums of the convolution
+    scale = (variance + settings["eps"]).rsqrt() * (1 if weight is None else weight)
     shift = (0 if bias is None else bias) - mean * scale
     scale, shift = (each.to(x.dtype)[:, None, None] for each in (scale, shift))
-    return _same_sign(terms[0] * scale + shift, terms[1] * scale.abs() + shift.abs())
-
-
-def _same_sign(y: Tensor, size: Tensor) -> Tensor:
-    """Return sums y, with relevance only for terms of their sign.
-
-    Args:
-        y: Sums of terms.
-        size: Sums of the absolute values of the same terms.
-    """
-    result: Tensor = _SameSign.apply(y, size)
-    result.terms = y, size, result._version  # type: ignore[attr-defined]  # for a batch norm
-    return result
+    return _SameSign.apply(y * scale + shift, size * scale.abs() + shift.abs())
 
 
 class _SameSign(torch.autograd.Function):
-    """The identity of y, with the gradient of (y + sign(y) size) times a fixed ratio.
+    """Sums y, with relevance only for terms of their sign; size sums the terms' absolute values.
 
+    This is the identity of y, with the gradient of (y + sign(y) size) times a fixed ratio.
     In y + sign(y) size, the terms of the other sign cancel. As a function of its own, it costs
     nothing on the way back where a batch norm takes the terms of its convolution instead.
     """

@@ -12,7 +12,7 @@ from vit.seeding import generator
 from vit.training.step import TrainingStep
 
 TRAINING_FRACTION = 0.96  # of the budget; the rest is for validation and checkpoints
-LOGGED_IMAGES = 64  # images trained on in the time in which the attention of one is logged
+LOGGED_IMAGES = 80  # images trained on in the time in which the attention of one is logged
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
