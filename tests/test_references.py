@@ -76,10 +76,10 @@ def banzhaf(model, images: Tensor) -> Tensor:
 def test_rise_approaches_banzhaf_values(model, images):
     expected = banzhaf(model, images)
     errors = []
-    for count in (10, 3000):
+    for count in (10, 1000):
         found = rise(model, images, GRID, TARGET, count, torch.Generator().manual_seed(0))
         errors.append((found - expected).abs().mean().item())
-    assert errors[1] < 0.02 * expected.abs().max() and errors[1] < errors[0] / 5
+    assert errors[1] < 0.04 * expected.abs().max() and errors[1] < errors[0] / 4
 
 
 def test_rise_goes_on_with_its_generator(model, images):

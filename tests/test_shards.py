@@ -234,27 +234,6 @@ def test_processes_read_parts_that_together_are_the_batches(
     assert not parts[0][1] & parts[1][1] and parts[0][1] | parts[1][1] == set(of_batch)
 
 
-def test_only_the_shards_of_a_batch_are_opened(root: Path) -> None:
-    training = open_images(config_of(root), train=True)
-    assert isinstance(training.images, ImageFiles)
-    shard = str(root / "train/001.tar")
-    inside = [n for n, member in enumerate(training.images.paths) if member.shard == shard]  # type: ignore[union-attr]
-    expected = training.images[torch.tensor(inside)].read()
-    for path in (root / "train").iterdir():
-        if str(path) != shard:
-            path.unlink()
-    (found,) = training.images.batches([torch.tensor(inside)])
-    assert len(found) == 10 and torch.equal(found, expected)
-    (root / "train/001.tar").write_bytes((root / "train/001.tar").read_bytes()[:9000])
-    for spoil, words in (
-        (lambda: None, r"\.\w+ in .*/001\.tar cannot be read as an image: .* become shorter; rest"),
-        ((root / "train/001.tar").unlink, r" in .*/001\.tar cannot be .*No such file .*; restore"),
-    ):
-        spoil()
-        with pytest.raises(ValueError, match=words):
-            list(training.images.batches([torch.tensor(inside)]))
-
-
 # The index.
 
 
@@ -294,22 +273,6 @@ def test_the_index_is_stored_and_only_changed_shards_are_read_again(
         forget()
         assert read(root).pictures == changed.pictures
         assert json.loads((root / "train" / INDEX_FILE).read_bytes())["version"] == 1
-
-
-def test_without_a_place_for_the_index_it_is_made_again_and_a_line_says_so(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = read(root)
-    (root / "train" / INDEX_FILE).unlink()
-    (root / "train" / INDEX_FILE).mkdir()  # a folder cannot be replaced, whoever runs this
-    shard_index._index_shards.cache_clear()
-    for _ in range(2):
-        assert read(root).pictures == whole.pictures
-    assert re.fullmatch(
-        rf"indexed 5 shards in {re.escape(str(root / 'train'))}; the index cannot be stored there "
-        r"\(.+\), so every start repeats this\n",
-        capsys.readouterr().err,
-    )
 
 
 # Layouts.
@@ -356,7 +319,7 @@ def test_validation_shards_are_for_testing_where_no_others_are(
         read(root, train=True, test_fraction=0.3)
 
 
-@pytest.mark.parametrize("test", ["val-000.tar", "Validation_0.tar", "test.tar"])
+@pytest.mark.parametrize("test", ["Validation_0.tar", "test.tar"])
 def test_shards_for_training_and_testing_are_not_mixed(root: Path, test: str) -> None:
     shutil.copy(root / "classes.txt", root / "train")
     for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
@@ -450,17 +413,9 @@ def classes_txt(content: bytes) -> Callable[[Path], Any]:
 SHARD = r"ROOT/train/001\.tar"
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no root": (shutil.rmtree, r"ROOT contains no shards \(it does not exist\); data\.name=shards"),
-    "no train": (
-        lambda root: shutil.rmtree(root / "train"),
-        r"ROOT/train contains no shards \(it does not exist\); data\.name=shards needs train/\*\.t",
-    ),
     "no test": (
         lambda root: shutil.rmtree(root / "test"),
         r"ROOT has no test/ \(it contains classes\.txt, train\); add test/\*\.tar .* ROOT/train to",
-    ),
-    "no shards in test": (
-        lambda root: [path.rename(f"{path}.old") for path in (root / "test").glob("*.tar")],
-        r"ROOT/test contains no shards \(it contains 000\.tar\.old, .*\); data\.name=shards needs",
     ),
     "compressed": (
         lambda root: (root / "train/001.tar").rename(root / "train/001.tar.gz"),
@@ -470,17 +425,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         on_bytes(lambda content: b"These are images." * 99),
         SHARD + r": not an uncompressed tar file \(.+\)$",
     ),
-    "empty file": (
-        on_bytes(lambda content: b""), SHARD + r": not an uncompressed tar file \(empty file\)$",
-    ),
     "empty tar": (rewrite(dict.clear), SHARD + r": no images in it \(\.jpg, .*\); delete the"),
     "cut in an image": (
         on_bytes(lambda content: content[: content.index(b"0019.json") - 700]),
         SHARD + r": cut or damaged after 0019\.png, byte .* \(unexpected end of data\); copy or",
-    ),
-    "cut between members": (
-        on_bytes(lambda content: content[: content.index(b"0019.json")]),
-        SHARD + r": cut or damaged after 0019\.png, byte .*\(the end of the archive is missing\)",
     ),
     "damaged header": (
         on_bytes(damage_header), SHARD + r": cut or damaged after 0013\.json, .*a damaged header",
@@ -510,17 +458,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         add({"0012.cls": b"cat"}),
         SHARD + r": the label in 0012\.cls is 'cat'; it must be a whole number, 0 or more$",
     ),
-    "negative label": (add({"0012.cls": b"-1"}), SHARD + r": the label in 0012\.cls is '-1'; it m"),
-    "bytes as label": (add({"0012.cls": b"\xff\0"}), SHARD + r": the label in 0012\.cls is '\S+'"),
     "fraction as label": (add({"0013.json": b'{"label": 1.5}'}), SHARD + r": .*13\.json is '1\.5'"),
-    "true as label": (add({"0013.json": b'{"label": true}'}), SHARD + r": .*13\.json is 'True';"),
     "long label": (add({"0012.cls": b"9" * 5000}), SHARD + r": the label in 0012\.cls is '9{60}\."),
     "no JSON": (
         add({"0013.json": b"{"}),
         SHARD + r': 0013\.json is not a JSON object with a "label"$',
     ),
-    "no label in JSON": (add({"0013.json": b'{"class": 1}'}), SHARD + r": 0013\.json is not a J"),
-    "a list as JSON": (add({"0013.json": b"[1]"}), SHARD + r": 0013\.json is not a JSON object"),
     "label beyond the list": (
         add({"0012.cls": b"3"}),
         r"0012\.jpg in " + SHARD + r" has the label 3, but ROOT/classes\.txt names 3 classes, 0 to",
@@ -536,7 +479,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "one class": (classes_txt(b"cat"), r"ROOT has a single class, cat; a classifier needs at"),
     "a class twice": (classes_txt(b"a\nb\na"), r"ROOT/classes\.txt, line 3: a is already in line"),
     "an empty line": (classes_txt(b"a\n\nb"), r"ROOT/classes\.txt, line 2: the name of a class"),
-    "no classes": (classes_txt(b"\n"), r"ROOT/classes\.txt is empty; it needs a class"),
     "not UTF-8": (classes_txt(b"a\xff"), r"ROOT/classes\.txt is not UTF-8 text \("),
     "an image that cannot be read": (
         add({"0012.jpg": b"I am a picture."}),
