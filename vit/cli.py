@@ -185,6 +185,10 @@ def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
         check_default_data(root)
     if "out" not in chosen and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
+    if config.model.attention != "dot" and ".py:" not in config.model.attention:
+        from vit.model.variants import find_attention  # late: it imports torch
+
+        find_attention(config.model.attention)
     return config
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import ImageSet
+from vit.data.datasets import ImageSet, choose_probes
+from vit.evaluation import Setup
 from vit.explain.charts import heads_chart
 from vit.explain.colours import bar_of
 from vit.explain.faithfulness import faithfulness, hiding_curves, with_baselines
@@ -30,16 +31,12 @@ from vit.explain.statistics import (
     sink_mass,
 )
 from vit.files import write_atomically
-from vit.data.datasets import choose_probes
-from vit.evaluation import Setup
-from vit.model.attention_model import attention_model
-from vit.run.folder import MAPS_FOLDER
-from vit.run.tracker import milestones
-from vit.model.attention_model import require_attention
+from vit.model.attention_model import attention_model, require_attention
 from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
-from vit.run.tracker import ROLLOUT_TAG, Logged
+from vit.run.folder import MAPS_FOLDER
+from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
