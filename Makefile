@@ -35,6 +35,9 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	@for folder in vit vit/*/ tests benchmarks; do \
+		find $$folder -name '*.py' -exec cat {} + | awk -v folder=$$folder 'END {printf "%7d lines in %s\n", NR, folder}'; \
+	done
 
 .venv/requirements: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'

@@ -142,7 +142,7 @@ class MultiHeadSelfAttention(nn.Module):
         ValueError: num_heads does not divide dim and head_dim is None.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - timm's arguments, and ours
         self,
         dim: int,
         num_heads: int,

@@ -144,7 +144,7 @@ class EncoderBlock(nn.Module):
         ValueError: num_heads does not divide dim and head_dim is None, or an option is unknown.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - timm's arguments, and ours
         self,
         dim: int,
         num_heads: int,

@@ -67,7 +67,7 @@ class VisionTransformer(nn.Module):
             an option is unknown.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - timm's arguments
         self,
         *,
         img_size: int | tuple[int, int],

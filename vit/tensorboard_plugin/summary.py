@@ -42,7 +42,7 @@ def add_record(writer: "SummaryWriter", tag: str, record: Record, step: int) -> 
     writer._get_file_writer().add_summary(summaries(tag, record), step)
 
 
-def add_attention(
+def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but three by keyword
     writer: "SummaryWriter",
     tag: str,
     images: "Tensor",
