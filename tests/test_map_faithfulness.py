@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.maps import faithfulness as bench
+from benchmarks.maps import faithfulness_tables as map_tables
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.splits import balanced_subset
@@ -20,10 +20,6 @@ from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import measure_maps
 from vit.seeding import generator
 from vit.training.config import from_dict
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-import map_faithfulness as bench
-import map_tables
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +109,7 @@ def test_an_interrupted_measurement_keeps_the_kinds_before(run, measured, tmp_pa
             bench.main(arguments)
     scores = json.loads(out.read_text())["runs"][str(run)]["fillings"]
     assert scores == measured["first"]["runs"][str(run)]["fillings"]
-    bench.main(["--add", str(out)])
+    bench.main(["--out", str(out)])
     bench.main(arguments)
     scores = json.loads(out.read_text())["runs"][str(run)]["fillings"]
     assert scores == measured["last"]["runs"][str(run)]["fillings"]
@@ -126,46 +122,19 @@ def test_scores_of_a_model_that_has_changed_are_refused(run, measured, tmp_path)
     content["runs"][str(run)]["digest"] = "0" * 64
     changed = tmp_path / "changed.json"
     changed.write_text(json.dumps(content))
-    message = (
-        f"{changed}: its scores of {run} are those of another model file; give another --out, or "
-        "leave the file out of --add"
+    with pytest.raises(ValueError) as error:
+        bench.main([str(run), "--images", "12", "--kinds", "lrp", "--out", str(changed)])
+    assert str(error.value) == (
+        f"--out: its scores of {run} are those of another model; use another file"
     )
-    for arguments in (
-        [str(run), "--images", "12", "--kinds", "lrp", "--out", str(changed)],
-        [str(run), "--images", "12", "--kinds", "lrp", "--add", str(changed)],
-        ["--add", str(measured["path"]), str(changed)],
-    ):
-        with pytest.raises(ValueError) as error:
-            bench.main(arguments)
-        assert str(error.value) == message
     assert json.loads(changed.read_text()) == content
 
 
-def test_results_without_a_digest_get_it(run, measured, tmp_path):
-    content = json.loads(json.dumps(measured["last"]))
-    entry = content["runs"].pop(str(run))
-    del entry["digest"]
-    content["runs"][f"{run}/"] = entry
-    out = tmp_path / "old.json"
-    out.write_text(json.dumps(content))
-    bench.main([str(run), "--images", "12", "--fillings", "mean", "--kinds", "lrp", "--out",
-                str(out)])  # fmt: skip
-    assert json.loads(out.read_text()) == measured["last"]
-
-
-def test_a_run_named_twice_is_measured_once(run, tmp_path, capsys):
+def test_a_run_named_twice_is_measured_once(run, capsys):
     bench.main([str(run), f"{run}/", "--images", "12", "--fillings", "mean", "--kinds", "lrp"])
     text = capsys.readouterr().out
     assert text.count("12 digits test images") == 1
     assert "mean ± 95% interval over 2 runs" not in text
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    with pytest.raises(ValueError) as error:
-        bench.main([str(run), str(copy), "--images", "12"])
-    assert str(error.value) == f"{copy}: the same model as {run}; give only one of them"
-
-
-SCORES = {"deletion": [0.1, 0.2], "insertion": [0.5, 0.4]}
 
 
 @pytest.mark.parametrize(
@@ -174,54 +143,34 @@ SCORES = {"deletion": [0.1, 0.2], "insertion": [0.5, 0.4]}
         "no JSON",
         [],
         {"images": 12, "seed": 0},
-        {"images": 12, "seed": 0, "runs": []},
-        {"images": 12, "seed": 0, "runs": {"x": {}}},
-        {"images": 12, "seed": 0, "runs": {"x": {"fillings": {}, "passes": {}}}},
-        {"images": 12, "seed": 0, "runs": {"x": {"fillings": {"mean": []}, "passes": {}}}},
-        {"images": 12, "seed": 0,
-         "runs": {"x": {"fillings": {"mean": {"lrp": SCORES}}, "passes": {}}}},
-        {"images": 12, "seed": 0,
-         "runs": {"x": {"fillings": {"mean": {"centred": 1}}, "passes": {}}}},
     ],
 )  # fmt: skip
 def test_other_files_are_refused(content, run, tmp_path):
     path = tmp_path / "other.json"
     text = content if isinstance(content, str) else json.dumps(content)
     path.write_text(text)
-    for arguments in ([str(run), "--images", "12", "--out", str(path)], ["--add", str(path)]):
+    for arguments in ([str(run), "--images", "12", "--out", str(path)], ["--out", str(path)]):
         with pytest.raises(ValueError) as error:
             bench.main(arguments)
         assert str(error.value) == f"{path}: not a file that --out wrote"
     assert path.read_text() == text
 
 
-def test_tables_of_files(run, measured, tmp_path, capsys):
-    parts = []
-    for name, kinds in (("a", ["rollout", "lrp"]), ("b", ["rise_2", "rise_4"])):
-        content = json.loads(json.dumps(measured["last"]))
-        for found in content["runs"][str(run)]["fillings"].values():
-            for kind in [*found]:
-                if kind not in (*kinds, "random", "centred"):
-                    del found[kind]
-        (tmp_path / name).write_text(json.dumps(content))
-        parts.append(str(tmp_path / name))
-    capsys.readouterr()
-    bench.main(["--add", *parts])
+def test_tables_of_a_file(measured, capsys):
+    bench.main(["--out", str(measured["path"])])
     text = capsys.readouterr().out
     assert "12 test images" in text
     assert "| attention rollout |" in text and "| RISE, 4 masks |" in text
-    assert "| masks of RISE |" in text and "layer-wise relevance / RISE" in text
-    assert "| layer-wise relevance of pixels |" not in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a RUN to measure, or --add files whose tables to print"),
+        ([], "give a RUN to measure, or the --out whose tables to print"),
         (["x", "--images", "1"], "--images: 1 is not allowed; it must be at least 2"),
         (["x", "--masks", "4", "5"], "--masks: 5 is not allowed; it must be an even number from 2"),
         (["x", "--out", "no/such.json"], "--out: folder not found: no"),
-        (["--add", "nothing.json"], "nothing.json: not a file that --out wrote"),
+        (["--out", "nothing.json"], "nothing.json: not a file that --out wrote"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path, monkeypatch):
@@ -262,22 +211,6 @@ def test_scores_of_images_by_hand():
     assert scores["lrp"]["lerf_morf"].tolist() == pytest.approx([0.2, 0.05])
     assert scores["lrp"]["over_centred"].tolist() == pytest.approx([0.15, -0.05])
     assert "over_centred" not in scores["centred"]
-
-
-def test_intervals_by_hand():
-    # Student's t with two degrees of freedom: 4.3027.
-    mean, half = map_tables.interval_over_runs([0.1, 0.2, 0.3])
-    assert (mean, half) == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
-    below = torch.tensor([0.1, 0.3, 0.2, 0.4], dtype=torch.float64)
-    assert map_tables.ratio_interval(2 * below, below) == pytest.approx((2, 0))
-    # 1,000 images, as measured by drawing them anew.
-    draws = torch.Generator().manual_seed(0)
-    above, below = 0.2 + 0.1 * torch.randn(2, 1000, generator=draws, dtype=torch.float64)
-    picks = torch.randint(1000, (2000, 1000), generator=draws)
-    ratios = above[picks].mean(dim=1) / below[picks].mean(dim=1)
-    ratio, half = map_tables.ratio_interval(above, below)
-    assert half == pytest.approx(1.96 * ratios.std().item(), rel=0.1)
-    assert ratio == pytest.approx(ratios.mean().item(), abs=half / 10)
 
 
 def test_ranks_and_agreement_by_hand():

@@ -1,7 +1,7 @@
 """The faithfulness of every kind of map, with several fillings of hidden patches.
 
-    python benchmarks/map_faithfulness.py RUN ... [--images 1000] [--kinds ...] [--fillings ...]
-        [--masks 50 100 ...] [--out results.json] [--add other.json ...]
+    python -m benchmarks.maps.faithfulness RUN ... [--images 1000] [--kinds ...] [--fillings ...]
+        [--masks 50 100 ...] [--out results.json]
 
 RUN is a run folder, a model file or the name of a bundled model; several runs are seeds of one
 recipe. For each run and filling, Markdown tables show deletion, insertion and (LeRF - MoRF) / 2 of
@@ -12,15 +12,17 @@ and how far the fillings agree. Images, maps and scores with mean filling are th
 --out keeps the scores of every image, and is written after each kind of map. If the file exists,
 what it has is not measured again, so an interrupted measurement goes on with the kind it was at,
 and kinds can be measured one after the other. The scores of a model that has changed since are
-refused. --add takes scores from further files; without RUN, only the tables are printed. RISE is
-measured for each number of masks in --masks; it takes as many forward passes per image:
+refused. Without RUN, the tables of --out are printed. RISE is measured for each number of masks in
+--masks; it takes as many forward passes per image:
 
-    python benchmarks/map_faithfulness.py runs/quick --out quick.json
-    python benchmarks/map_faithfulness.py runs/quick --kinds rise --out quick_rise.json
-    python benchmarks/map_faithfulness.py --add quick.json quick_rise.json
+    python -m benchmarks.maps.faithfulness runs/quick --out quick.json
+    python -m benchmarks.maps.faithfulness runs/quick --kinds rise --out quick.json
+
+Expect layer-wise relevance of pixels to be above the centred Gaussian with every filling.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import time
@@ -29,12 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from map_results import Results, add, digest_of, read
-from map_tables import RISE, number_of_masks, tables
-from timing import timed
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.maps.faithfulness_tables import RISE, number_of_masks, tables
+from benchmarks.timing import timed
 from vit.classifier import Classifier
 from vit.cli import user_errors
 from vit.data.splits import balanced_subset
@@ -51,6 +52,9 @@ from vit.reporting.map_faithfulness import BASELINES
 from vit.seeding import generator
 
 BATCH = MapsConfig().batch_size  # images per forward pass, as in eval.py
+
+# images, seed, and by run: fillings (scores of every image), passes, digest of the model file
+Results = dict[str, Any]
 
 
 def measure(
@@ -135,26 +139,44 @@ def score(
     return scores
 
 
-def load_runs(runs: Sequence[str]) -> tuple[dict[str, SavedModel], dict[str, str]]:
-    """Load models, each once even if it is named twice.
-
-    Returns:
-        The models, and the digests of their files, by run.
+def load_with_maps(run: str) -> SavedModel:
+    """Load a model.
 
     Raises:
-        ValueError: A model cannot be read, has no attention maps, or is that of another run.
+        ValueError: It cannot be read, or has no attention maps.
     """
-    models, digests = {}, {}
-    names: dict[str, str] = {}  # by digest
-    for run in dict.fromkeys(str(Path(run)) for run in runs):
-        saved = load_model(run)
-        if not saved.classifier.has_maps:
-            raise ValueError(f"{run}: {no_maps_text(saved.classifier.model)}; leave it out")
-        models[run], digests[run] = saved, digest_of(saved.path)
-        other = names.setdefault(digests[run], run)
-        if other != run:
-            raise ValueError(f"{run}: the same model as {other}; give only one of them")
-    return models, digests
+    saved = load_model(run)
+    if not saved.classifier.has_maps:
+        raise ValueError(f"{run}: {no_maps_text(saved.classifier.model)}; leave it out")
+    return saved
+
+
+def read(path: Path) -> Results:
+    """Read the results that `main` has written.
+
+    Raises:
+        ValueError: The file has none.
+    """
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError):
+        results = None
+    if not (isinstance(results, dict) and {*results} == {"images", "seed", "runs"}):
+        raise ValueError(f"{path}: not a file that --out wrote")
+    return results
+
+
+def entry_of(results: Results, run: str, model: Path) -> dict[str, Any]:
+    """Return what results have of a run, which is nothing at first.
+
+    Raises:
+        ValueError: They have the scores of another model file.
+    """
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    entry = results["runs"].setdefault(run, {"digest": digest, "fillings": {}, "passes": {}})
+    if entry["digest"] != digest:
+        raise ValueError(f"--out: its scores of {run} are those of another model; use another file")
+    return entry
 
 
 def choose_images(saved: SavedModel, count: int, seed: int) -> Tensor:
@@ -265,41 +287,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the images (default: 0)")
     parser.add_argument("--out", type=Path, help="file that keeps the scores, and goes on")
-    parser.add_argument("--add", nargs="+", type=Path, default=[], help="files with more scores")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, and print the tables."""
     args = parse(arguments)
-    if not (args.runs or args.add):
-        raise ValueError("give a RUN to measure, or --add files whose tables to print")
+    if not args.runs and args.out is None:
+        raise ValueError("give a RUN to measure, or the --out whose tables to print")
     if args.images < 2:
         raise ValueError(f"--images: {args.images} is not allowed; it must be at least 2")
     if args.out is not None and not args.out.parent.is_dir():
         raise ValueError(f"--out: folder not found: {args.out.parent}")
     kinds = labels_of(args.kinds, args.masks)
-    models, digests = load_runs(args.runs)
-    if args.runs:
-        results: Results = {"images": args.images, "seed": args.seed, "runs": {}}
-        if args.out is not None and args.out.exists():
-            add(results, read(args.out, args.images, args.seed, digests))
-    else:
-        found = read(args.add[0], None, None, digests)
-        results = {"images": found["images"], "seed": found["seed"], "runs": {}}
+    results: Results = {"images": args.images, "seed": args.seed, "runs": {}}
+    if args.out is not None and (args.out.exists() or not args.runs):
+        results = read(args.out)
+    if args.runs and (results["images"], results["seed"]) != (args.images, args.seed):
+        raise ValueError(
+            f"{args.out}: has --images {results['images']} --seed {results['seed']}, not "
+            f"--images {args.images} --seed {args.seed}; use the same, or another file"
+        )
 
     def save() -> None:
         if args.out is not None:
             write_atomically(args.out, json.dumps(results).encode())
 
-    others = [read(path, results["images"], results["seed"], digests) for path in args.add]
+    # All are loaded first, so that a mistake in the last name is seen at once.
+    models = {run: load_with_maps(run) for run in (str(Path(name)) for name in args.runs)}
     for run, saved in models.items():
-        entry = results["runs"].setdefault(run, {"fillings": {}, "passes": {}})
-        entry["digest"] = digests[run]
+        entry = entry_of(results, run, saved.path)
         measure(saved, kinds, args.fillings, args.images, args.seed, entry, save)
-        save()
-    for other in others:
-        add(results, other)
     print(f"\n{tables(results)}")
 
 

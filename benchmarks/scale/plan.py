@@ -1,8 +1,8 @@
 """Memory, communication and time of a training run, before any GPU is rented.
 
-    python benchmarks/plan.py --model vit_base --gpus 8 --batch_size 4096 --epochs 90
-    python benchmarks/plan.py --model vit_giant --gpus 512 --hosts 64 --parallel hybrid
-    python benchmarks/plan.py --config configs/imagenet_vit_b.yaml --gpus 8
+    python -m benchmarks.scale.plan --model vit_base --gpus 8 --batch_size 4096 --epochs 90
+    python -m benchmarks.scale.plan --model vit_giant --gpus 512 --hosts 64 --parallel hybrid
+    python -m benchmarks.scale.plan --config configs/imagenet_vit_b.yaml --gpus 8
 
 Nothing is measured. The model is built and a step traced with tensors that have shapes but no
 values: parameters, FLOP and the tensors that autograd saves are those of the code, in bfloat16
@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
-from planning import Cluster, Phase, Transfer, memory, phases, transfers
-from tracing import build, count_flops, muons, trace_activations
 
+from benchmarks.scale.planning import Cluster, Phase, Transfer, memory, phases, transfers
+from benchmarks.scale.tracing import build, count_flops, muons, trace_activations
 from vit.cli import parse_train, user_errors
 from vit.distributed.shard import fits_replicated
 from vit.settings import require
