@@ -32,15 +32,7 @@ from vit.startup import import_quickly
 from vit.training.checks import check_sizes
 from vit.training.config import Config, TrainConfig, to_dict
 
-EVAL_USAGE = f"%(prog)s RUN [{' | '.join(COMMANDS)}]"
-# Flags of earlier versions that are commands now.
-RETIRED = {
-    "attention": "maps",
-    "image": "photo PHOTO ...",
-    "predict": "predict PHOTO ...",
-    "compare": "compare OTHER ...",
-    "export": "export FORMAT ...",
-}
+RENAMED = {"attention": "maps", "image": "photo"}  # flags of earlier versions, commands now
 
 
 def fail(message: str) -> NoReturn:
@@ -173,9 +165,10 @@ def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     # The recipe's model for short budgets is of no use where the command line chooses another.
     other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
     recipe = {} if files or other_model else read_config("quick")
-    stated = merge([recipe, *files, flags]).get("train", {}).get("budget_minutes")
-    minutes = TrainConfig(budget_minutes=stated).budget_minutes
-    chosen = merge([*(at_budget(file, minutes) for file in files), flags])
+    stated = _require_groups(merge([recipe, *files, flags]))
+    given = stated.get("train", {}).get("budget_minutes")
+    minutes = TrainConfig(budget_minutes=given).budget_minutes
+    chosen = _require_groups(merge([*(at_budget(file, minutes) for file in files), flags]))
     data = chosen.get("data", {})
     root, name = data.get("root"), None
     root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
@@ -188,6 +181,19 @@ def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
         config = dataclasses.replace(config, out=_default_out(config.data))
     check_sizes(config)
     return config
+
+
+def _require_groups(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings, of which the config refuses those that are no groups of keys and should be.
+
+    Raises:
+        ValueError: There are such.
+    """
+    for field in dataclasses.fields(Config):
+        value = values.get(field.name, {})
+        if dataclasses.is_dataclass(field.type) and not isinstance(value, dict):
+            Config(**{field.name: value})
+    return values
 
 
 def _default_out(data: DataConfig) -> str:
@@ -212,13 +218,14 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     """
     words, asks = list(arguments), bool({"-h", "--help"} & {*arguments})
     if asks and words[0].startswith("-"):
-        _Parser(f"{EVAL_USAGE} ...", _list_commands()).parse(["--help"])
+        _Parser(f"%(prog)s RUN [{' | '.join(COMMANDS)}] ...", _list_commands()).parse(["--help"])
     # `eval.py maps --help` has no run, and needs none.
     run = "RUN" if not words or (asks and words[0] in COMMANDS) else words.pop(0)
     given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
     for key in given:
-        if key in RETIRED:
-            raise ValueError(f"{key}: this is a command now: eval.py RUN {RETIRED[key]}")
+        if (old := RENAMED.get(key, key)) in COMMANDS:
+            usage = f"eval.py RUN {old} {COMMANDS[old].words}".strip()
+            raise ValueError(f"{key}: this is a command now: {usage}")
     if run.startswith("-") or (run in COMMANDS and not Path(run).exists()) or not arguments:
         raise ValueError("run: missing; name a run folder or model file first: eval.py runs/quick")
     name = words.pop(0) if words and not words[0].startswith("-") else "report"
@@ -229,42 +236,26 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         owners = [owner for owner, command in COMMANDS.items() if key in keys(command.config)]
         if owners and name not in owners:
             raise ValueError(f"{key}: not a setting of {name}, but of {', '.join(owners)}")
-    config = COMMANDS[name].config
-    parser = _Parser(f"%(prog)s RUN {name} {_usage_of(config)}[--FIELD VALUE ...]", _title(config))
-    parser.add_fields(config, brief=True)
+    config, _, first = COMMANDS[name]
+    usage = f"%(prog)s RUN {name} {first} [--FIELD VALUE ...]".replace("  ", " ")
+    parser = _Parser(usage, _title(config))
+    parser.add_fields(config, brief=True, first=first.partition(" ")[0])
     return name, run, config(**_nested(parser.parse(words)))
 
 
 def _list_commands() -> str:
     """Say what the commands of eval.py do."""
-    lines = (f"  {name:<9}{_title(command.config)}" for name, command in COMMANDS.items())
-    return "\n".join(
-        (
-            "Evaluate a trained Vision Transformer.\n",
-            "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is",
-            "included. Commands, whose settings `eval.py RUN COMMAND --help` lists:\n",
-            *lines,
-        )
+    lines = (f"  {name:<9}{_title(command.config)}\n" for name, command in COMMANDS.items())
+    return (
+        "Evaluate a trained Vision Transformer.\n\n"
+        "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is\n"
+        "included. Commands, whose settings `eval.py RUN COMMAND --help` lists:\n\n"
+        + "".join(lines)
     )
 
 
 def _title(config: Any) -> str:
     return str(config.__doc__).partition("\n")[0]
-
-
-def _metavar(name: str) -> str:
-    """Return how a help text calls one of several values: PHOTO of photos."""
-    return name.removesuffix("s").upper()
-
-
-def _usage_of(config: Any) -> str:
-    """Return what a command takes before its flags, e.g. "PHOTO ... "."""
-    first = (f for f in dataclasses.fields(config) if _is_required(f))
-    return "".join(f"{_metavar(field.name)} ... " for field in first)
-
-
-def _is_required(field: Any) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
 
 
 class _Parser(argparse.ArgumentParser):
@@ -297,46 +288,49 @@ class _Parser(argparse.ArgumentParser):
             raise ValueError(_no_such_flag(rest[0], [action.dest for action in self._actions]))
         return vars(given)
 
-    def add_fields(self, config: Any, prefix: str = "", brief: bool = False) -> None:
+    def add_fields(
+        self, config: Any, prefix: str = "", brief: bool = False, first: str = ""
+    ) -> None:
         """Add a flag for each field, described by the docstring.
 
         Args:
             config: A dataclass of settings.
             prefix: What its keys begin with, such as "data.".
             brief: Whether the help text has no headings and no ranges, and a switch no value.
+            first: What to call the words before the flags, for a field without a default.
         """
         doc: dict[str, str] = {}
         for cls in config.__mro__:
             text = inspect.cleandoc(cls.__doc__ or "")
-            doc |= dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)) | doc
+            for name, about in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
+                doc.setdefault(name, about)
         title = f"{prefix.rstrip('.')}: {_title(config).strip('.')}".removeprefix(": ")
         section: Any = self if brief else self.add_argument_group(title)
-        # A subclass's fields come first, then those that it inherits; groups come last.
-        for field in sorted(dataclasses.fields(config), key=lambda f: [*doc, f.name].index(f.name)):
+        order = [*doc, *(field.name for field in dataclasses.fields(config))]
+        for field in sorted(dataclasses.fields(config), key=lambda field: order.index(field.name)):
             if dataclasses.is_dataclass(field.type):
                 self.add_fields(field.type, f"{prefix}{field.name}.", brief)
                 continue
-            about, schema = " ".join(doc[field.name].split()), schema_of(field.type)
-            allowed = describe(field.type)
-            how: dict[str, Any] = {"metavar": "V" if brief else "VALUE"}
-            if schema.get("type") == "array":
-                how["nargs"] = "+"
-            if brief and schema.get("type") == "boolean":
-                how = {"action": "store_true"}
-            if _is_required(field):
-                how["metavar"] = _metavar(field.name)
-                section.add_argument(field.name, help=about, **how)
+            about, allowed = " ".join(doc[field.name].split()), describe(field.type)
+            kind = schema_of(field.type).get("type")
+            how: dict[str, Any] = {"nargs": "+"} if kind == "array" else {}
+            if field.default is field.default_factory:  # neither is given
+                self.add_argument(field.name, help=about, metavar=first, **how)
                 continue
             default = json.dumps(field.default).strip('"').replace("[]", "none")
-            if brief:
-                choices = allowed.startswith("one of ")  # of which the first is the default
-                notes = [allowed.removeprefix("one of ")] if choices else [f"default: {default}"]
-                notes = notes if choices or field.default not in (None, (), False) else []
-            else:
-                notes = [allowed, f"default: {default}"]
+            notes = f"{allowed}; default: {default}"
+            if not brief:
                 about = f"{about[0].upper()}{about[1:]}."
-            text = f"{about} ({'; '.join(notes)})" if notes else about
-            section.add_argument(f"--{prefix}{field.name}", help=text.replace("%", "%%"), **how)
+            elif allowed.startswith("one of "):
+                notes = allowed.removeprefix("one of ")  # of which the first is the default
+            else:
+                notes = f"default: {default}" if field.default else ""
+            text = f"{about} ({notes})".replace(" ()", "").replace("%", "%%")
+            if brief and kind == "boolean":
+                how = {"action": "store_true"}
+            else:
+                how["metavar"] = "V" if brief else "VALUE"
+            section.add_argument(f"--{prefix}{field.name}", help=text, **how)
 
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:

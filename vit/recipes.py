@@ -4,10 +4,9 @@ The loader makes nothing but text, lists and dictionaries; what the text means i
 annotations of the configs, as for flags.
 """
 
-import dataclasses
 import difflib
 import io
-import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 import yaml
 
 from vit.settings import require, shorten
-from vit.training.config import Config
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
 LONGEST_FILE = 100_000  # bytes; a config has a few thousand
@@ -82,12 +80,6 @@ def read_config(name: str) -> dict[str, Any]:
         raise ValueError(
             f"config: {shorten(name) or repr(name)}: {shorten(problem, 200)}"
         ) from None
-    no_groups = {
-        field.name: values[field.name]
-        for field in dataclasses.fields(Config)
-        if dataclasses.is_dataclass(field.type) and not isinstance(values.get(field.name, {}), dict)
-    }
-    Config(**no_groups)  # raises, even where a flag or a later file would replace the group
     return values
 
 
@@ -111,38 +103,33 @@ def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
     Raises:
         ValueError: `budgets` is not of this form, or a setting is not allowed.
     """
-    settings = {key: value for key, value in values.items() if key != "budgets"}
-    entries = values.get("budgets") or {}
+    settings = {**values}
+    entries = settings.pop("budgets", None) or {}
     form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
     require(isinstance(entries, dict), "budgets", entries, form)
-    chosen: dict[str, Any] = {}
-    reached = -math.inf
+    starts: dict[float, dict[str, Any]] = {}
     for key, entry in entries.items():
-        start = _minutes(key)
+        is_number = re.fullmatch(r"[\d.]*\d[\d.]*", key) and key.count(".") <= 1
+        require(bool(is_number), "budgets", key, "a number of minutes, at least 0")
         require(isinstance(entry, dict), f"budgets.{key}", entry, "settings: {model: {depth: 3}}")
-        if minutes is not None and reached < start <= minutes:
-            chosen, reached = entry, start
-    return merge([settings, chosen])
-
-
-def _minutes(key: str) -> float:
-    try:
-        minutes = float(key)
-    except ValueError:
-        minutes = math.nan
-    require(minutes >= 0, "budgets", key, "a number of minutes, at least 0")
-    return minutes
+        starts[float(key)] = entry
+    reached = [start for start in starts if minutes is not None and start <= minutes]
+    return merge([settings, starts[max(reached)] if reached else {}])
 
 
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge nested dictionaries, of which the later ones win, field by field."""
+    """Merge nested dictionaries, of which the later ones win, field by field.
+
+    What is no group of keys where another part has one stays, so that the config refuses it.
+    """
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            old = merged.get(key)
+            old = merged.get(key, value)
             if isinstance(old, dict) and isinstance(value, dict):
-                value = {**old, **value}
-            merged[key] = value
+                merged[key] = {**old, **value}
+            else:
+                merged[key] = old if isinstance(value, dict) else value
     return merged
 
 
