@@ -27,7 +27,7 @@ from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
 from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
 from vit.reporting.config import COMMANDS
-from vit.settings import describe, keys, schema_of, shorten, suggest, unknown
+from vit.settings import Switch, describe, is_list, keys, shorten, suggest, unknown
 from vit.startup import import_quickly
 from vit.training.checks import check_sizes
 from vit.training.config import Config, TrainConfig, to_dict
@@ -116,7 +116,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         SystemExit: `--help` or `--print_config` was given.
     """
     usage = "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]"
-    parser = _Parser(usage, "Train a Vision Transformer.")
+    parser = _Parser(usage, "Train a Vision Transformer.", _asks(arguments))
     parser.add_argument(
         "--config",
         action="append",
@@ -216,9 +216,11 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         ValueError: A command or key is not known, or a value is not allowed.
         SystemExit: `--help` was given.
     """
-    words, asks = list(arguments), bool({"-h", "--help"} & {*arguments})
+    words, asks = list(arguments), _asks(arguments)
     if asks and words[0].startswith("-"):
-        _Parser(f"%(prog)s RUN [{' | '.join(COMMANDS)}] ...", _list_commands()).parse(["--help"])
+        _Parser(f"%(prog)s RUN [{' | '.join(COMMANDS)}] ...", _list_commands(), asks).parse(
+            ["--help"]
+        )
     # `eval.py maps --help` has no run, and needs none.
     run = "RUN" if not words or (asks and words[0] in COMMANDS) else words.pop(0)
     given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
@@ -238,7 +240,7 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
             raise ValueError(f"{key}: not a setting of {name}, but of {', '.join(owners)}")
     config, _, first = COMMANDS[name]
     usage = f"%(prog)s RUN {name} {first} [--FIELD VALUE ...]".replace("  ", " ")
-    parser = _Parser(usage, _title(config))
+    parser = _Parser(usage, _title(config), asks)
     parser.add_fields(config, brief=True, first=first.partition(" ")[0])
     return name, run, config(**_nested(parser.parse(words)))
 
@@ -258,10 +260,16 @@ def _title(config: Any) -> str:
     return str(config.__doc__).partition("\n")[0]
 
 
+def _asks(arguments: Sequence[str]) -> bool:
+    """Tell whether a command line asks for help."""
+    return bool({"-h", "--help"} & {*arguments})
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that leaves values to the config, and raises ValueError for a mistake."""
 
-    def __init__(self, usage: str, description: str) -> None:
+    def __init__(self, usage: str, description: str, asked: bool) -> None:
+        self.asked = asked  # for help
         super().__init__(
             usage=usage,
             description=description,
@@ -300,7 +308,7 @@ class _Parser(argparse.ArgumentParser):
             first: What to call the words before the flags, for a field without a default.
         """
         doc: dict[str, str] = {}
-        for cls in config.__mro__:
+        for cls in config.__mro__ if self.asked else ():
             text = inspect.cleandoc(cls.__doc__ or "")
             for name, about in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
                 doc.setdefault(name, about)
@@ -311,12 +319,13 @@ class _Parser(argparse.ArgumentParser):
             if dataclasses.is_dataclass(field.type):
                 self.add_fields(field.type, f"{prefix}{field.name}.", brief)
                 continue
-            about, allowed = " ".join(doc[field.name].split()), describe(field.type)
-            kind = schema_of(field.type).get("type")
-            how: dict[str, Any] = {"nargs": "+"} if kind == "array" else {}
+            how: dict[str, Any] = {"nargs": "+"} if is_list(field.type) else {}
+            about = " ".join(doc.get(field.name, "-").split())
             if field.default is field.default_factory:  # neither is given
                 self.add_argument(field.name, help=about, metavar=first, **how)
                 continue
+            # Describing every field takes longer than all else, so it is done only when asked.
+            allowed = describe(field.type) if self.asked else ""
             default = json.dumps(field.default).strip('"').replace("[]", "none")
             notes = f"{allowed}; default: {default}"
             if not brief:
@@ -326,7 +335,7 @@ class _Parser(argparse.ArgumentParser):
             else:
                 notes = f"default: {default}" if field.default else ""
             text = f"{about} ({notes})".replace(" ()", "").replace("%", "%%")
-            if brief and kind == "boolean":
+            if brief and field.type == Switch:
                 how = {"action": "store_true"}
             else:
                 how["metavar"] = "V" if brief else "VALUE"
