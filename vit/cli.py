@@ -18,19 +18,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
 from vit.console import is_out_of_memory, printable, rank
-from vit.data.config import DataConfig
-from vit.data.layout import check_default_data, recognize
-from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
-from vit.reporting.config import COMMANDS
 from vit.settings import Switch, describe, is_list, keys, shorten, suggest, unknown
 from vit.startup import import_quickly
-from vit.training.checks import check_sizes
-from vit.training.config import Config, TrainConfig, to_dict
+
+if TYPE_CHECKING:  # each command imports the settings that it reads
+    from vit.training.config import Config
+from vit.training.config import Config, to_dict
 
 RENAMED = {"attention": "maps", "image": "photo"}  # flags of earlier versions, commands now
 
@@ -95,6 +93,7 @@ def eval_main() -> None:
 
         from vit.hardware import cores_to_use
         from vit.model.variants import load_attention
+        from vit.reporting.config import COMMANDS
 
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         for variant in options.model.attention:
@@ -102,7 +101,7 @@ def eval_main() -> None:
         resolve_name(f"vit.reporting.{COMMANDS[command].function}")(run, options)
 
 
-def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
+def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
     """Read the command line of train.py.
 
     Args:
@@ -115,6 +114,9 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         ValueError: A key is not known, or a value is not allowed.
         SystemExit: `--help` or `--print_config` was given.
     """
+    from vit.recipes import compose, read_arguments, read_config
+    from vit.training.config import Config
+
     usage = "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]"
     parser = _Parser(usage, "Train a Vision Transformer.", _asks(arguments))
     parser.add_argument(
@@ -153,54 +155,11 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     if "model.timm_args" in given:
         given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
-    config = _compose([read_config(file) for file in files], _nested(given))
+    config = compose([read_config(file) for file in files], _nested(given))
     if print_config:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         raise SystemExit(0)
     return config, options
-
-
-def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
-    """Make the config of files and flags, of which the last one wins, and check it."""
-    # The recipe's model for short budgets is of no use where the command line chooses another.
-    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
-    recipe = {} if files or other_model else read_config("quick")
-    stated = _require_groups(merge([recipe, *files, flags]))
-    given = stated.get("train", {}).get("budget_minutes")
-    minutes = TrainConfig(budget_minutes=given).budget_minutes
-    chosen = _require_groups(merge([*(at_budget(file, minutes) for file in files), flags]))
-    data = chosen.get("data", {})
-    root, name = data.get("root"), None
-    root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
-    if root is not None and (name := recognize(root)):
-        chosen = merge([chosen, {"data": {"name": name}}])
-    config = Config(**merge([at_budget(recipe, minutes), chosen]))
-    if root is not None and name is None and config.data.root != DataConfig.root:
-        check_default_data(root)
-    if "out" not in chosen and config.data.name != "cifar10":
-        config = dataclasses.replace(config, out=_default_out(config.data))
-    check_sizes(config)
-    return config
-
-
-def _require_groups(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings, of which the config refuses those that are no groups of keys and should be.
-
-    Raises:
-        ValueError: There are such.
-    """
-    for field in dataclasses.fields(Config):
-        value = values.get(field.name, {})
-        if dataclasses.is_dataclass(field.type) and not isinstance(value, dict):
-            Config(**{field.name: value})
-    return values
-
-
-def _default_out(data: DataConfig) -> str:
-    """Return the folder of a run that none was given for: named after its data set."""
-    root = Path(data.root).expanduser().resolve()
-    own = {"folder": root.name, "shards": root.name, "table": root.stem}
-    return f"runs/{own.get(data.name) or data.name}"
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
@@ -216,11 +175,12 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         ValueError: A command or key is not known, or a value is not allowed.
         SystemExit: `--help` was given.
     """
+    from vit.reporting.config import COMMANDS
+
     words, asks = list(arguments), _asks(arguments)
     if asks and words[0].startswith("-"):
-        _Parser(f"%(prog)s RUN [{' | '.join(COMMANDS)}] ...", _list_commands(), asks).parse(
-            ["--help"]
-        )
+        usage = f"%(prog)s RUN [{' | '.join(COMMANDS)}] ..."
+        _Parser(usage, _list_commands(COMMANDS), asks).parse(["--help"])
     # `eval.py maps --help` has no run, and needs none.
     run = "RUN" if not words or (asks and words[0] in COMMANDS) else words.pop(0)
     given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
@@ -245,9 +205,9 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     return name, run, config(**_nested(parser.parse(words)))
 
 
-def _list_commands() -> str:
+def _list_commands(commands: dict[str, Any]) -> str:
     """Say what the commands of eval.py do."""
-    lines = (f"  {name:<9}{_title(command.config)}\n" for name, command in COMMANDS.items())
+    lines = (f"  {name:<9}{_title(command.config)}\n" for name, command in commands.items())
     return (
         "Evaluate a trained Vision Transformer.\n\n"
         "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is\n"
@@ -346,9 +306,11 @@ def _no_such_flag(word: str, known: Sequence[str]) -> str:
     if word in ("true", "false"):
         return f"{word}: follows a flag that takes no value; leave it out"
     key = word.removeprefix("--").partition("=")[0]
-    is_recipe = key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file()
-    if is_recipe and "config" in known:
-        return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
+    if "config" in known:
+        from vit.recipes import RECIPES
+
+        if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
+            return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"
     return unknown(key, known)

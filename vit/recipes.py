@@ -4,6 +4,7 @@ The loader makes nothing but text, lists and dictionaries; what the text means i
 annotations of the configs, as for flags.
 """
 
+import dataclasses
 import difflib
 import io
 import re
@@ -13,7 +14,11 @@ from typing import Any, NoReturn
 
 import yaml
 
+from vit.data.config import DataConfig
+from vit.data.layout import check_default_data, recognize
 from vit.settings import require, shorten
+from vit.training.checks import check_sizes
+from vit.training.config import Config, TrainConfig
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
 LONGEST_FILE = 100_000  # bytes; a config has a few thousand
@@ -81,6 +86,57 @@ def read_config(name: str) -> dict[str, Any]:
             f"config: {shorten(name) or repr(name)}: {shorten(problem, 200)}"
         ) from None
     return values
+
+
+def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
+    """Make the config of a run, and check it.
+
+    Args:
+        files: What `read_config` returns, of which the last one wins; without any, "quick" is read.
+        flags: Nested dictionaries of text, which win over files.
+
+    Raises:
+        ValueError: A key is not known, or a value is not allowed.
+    """
+    # The recipe's model for short budgets is of no use where the command line chooses another.
+    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
+    recipe = {} if files or other_model else read_config("quick")
+    stated = _require_groups(merge([recipe, *files, flags]))
+    given = stated.get("train", {}).get("budget_minutes")
+    minutes = TrainConfig(budget_minutes=given).budget_minutes
+    chosen = _require_groups(merge([*(at_budget(file, minutes) for file in files), flags]))
+    data = chosen.get("data", {})
+    root, name = data.get("root"), None
+    root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
+    if root is not None and (name := recognize(root)):
+        chosen = merge([chosen, {"data": {"name": name}}])
+    config = Config(**merge([at_budget(recipe, minutes), chosen]))
+    if root is not None and name is None and config.data.root != DataConfig.root:
+        check_default_data(root)
+    if "out" not in chosen and config.data.name != "cifar10":
+        config = dataclasses.replace(config, out=_default_out(config.data))
+    check_sizes(config)
+    return config
+
+
+def _require_groups(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings, of which the config refuses those that are no groups of keys and should be.
+
+    Raises:
+        ValueError: There are such.
+    """
+    for field in dataclasses.fields(Config):
+        value = values.get(field.name, {})
+        if dataclasses.is_dataclass(field.type) and not isinstance(value, dict):
+            Config(**{field.name: value})
+    return values
+
+
+def _default_out(data: DataConfig) -> str:
+    """Return the folder of a run that none was given for: named after its data set."""
+    root = Path(data.root).expanduser().resolve()
+    own = {"folder": root.name, "shards": root.name, "table": root.stem}
+    return f"runs/{own.get(data.name) or data.name}"
 
 
 def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
