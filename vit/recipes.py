@@ -17,7 +17,6 @@ import yaml
 from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
 from vit.settings import require, shorten
-from vit.training.checks import check_sizes
 from vit.training.config import Config, TrainConfig
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
@@ -115,7 +114,6 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
         check_default_data(root)
     if "out" not in chosen and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
-    check_sizes(config)
     return config
 
 
