@@ -12,13 +12,9 @@ from benchmarks.maps import faithfulness_tables as map_tables
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.splits import balanced_subset
-from vit.explain.faithfulness import score_maps
-from vit.explain.filling import make_filling
-from vit.explain.references import rise
 from vit.model_file import load_model, save_model
 from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import measure_maps
-from vit.seeding import generator
 from vit.training.config import from_dict
 
 
@@ -40,12 +36,12 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(run, tmp_path_factory) -> dict:
-    """Results of a few cheap kinds and of RISE, measured one after the other into one file."""
+    """Results of a few cheap kinds and of occlusion, measured one after the other into one file."""
     out = tmp_path_factory.mktemp("results") / "results.json"
     common = [str(run), "--images", "12", "--fillings", "mean", "other", "--out", str(out)]
-    bench.main([*common, "--kinds", "rollout", "lrp", "lrp_pixels", "occlusion"])
+    bench.main([*common, "--kinds", "rollout", "lrp", "lrp_pixels"])
     first = json.loads(out.read_text())
-    bench.main([*common, "--kinds", "lrp", "rise", "--masks", "4", "2"])
+    bench.main([*common, "--kinds", "lrp", "occlusion"])
     return {"first": first, "last": json.loads(out.read_text()), "path": out}
 
 
@@ -69,25 +65,13 @@ def test_scores_with_mean_filling_are_those_of_eval(run, measured):
     assert found == pytest.approx(table["lrp"]["over_centred"], abs=2e-6)
 
 
-def test_rise_with_more_masks_includes_the_masks_before(run, measured):
-    classifier, images = chosen_images(run)
-    inputs = classifier.normalize(images.pixels())
-    target = classifier.logits(images.pixels()).argmax(dim=1)
-    fill = make_filling("other", inputs)
-    for number in (2, 4):
-        found = rise(classifier.forward, inputs, (2, 2), target, number, generator(0, "rise"))
-        expected = score_maps(classifier.forward, inputs, {"rise": found}, target, fill=fill)
-        scores = measured["last"]["runs"][str(run)]["fillings"]["other"][f"rise_{number}"]
-        assert scores["deletion"] == pytest.approx(expected["rise"]["deletion"].tolist(), abs=2e-6)
-
-
 def test_a_second_call_measures_only_what_is_missing(run, measured):
     first, last = (measured[name]["runs"][str(run)] for name in ("first", "last"))
-    assert {*last["passes"]} - {*first["passes"]} == {"rise_2", "rise_4"}
+    assert {*last["passes"]} - {*first["passes"]} == {"occlusion"}
     assert {kind: last["passes"][kind] for kind in first["passes"]} == first["passes"]
     for filling, kinds in first["fillings"].items():
         assert {kind: last["fillings"][filling][kind] for kind in kinds} == kinds
-        assert {*last["fillings"][filling]} - {*kinds} == {"rise_2", "rise_4"}
+        assert {*last["fillings"][filling]} - {*kinds} == {"occlusion"}
     before = measured["path"].read_text()
     bench.main([str(run), "--images", "12", "--fillings", "mean", "--kinds", "lrp", "--out",
                 str(measured["path"])])  # fmt: skip
@@ -97,14 +81,16 @@ def test_a_second_call_measures_only_what_is_missing(run, measured):
 def test_an_interrupted_measurement_keeps_the_kinds_before(run, measured, tmp_path, monkeypatch):
     out = tmp_path / "results.json"
     arguments = [str(run), "--images", "12", "--fillings", "mean", "other", "--out", str(out),
-                 "--kinds", "rise", "rollout", "lrp", "lrp_pixels", "occlusion",
-                 "--masks", "2", "4"]  # fmt: skip
+                 "--kinds", "rollout", "lrp", "lrp_pixels", "occlusion"]  # fmt: skip
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    def interrupt(classifier, pixels, kinds, *others):
+        if kinds == ["occlusion"]:
+            raise KeyboardInterrupt
+        return maps(classifier, pixels, kinds, *others)
 
+    maps = Classifier.maps
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "rise_maps", interrupt)
+        patch.setattr(Classifier, "maps", interrupt)
         with pytest.raises(KeyboardInterrupt):
             bench.main(arguments)
     scores = json.loads(out.read_text())["runs"][str(run)]["fillings"]
@@ -160,7 +146,7 @@ def test_tables_of_a_file(measured, capsys):
     bench.main(["--out", str(measured["path"])])
     text = capsys.readouterr().out
     assert "12 test images" in text
-    assert "| attention rollout |" in text and "| RISE, 4 masks |" in text
+    assert "| attention rollout |" in text and "| occlusion |" in text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +154,6 @@ def test_tables_of_a_file(measured, capsys):
     [
         ([], "give a RUN to measure, or the --out whose tables to print"),
         (["x", "--images", "1"], "--images: 1 is not allowed; it must be at least 2"),
-        (["x", "--masks", "4", "5"], "--masks: 5 is not allowed; it must be an even number from 2"),
         (["x", "--out", "no/such.json"], "--out: folder not found: no"),
         (["--out", "nothing.json"], "nothing.json: not a file that --out wrote"),
     ],
@@ -249,8 +234,8 @@ def test_maps_that_change_places_are_named():
 
 def test_means_over_runs():
     runs = [
-        made_scores(lrp=0.1, rollout=0.2, centred=0.0, rise_4=0.3, rise_2=0.1),
-        made_scores(lrp=0.3, rollout=0.2, centred=0.0, rise_4=0.4, rise_2=0.1),
+        made_scores(lrp=0.1, rollout=0.2, centred=0.0, occlusion=0.3),
+        made_scores(lrp=0.3, rollout=0.2, centred=0.0, occlusion=0.4),
     ]
     lines = map_tables.table_over_runs(runs).splitlines()
     # 12.706 times the deviation 0.1414 by the root of 2.
@@ -258,10 +243,9 @@ def test_means_over_runs():
         "| layer-wise relevance | 0.100 ± 1.271 | 0.500 ± 1.271 | 0.200 ± 1.271 | 0.200 ± 1.271 "
         "| 3, 2 |"
     )
-    assert lines[4].startswith("| RISE, 2 masks |") and lines[4].endswith("| – |")
-    assert lines[5].startswith("| RISE, 4 masks |") and lines[5].endswith("| 1, 1 |")
-    assert lines[6].startswith("| centred Gaussian | 0.300 ± 0.000 |")
-    assert lines[6].endswith("| – | 4, 4 |")
+    assert lines[4].startswith("| occlusion |") and lines[4].endswith("| 1, 1 |")
+    assert lines[5].startswith("| centred Gaussian | 0.300 ± 0.000 |")
+    assert lines[5].endswith("| – | 4, 4 |")
 
 
 def test_tables_of_several_runs():

@@ -18,7 +18,6 @@ from vit.registry import ALL_KINDS
 from vit.reporting.map_faithfulness import BASELINES, METRICS
 
 SHOWN = ("deletion", "insertion", "lerf_morf", "over_centred")
-RISE = "rise_"  # before the number of masks
 
 Scores = Mapping[str, Mapping[str, Tensor]]  # by kind and metric, (images,) each
 
@@ -63,12 +62,9 @@ def with_differences(kinds: Mapping[str, Mapping[str, Sequence[float]]]) -> Scor
     return scores
 
 
-def _place(kind: str) -> tuple[int, int]:
-    """Return the place of a kind in tables: those of maps, RISE by its masks, baselines."""
-    if kind.startswith(RISE):
-        return 1, number_of_masks(kind)
-    order = [*ALL_KINDS, *BASELINES]
-    return 2 * (kind in BASELINES), order.index(kind)
+def _place(kind: str) -> int:
+    """Return the place of a kind in tables: maps first, then baselines."""
+    return [*ALL_KINDS, *BASELINES].index(kind)
 
 
 def score_table(scores: Scores, passes: Mapping[str, float]) -> str:
@@ -158,10 +154,8 @@ def ranks_of(scores: Scores, kinds: Sequence[str]) -> dict[str, int]:
 
 
 def ranked_kinds(parts: Sequence[Scores]) -> list[str]:
-    """Return the kinds that all parts have, without random maps, and of RISE the most masks."""
-    kinds = shared(parts)
-    most = max((k for k in kinds if k.startswith(RISE)), key=number_of_masks, default=None)
-    return [k for k in kinds if k != "random" and (not k.startswith(RISE) or k == most)]
+    """Return the kinds that all parts have, without random maps."""
+    return [kind for kind in shared(parts) if kind != "random"]
 
 
 def shared(parts: Any) -> list[str]:
@@ -170,13 +164,6 @@ def shared(parts: Any) -> list[str]:
     return [key for key in first if all(key in other for other in others)]
 
 
-def number_of_masks(kind: str) -> int:
-    """Return the number in a name such as rise_500."""
-    return int(kind.removeprefix(RISE))
-
-
 def title(kind: str) -> str:
     """Return a map's or baseline's name for tables."""
-    if kind.startswith(RISE):
-        return f"RISE, {number_of_masks(kind):,} masks"
     return BASELINES.get(kind) or ALL_KINDS[kind].title

@@ -34,6 +34,7 @@ from vit.training.config import Config
 # Classes and training images of data sets; those of others are taken to be ImageNet-1k's.
 KNOWN = {"cifar10": (10, 50_000), "cifar100": (100, 50_000)}
 IMAGENET = (1000, 1_281_167)
+POSITIVE = ("classes", "gpus", "hosts", "train_images", "within", "between", "epochs", "images")
 USABLE = 0.9  # fraction of the memory
 
 # Width, depth, heads, MLP ratio and patch size (arXiv 2010.11929; of giant 2106.04560).
@@ -120,16 +121,7 @@ def read_options() -> tuple[argparse.Namespace, Config]:
         help="recompute the activations of the blocks",
     )  # fmt: skip
     options, keys = parser.parse_known_args()
-    for key in (
-        "classes",
-        "gpus",
-        "hosts",
-        "train_images",
-        "within",
-        "between",
-        "epochs",
-        "images",
-    ):
+    for key in POSITIVE:
         value = getattr(options, key)
         require(value is None or value > 0, f"--{key}", value, "more than 0")
     require(0 < options.mfu <= 1, "--mfu", options.mfu, "more than 0 and up to 1")

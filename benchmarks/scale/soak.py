@@ -282,26 +282,25 @@ def kill_again_and_again(config: Config, processes: int, kills: int, draw: rando
     return f"{kills} kills, {kills // 2} of all {processes} processes, the others of one: {found}"
 
 
-def soak_one(folder: Path, kills: int, draw: random.Random) -> tuple[str, Path, Path]:
-    """Soak a run of one process; return what was done, and the folders of both runs."""
-    SPAWN.set_forkserver_preload(["vit.training.train", "timm.utils"])
+def soak(folder: Path, kills: int, processes: int, draw: random.Random) -> tuple[str, Path, Path]:
+    """Return what a run lived through, its folder, and that of an undisturbed run."""
     epochs = (MOST_EPOCHS + 1) * kills
     alone, killed = (small_config(folder / name, epochs) for name in ("alone", "killed"))
-    start(alone, folder / "alone.log").join()
-    summary = kill_and_resume(killed, EPOCH * epochs, kills, draw)
-    return summary, Path(alone.out), Path(killed.out)
-
-
-def soak_torchrun(
-    folder: Path, kills: int, processes: int, draw: random.Random
-) -> tuple[str, Path, Path]:
-    """Soak a sharded run under torchrun; return what was done, and the folders of both runs."""
-    epochs = (MOST_EPOCHS + 1) * kills
-    alone, killed = (sharded(small_config(folder / name, epochs)) for name in ("alone", "killed"))
-    if start_torchrun(alone, processes, 0).wait() != 0:
+    if processes == 1:
+        SPAWN.set_forkserver_preload(["vit.training.train", "timm.utils"])
+        undisturbed = start(alone, folder / "alone.log")
+        undisturbed.join()
+        failed = undisturbed.exitcode != 0
+    else:
+        alone, killed = sharded(alone), sharded(killed)
+        failed = start_torchrun(alone, processes, 0).wait() != 0
+    if failed:
         raise RuntimeError(f"the run failed:\n{(folder / 'alone.log').read_text()}")
-    summary = kill_again_and_again(killed, processes, kills, draw)
-    return summary, Path(alone.out), Path(killed.out)
+    if processes == 1:
+        summary = kill_and_resume(killed, EPOCH * epochs, kills, draw)
+    else:
+        summary = kill_again_and_again(killed, processes, kills, draw)
+    return summary, Path(killed.out), Path(alone.out)
 
 
 def main() -> None:
@@ -315,10 +314,7 @@ def main() -> None:
     kills = options.kills or (100 if options.processes == 1 else 25)
     begin, draw = time.monotonic(), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
-        if options.processes == 1:
-            summary, alone, killed = soak_one(Path(name), kills, draw)
-        else:
-            summary, alone, killed = soak_torchrun(Path(name), kills, options.processes, draw)
+        summary, killed, alone = soak(Path(name), kills, options.processes, draw)
         expected = left_behind(alone)
         different = differences(expected, left_behind(killed))
     steps, seconds = EPOCH * (MOST_EPOCHS + 1) * kills, time.monotonic() - begin

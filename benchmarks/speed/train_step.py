@@ -68,21 +68,11 @@ def timm_model(class_token: bool) -> nn.Module:
     )  # fmt: skip
 
 
-def vit_pytorch() -> nn.Module:
-    """Build vit-pytorch's ViT."""
-    from vit_pytorch import ViT
+def vit_pytorch(name: str) -> nn.Module:
+    """Build vit-pytorch's ViT or SimpleViT."""
+    import vit_pytorch
 
-    return ViT(
-        image_size=SIZE, patch_size=PATCH, num_classes=CLASSES, dim=DIM, depth=DEPTH,
-        heads=HEADS, mlp_dim=HIDDEN, dim_head=DIM // HEADS,
-    )  # fmt: skip
-
-
-def simple_vit() -> nn.Module:
-    """Build vit-pytorch's SimpleViT."""
-    from vit_pytorch import SimpleViT
-
-    return SimpleViT(
+    return getattr(vit_pytorch, name)(
         image_size=SIZE, patch_size=PATCH, num_classes=CLASSES, dim=DIM, depth=DEPTH,
         heads=HEADS, mlp_dim=HIDDEN, dim_head=DIM // HEADS,
     )  # fmt: skip
@@ -111,13 +101,13 @@ GROUPS: dict[str, Models] = {
     "with a class token": {
         "ours": partial(ours, class_token=True),
         "timm": partial(timm_model, class_token=True),
-        "vit-pytorch ViT": vit_pytorch,
+        "vit-pytorch ViT": partial(vit_pytorch, "ViT"),
         "transformers ViT": Transformers,
     },
     "without a class token": {
         "ours": partial(ours, class_token=False),
         "timm": partial(timm_model, class_token=False),
-        "vit-pytorch SimpleViT": simple_vit,
+        "vit-pytorch SimpleViT": partial(vit_pytorch, "SimpleViT"),
     },
 }
 
