@@ -225,7 +225,7 @@ class TimmAttentionModel:
         return (
             features in (vits.VisionTransformer.forward_features, NaFlexVit.forward_features)
             and all(type(block) in known for block in model.blocks)
-            and all(type(a) is Attention for block in model.blocks for a in _attentions(block))
+            and all(type(a) is Attention for block in model.blocks for a in attentions(block))
         )
 
     def forward_intermediates(self, images: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -287,24 +287,24 @@ def _embed(model: Any, images: Tensor) -> Tensor:
     return model.norm_pre(model.patch_drop(embedded))
 
 
-def _attentions(block: Any) -> list[nn.Module]:
-    """List the attention modules of a block."""
+def attentions(block: Any) -> list[Any]:
+    """List the attention modules of a block, ours or timm's."""
     return [branch.attn for branch in block.attns] if hasattr(block, "attns") else [block.attn]
 
 
 def _run_block(block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Apply a block as its forward does: tokens (B, N, D), and attention weights (B, H, N, N)."""
-    attentions = _attentions(block)
+    found = attentions(block)
     if hasattr(block, "attns"):  # ParallelThingsBlock
-        outputs, weights = _attend(attentions, [branch.norm(x) for branch in block.attns])
+        outputs, weights = _attend(found, [branch.norm(x) for branch in block.attns])
         branches = zip(block.attns, outputs, strict=True)
         x = x + torch.stack([b.drop_path(b.ls(y)) for b, y in branches]).sum(dim=0)
         return x + torch.stack([branch(x) for branch in block.ffns]).sum(dim=0), weights
     if not hasattr(block, "ls1"):  # ResPostBlock
-        (output,), weights = _attend(attentions, [x])
+        (output,), weights = _attend(found, [x])
         x = x + block.drop_path1(block.norm1(output))
         return x + block.drop_path2(block.norm2(block.mlp(x))), weights
-    (output,), weights = _attend(attentions, [block.norm1(x)])
+    (output,), weights = _attend(found, [block.norm1(x)])
     x = x + block.drop_path1(block.ls1(output))
     return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x)))), weights
 

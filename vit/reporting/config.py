@@ -4,7 +4,9 @@ A field without a default is what the command takes before its flags, such as th
 """
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from vit.registry import ALL_KINDS
 from vit.settings import (
@@ -177,6 +179,25 @@ class CompareConfig(ImagesConfig):
 
 
 @settings("")
+class HeadsConfig(EvalConfig):
+    """What the model loses on held-out images when heads are muted.
+
+    Attributes:
+        data: the data set of the run
+        images: number of held-out images
+        pairs: number of the heads that matter most, of which all pairs are muted too
+        batch_size: images per forward pass
+        seed: random seed for choosing images
+    """
+
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    images: Annotated[int, Field(ge=2, le=LARGE)] = 500
+    pairs: Annotated[int, Field(ge=0, le=100)] = 8
+    batch_size: Count = 500
+    seed: Seed = 0
+
+
+@settings("")
 class ExportConfig:
     """The model in formats that other programs load, with its logits checked.
 
@@ -210,6 +231,7 @@ COMMANDS = {
     "maps": Command(MapsConfig, "attention:explain_run"),
     "photo": Command(PhotoConfig, "photos:classify_photos", "PHOTO ..."),
     "predict": Command(PredictConfig, "predictions:predict_files", "PHOTO ..."),
+    "heads": Command(HeadsConfig, "heads:measure_run"),
     "compare": Command(CompareConfig, "comparison:compare_runs", "OTHER ..."),
     "export": Command(ExportConfig, "export:export_run", "FORMAT ..."),
 }

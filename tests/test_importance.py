@@ -1,0 +1,101 @@
+"""Muting heads: exact for any model, and the model stays as it is."""
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vit.explain.importance import (
+    Effect,
+    MutableModel,
+    as_grid,
+    layers_of,
+    measure_heads,
+    pairs_of_largest,
+    single_heads,
+    true_class,
+)
+from vit.model.vit import VisionTransformer
+
+SMALL = {
+    "img_size": 16,
+    "in_chans": 3,
+    "num_classes": 5,
+    "patch_size": 4,
+    "embed_dim": 24,
+    "depth": 2,
+    "num_heads": 3,
+}
+MODELS = {
+    "ours": lambda: VisionTransformer(**SMALL),
+    "differential": lambda: VisionTransformer(**SMALL, attention="differential"),
+    "timm": lambda: timm.models.vision_transformer.VisionTransformer(**SMALL),
+    "parallel": lambda: timm.models.vision_transformer.VisionTransformer(
+        **SMALL, block_fn=timm.models.vision_transformer.ParallelThingsBlock
+    ),
+}
+
+
+def hook_that_mutes(module: nn.Module, head: int) -> torch.utils.hooks.RemovableHandle:
+    """Zero what a head passes to the output projection, by a hook."""
+    attn: nn.Module = module
+
+    def zero(proj: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        parts = list(inputs[0].chunk(attn.num_heads, dim=-1))
+        parts[head] = torch.zeros_like(parts[head])
+        return (torch.cat(parts, dim=-1),)
+
+    return attn.proj.register_forward_pre_hook(zero)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_muting_equals_zeroing_what_the_projection_gets(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    images = torch.randn(4, 3, 16, 16)
+    mutable, plain = MutableModel(model), model(images)
+    assert mutable.shape == (2, 6 if name == "parallel" else 3)
+    for ((layer, head),) in single_heads(mutable.shape):
+        attn = model.blocks[layer].attn if name != "parallel" else None
+        attn = attn or model.blocks[layer].attns[head // 3].attn
+        handle = hook_that_mutes(attn, head % 3)
+        expected = model(images)
+        handle.remove()
+        with mutable.muted(((layer, head),)):
+            torch.testing.assert_close(mutable.model(images), expected)
+        assert not torch.equal(expected, plain)
+    assert torch.equal(mutable.model(images), plain)
+
+
+def test_falls_are_paired_and_by_hand() -> None:
+    """A stand-in for a model: muting head (0, 0) turns the logits of two of four images around."""
+    mutable = MutableModel(MODELS["ours"]())
+    labels, sure = torch.tensor([0, 1, 0, 1]), torch.log(torch.tensor([[0.9, 0.1]]))
+    right = torch.cat([sure, sure.flip(1), sure, sure.flip(1)])
+    wrong = torch.cat([right[:2], right[2:].flip(1)])
+    weight = mutable.model.blocks[0].attn.proj.weight[:, :8]
+
+    def classify() -> Tensor:
+        return right if weight.any() else wrong
+
+    (effect,) = measure_heads(mutable, classify, labels, [((0, 0),)])
+    spread = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64).std().item()
+    half = 1.959964 * spread / 2
+    assert effect.accuracy == pytest.approx((0.5, half))
+    assert effect.probability == pytest.approx((0.4, 0.8 * half))
+    probability, hits = true_class(wrong, labels)
+    assert probability.tolist() == pytest.approx([0.9, 0.9, 0.1, 0.1])
+    assert hits.tolist() == [1, 1, 0, 0]
+
+
+def test_groups() -> None:
+    assert single_heads((2, 2)) == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
+    assert layers_of((2, 2)) == [((0, 0), (0, 1)), ((1, 0), (1, 1))]
+    falls = {(0, 0): 0.1, (0, 1): -0.2, (1, 0): 0.3, (1, 1): 0.2}
+    effects = [Effect((head,), (fall, 0.0), (0.0, 0.0)) for head, fall in falls.items()]
+    assert pairs_of_largest(effects, 2) == [((1, 0), (1, 1))]
+    assert len(pairs_of_largest(effects, 3)) == 3
+    torch.testing.assert_close(as_grid(effects), torch.tensor([[0.1, -0.2], [0.3, 0.2]]))

@@ -1,0 +1,141 @@
+"""Heads that matter: what a model loses on held-out images when its heads are muted."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet, load_training
+from vit.data.splits import balanced_subset
+from vit.data.stream import Decoder
+from vit.explain.charts import heads_chart
+from vit.explain.importance import (
+    Effect,
+    Heads,
+    MutableModel,
+    as_grid,
+    layers_of,
+    measure_heads,
+    pairs_of_largest,
+    single_heads,
+)
+from vit.files import write_atomically
+from vit.model.attention_model import no_maps_text
+from vit.model_file import SavedModel
+from vit.reporting.config import HeadsConfig
+from vit.reporting.loading import load_run, results_folder
+from vit.run.folder import HEADS_FILE, HEADS_PICTURE
+
+LISTED = 8  # rows of each part of the table
+
+
+def measure_run(run: str, options: HeadsConfig) -> None:
+    """Mute each head, each layer and pairs of heads of a model, and write what it loses.
+
+    Args:
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation.
+
+    Raises:
+        ValueError: The model or the data cannot be read, there are no held-out images, or the
+            model's heads cannot be read.
+    """
+    saved = load_run(run, options)
+    if not saved.classifier.has_maps:
+        raise ValueError(no_maps_text(saved.classifier.model))
+    images = load_held_out(saved, options)
+    folder = results_folder(saved, options.out)
+    data = saved.config.data.name
+    print(f"{saved.describe()}, {len(images):,} held-out images of {data}", flush=True)
+    found = measure_groups(saved.classifier, images, options.pairs, options.batch_size)
+    table = {part: [asdict(effect) for effect in effects] for part, effects in found.items()}
+    content = {"model": str(saved.path), "images": len(images), **table}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / HEADS_FILE, json.dumps(content, indent=1).encode())
+    Image.fromarray(draw_heads(found["heads"])).save(folder / HEADS_PICTURE)
+    print(f"\n{as_table(found)}\n\nwrote {HEADS_FILE} and {HEADS_PICTURE} to {folder}/")
+
+
+def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
+    """Load the images that were held out when a model was trained, as many as are asked for.
+
+    Raises:
+        ValueError: There are none, or they cannot be read.
+    """
+    data, root = saved.config.data, options.data.root
+    data = replace(data, root=root or data.root)
+    seed, preprocess = saved.config.train.seed, saved.classifier.preprocess
+    training, held_out = load_training(data, seed, preprocess, decoder=Decoder(data.workers))
+    if saved.fingerprint not in ("", training.fingerprint):
+        raise ValueError(
+            f"data.root: {data.root} does not contain the images that {saved.path} was trained on, "
+            "so its held-out images are unknown; restore them, or point --data.root at them"
+        )
+    if not len(held_out):
+        raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
+    count = min(options.images, len(held_out))
+    chosen = balanced_subset(held_out.labels, count, options.seed, "eval.heads")
+    return held_out.select(chosen).in_memory()
+
+
+def measure_groups(
+    classifier: Classifier, images: ImageSet, pairs: int, batch_size: int = 500
+) -> dict[str, list[Effect]]:
+    """Measure what muting each head, each layer, and pairs of heads costs.
+
+    Args:
+        classifier: A model with maps.
+        images: Images with labels, in memory.
+        pairs: Number of heads, those whose muting costs most, of which all pairs are muted.
+        batch_size: Images per forward pass.
+
+    Returns:
+        The effects under "heads", "layers" and "pairs".
+    """
+    mutable = MutableModel(classifier.model)
+    copied = replace(classifier, model=mutable.model)
+    inputs = classifier.normalize(images.pixels())
+
+    # disable=None shows the bar on terminals only.
+    with tqdm(desc="muting heads", unit="group", leave=False, disable=None) as bar:
+
+        def classify() -> Tensor:
+            bar.update()
+            return copied.forward(inputs, batch_size)
+
+        def measure(groups: Sequence[Heads]) -> list[Effect]:
+            return measure_heads(mutable, classify, images.labels, groups) if groups else []
+
+        heads = measure(single_heads(mutable.shape))
+        layers = measure(layers_of(mutable.shape))
+        return {"heads": heads, "layers": layers, "pairs": measure(pairs_of_largest(heads, pairs))}
+
+
+def draw_heads(effects: Sequence[Effect]) -> np.ndarray:
+    """Draw what muting each head costs, (height, width, 3) uint8."""
+    measures = ("probability", "accuracy")
+    return heads_chart({f"fall in {name}": as_grid(effects, name) for name in measures})
+
+
+def as_table(found: dict[str, list[Effect]]) -> str:
+    """Format the result of `measure_groups` as text: the largest effects of each part."""
+    alone = {effect.heads[0]: effect.probability[0] for effect in found["heads"]}
+    lines = [f"{'muted':<35}{'fall in probability':>19}{'fall in accuracy':>20}"]
+    for part, effects in found.items():
+        ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
+        for effect in ranked[:LISTED]:
+            named = [f"layer {layer} head {head}" for layer, head in effect.heads]
+            name = f"layer {effect.heads[0][0]}" if part == "layers" else " and ".join(named)
+            (mean, half), (points, spread) = effect.probability, effect.accuracy
+            line = f"{name:<35}{mean:>10.4f} ± {half:.4f}{points:>12.2%} ± {spread:.2%}"
+            if part == "pairs":
+                line += "   alone " + " + ".join(f"{alone[head]:.4f}" for head in effect.heads)
+            lines.append(line)
+        if len(effects) > LISTED:
+            lines.append(f"... {len(effects) - LISTED} more {part}")
+    return "\n".join(lines)
