@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Collection, Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from vit.explain.figures import (
     overlays_picture,
     rollout_picture,
 )
+from vit.explain.importance import as_grid
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
 from vit.explain.statistics import (
@@ -35,6 +37,7 @@ from vit.model.attention_model import attention_model, require_attention
 from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
+from vit.reporting.heads import choose_held_out, draw_heads, measure_groups
 from vit.run.folder import MAPS_FOLDER
 from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import summaries
@@ -42,6 +45,7 @@ from vit.tensorboard_plugin.records import Record
 
 RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
+MUTED_IMAGES = 500  # on which the importance of heads is measured
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
 MEASURED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
 
@@ -51,7 +55,7 @@ class AttentionLogging:
 
     The model is one whose attention can be read, see `Classifier.has_maps`. At each step it yields
     a record of each probe for the Attention tab, statistics of all heads, the faithfulness of maps,
-    and pictures.
+    and pictures; at the last one also what muting each head costs.
 
     The rollout maps are saved as step_*.npy, (probes, rows, columns) in units of uniform attention.
     The filmstrip is drawn from these files, so it is complete even after an interruption.
@@ -61,25 +65,40 @@ class AttentionLogging:
         probes: The images; if there are none, nothing is logged.
         steps: The steps after which it runs.
         seed: Seed of the random maps, a baseline of faithfulness.
+        held_out: Images on which heads are muted at the last step; None leaves that out.
     """
 
     name = "logging attention"
 
     def __init__(
-        self, folder: Path, probes: ImageSet, steps: Collection[int], seed: int = 0
+        self,
+        folder: Path,
+        probes: ImageSet,
+        steps: Collection[int],
+        seed: int = 0,
+        held_out: ImageSet | None = None,
     ) -> None:
         self.folder, self.probes, self.seed = folder, probes, seed
         self.steps: Container[int] = steps
-        self._count = len(steps)
+        self.held_out = held_out
+        self._count, self._last = len(steps), max(steps)
         self._said = False  # whether the user knows that weights are left out
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
         """Yield records, attention/STATISTIC/layer_NN, faithfulness/KIND, and pictures."""
-        if len(self.probes):
-            with one_core() as threads:  # each thread has probes of its own
-                yield from self._log(classifier, step, threads)
+        if not len(self.probes):
+            return
+        importance = None
+        if step == self._last and self.held_out is not None:
+            effects = measure_groups(classifier, self.held_out)["heads"]
+            importance = as_grid(effects)
+            yield "attention/importance", draw_heads(effects)
+        with one_core() as threads:  # each thread has probes of its own
+            yield from self._log(classifier, step, threads, importance)
 
-    def _log(self, classifier: Classifier, step: int, threads: int) -> Iterator[tuple[str, Logged]]:
+    def _log(
+        self, classifier: Classifier, step: int, threads: int, importance: Tensor | None
+    ) -> Iterator[tuple[str, Logged]]:
         batches = [
             *attention_records(
                 classifier, self.probes, steps=self._count, levels=LEVELS,
@@ -87,7 +106,7 @@ class AttentionLogging:
             )
         ]  # fmt: skip
         attention = joined([batch for batch, _ in batches])
-        records = [record for _, batch in batches for record in batch]
+        records = [_with_importance(r, importance) for _, batch in batches for r in batch]
         yield from self._records(records, step)
         statistics = self._statistics(classifier, attention.weights)
         layers = {name: values.mean(dim=1) for name, values in statistics.items()}
@@ -204,6 +223,13 @@ class AttentionLogging:
         return earlier | {step: maps.numpy()}
 
 
+def _with_importance(record: Record | None, importance: Tensor | None) -> Record | None:
+    if record is None or importance is None:
+        return record
+    statistics = replace(record.details.statistics, importance=importance.tolist())
+    return replace(record, details=replace(record.details, statistics=statistics))
+
+
 def _measured(records: Sequence[Record | None]) -> Iterator[tuple[str, Logged]]:
     """Yield the mean (LeRF - MoRF) / 2 of each measured kind over the records."""
     for kind in MEASURED_KINDS:
@@ -230,4 +256,5 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     # Training images may be stored larger than the model takes them.
     probes = choose_probes(images, track.probes, seed).resized(setup.preprocess)
     steps = milestones(setup.total_steps, track.milestones)
-    return AttentionLogging(Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed)
+    held_out = choose_held_out(setup.held_out, MUTED_IMAGES, seed) if len(setup.held_out) else None
+    return AttentionLogging(Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, held_out)

@@ -78,24 +78,29 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
         )
     if not len(held_out):
         raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
-    count = min(options.images, len(held_out))
-    chosen = balanced_subset(held_out.labels, count, options.seed, "eval.heads")
-    return held_out.select(chosen).in_memory()
+    return choose_held_out(held_out, options.images, options.seed)
+
+
+def choose_held_out(images: ImageSet, count: int, seed: int) -> ImageSet:
+    """Choose images, balanced over the classes, or all if there are fewer; into memory."""
+    chosen = balanced_subset(images.labels, min(count, len(images)), seed, "heads")
+    return images.select(chosen).in_memory()
 
 
 def measure_groups(
-    classifier: Classifier, images: ImageSet, pairs: int, batch_size: int = 500
+    classifier: Classifier, images: ImageSet, pairs: int | None = None, batch_size: int = 500
 ) -> dict[str, list[Effect]]:
     """Measure what muting each head, each layer, and pairs of heads costs.
 
     Args:
         classifier: A model with maps.
         images: Images with labels, in memory.
-        pairs: Number of heads, those whose muting costs most, of which all pairs are muted.
+        pairs: Number of heads, those whose muting costs most, of which all pairs are muted; None
+            mutes single heads only.
         batch_size: Images per forward pass.
 
     Returns:
-        The effects under "heads", "layers" and "pairs".
+        The effects under "heads" and, unless pairs is None, "layers" and "pairs".
     """
     mutable = MutableModel(classifier.model)
     copied = replace(classifier, model=mutable.model)
@@ -112,6 +117,8 @@ def measure_groups(
             return measure_heads(mutable, classify, images.labels, groups) if groups else []
 
         heads = measure(single_heads(mutable.shape))
+        if pairs is None:
+            return {"heads": heads}
         layers = measure(layers_of(mutable.shape))
         return {"heads": heads, "layers": layers, "pairs": measure(pairs_of_largest(heads, pairs))}
 

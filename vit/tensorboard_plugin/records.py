@@ -42,11 +42,14 @@ class Statistics:
         entropy: Entropy divided by log N, mean over rows, 0 to 1.
         distance: Mean attention distance in pixels; None if patches have no distance.
         sink: Fraction of attention to the token that receives the most, 0 to 1.
+        importance: Fall of the true class's probability when the head is muted, mean over held-out
+            images, -1 to 1; None if not measured at this step.
     """
 
     entropy: Heads
     distance: list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]] | None
     sink: Heads
+    importance: list[list[Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,7 @@ class Details:
             raise ValueError(f"image is not a PNG file of {self.image_size} pixels")
         if math.prod(self.image_size) > MAX_PIXELS:
             raise ValueError(f"image_size: {self.image_size} is more than {MAX_PIXELS} pixels")
-        for name in ("entropy", "distance", "sink"):
+        for name in ("entropy", "distance", "sink", "importance"):
             values = getattr(self.statistics, name)
             if values is not None:
                 _check_shape(name, values, (self.layers, self.heads))

@@ -19,6 +19,10 @@ const LARGE = 16; // patch whose outline is bold
 const STRIP_SIDE = 6; // of a prefix token, at least
 const STRIP_GAP = 2; // between the prefix tokens and the patches
 const FUSED_GAP = 12; // before mean, max and rollout
+const MISSING = {
+  distance: "This model's patches have no distance.",
+  importance: "Importance was not measured at this step: training measures it at the last one.",
+};
 
 export class HeadsView {
   #cells = [];
@@ -126,12 +130,15 @@ export class HeadsView {
         return `${name} ${digits(mean)}${name === "distance" ? " px" : ""}`;
       });
     const { images } = statistics;
-    const what = images > 1 ? `mean ${statistic} over ${images} images` : statistic;
+    const what =
+      statistic === "importance"
+        ? "importance, from held-out images"
+        : images > 1 ? `mean ${statistic} over ${images} images` : statistic;
     const uniform = statistic === "distance" ? uniformDistance(this.record) : null;
     const reference = uniform === null ? "" : ` Uniform attention: ${digits(uniform)} px.`;
     const below =
       statistics[statistic] === null
-        ? `This model's patches have no ${statistic}.`
+        ? MISSING[statistic]
         : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.${reference}`;
     write(this.notes[0], below);
     write(this.notes[1], `Mean over all heads: ${means.join(", ")}.`);

@@ -66,11 +66,12 @@ function nameHead(layer, head) {
   return `layer ${layer}, ${FUSED_NAMES[head] ?? `head ${head}`}`;
 }
 
-function describeStatistics({ entropy, distance, sink, images }, layer, head) {
+function describeStatistics({ entropy, distance, sink, importance, images }, layer, head) {
   if (head in FUSED_NAMES) return "";
   const parts = [`entropy ${digits(entropy[layer][head])}`];
   if (distance) parts.push(`distance ${digits(distance[layer][head])} px`);
   parts.push(`sink ${digits(sink[layer][head])}`);
+  if (importance) parts.push(`importance ${digits(importance[layer][head])}`);
   return (images > 1 ? `${images} images: ` : "") + parts.join(" · ");
 }
 

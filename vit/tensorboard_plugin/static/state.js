@@ -2,7 +2,12 @@
 
 export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions" };
 export const DIRECTIONS = { to: "where it attends", from: "who attends to it" };
-export const STATISTICS = { entropy: "entropy", distance: "distance", sink: "sink" };
+export const STATISTICS = {
+  entropy: "entropy",
+  distance: "distance",
+  sink: "sink",
+  importance: "importance",
+};
 export const OVER = { image: "of this image", run: "mean over images" };
 export const ORDERS = { layer: "by layer", lowest: "lowest first", highest: "highest first" };
 export const CONTRASTS = { fixed: "fixed", auto: "automatic", log: "logarithmic" };

@@ -8,7 +8,8 @@ import { fetchDetails } from "./api.js";
  * @param {object} record
  * @param {object[]} images - All images of the run, as listed by the server.
  * @param {("image"|"run")} over
- * @returns {Promise<{entropy: number[][], distance: ?number[][], sink: number[][], images: number}>}
+ * @returns {Promise<{entropy: number[][], distance: ?number[][], sink: number[][],
+ *   importance: ?number[][], images: number}>}
  *   Layers times heads, and the number of images. Those that have no record at this step, or that
  *   another model has seen, are left out.
  */
@@ -30,6 +31,7 @@ export async function statisticsOf(record, images, over) {
     entropy: mean("entropy"),
     distance: mean("distance"),
     sink: mean("sink"),
+    importance: mean("importance"), // the same in all of them
     images: alike.length,
   };
 }

@@ -10,6 +10,7 @@ const EXPLAINED = [
   "entropy: 0 if every token attends to a single token, 1 if attention is uniform",
   "distance: mean distance in pixels between patches that attend to each other",
   "sink: fraction of all attention that goes to the token that receives the most",
+  "importance: fall of the true class's probability when the head is muted, on held-out images",
 ].join("\n");
 const LISTED =
   "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
