@@ -4,6 +4,7 @@ import io
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from vit.explain.statistics import (
 )
 from vit.files import write_atomically
 from vit.model.attention_model import attention_model, require_attention
+from vit.model.timm_model import attentions
 from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
@@ -45,7 +47,8 @@ from vit.tensorboard_plugin.records import Record
 
 RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
-MUTED_IMAGES = 500  # on which the importance of heads is measured
+MUTED_IMAGES = 500  # held-out images on which heads are muted, at most
+MUTED_FRACTION = 0.02  # of a run that muting may take
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
 MEASURED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
 
@@ -256,5 +259,18 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     # Training images may be stored larger than the model takes them.
     probes = choose_probes(images, track.probes, seed).resized(setup.preprocess)
     steps = milestones(setup.total_steps, track.milestones)
-    held_out = choose_held_out(setup.held_out, MUTED_IMAGES, seed) if len(setup.held_out) else None
-    return AttentionLogging(Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, held_out)
+    return AttentionLogging(
+        Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, _images_to_mute(setup)
+    )
+
+
+def _images_to_mute(setup: Setup) -> ImageSet | None:
+    """Choose held-out images on which heads are muted: as many as take 2% of the run, up to 500.
+
+    Classifying an image takes a third of the products of a training step.
+    """
+    blocks: Any = require_attention(setup.model).blocks
+    heads = sum(attn.num_heads for block in blocks for attn in attentions(block))
+    trained = setup.total_steps * setup.config.train.batch_size
+    count = min(MUTED_IMAGES, int(MUTED_FRACTION * 3 * trained / heads), len(setup.held_out))
+    return choose_held_out(setup.held_out, count, setup.config.train.seed) if count > 1 else None
