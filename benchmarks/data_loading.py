@@ -37,13 +37,13 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from vit.data.batches import epoch_batches
 from vit.data.config import DataConfig, DataName
 from vit.data.datasets import ImageSet, open_images
 from vit.data.preprocess import Preprocess
+from vit.data.sampling import epoch_batches
 from vit.data.shapes import KINDS, draw_shapes
+from vit.data.source import TarMember
 from vit.data.stream import Decoder, ImageFiles, decode
-from vit.data.tar_member import TarMember
 from vit.hardware import usable_cores
 
 STORED, SIZE, BATCH = 256, 224, 64

@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.cli import user_errors
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.explain.faithfulness import LEVELS, score_maps, with_baselines
 from vit.explain.filling import FILLINGS, Filling, make_filling, to_patches
 from vit.explain.references import rise

@@ -33,10 +33,9 @@ from randomization import cascade, for_shifted_inputs, rank_correlation, shuffle
 from torch import Tensor, nn
 
 from vit.classifier import Classifier, build_model
-from vit.data.batches import epoch_batches
 from vit.data.config import AugmentConfig
 from vit.data.datasets import ImageSet, load_training
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset, epoch_batches
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.explain.faithfulness import mean_interval

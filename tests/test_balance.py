@@ -13,8 +13,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 from small_runs import make_step, small
-from vit.data.balance import balanced_batches, class_weights
-from vit.data.batches import divide_epoch
+from vit.data.sampling import balanced_batches, class_weights, divide_epoch
 from vit.distributed.world import World
 from vit.training.step import TrainingStep
 

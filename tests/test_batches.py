@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from small_runs import StopAt, make_loop, small
-from vit.data.batches import LARGE, divide_epoch, epoch_batches
+from vit.data.sampling import MANY_BATCHES, divide_epoch, epoch_batches
 from vit.distributed.stop import Stopped
 
 
@@ -17,13 +17,13 @@ from vit.distributed.stop import Stopped
 def test_an_epoch_takes_all_images_of_a_small_set_and_whole_batches_of_a_large_one(data):
     parts = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     batch_size = parts * data.draw(st.integers(1, 40))
-    num_images = data.draw(st.integers(1, (LARGE + 2) * batch_size))
+    num_images = data.draw(st.integers(1, (MANY_BATCHES + 2) * batch_size))
     seed, epoch = data.draw(st.integers(0, 2**31)), data.draw(st.integers(0, 1000))
     steps, size = shape = divide_epoch(num_images, batch_size, parts)
     batches = epoch_batches(num_images, shape, seed, epoch)
     times = torch.bincount(batches.flatten(), minlength=num_images)
     assert batches.dtype == torch.int64 and batches.shape == shape and len(times) == num_images
-    if num_images >= LARGE * batch_size:
+    if num_images >= MANY_BATCHES * batch_size:
         assert shape == (num_images // batch_size, batch_size)
         assert times.max() == 1
         return

@@ -14,8 +14,8 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet, hold_out, load, load_training
+from vit.data.sampling import balanced_subset, describe_counts, held_out, stratified_subset
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.splits import balanced_subset, describe_counts, held_out, stratified_subset
 from vit.registry import DATASETS
 
 ROOT = Path(__file__).resolve().parent.parent / "data"

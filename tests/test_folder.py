@@ -20,7 +20,7 @@ from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training
 from vit.data.layout import CIFAR10, IMAGE_SUFFIXES, recognize
-from vit.data.sources import Source, read_source
+from vit.data.source import Source, read_source
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs

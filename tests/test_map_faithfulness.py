@@ -11,7 +11,7 @@ import torch
 
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.explain.faithfulness import score_maps
 from vit.explain.filling import make_filling
 from vit.explain.references import rise

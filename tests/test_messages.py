@@ -10,8 +10,8 @@ import torch
 
 from small_runs import make_step, small
 from vit.cli import parse_train
-from vit.data.batches import divide_epoch
 from vit.data.datasets import ImageSet, load
+from vit.data.sampling import divide_epoch
 from vit.evaluation import report
 from vit.model.config import ModelConfig
 from vit.training.compile import forward_flops

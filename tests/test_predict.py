@@ -15,7 +15,7 @@ from PIL import Image
 import vit
 from small_runs import Call, Ended
 from vit.classifier import Classifier
-from vit.data.photo_files import find_photos
+from vit.data.photos import find_photos
 from vit.reporting.predictions import _map_ahead
 from vit.startup import eval_main
 

@@ -19,14 +19,13 @@ from PIL import Image
 from small_runs import ROOT, StopAt, make_loop, small
 from vit.cli import parse_train
 from vit.data import shard_index
-from vit.data.batches import epoch_batches
 from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training, open_images
 from vit.data.layout import recognize
+from vit.data.sampling import epoch_batches
 from vit.data.shard_index import INDEX_FILE
-from vit.data.sources import Source, read_source
+from vit.data.source import Source, TarMember, read_source
 from vit.data.stream import Decoder, ImageFiles
-from vit.data.tar_member import TarMember
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.training.config import Config

@@ -21,7 +21,6 @@ from torch import Tensor
 from small_runs import CPU, StopAt, command, environment, metrics, small
 from vit.cli import user_errors
 from vit.data import stream
-from vit.data.batches import epoch_batches
 from vit.data.config import DataConfig
 from vit.data.datasets import (
     ImageSet,
@@ -31,6 +30,7 @@ from vit.data.datasets import (
     open_images,
 )
 from vit.data.preprocess import Preprocess
+from vit.data.sampling import epoch_batches
 from vit.data.stream import Decoder, ImageFiles, decode, default_workers
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from vit.data.config import DataConfig
-from vit.data.sources import Source, read_source
+from vit.data.source import Source, read_source
 from vit.training.config import from_dict
 from vit.training.train import train
 

@@ -24,10 +24,10 @@ from scipy.io import savemat
 from torchvision import datasets as tv
 
 from vit.cli import parse_train
-from vit.data import installed
+from vit.data import published
 from vit.data.config import DataConfig
 from vit.data.datasets import load_training
-from vit.data.sources import Source, read_source
+from vit.data.source import Source, read_source
 from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
@@ -380,7 +380,7 @@ def test_classes_are_named():
     ("name", "package"), [("svhn", "scipy"), ("flowers102", "scipy"), ("digits", "scikit-learn")]
 )
 def test_a_missing_package_is_named(name, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(published.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError) as info:
         read_source(config(name, tmp_path), train=True)
     assert str(info.value) == (

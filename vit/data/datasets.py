@@ -16,10 +16,9 @@ from torch import Tensor
 from vit.data.config import DataConfig, DataName
 from vit.data.folder import drop_unreadable
 from vit.data.preprocess import Preprocess
-from vit.data.sources import read_source
-from vit.data.splits import balanced_subset, describe_counts, held_out, held_out_beside
+from vit.data.sampling import balanced_subset, describe_counts, held_out, held_out_beside
+from vit.data.source import TarMember, read_source
 from vit.data.stream import Decoder, ImageFile, ImageFiles
-from vit.data.tar_member import TarMember
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 
@@ -37,7 +36,7 @@ class ImageSet:
         classes: The C class names.
         masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
         fingerprint: Identifies the user's files that the set was made from, see
-            `vit.data.listing.Source`; "" for published data sets.
+            `vit.data.source.Source`; "" for published data sets.
         split: Whether data.test_fraction decides which of these files are for testing.
         origins: The image files, or indices in a published data set; () means 0 to N - 1.
         folder: The folder that names of files are relative to.
@@ -177,10 +176,10 @@ def load(
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
             data sets are always loaded completely.
         on_bad_image: "error", or "skip" to leave out unreadable files of an image folder.
-        preprocess: Resizes the images; None is the data set's own.
+        preprocess: Resizes the images; None is that of the data set.
 
     Returns:
-        The images, in the data set's own order; training images from files are shuffled with a
+        The images, in the data set's order; training images from files are shuffled with a
         fixed seed.
 
     Raises:
@@ -205,14 +204,14 @@ def open_images(
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
-    Images that are not in files have the data set's own size, see `ImageSet.resized`.
+    Images that are not in files have the data set's size, see `ImageSet.resized`.
 
     With `data.on_bad_image` "skip", all files are decoded once to find those that cannot be read.
 
     Args:
         data: The data set.
         train: Whether to find the training images rather than the test images.
-        preprocess: Resizes images from files; None is the data set's own.
+        preprocess: Resizes images from files; None is that of the data set.
         decoder: Decodes files; None decodes them in this process.
         count: Number of shapes to draw, as for `load`.
         find_unreadable: Returns the indices of the files that cannot be read; used with "skip".
@@ -255,7 +254,7 @@ def load_test_images(
 
     Args:
         data: The data set.
-        preprocess: Resizes the images; None is the data set's own.
+        preprocess: Resizes the images; None is that of the data set.
         decoder: Decodes files; None decodes them in this process.
         report: Whether to print which files are left out by `data.on_bad_image`; the start of
             training has printed it.
@@ -298,7 +297,7 @@ def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet,
     Args:
         images: The set.
         size: Number or fraction of the held-out images; None suits the set, see
-            `vit.data.splits.held_out`.
+            `vit.data.sampling.held_out`.
         seed: Seed of the split.
 
     Raises:
@@ -327,7 +326,7 @@ def load_training(
     Args:
         data: The data set, and how many images to train on and to hold out.
         seed: Seed of the split.
-        preprocess: Resizes the images; None is the data set's own.
+        preprocess: Resizes the images; None is that of the data set.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         decoder: Decodes files; None decodes them in this process.
         check: Whether to decode images that are not kept in memory.

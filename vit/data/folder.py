@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from vit.console import note
+from vit.data.config import DataConfig
 from vit.data.layout import (
     IMAGE_SUFFIXES,
     TRAIN,
     content,
     find_test_folders,
-    fingerprint,
     has_parts,
     is_image,
     is_visible,
@@ -21,9 +21,14 @@ from vit.data.layout import (
     report_unused,
     some,
 )
-from vit.data.listing import Source
-from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
-from vit.data.tar_member import TarMember
+from vit.data.source import (
+    Source,
+    TarMember,
+    files_of_part,
+    list_files,
+    require_classes,
+    split_files,
+)
 
 LAYOUTS = (
     "data.name=folder needs images in train/<class>/ and test/<class>/, or in <class>/, to be "
@@ -32,16 +37,14 @@ LAYOUTS = (
 )
 
 
-def list_folder(root: Path, train: bool, test_fraction: float | None) -> Source:
+def list_folder(data: DataConfig, train: bool) -> Source:
     """List the training or test images of an image folder.
 
     Args:
-        root: Folder that contains train/ and test/, or the class folders themselves. test/ is
-            enough to list the test images; val/, valid/ or validation/ takes its place where it is
-            missing.
+        data: `data.root` contains train/ and test/, or the class folders themselves, which
+            `data.test_fraction` splits. test/ is enough to list the test images; val/, valid/ or
+            validation/ takes its place where it is missing.
         train: Whether to list the training images rather than the test images.
-        test_fraction: Fraction of each class that is used as test images where root contains the
-            class folders themselves; None is 0.2.
 
     Returns:
         The files, sorted by path.
@@ -50,8 +53,9 @@ def list_folder(root: Path, train: bool, test_fraction: float | None) -> Source:
         ValueError: A folder, a class or its images are missing, or test_fraction is given although
             there are test images.
     """
+    root = Path(data.root).expanduser()
     if has_parts(root):
-        return _list_part(root, train, test_fraction)
+        return _list_part(root, train, data.test_fraction)
     classes, paths, labels = _find(root)
     if train:
         _report_ignored(root)
@@ -62,11 +66,8 @@ def list_folder(root: Path, train: bool, test_fraction: float | None) -> Source:
                 f"({content(root / name)}); every class needs at least two "
                 f"({', '.join(IMAGE_SUFFIXES)}), one of them to test: add some, or delete the class"
             )
-    chosen = split_off_test(labels, test_fraction) != train
-    found = chosen.nonzero().squeeze(1).tolist()
-    whole = fingerprint(root, paths, labels.tolist(), test_fraction or TEST_FRACTION)
-    files = tuple(paths[n] for n in found)
-    return Source(files, labels[chosen], tuple(classes), None, whole, True)
+    listed = list_files(root, paths, labels)
+    return split_files(paths, labels, classes, listed, train, data.test_fraction)
 
 
 def _list_part(root: Path, train: bool, test_fraction: float | None) -> Source:
@@ -84,8 +85,7 @@ def _list_part(root: Path, train: bool, test_fraction: float | None) -> Source:
     for name, count in zip(classes, _counts(labels, classes), strict=True):
         if count == 0:
             raise _no_image(root / (TRAIN if train else test) / name, name)
-    whole = fingerprint(root, paths, labels.tolist())
-    return Source(tuple(paths), labels, tuple(classes), None, whole)
+    return files_of_part(paths, labels, classes, list_files(root, paths, labels))
 
 
 def _counts(labels: Tensor, classes: Sequence[str]) -> list[int]:
@@ -139,7 +139,7 @@ def _find(folder: Path) -> tuple[list[str], list[Path], Tensor]:
     """
     from torchvision.datasets.folder import find_classes, make_dataset  # late because it is slow
 
-    def is_ours(path: str) -> bool:
+    def is_visible_image(path: str) -> bool:
         *folders, name = Path(path).relative_to(folder).parts
         return is_image(name) and all(map(is_visible, folders))
 
@@ -149,9 +149,9 @@ def _find(folder: Path) -> tuple[list[str], list[Path], Tensor]:
         classes = []
     if not classes:
         raise ValueError(f"data.root: {folder} has no class folders ({content(folder)}); {LAYOUTS}")
-    require_classes("data.root", folder, classes)
+    require_classes(folder, classes)
     numbers = {name: label for label, name in enumerate(classes)}
-    samples = make_dataset(folder, numbers, is_valid_file=is_ours, allow_empty=True)
+    samples = make_dataset(folder, numbers, is_valid_file=is_visible_image, allow_empty=True)
     labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
     return classes, [Path(path) for path, _ in samples], labels
 

@@ -4,7 +4,6 @@ This module does not import torch, so the command line can recognize a folder be
 is imported.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -73,7 +72,7 @@ def find_test_folders(root: Path, test_fraction: float | None, example: str) -> 
 
 def report_unused(what: str) -> None:
     """Say that images for validation are not used, because there are test images."""
-    reason = "the test images are others, and data.val_size holds out training images"
+    reason = "there are separate test images, and data.val_size holds out training images"
     note(f"not used: {what}; {reason}")
 
 
@@ -125,11 +124,11 @@ def refuse_to_download(name: str, root: Path) -> None:
     Raises:
         ValueError: root contains the user's images.
     """
-    own = recognize(root)
-    if own is not None:
+    kind = recognize(root)
+    if kind is not None:
         raise ValueError(
             f"data.root: {root} contains images of your own, and {name} would be downloaded into "
-            f"it; use --data.name {own} to train on them, or another --data.root for {name}"
+            f"it; use --data.name {kind} to train on them, or another --data.root for {name}"
         )
 
 
@@ -146,23 +145,6 @@ def _has_shard(folder: Path) -> bool:
 def _has_image(folder: Path) -> bool:
     with os.scandir(folder) as entries:
         return any(is_image(entry.name) for entry in entries)
-
-
-def fingerprint(
-    folder: Path, paths: Iterable[Path], labels: Iterable[int], test_fraction: float | None = None
-) -> str:
-    """Return the SHA-256 of a list of files with labels, and of how they are split.
-
-    Args:
-        folder: The files count by their places relative to it, so that it may be moved.
-        paths: The files.
-        labels: The label of each.
-        test_fraction: The fraction that is set aside for testing; None if nothing is.
-    """
-    pairs = zip(paths, labels, strict=True)
-    lines = (f"{os.path.relpath(path, folder)}\0{label}\n" for path, label in pairs)
-    text = f"{test_fraction}\n{''.join(lines)}"
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def content(folder: Path) -> str:

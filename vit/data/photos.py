@@ -1,17 +1,58 @@
-"""Reading photos the way people see them: upright, in colour, on white."""
+"""Finding photos, and reading them the way people see them: upright, in colour, on white."""
 
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from vit.data.layout import IMAGE_SUFFIXES, is_visible, report_ignored
 from vit.data.pixels import Bands, Unusable, bands_of, convert
-from vit.data.tar_member import TarMember
+from vit.data.source import TarMember
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
+
+
+def find_photos(names: Iterable[str], key: str) -> list[Path]:
+    """List image files, and the image files in folders and the folders below them.
+
+    Args:
+        names: Files, which may have any suffix, and folders. In a folder, hidden files and folders
+            are ignored, and so are files without an image suffix, which a line counts.
+        key: The flag or config key that gave the names, for the error message.
+
+    Returns:
+        The files in the order given, those of a folder sorted; each of them once.
+
+    Raises:
+        ValueError: A file does not exist or is not a regular file, or a folder has no image files.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, names):
+        if path.is_dir():
+            inside = sorted(_files_in(path))  # as text, of which a million fit into memory
+            images = [name for name in inside if name.lower().endswith(IMAGE_SUFFIXES)]
+            if not images:
+                raise ValueError(
+                    f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
+                )
+            report_ignored(path, map(Path, inside))
+            found.update(dict.fromkeys(map(Path, images)))
+        elif path.is_file():
+            found[path] = None
+        else:
+            problem = "not a regular file" if path.exists() else "file not found"
+            raise ValueError(f"{key}: {path}: {problem}")
+    return list(found)
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = filter(is_visible, folders)
+        yield from (str(Path(parent, name)) for name in filter(is_visible, files))
 
 
 def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
@@ -108,8 +149,8 @@ def _require_file(path: Path, key: str) -> None:
 
 
 def _bands_of_array(array: np.ndarray, channels: int) -> Bands:
-    own = array.shape[2]
-    if own in (1, 3):
-        image = Image.fromarray(array if own == 3 else array[..., 0])
+    bands = array.shape[2]
+    if bands in (1, 3):
+        image = Image.fromarray(array if bands == 3 else array[..., 0])
         return (convert(image, channels),)
-    return tuple(Image.fromarray(array[..., band]) for band in range(own))
+    return tuple(Image.fromarray(array[..., band]) for band in range(bands))

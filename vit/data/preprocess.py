@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.data.config import DataConfig
 from vit.data.photos import Photo, to_bands
 from vit.data.pixels import ArrayPreprocess, offset
-from vit.data.tar_member import TarMember
+from vit.data.source import TarMember
 
 # Training images that are cropped at random are stored larger by this factor, which keeps detail.
 STORED_SCALE = 256 / 224

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from vit.console import printable, rank
 from vit.data.layout import IMAGE_SUFFIXES, is_image, is_visible
-from vit.data.tar_member import TarMember
+from vit.data.source import TarMember
 from vit.files import write_atomically
 from vit.settings import shorten
 

@@ -1,6 +1,5 @@
 """Tar shards in WebDataset's layout: images and labels as members that share a name."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vit.data.config import DataConfig
 from vit.data.layout import (
     CLASSES_FILE,
     SHARD_SUFFIX,
@@ -21,10 +21,8 @@ from vit.data.layout import (
     report_unused,
     some,
 )
-from vit.data.listing import Source
 from vit.data.shard_index import index_shards
-from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
-from vit.data.tar_member import TarMember
+from vit.data.source import Source, TarMember, files_of_part, require_classes, split_files
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 LAYOUTS = (
@@ -34,17 +32,15 @@ LAYOUTS = (
 )
 
 
-def list_shards(root: Path, train: bool, test_fraction: float | None) -> Source:
+def list_shards(data: DataConfig, train: bool) -> Source:
     """List the training or test images of tar shards, see `vit.data.shard_index`.
 
     Args:
-        root: Folder that contains train/ and test/ with the shards, or the shards themselves, and
-            classes.txt, a class name per line; without it, the names are "0", "1", and so on.
-            test/ is enough to list the test images; val/, valid/ or validation/ takes its place
-            where it is missing.
+        data: `data.root` contains train/ and test/ with the shards, or the shards themselves, which
+            `data.test_fraction` splits, and classes.txt, a class name per line; without it, the
+            names are "0", "1", and so on. test/ is enough to list the test images; val/, valid/ or
+            validation/ takes its place where it is missing.
         train: Whether to list the training images rather than the test images.
-        test_fraction: Fraction of each class that is used as test images where root contains the
-            shards themselves; None is 0.2.
 
     Returns:
         The images, in the order of the shards' names and of the members.
@@ -54,21 +50,19 @@ def list_shards(root: Path, train: bool, test_fraction: float | None) -> Source:
             too large, a class has too few images, or test_fraction is given although there are test
             images.
     """
+    root = Path(data.root).expanduser()
     if has_parts(root):
-        test, *others = find_test_folders(root, test_fraction, f"*{SHARD_SUFFIX}")
+        test, *others = find_test_folders(root, data.test_fraction, f"*{SHARD_SUFFIX}")
         for name in others if train else ():
             report_unused(f"{root / name}")
         folder = root / (TRAIN if train else test)
         parts = [root / name for name in (TRAIN, test) if (root / name).is_dir()]
         members, labels, classes = _list(root, folder, parts, least=1)
-        return Source(members, labels, classes, None, _fingerprint(folder, labels))
+        return files_of_part(members, labels, classes, _listed(folder, labels))
     _refuse_mixed(root)
     members, labels, classes = _list(root, root, [root], least=2)
-    chosen = split_off_test(labels, test_fraction) != train
-    found = chosen.nonzero().squeeze(1).tolist()
-    whole = _fingerprint(root, labels, test_fraction or TEST_FRACTION)
-    members = tuple(members[n] for n in found)
-    return Source(members, labels[chosen], classes, None, whole, True)
+    listed = _listed(root, labels)
+    return split_files(members, labels, classes, listed, train, data.test_fraction)
 
 
 def _refuse_mixed(root: Path) -> None:
@@ -96,7 +90,7 @@ def _list(
         classes = _read_classes(root / CLASSES_FILE)
     else:
         classes = _count_classes([index_shards(_find(part)) for part in parts])
-    require_classes("data.root", root, classes)
+    require_classes(root, classes)
     highest = max(labels)
     if highest >= len(classes):
         raise ValueError(
@@ -164,8 +158,7 @@ def _count_classes(parts: Sequence[tuple[Sequence[TarMember], Sequence[int]]]) -
     return tuple(map(str, range(highest + 1)))
 
 
-def _fingerprint(folder: Path, labels: Tensor, test_fraction: float | None = None) -> str:
-    """Return the SHA-256 of the shards' names, sizes and labels, and of how they are split."""
+def _listed(folder: Path, labels: Tensor) -> bytes:
+    """List the shards' names and sizes and the labels for a fingerprint."""
     shards = "".join(f"{shard.name}\0{shard.stat().st_size}\n" for shard in _find(folder))
-    about = f"{test_fraction}\n{shards}{len(labels)}\n"
-    return hashlib.sha256(about.encode() + labels.numpy().tobytes()).hexdigest()
+    return f"{shards}{len(labels)}\n".encode() + labels.numpy().tobytes()

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from vit.console import rank
 from vit.data.preprocess import Preprocess
-from vit.data.tar_member import TarMember
+from vit.data.source import TarMember
 from vit.hardware import local_processes, usable_cores
 from vit.seeding import generator
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from vit.data.layout import TEST, TRAIN, VALIDATION, content, fingerprint, report_unused, some
-from vit.data.listing import Source
-from vit.data.splits import TEST_FRACTION, require_classes, split_off_test
+from vit.data.config import DataConfig
+from vit.data.layout import TEST, TRAIN, VALIDATION, content, report_unused, some
+from vit.data.source import Source, files_of_part, list_files, require_classes, split_files
 from vit.settings import shorten
 
 PATH_NAMES, LABEL_NAMES, SPLIT = ("path", "file", "filename", "image"), ("label", "class"), "split"
@@ -30,16 +30,15 @@ class _Row:
     split: str | None
 
 
-def list_table(file: Path, train: bool, test_fraction: float | None) -> Source:
+def list_table(data: DataConfig, train: bool) -> Source:
     """List the training or test images of a table.
 
     Args:
-        file: CSV file with a header, or JSONL file with an object per line, in UTF-8. Paths are
-            relative to its folder. Images for validation are the test images where no others are
-            named, and are left out otherwise.
+        data: `data.root` is a CSV file with a header, or a JSONL file with an object per line, in
+            UTF-8. Paths are relative to its folder. Images for validation are the test images
+            where no others are named, and are left out otherwise. Without a column "split",
+            `data.test_fraction` splits the images.
         train: Whether to list the training images rather than the test images.
-        test_fraction: Fraction of each class that is used as test images where there is no column
-            "split"; None is 0.2.
 
     Returns:
         The files in the order of the table. Class names are sorted, as numbers if they all are
@@ -50,34 +49,30 @@ def list_table(file: Path, train: bool, test_fraction: float | None) -> Source:
             class has no images in one of the parts, or test_fraction is given although the table
             has a column "split".
     """
+    file = Path(data.root).expanduser()
     rows = _read(file)
     _check_paths(file, rows)
     classes = _sorted({row.label for row in rows})
-    require_classes("data.root", file, classes)
+    require_classes(file, classes)
     numbers = {name: label for label, name in enumerate(classes)}
     labels = torch.tensor([numbers[row.label] for row in rows])
+    paths = [row.path for row in rows]
     if rows[0].split is None:
         _require(file, rows, classes, least=2, part="table")
-        chosen = split_off_test(labels, test_fraction) != train
-    else:
-        if test_fraction is not None:
-            raise ValueError(
-                f"data.test_fraction: {test_fraction} is not allowed; it must be null, because "
-                f"{file} has a column {SPLIT}"
-            )
-        parts = _parts(file, rows, classes, train)
-        others = sum(row.split not in parts for row in rows)
-        if train and others:
-            report_unused(f"{others:,} rows of {file} with {SPLIT} {VALIDATION[0]}")
-        chosen = torch.tensor([row.split == parts[0 if train else 1] for row in rows])
-    paths = tuple(row.path for row, use in zip(rows, chosen.tolist(), strict=True) if use)
-    split = rows[0].split is None
-    if split:
-        every = [row.path for row in rows]
-        whole = fingerprint(file.parent, every, labels.tolist(), test_fraction or TEST_FRACTION)
-    else:
-        whole = fingerprint(file.parent, paths, labels[chosen].tolist())
-    return Source(paths, labels[chosen], classes, None, whole, split)
+        listed = list_files(file.parent, paths, labels)
+        return split_files(paths, labels, classes, listed, train, data.test_fraction)
+    if data.test_fraction is not None:
+        raise ValueError(
+            f"data.test_fraction: {data.test_fraction} is not allowed; it must be null, because "
+            f"{file} has a column {SPLIT}"
+        )
+    parts = _parts(file, rows, classes, train)
+    unused = sum(row.split not in parts for row in rows)
+    if train and unused:
+        report_unused(f"{unused:,} rows of {file} with {SPLIT} {VALIDATION[0]}")
+    chosen = [n for n, row in enumerate(rows) if row.split == parts[0 if train else 1]]
+    paths, labels = [paths[n] for n in chosen], labels[chosen]
+    return files_of_part(paths, labels, classes, list_files(file.parent, paths, labels))
 
 
 def _read(file: Path) -> list[_Row]:

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.console import counted
 from vit.data.datasets import ImageSet
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.explain.canvas import report_boxes
 from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS

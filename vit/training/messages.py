@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.console import counted
 from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet
-from vit.data.sources import read_source
-from vit.data.splits import describe_counts
+from vit.data.sampling import describe_counts
+from vit.data.source import read_source
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig

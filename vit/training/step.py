@@ -48,7 +48,7 @@ class TrainingStep:
         precision: Precision of matrix products.
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
-        class_weights: (C,) weights of the classes in the loss, see `vit.data.balance`, or None.
+        class_weights: (C,) weights of the classes in the loss, see `vit.data.sampling`, or None.
         compilation: Whether `forward` is compiled.
         features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
             is the same in every epoch; None computes it from the images at each step.

@@ -1,22 +1,27 @@
-"""Data sets that torchvision downloads and verifies: arrays as tensors, image files as paths."""
+"""Published data sets: those that torchvision downloads, and scikit-learn's digits."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision import datasets as tv
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from vit.data.config import DataConfig
-from vit.data.installed import require_package
 from vit.data.layout import refuse_to_download
-from vit.data.listing import Source
+from vit.data.sampling import fraction_per_class
+from vit.data.source import Source
 from vit.settings import shorten
+
+DIGITS_TEST_FRACTION = 0.2
+BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are ink
 
 
 def read_torchvision(
@@ -46,7 +51,7 @@ def read_torchvision(
             installed.
     """
     if needs_scipy:
-        require_package(data.name, "scipy", "scipy")
+        _require_package(data.name, "scipy", "scipy")
     parts = [_made(make, kind, place, data) for kind in (training if train else test)]
     pictures = [read(part) for part in parts]
     labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in pictures])
@@ -83,14 +88,14 @@ def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -
     with contextlib.suppress(RuntimeError):  # missing or, for some data sets, damaged
         return make(root, **kind)
     archived = hasattr(make, "tgz_md5")
-    whole = archived and check_integrity(root / make.filename, make.tgz_md5)
-    if not whole:
+    intact = archived and check_integrity(root / make.filename, make.tgz_md5)
+    if not intact:
         if not data.download:
             raise no_data("data.download=false, so it was not downloaded")
         refuse_to_download(name, root)
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     url = getattr(make, "url", "it")
-    action = f"unpacking {root / make.filename}" if whole else f"downloading {url}"
+    action = f"unpacking {root / make.filename}" if intact else f"downloading {url}"
     print(f"{name} is not in {root}, or damaged: {action}", flush=True)
     try:
         if archived:  # make() alone would keep a damaged file of class names
@@ -167,3 +172,38 @@ oxford_iiit_pet = partial(
     lambda part: (part._images, part._labels),
     "oxford-iiit-pet/",
 )
+
+
+def digits(data: DataConfig, train: bool) -> Source:
+    """Read the training images, or the test images: a fifth of each digit, always the same.
+
+    Raises:
+        ValueError: scikit-learn is not installed.
+    """
+    _require_package("digits", "sklearn", "scikit-learn")
+    from sklearn.datasets import load_digits  # imported late because it is optional
+
+    raw = load_digits()
+    images = torch.from_numpy(np.round(raw.images * 255 / BRIGHTEST).astype(np.uint8))[:, None]
+    labels = torch.from_numpy(raw.target).long()
+    chosen = torch.full((len(labels),), train)
+    chosen[fraction_per_class(labels, DIGITS_TEST_FRACTION, 0, "digits")] = not train
+    return Source(images[chosen], labels[chosen], tuple(str(name) for name in raw.target_names))
+
+
+def _require_package(data_name: str, module: str, package: str) -> None:
+    """Check that a data set can be read.
+
+    Args:
+        data_name: The data set.
+        module: The module that reads it.
+        package: The package to install.
+
+    Raises:
+        ValueError: The package is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"data.name: {data_name} needs {package}, which is not installed; "
+            f"install it with `pip install {package}`"
+        )
