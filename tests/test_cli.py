@@ -51,8 +51,6 @@ BAD_FLAGS = [
     ("--model.depth 1.5", "model.depth: '1.5'", "a whole number from 1 to 1000"),
     ("--model.head_dim big", "model.head_dim: 'big'", "a whole number from 1 to 1000, or null\n"),
     ("--model.stem convolution", "model.stem: 'convolution'", "linear, conv"),
-    ("--model.attention flash", "model.attention: flash", "dot, cosine, sigmoid, differential"),
-    ("--model.attention cosin", "model.attention: cosin", "; did you mean cosine?\n"),
     ("--data.name cifar-10", "data.name: 'cifar-10'", "; did you mean cifar10?\n"),
     ("--data.download 1", "data.download: '1'", "true or false"),
     ("--data.name imagenet", "data.name: 'imagenet'", "cifar10, cifar100, shapes, folder"),

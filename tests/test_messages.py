@@ -14,8 +14,7 @@ from vit.data.datasets import ImageSet, load
 from vit.data.sampling import divide_epoch
 from vit.evaluation import report
 from vit.model.config import ModelConfig
-from vit.training.compile import forward_flops
-from vit.training.messages import end_text, start_text, tokens_text
+from vit.training.messages import end_text, forward_flops, start_text, tokens_text
 from vit.training.step import TrainingStep
 
 HELD_OUT = load("shapes", ".", train=False, count=60)

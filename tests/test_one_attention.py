@@ -190,7 +190,7 @@ def predictions(run: Path, images: Tensor) -> dict[str, Tensor]:
         ]
     found["predict"] = torch.tensor([[row[name] for name in CLASSES] for row in rows])
     image_set = ImageSet(images, torch.zeros(len(images), dtype=torch.int64), CLASSES)
-    ((_, records),) = attention_records(classifier, image_set)
+    records = [record for _, part in attention_records(classifier, image_set) for record in part]
     found["tab"] = torch.tensor([[dict(r.details.top)[c] for c in range(3)] for r in records])
     stored = torch.from_numpy(np.stack([record.weights for record in records], axis=1))
     assert_close(stored, weights, rtol=0, atol=1e-6)

@@ -673,7 +673,7 @@ def test_a_run_starts_from_another_run(tmp_path, capsys):
         config = tuned(tmp_path / "second", name, train={"epochs": 1})
         config, source = resolve_pretrained(config, False)
         assert source is not None
-        assert config.model == dataclasses.replace(first.model, pretrained=name)
+        assert config.model == dataclasses.replace(first.model, pretrained=name, zero_init=False)
         training, _ = load_data(Run.begin(config, environment()))
         state = build_step(Run.begin(config, environment(), None, source), training, source).state
         assert "nothing is new: its head has the same classes" in capsys.readouterr().out

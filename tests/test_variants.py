@@ -291,7 +291,8 @@ def test_a_short_run_in_which_every_step_is_skipped_has_diverged(tmp_path, regis
         ("mine.py:cubes", "mine.py defines no function or class 'cubes'"),
         ("broken.py:cube", r"broken.py: SyntaxError: .*line 2"),
         ("failing.py:cube", "failing.py: NameError: name 'undefined' is not defined"),
-        ("flash", "flash is not known here; it must be one of dot, cosine, .* or FILE.py:NAME"),
+        ("flash", "flash is not known here; it must be one of dot, cosine, .* or FILE.py:NAME$"),
+        ("cosin", "cosin is not known here; .* or FILE.py:NAME; did you mean cosine[?]$"),
     ],
 )
 def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, monkeypatch):

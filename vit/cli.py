@@ -18,28 +18,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
 from vit.console import is_out_of_memory, printable, rank
-from vit.data.config import DataConfig
-from vit.data.layout import check_default_data, recognize
-from vit.recipes import RECIPES, at_budget, merge, read_arguments, read_config
-from vit.reporting.config import COMMANDS
-from vit.settings import describe, keys, schema_of, shorten, suggest, unknown
+from vit.settings import Switch, describe, is_list, keys, shorten, suggest, unknown
 from vit.startup import import_quickly
-from vit.training.config import Config, TrainConfig, to_dict
 
-EVAL_USAGE = f"%(prog)s RUN [{' | '.join(COMMANDS)}]"
-# Flags of earlier versions that are commands now.
-RETIRED = {
-    "attention": "maps",
-    "image": "photo PHOTO ...",
-    "predict": "predict PHOTO ...",
-    "compare": "compare OTHER ...",
-    "export": "export FORMAT ...",
-}
+if TYPE_CHECKING:  # each command imports the settings that it reads
+    from vit.training.config import Config
+from vit.training.config import Config, to_dict
+
+RENAMED = {"attention": "maps", "image": "photo"}  # flags of earlier versions, commands now
 
 
 def fail(message: str) -> NoReturn:
@@ -102,6 +93,7 @@ def eval_main() -> None:
 
         from vit.hardware import cores_to_use
         from vit.model.variants import load_attention
+        from vit.reporting.config import COMMANDS
 
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         for variant in options.model.attention:
@@ -109,7 +101,7 @@ def eval_main() -> None:
         resolve_name(f"vit.reporting.{COMMANDS[command].function}")(run, options)
 
 
-def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
+def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
     """Read the command line of train.py.
 
     Args:
@@ -122,8 +114,11 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         ValueError: A key is not known, or a value is not allowed.
         SystemExit: `--help` or `--print_config` was given.
     """
+    from vit.recipes import compose, read_arguments, read_config
+    from vit.training.config import Config
+
     usage = "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]"
-    parser = _Parser(usage, "Train a Vision Transformer.")
+    parser = _Parser(usage, "Train a Vision Transformer.", _asks(arguments))
     parser.add_argument(
         "--config",
         action="append",
@@ -160,43 +155,11 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     if "model.timm_args" in given:
         given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
-    config = _compose([read_config(file) for file in files], _nested(given))
+    config = compose([read_config(file) for file in files], _nested(given))
     if print_config:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         raise SystemExit(0)
     return config, options
-
-
-def _compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
-    """Make the config of files and flags, of which the last one wins, and check it."""
-    # The recipe's model for short budgets is of no use where the command line chooses another.
-    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
-    recipe = {} if files or other_model else read_config("quick")
-    stated = merge([recipe, *files, flags]).get("train", {}).get("budget_minutes")
-    minutes = TrainConfig(budget_minutes=stated).budget_minutes
-    chosen = merge([*(at_budget(file, minutes) for file in files), flags])
-    data = chosen.get("data", {})
-    root, name = data.get("root"), None
-    root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
-    if root is not None and (name := recognize(root)):
-        chosen = merge([chosen, {"data": {"name": name}}])
-    config = Config(**merge([at_budget(recipe, minutes), chosen]))
-    if root is not None and name is None and config.data.root != DataConfig.root:
-        check_default_data(root)
-    if "out" not in chosen and config.data.name != "cifar10":
-        config = dataclasses.replace(config, out=_default_out(config.data))
-    if config.model.attention != "dot" and ".py:" not in config.model.attention:
-        from vit.model.variants import find_attention  # late: it imports torch
-
-        find_attention(config.model.attention)
-    return config
-
-
-def _default_out(data: DataConfig) -> str:
-    """Return the folder of a run that none was given for: named after its data set."""
-    root = Path(data.root).expanduser().resolve()
-    own = {"folder": root.name, "shards": root.name, "table": root.stem}
-    return f"runs/{own.get(data.name) or data.name}"
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
@@ -212,15 +175,19 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         ValueError: A command or key is not known, or a value is not allowed.
         SystemExit: `--help` was given.
     """
-    words, asks = list(arguments), bool({"-h", "--help"} & {*arguments})
+    from vit.reporting.config import COMMANDS
+
+    words, asks = list(arguments), _asks(arguments)
     if asks and words[0].startswith("-"):
-        _Parser(f"{EVAL_USAGE} ...", _list_commands()).parse(["--help"])
+        usage = f"%(prog)s RUN [{' | '.join(COMMANDS)}] ..."
+        _Parser(usage, _list_commands(COMMANDS), asks).parse(["--help"])
     # `eval.py maps --help` has no run, and needs none.
     run = "RUN" if not words or (asks and words[0] in COMMANDS) else words.pop(0)
     given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
     for key in given:
-        if key in RETIRED:
-            raise ValueError(f"{key}: this is a command now: eval.py RUN {RETIRED[key]}")
+        if (old := RENAMED.get(key, key)) in COMMANDS:
+            usage = f"eval.py RUN {old} {COMMANDS[old].words}".strip()
+            raise ValueError(f"{key}: this is a command now: {usage}")
     if run.startswith("-") or (run in COMMANDS and not Path(run).exists()) or not arguments:
         raise ValueError("run: missing; name a run folder or model file first: eval.py runs/quick")
     name = words.pop(0) if words and not words[0].startswith("-") else "report"
@@ -231,22 +198,21 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         owners = [owner for owner, command in COMMANDS.items() if key in keys(command.config)]
         if owners and name not in owners:
             raise ValueError(f"{key}: not a setting of {name}, but of {', '.join(owners)}")
-    config = COMMANDS[name].config
-    parser = _Parser(f"%(prog)s RUN {name} {_usage_of(config)}[--FIELD VALUE ...]", _title(config))
-    parser.add_fields(config, brief=True)
+    config, _, first = COMMANDS[name]
+    usage = f"%(prog)s RUN {name} {first} [--FIELD VALUE ...]".replace("  ", " ")
+    parser = _Parser(usage, _title(config), asks)
+    parser.add_fields(config, brief=True, first=first.partition(" ")[0])
     return name, run, config(**_nested(parser.parse(words)))
 
 
-def _list_commands() -> str:
+def _list_commands(commands: dict[str, Any]) -> str:
     """Say what the commands of eval.py do."""
-    lines = (f"  {name:<9}{_title(command.config)}" for name, command in COMMANDS.items())
-    return "\n".join(
-        (
-            "Evaluate a trained Vision Transformer.\n",
-            "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is",
-            "included. Commands, whose settings `eval.py RUN COMMAND --help` lists:\n",
-            *lines,
-        )
+    lines = (f"  {name:<9}{_title(command.config)}\n" for name, command in commands.items())
+    return (
+        "Evaluate a trained Vision Transformer.\n\n"
+        "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is\n"
+        "included. Commands, whose settings `eval.py RUN COMMAND --help` lists:\n\n"
+        + "".join(lines)
     )
 
 
@@ -254,25 +220,16 @@ def _title(config: Any) -> str:
     return str(config.__doc__).partition("\n")[0]
 
 
-def _metavar(name: str) -> str:
-    """Return how a help text calls one of several values: PHOTO of photos."""
-    return name.removesuffix("s").upper()
-
-
-def _usage_of(config: Any) -> str:
-    """Return what a command takes before its flags, e.g. "PHOTO ... "."""
-    first = (f for f in dataclasses.fields(config) if _is_required(f))
-    return "".join(f"{_metavar(field.name)} ... " for field in first)
-
-
-def _is_required(field: Any) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
+def _asks(arguments: Sequence[str]) -> bool:
+    """Tell whether a command line asks for help."""
+    return bool({"-h", "--help"} & {*arguments})
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that leaves values to the config, and raises ValueError for a mistake."""
 
-    def __init__(self, usage: str, description: str) -> None:
+    def __init__(self, usage: str, description: str, asked: bool) -> None:
+        self.asked = asked  # for help
         super().__init__(
             usage=usage,
             description=description,
@@ -299,55 +256,61 @@ class _Parser(argparse.ArgumentParser):
             raise ValueError(_no_such_flag(rest[0], [action.dest for action in self._actions]))
         return vars(given)
 
-    def add_fields(self, config: Any, prefix: str = "", brief: bool = False) -> None:
+    def add_fields(
+        self, config: Any, prefix: str = "", brief: bool = False, first: str = ""
+    ) -> None:
         """Add a flag for each field, described by the docstring.
 
         Args:
             config: A dataclass of settings.
             prefix: What its keys begin with, such as "data.".
             brief: Whether the help text has no headings and no ranges, and a switch no value.
+            first: What to call the words before the flags, for a field without a default.
         """
         doc: dict[str, str] = {}
-        for cls in config.__mro__:
+        for cls in config.__mro__ if self.asked else ():
             text = inspect.cleandoc(cls.__doc__ or "")
-            doc |= dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)) | doc
+            for name, about in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
+                doc.setdefault(name, about)
         title = f"{prefix.rstrip('.')}: {_title(config).strip('.')}".removeprefix(": ")
         section: Any = self if brief else self.add_argument_group(title)
-        # A subclass's fields come first, then those that it inherits; groups come last.
-        for field in sorted(dataclasses.fields(config), key=lambda f: [*doc, f.name].index(f.name)):
+        order = [*doc, *(field.name for field in dataclasses.fields(config))]
+        for field in sorted(dataclasses.fields(config), key=lambda field: order.index(field.name)):
             if dataclasses.is_dataclass(field.type):
                 self.add_fields(field.type, f"{prefix}{field.name}.", brief)
                 continue
-            about, schema = " ".join(doc[field.name].split()), schema_of(field.type)
-            allowed = describe(field.type)
-            how: dict[str, Any] = {"metavar": "V" if brief else "VALUE"}
-            if schema.get("type") == "array":
-                how["nargs"] = "+"
-            if brief and schema.get("type") == "boolean":
-                how = {"action": "store_true"}
-            if _is_required(field):
-                how["metavar"] = _metavar(field.name)
-                section.add_argument(field.name, help=about, **how)
+            how: dict[str, Any] = {"nargs": "+"} if is_list(field.type) else {}
+            about = " ".join(doc.get(field.name, "-").split())
+            if field.default is field.default_factory:  # neither is given
+                self.add_argument(field.name, help=about, metavar=first, **how)
                 continue
+            # Describing every field takes longer than all else, so it is done only when asked.
+            allowed = describe(field.type) if self.asked else ""
             default = json.dumps(field.default).strip('"').replace("[]", "none")
-            if brief:
-                choices = allowed.startswith("one of ")  # of which the first is the default
-                notes = [allowed.removeprefix("one of ")] if choices else [f"default: {default}"]
-                notes = notes if choices or field.default not in (None, (), False) else []
-            else:
-                notes = [allowed, f"default: {default}"]
+            notes = f"{allowed}; default: {default}"
+            if not brief:
                 about = f"{about[0].upper()}{about[1:]}."
-            text = f"{about} ({'; '.join(notes)})" if notes else about
-            section.add_argument(f"--{prefix}{field.name}", help=text.replace("%", "%%"), **how)
+            elif allowed.startswith("one of "):
+                notes = allowed.removeprefix("one of ")  # of which the first is the default
+            else:
+                notes = f"default: {default}" if field.default else ""
+            text = f"{about} ({notes})".replace(" ()", "").replace("%", "%%")
+            if brief and field.type == Switch:
+                how = {"action": "store_true"}
+            else:
+                how["metavar"] = "V" if brief else "VALUE"
+            section.add_argument(f"--{prefix}{field.name}", help=text, **how)
 
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
     if word in ("true", "false"):
         return f"{word}: follows a flag that takes no value; leave it out"
     key = word.removeprefix("--").partition("=")[0]
-    is_recipe = key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file()
-    if is_recipe and "config" in known:
-        return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
+    if "config" in known:
+        from vit.recipes import RECIPES
+
+        if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
+            return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"
     return unknown(key, known)

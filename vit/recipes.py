@@ -7,15 +7,17 @@ annotations of the configs, as for flags.
 import dataclasses
 import difflib
 import io
-import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from vit.data.config import DataConfig
+from vit.data.layout import check_default_data, recognize
 from vit.settings import require, shorten
-from vit.training.config import Config
+from vit.training.config import Config, TrainConfig
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
 LONGEST_FILE = 100_000  # bytes; a config has a few thousand
@@ -82,13 +84,57 @@ def read_config(name: str) -> dict[str, Any]:
         raise ValueError(
             f"config: {shorten(name) or repr(name)}: {shorten(problem, 200)}"
         ) from None
-    no_groups = {
-        field.name: values[field.name]
-        for field in dataclasses.fields(Config)
-        if dataclasses.is_dataclass(field.type) and not isinstance(values.get(field.name, {}), dict)
-    }
-    Config(**no_groups)  # raises, even where a flag or a later file would replace the group
     return values
+
+
+def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
+    """Make the config of a run, and check it.
+
+    Args:
+        files: What `read_config` returns, of which the last one wins; without any, "quick" is read.
+        flags: Nested dictionaries of text, which win over files.
+
+    Raises:
+        ValueError: A key is not known, or a value is not allowed.
+    """
+    # The recipe's model for short budgets is of no use where the command line chooses another.
+    other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
+    recipe = {} if files or other_model else read_config("quick")
+    stated = _require_groups(merge([recipe, *files, flags]))
+    given = stated.get("train", {}).get("budget_minutes")
+    minutes = TrainConfig(budget_minutes=given).budget_minutes
+    chosen = _require_groups(merge([*(at_budget(file, minutes) for file in files), flags]))
+    data = chosen.get("data", {})
+    root, name = data.get("root"), None
+    root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
+    if root is not None and (name := recognize(root)):
+        chosen = merge([chosen, {"data": {"name": name}}])
+    config = Config(**merge([at_budget(recipe, minutes), chosen]))
+    if root is not None and name is None and config.data.root != DataConfig.root:
+        check_default_data(root)
+    if "out" not in chosen and config.data.name != "cifar10":
+        config = dataclasses.replace(config, out=_default_out(config.data))
+    return config
+
+
+def _require_groups(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings, of which the config refuses those that are no groups of keys and should be.
+
+    Raises:
+        ValueError: There are such.
+    """
+    for field in dataclasses.fields(Config):
+        value = values.get(field.name, {})
+        if dataclasses.is_dataclass(field.type) and not isinstance(value, dict):
+            Config(**{field.name: value})
+    return values
+
+
+def _default_out(data: DataConfig) -> str:
+    """Return the folder of a run that none was given for: named after its data set."""
+    root = Path(data.root).expanduser().resolve()
+    own = {"folder": root.name, "shards": root.name, "table": root.stem}
+    return f"runs/{own.get(data.name) or data.name}"
 
 
 def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
@@ -111,38 +157,33 @@ def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
     Raises:
         ValueError: `budgets` is not of this form, or a setting is not allowed.
     """
-    settings = {key: value for key, value in values.items() if key != "budgets"}
-    entries = values.get("budgets") or {}
+    settings = {**values}
+    entries = settings.pop("budgets", None) or {}
     form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
     require(isinstance(entries, dict), "budgets", entries, form)
-    chosen: dict[str, Any] = {}
-    reached = -math.inf
+    starts: dict[float, dict[str, Any]] = {}
     for key, entry in entries.items():
-        start = _minutes(key)
+        is_number = re.fullmatch(r"[\d.]*\d[\d.]*", key) and key.count(".") <= 1
+        require(bool(is_number), "budgets", key, "a number of minutes, at least 0")
         require(isinstance(entry, dict), f"budgets.{key}", entry, "settings: {model: {depth: 3}}")
-        if minutes is not None and reached < start <= minutes:
-            chosen, reached = entry, start
-    return merge([settings, chosen])
-
-
-def _minutes(key: str) -> float:
-    try:
-        minutes = float(key)
-    except ValueError:
-        minutes = math.nan
-    require(minutes >= 0, "budgets", key, "a number of minutes, at least 0")
-    return minutes
+        starts[float(key)] = entry
+    reached = [start for start in starts if minutes is not None and start <= minutes]
+    return merge([settings, starts[max(reached)] if reached else {}])
 
 
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge nested dictionaries, of which the later ones win, field by field."""
+    """Merge nested dictionaries, of which the later ones win, field by field.
+
+    What is no group of keys where another part has one stays, so that the config refuses it.
+    """
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            old = merged.get(key)
+            old = merged.get(key, value)
             if isinstance(old, dict) and isinstance(value, dict):
-                value = {**old, **value}
-            merged[key] = value
+                merged[key] = {**old, **value}
+            else:
+                merged[key] = old if isinstance(value, dict) else value
     return merged
 
 

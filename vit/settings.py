@@ -142,11 +142,9 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def schema_of(kind: Any) -> dict[str, Any]:
-    """Return the JSON schema of a field, without the alternative null; kind is its annotation."""
-    schema = TypeAdapter(kind).json_schema()
-    first: dict[str, Any] = schema.get("anyOf", [schema])[0]
-    return first
+def is_list(kind: Any) -> bool:
+    """Tell whether a field takes several values; kind is its annotation."""
+    return kind == ImageSize or typing.get_origin(kind) is tuple
 
 
 def describe(kind: Any) -> str:

@@ -192,17 +192,24 @@ class ExportConfig:
 
 
 class Command(NamedTuple):
-    """A command of eval.py: its settings, and its function in `vit.reporting`."""
+    """A command of eval.py.
+
+    Attributes:
+        config: Its settings.
+        function: Its function in `vit.reporting`, which takes a run and the settings.
+        words: What it takes before its flags, as help texts call it.
+    """
 
     config: Any
     function: str
+    words: str = ""
 
 
 COMMANDS = {
     "report": Command(ReportConfig, "report:evaluate_run"),
     "maps": Command(MapsConfig, "attention:explain_run"),
-    "photo": Command(PhotoConfig, "photos:classify_photos"),
-    "predict": Command(PredictConfig, "predictions:predict_files"),
-    "compare": Command(CompareConfig, "comparison:compare_runs"),
-    "export": Command(ExportConfig, "export:export_run"),
+    "photo": Command(PhotoConfig, "photos:classify_photos", "PHOTO ..."),
+    "predict": Command(PredictConfig, "predictions:predict_files", "PHOTO ..."),
+    "compare": Command(CompareConfig, "comparison:compare_runs", "OTHER ..."),
+    "export": Command(ExportConfig, "export:export_run", "FORMAT ..."),
 }
