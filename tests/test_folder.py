@@ -146,7 +146,7 @@ with_half = pytest.mark.parametrize("half", ["train", "test"])
 
 @pytest.mark.parametrize(("name", "half"), [*zip(BROKEN, 4 * ("train", "test"), strict=False)])
 def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
-    whole = load("folder", root, train=half == "train")
+    intact = load("folder", root, train=half == "train")
     path = root / half / "dog" / name
     BROKEN[name](path)
     with pytest.raises(ValueError) as info:
@@ -157,9 +157,9 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
     assert str(info.value).endswith("or use --data.on_bad_image skip")
     assert capsys.readouterr() == ("", "")
     data = load("folder", root, train=half == "train", on_bad_image="skip")
-    assert torch.equal(data.images, whole.images) and torch.equal(data.labels, whole.labels)
+    assert torch.equal(data.images, intact.images) and torch.equal(data.labels, intact.labels)
     assert capsys.readouterr().err == (
-        f"skipped 1 of {len(whole) + 1} images in {root / half} that cannot be read: {path}\n"
+        f"skipped 1 of {len(intact) + 1} images in {root / half} that cannot be read: {path}\n"
     )
 
 
@@ -449,7 +449,7 @@ def test_a_small_folder_trains_with_the_defaults(classes_only, tmp_path, capsys)
     assert "the 7 test images (c d 3, rød 2, 猫 2) are used once" in line
 
 
-# Images of one's own, recognized.
+# Recognizing a user's images.
 
 
 def test_images_are_recognized(root, classes_only, tmp_path):
@@ -465,7 +465,7 @@ def test_suffixes_are_those_of_torchvision_and_four_more():
     assert {*IMAGE_SUFFIXES} == {*IMG_EXTENSIONS, ".gif", ".avif", ".heic", ".heif"}
 
 
-def test_without_a_name_ones_own_images_are_taken(root, classes_only, tmp_path, monkeypatch):
+def test_the_name_of_the_data_set_follows_from_the_root(root, classes_only, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sets" / CIFAR10[0]).mkdir(parents=True)
     for words, name, out in (
@@ -496,7 +496,7 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(
     words = ["--data.root", str(classes_only)]
     with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); add --data\.name folder"):
         parse_train(words)
-    file = tmp_path / "own.yaml"
+    file = tmp_path / "settings.yaml"
     file.write_text(f"data: {{root: '{classes_only}'}}")
     with pytest.raises(ValueError, match=r"^data\.root: "):
         parse_train(["--config", str(file)])

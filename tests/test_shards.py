@@ -141,8 +141,8 @@ def test_batches_are_those_of_a_folder_also_in_workers(both: tuple[Path, Path]) 
 
 
 def run_config(out: Path, root: Path, **data: Any) -> Config:
-    own = config_of(root, **data)
-    values = {"name": own.name, "root": own.root, "val_size": 9, "train_size": None, **data}
+    name = config_of(root, **data).name
+    values = {"name": name, "root": str(root), "val_size": 9, "train_size": None, **data}
     return small(
         out,
         data={"memory_gb": 0, **values},
@@ -220,7 +220,7 @@ def test_processes_read_parts_that_together_are_the_batches(
     rows = epoch_batches(len(training), (len(training) // 12, 12), seed=0, epoch=0)[
         1:
     ]  # as after a stop at step 1
-    whole = torch.stack([images for images, _ in training.batches(rows)])
+    expected = torch.stack([images for images, _ in training.batches(rows)])
     of_batch = reads.copy()
     assert of_batch == [every[n].name for n in rows.flatten()]  # type: ignore[union-attr]
     parts = []
@@ -229,7 +229,7 @@ def test_processes_read_parts_that_together_are_the_batches(
         part = training.batches(World(rank, 2).part(rows.T).T)
         parts.append((torch.stack([images for images, _ in part]), set(reads)))
         assert len(reads) == len(of_batch) / 2
-    assert torch.equal(torch.cat([images for images, _ in parts], dim=1), whole)
+    assert torch.equal(torch.cat([images for images, _ in parts], dim=1), expected)
     assert not parts[0][1] & parts[1][1] and parts[0][1] | parts[1][1] == set(of_batch)
 
 
@@ -249,15 +249,15 @@ def test_the_index_is_stored_and_only_changed_shards_are_read_again(
 
     monkeypatch.setattr(shard_index, "_index_shard", noted)
     forget = shard_index._index_shards.cache_clear
-    whole = read(root)
-    assert indexed == [f"{n:03d}.tar" for n in range(5)] and len(whole.labels) == 48
+    first = read(root)
+    assert indexed == [f"{n:03d}.tar" for n in range(5)] and len(first.labels) == 48
     assert capsys.readouterr().err == (
         f"indexed 5 shards in {root / 'train'}; the index is stored there as {INDEX_FILE}\n"
     )
     indexed.clear()
     for again in (forget, lambda: None):
         again()
-        assert read(root).pictures == whole.pictures and not indexed
+        assert read(root).pictures == first.pictures and not indexed
     assert capsys.readouterr().err == ""
 
     write_shard(root / "train/002.tar", labelled(100, 0) | labelled(101, 2))
@@ -265,7 +265,7 @@ def test_the_index_is_stored_and_only_changed_shards_are_read_again(
     assert indexed == ["002.tar"] and names(changed)[20:22] == ["0100.png", "0101.webp"]
     assert changed.labels[20:22].tolist() == [0, 2] and len(changed.labels) == 40
     assert "indexed 1 of 5 shards in " in capsys.readouterr().err
-    assert changed.fingerprint != whole.fingerprint
+    assert changed.fingerprint != first.fingerprint
 
     for damaged in (b"", b"{}", b'{"version": 2, "shards": {}}', b"\xff", b'{"version": 1, "sh'):
         (root / "train" / INDEX_FILE).write_bytes(damaged)

@@ -162,8 +162,14 @@ BARE = {"track": {"probes": 0, "every": 1}, "train": {"epochs": 2, "batch_size":
 
 
 def streaming(out: Path, root: Path, **data: Any) -> Config:
-    own = {"name": "folder", "root": str(root), "val_size": 9, "train_size": None, "memory_gb": 0}
-    return small(out, **BARE, data={**own, **data})
+    values = {
+        "name": "folder",
+        "root": str(root),
+        "val_size": 9,
+        "train_size": None,
+        "memory_gb": 0,
+    }
+    return small(out, **BARE, data={**values, **data})
 
 
 def run(config: Config, decoder: Decoder | None = None, stop_at: int = 0) -> Loop:
@@ -221,9 +227,9 @@ def test_evaluation_is_the_same_in_memory_and_in_files(
 ) -> None:
     classifier = kept[0].classifier()
     streamed = load_test_images(folder(pictures), decoder=pool)
-    whole = load_test_images(folder(pictures, memory_gb=1), decoder=pool)
+    in_memory_set = load_test_images(folder(pictures, memory_gb=1), decoder=pool)
     in_files(streamed)
-    reports = [evaluate(classifier, images, batch_size=5) for images in (streamed, whole)]
+    reports = [evaluate(classifier, images, batch_size=5) for images in (streamed, in_memory_set)]
     assert torch.equal(reports[0][1], reports[1][1])
     assert reports[0][0]["confusion_matrix"] == reports[1][0]["confusion_matrix"]
 
@@ -415,7 +421,7 @@ def test_unreadable_files_are_left_out_alike(
 
 
 def check_left_out(world: World, roots: list[str], out: str, expected: list[int]) -> None:
-    """Called in each process, with a folder of its own."""
+    """Called in each process, with one of the folders."""
     config = streaming(Path(out), Path(roots[world.rank]), on_bad_image="skip")
     env = dataclasses.replace(environment(), world=world)
     assert [len(images) for images in load_data(Run.begin(config, env))] == expected
@@ -423,13 +429,13 @@ def check_left_out(world: World, roots: list[str], out: str, expected: list[int]
 
 @pytest.mark.slow
 def test_processes_leave_out_what_the_first_could_not_read(root: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    shutil.copytree(root, whole)  # as if the second process could read what the first could not
+    intact = tmp_path / "intact"
+    shutil.copytree(root, intact)  # as if the second process could read what the first could not
     for path in (root / "train").glob("dog/*4.png"):
         break_file(path)
     expected = [len(images) for images in load_training(folder(root, on_bad_image="skip"), 0)]
     assert sum(expected) < 48
-    in_world(2, tmp_path, check_left_out, [str(root), str(whole)], str(tmp_path / "run"), expected)
+    in_world(2, tmp_path, check_left_out, [str(root), str(intact)], str(tmp_path / "run"), expected)
 
 
 def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(

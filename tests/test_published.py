@@ -1,4 +1,4 @@
-"""torchvision's data sets: tiny files of the same form, downloaded from a real server."""
+"""Published data sets: tiny files of the same form, downloaded from a real server; digits."""
 
 import contextlib
 import dataclasses
@@ -21,12 +21,13 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
+from sklearn.datasets import load_digits
 from torchvision import datasets as tv
 
 from vit.cli import parse_train
 from vit.data import published
 from vit.data.config import DataConfig
-from vit.data.datasets import load_training
+from vit.data.datasets import load, load_training
 from vit.data.source import Source, read_source
 from vit.registry import DATASETS
 
@@ -288,9 +289,7 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     ],
     ids=["lost connection", "not HTTP"],
 )
-def test_what_a_failed_download_leaves_does_not_count_as_whole(
-    name, method, answer, words, tmp_path, monkeypatch
-):
+def test_an_incomplete_download_is_repeated(name, method, answer, words, tmp_path, monkeypatch):
     site, root = tmp_path / "site", tmp_path / "data"
     site.mkdir()
     monkeypatch.setenv("no_proxy", "*")
@@ -342,7 +341,7 @@ def test_an_archive_in_a_folder_that_only_data_root_names_is_read(archive):
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "half"])
 def test_damaged_files_are_refused_or_replaced(archive, damage):
-    root, whole = archive.parent, archive.read_bytes()
+    root, packed = archive.parent, archive.read_bytes()
     data = config(name_of(archive), root, download=False)
     read_source(data, train=True)
     files = [path for path in root.rglob("*") if path.is_file() and path != archive]
@@ -352,9 +351,9 @@ def test_damaged_files_are_refused_or_replaced(archive, damage):
             file.unlink()
         else:
             file.write_bytes(b"x" + content[1:] if damage == "changed" else content[:-9])
-        archive.write_bytes(whole[:-9])
+        archive.write_bytes(packed[:-9])
         assert "data.download=false" in refused(data)
-        archive.write_bytes(whole)
+        archive.write_bytes(packed)
         assert_complete(data.name, *(read_source(data, part) for part in (True, False)))
         assert file.read_bytes() == content
 
@@ -398,3 +397,23 @@ def test_nothing_is_downloaded_into_a_folder_of_images(name, tmp_path):
     with pytest.raises(ValueError, match=r"images of your own.*use --data\.name folder to train"):
         read_source(config(name, tmp_path), train=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
+
+
+def test_digits_are_those_of_scikit_learn(tmp_path):
+    training, test = (load("digits", tmp_path, train=part) for part in (True, False))
+    original = load_digits()
+    expected = np.round(original.images * 255 / 16).astype(np.uint8)
+    images = torch.cat([training.images, test.images])
+    assert (len(training), len(test)) == (1438, 359)
+    assert sorted(map(bytes, images.flatten(1).numpy())) == sorted(
+        map(bytes, expected.reshape(-1, 64))
+    )
+    assert training.images.shape[1:] == (1, 8, 8) and training.images.max() == 255
+    assert training.classes == test.classes == tuple("0123456789")
+    labels = dict(zip(map(bytes, expected.reshape(-1, 64)), original.target, strict=True))
+    for part in (training, test):
+        assert part.labels.tolist() == [labels[bytes(x)] for x in part.images.flatten(1).numpy()]
+        per_class = part.labels.bincount()
+        assert per_class.max() - per_class.min() <= 8  # as there are 174 to 183 of each
+    assert torch.equal(load("digits", tmp_path, train=False).images, test.images)
+    assert list(tmp_path.iterdir()) == []
