@@ -6,14 +6,9 @@ rounds differ so much that it says nothing.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-# The scripts in benchmarks/ import this module first, so that they find `vit` from any folder.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SPREAD = 1.5  # highest ratio of the rounds divided by the lowest, above which they are not reported
 

@@ -1,6 +1,5 @@
-"""benchmarks/plan.py agrees with what real steps compute, keep and send."""
+"""benchmarks/scale/plan.py agrees with what real steps compute, keep and send."""
 
-import importlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import exchanges
+from benchmarks.scale import plan, planning, tracing
 from models import PLAIN
 from small_runs import ROOT
 from vit.distributed.shard import shard
@@ -37,26 +37,6 @@ CONV: dict[str, Any] = {**SMALL, "stem": "conv", "mlp_conv": True, "drop_path_ra
 IMAGE = (3, 32, 32)
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-
-
-@pytest.fixture
-def plan() -> Any:
-    return importlib.import_module("plan")
-
-
-@pytest.fixture
-def planning() -> Any:
-    return importlib.import_module("planning")
-
-
-@pytest.fixture
-def tracing() -> Any:
-    return importlib.import_module("tracing")
-
-
 fused = pytest.mark.parametrize("kernel", ["fused"], indirect=True)
 
 
@@ -69,7 +49,7 @@ def on_meta(**arguments: Any) -> VisionTransformer:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("arguments", [SMALL, CONV], ids=["linear", "conv"])
 def test_flops_are_those_of_a_real_step(
-    kernel: str, tracing: Any, arguments: dict[str, Any], checkpointed: bool
+    kernel: str, arguments: dict[str, Any], checkpointed: bool
 ) -> None:
     planned = tracing.count_flops(on_meta(**arguments), IMAGE, checkpointed)
     model = VisionTransformer(**arguments).train()
@@ -82,7 +62,7 @@ def test_flops_are_those_of_a_real_step(
     assert planned[1] == pytest.approx((counter.get_total_flops() - forward) / 3, rel=0.01)
 
 
-def test_gradients_of_a_convolution_take_twice_its_flops(tracing: Any) -> None:
+def test_gradients_of_a_convolution_take_twice_its_flops() -> None:
     """For groups too, which torch's own formula ignores."""
     for groups, formulas in ((1, {}), (1, tracing.FORMULAS), (4, tracing.FORMULAS)):
         conv = nn.Conv2d(8, 8, 3, padding=1, groups=groups)
@@ -102,7 +82,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_models_are_those_of_the_papers(plan: Any, tracing: Any, name: str) -> None:
+def test_models_are_those_of_the_papers(name: str) -> None:
     config, _ = plan.parse_train(plan.plain(name))
     model = tracing.build(config, classes=1000)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(
@@ -113,7 +93,7 @@ def test_models_are_those_of_the_papers(plan: Any, tracing: Any, name: str) -> N
     )
 
 
-def test_flops_of_vit_base_are_those_of_the_formula(plan: Any, tracing: Any) -> None:
+def test_flops_of_vit_base_are_those_of_the_formula() -> None:
     """A block has 12 D² weights, and attention takes two products of N x N x D."""
     config, _ = plan.parse_train(plan.plain("vit_base"))
     forward, backward = tracing.count_flops(tracing.build(config, 1000), (3, 224, 224), False)
@@ -140,7 +120,7 @@ def norms_in_float32(model: nn.Module) -> None:
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("arguments", [SMALL, CONV], ids=["linear", "conv"])
 def test_activations_are_those_that_a_real_step_saves(
-    kernel: str, tracing: Any, arguments: dict[str, Any], precision: torch.dtype
+    kernel: str, arguments: dict[str, Any], precision: torch.dtype
 ) -> None:
     planned = tracing.trace_activations(on_meta(**arguments), IMAGE, torch.float32, precision)
     model = VisionTransformer(**arguments).train()
@@ -161,7 +141,7 @@ def test_activations_are_those_that_a_real_step_saves(
     assert batch * planned.stored + planned.casts == pytest.approx(real, rel=0.01)
 
 
-def test_checkpointed_blocks_save_their_inputs_and_one_block(tracing: Any) -> None:
+def test_checkpointed_blocks_save_their_inputs_and_one_block() -> None:
     """From 3 to 12 blocks, only inputs are added: a token has 48 numbers of 2 bytes."""
     few, many = (
         tracing.trace_activations(on_meta(**{**SMALL, "depth": depth}), IMAGE, torch.float32)
@@ -180,7 +160,7 @@ def payloads(planned: list[Any]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_two_processes_exchange_what_is_planned(planning: Any, tmp_path: Path) -> None:
+def test_two_processes_exchange_what_is_planned(tmp_path: Path) -> None:
     words = [sys.executable, exchanges.__file__]
     others = [
         subprocess.Popen(
@@ -222,9 +202,7 @@ def of_adamw(model: nn.Module) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["shard", "hybrid"])
-def test_512_processes_hold_and_exchange_what_is_planned(
-    plan: Any, planning: Any, tracing: Any, fake_world: None, parallel: str
-) -> None:
+def test_512_processes_hold_and_exchange_what_is_planned(fake_world: None, parallel: str) -> None:
     """ViT-g, without values, divided among 64 hosts with 8 GPUs each."""
     config, _ = plan.parse_train(plan.plain("vit_giant"))
     cluster = planning.Cluster(512, 64, parallel)
@@ -245,7 +223,7 @@ def test_512_processes_hold_and_exchange_what_is_planned(
         assert of_adamw(model) == rows["optimizer (float32)"]
 
 
-def test_links_within_and_between_hosts_are_used_at_the_same_time(planning: Any) -> None:
+def test_links_within_and_between_hosts_are_used_at_the_same_time() -> None:
     """Eight bytes from each of 16 GPUs on two hosts: a ring sends 15 of 16 parts, twice."""
     one = planning.Transfer("", "all_reduce", 8, gpus=16, hosts=2, phase="last")
     assert (one.sent, one.between) == (15.0, 15 / 8)
@@ -273,7 +251,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_mistake_ends_in_one_line(
-    plan: Any, words: str, message: str, capsys: pytest.CaptureFixture[str],
+    words: str, message: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
@@ -297,7 +275,7 @@ LENGTHS = [  # classes, images of an epoch, and epochs
 
 @pytest.mark.parametrize(("words", "classes", "images", "epochs"), LENGTHS)
 def test_length_is_that_of_the_data_set(
-    plan: Any, words: str, classes: int, images: int, epochs: int | None,
+    words: str, classes: int, images: int, epochs: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
@@ -307,7 +285,7 @@ def test_length_is_that_of_the_data_set(
     assert config.train.processes is None
 
 
-def test_models_of_timm_are_refused(tracing: Any) -> None:
+def test_models_of_timm_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^model\.name: timm:resnet18 is not allowed"):
         tracing.build(Config(model=ModelConfig(name="timm:resnet18")), classes=10)
 
@@ -322,8 +300,8 @@ def shown() -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     printed = False
     for line in PLANS.read_text().splitlines():
-        if line.startswith("    python benchmarks/plan.py "):
-            found.append((line.partition("plan.py ")[2].partition(" | ")[0], []))
+        if line.startswith("    python -m benchmarks.scale.plan "):
+            found.append((line.partition(".plan ")[2].partition(" | ")[0], []))
             printed = True
         elif line and not line.startswith("    "):
             printed = False
@@ -335,7 +313,7 @@ def shown() -> list[tuple[str, list[str]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "lines"), shown(), ids=[words for words, _ in shown()])
 def test_page_shows_what_is_printed(
-    plan: Any, words: str, lines: list[str], capsys: pytest.CaptureFixture[str],
+    words: str, lines: list[str], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(ROOT)
@@ -356,7 +334,7 @@ def commands() -> list[list[str]]:
     return [line[line.index("train.py") + 1 :] for line in words if "train.py" in line]
 
 
-def test_commands_of_the_page_are_accepted(plan: Any) -> None:
+def test_commands_of_the_page_are_accepted() -> None:
     for words in commands():
         config, _ = plan.parse_train(words)
         assert config.data.image_size == (224, 224), words

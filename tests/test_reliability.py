@@ -75,8 +75,8 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_killed_25_times_ends_bit_for_bit_as_one_left_alone() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "25"],
-        capture_output=True, text=True, timeout=900,
+        [sys.executable, "-m", "benchmarks.scale.soak", "--kills", "25"],
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("25 kills: ") and done.stdout.endswith("bit for bit\n")
@@ -87,8 +87,8 @@ def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone() -> None:
     if sys.platform != "linux":
         pytest.skip("the benchmark reads /proc")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "soak_torchrun.py"), "--kills", "2"],
-        capture_output=True, text=True, timeout=600,
+        [sys.executable, "-m", "benchmarks.scale.soak", "--processes", "2", "--kills", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 kills, 1 of all 2 processes")

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from randomization import (
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from benchmarks.maps import sanity, watermark
+from benchmarks.maps.randomization import (
     cascade,
     for_shifted_inputs,
     rank_correlation,
     shuffled_weights,
     stages,
 )
-from scipy.stats import spearmanr
-from torch import Tensor, nn
-
 from models import PLAIN
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
@@ -28,7 +29,6 @@ from vit.model_file import save_model
 from vit.seeding import fold_in
 from vit.training.config import from_dict
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 KINDS_OF_TOKENS = ("rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout")
 
 
@@ -141,15 +141,7 @@ def test_inputs_cannot_be_shifted_without_a_linear_stem_with_bias(variant):
         for_shifted_inputs(draw_vit(**variant), 1.0)
 
 
-@pytest.fixture
-def watermark(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import watermark
-
-    return watermark
-
-
-def test_nothing_but_the_mark_tells_the_marked_class(watermark):
+def test_nothing_but_the_mark_tells_the_marked_class():
     images = watermark.draw_set(1100, "train")
     plain, kinds, _ = draw_shapes(1100, fold_in(0, "watermark", "train"))
     differs = (images.pixels() != plain).any(dim=1)
@@ -172,7 +164,7 @@ def test_nothing_but_the_mark_tells_the_marked_class(watermark):
     assert not differs[:, outside].any()
 
 
-def test_pairs_differ_in_the_mark_only_and_sets_share_no_images(watermark):
+def test_pairs_differ_in_the_mark_only_and_sets_share_no_images():
     plain, marked = watermark.draw_pairs(50, "pairs")
     assert marked.masks.sum(dim=(1, 2)).tolist() == [16] * 50
     differs = (plain.pixels() != marked.pixels()).any(dim=1)
@@ -202,7 +194,7 @@ def classifier_of(model: nn.Module, classes: tuple[str, ...]) -> Classifier:
     return Classifier(model.eval(), preprocess, classes, torch.device("cpu"), torch.float32)
 
 
-def test_a_model_that_reads_the_mark_alone_changes_its_mind_without_it(watermark):
+def test_a_model_that_reads_the_mark_alone_changes_its_mind_without_it():
     classes = tuple(sorted(watermark.CLASSES))  # in another order, as in an image folder
     pairs = watermark.draw_pairs(30, "pairs")
     reader = Reader(classes.index("marked"), len(classes))
@@ -213,7 +205,7 @@ def test_a_model_that_reads_the_mark_alone_changes_its_mind_without_it(watermark
         assert found[without][:2] == pytest.approx((0.0, objects))
 
 
-def test_the_measurement_and_the_figure_of_the_mark(watermark, monkeypatch):
+def test_the_measurement_and_the_figure_of_the_mark(monkeypatch):
     classes = tuple(sorted(watermark.CLASSES))
     classifier = classifier_of(draw_vit(num_classes=len(classes)), classes)
     pairs = watermark.draw_pairs(12, "pairs")
@@ -239,13 +231,13 @@ def test_the_measurement_and_the_figure_of_the_mark(watermark, monkeypatch):
 
 
 def test_the_benchmark_of_the_mark_on_fewer_images_than_the_figure_holds(
-    watermark, monkeypatch, tmp_path, capsys
+    monkeypatch, tmp_path, capsys
 ):
     classifier = classifier_of(draw_vit(num_classes=len(watermark.CLASSES)), watermark.CLASSES)
     (tmp_path / "seed_0").mkdir()
     monkeypatch.setattr(watermark, "TRAIN", 22)
     monkeypatch.setattr(watermark, "TEST", 11)
-    monkeypatch.setattr(watermark, "run", lambda *_: None)  # "trained already"
+    monkeypatch.setattr(watermark, "train_on", lambda *_: None)  # "trained already"
     monkeypatch.setattr(watermark.vit, "load", lambda _: classifier)
     words = ["watermark.py", "--out", str(tmp_path), "--kinds", "rollout", "--images"]
     monkeypatch.setattr(sys, "argv", [*words, "2"])
@@ -258,10 +250,7 @@ def test_the_benchmark_of_the_mark_on_fewer_images_than_the_figure_holds(
     assert "--images 0: must be at least 1" in capsys.readouterr().err
 
 
-def test_maps_that_are_reversed_in_half_of_the_images_are_related_in_either_sign(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import sanity
-
+def test_maps_that_are_reversed_in_half_of_the_images_are_related_in_either_sign():
     found, flip = draw(40, 4, 4), torch.tensor([1.0, -1.0]).repeat(20)[:, None, None]
     maps = {"layer-wise relevance": found, "attention rollout": found}
     rows = sanity.correlations(maps, dict.fromkeys(maps, found * flip))
@@ -278,9 +267,6 @@ def test_maps_that_are_reversed_in_half_of_the_images_are_related_in_either_sign
 
 
 def test_the_benchmark_of_a_tiny_model(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import sanity
-
     saved = save_tiny(tmp_path / "model.safetensors")
     monkeypatch.setattr(sys, "argv", ["sanity.py", str(saved), *TINY.split()])
     sanity.main()

@@ -40,7 +40,7 @@ def test_overfits_one_batch(name: str, tmp_path: Path) -> None:
     data = load("shapes", "", train=True, count=64)
     step = bare_step(config)
     images, targets = SHAPES.normalize(data.images), torch.eye(10)[data.labels]
-    for _ in range(60):
+    for _ in range(120):
         loss, accuracy = step.update(images, targets).tolist()
     assert accuracy == 1.0
     assert loss < 0.1

@@ -502,8 +502,8 @@ def test_signals_to_the_whole_group_stop_run_and_workers(
 @pytest.mark.slow
 def test_benchmark_of_data_loading_starts() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/data_loading.py", "--quick"],
-        capture_output=True, text=True, check=True,
+        [sys.executable, "-m", "benchmarks.speed.data_loading", "--quick"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "images/s" in done.stdout
     assert all(line.startswith("indexed ") for line in done.stderr.splitlines()), done.stderr

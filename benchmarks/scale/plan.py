@@ -1,8 +1,8 @@
 """Memory, communication and time of a training run, before any GPU is rented.
 
-    python benchmarks/plan.py --model vit_base --gpus 8 --batch_size 4096 --epochs 90
-    python benchmarks/plan.py --model vit_giant --gpus 512 --hosts 64 --parallel hybrid
-    python benchmarks/plan.py --config configs/imagenet_vit_b.yaml --gpus 8
+    python -m benchmarks.scale.plan --model vit_base --gpus 8 --batch_size 4096 --epochs 90
+    python -m benchmarks.scale.plan --model vit_giant --gpus 512 --hosts 64 --parallel hybrid
+    python -m benchmarks.scale.plan --config configs/imagenet_vit_b.yaml --gpus 8
 
 Nothing is measured. The model is built and a step traced with tensors that have shapes but no
 values: parameters, FLOP and the tensors that autograd saves are those of the code, in bfloat16
@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
-from planning import Cluster, Phase, Transfer, memory, phases, transfers
-from tracing import build, count_flops, muons, trace_activations
 
+from benchmarks.scale.planning import Cluster, Phase, Transfer, memory, phases, transfers
+from benchmarks.scale.tracing import build, count_flops, muons, trace_activations
 from vit.cli import parse_train, user_errors
 from vit.distributed.shard import fits_replicated
 from vit.settings import require
@@ -34,6 +34,7 @@ from vit.training.config import Config
 # Classes and training images of data sets; those of others are taken to be ImageNet-1k's.
 KNOWN = {"cifar10": (10, 50_000), "cifar100": (100, 50_000)}
 IMAGENET = (1000, 1_281_167)
+POSITIVE = ("classes", "gpus", "hosts", "train_images", "within", "between", "epochs", "images")
 USABLE = 0.9  # fraction of the memory
 
 # Width, depth, heads, MLP ratio and patch size (arXiv 2010.11929; of giant 2106.04560).
@@ -120,16 +121,7 @@ def read_options() -> tuple[argparse.Namespace, Config]:
         help="recompute the activations of the blocks",
     )  # fmt: skip
     options, keys = parser.parse_known_args()
-    for key in (
-        "classes",
-        "gpus",
-        "hosts",
-        "train_images",
-        "within",
-        "between",
-        "epochs",
-        "images",
-    ):
+    for key in POSITIVE:
         value = getattr(options, key)
         require(value is None or value > 0, f"--{key}", value, "more than 0")
     require(0 < options.mfu <= 1, "--mfu", options.mfu, "more than 0 and up to 1")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
-from tracing import Activations
 
+from benchmarks.scale.tracing import Activations
 from vit.model.vit import VisionTransformer
 from vit.training.config import Config
 

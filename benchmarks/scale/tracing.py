@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import timing  # noqa: F401  # finds `vit` from any folder
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,11 +1,12 @@
 """How long training pauses for a checkpoint of a sharded run, which is written while it goes on.
 
-    python benchmarks/saving.py [--processes 2] [--embed_dim 384] [--depth 12] [--rounds 7]
+    python -m benchmarks.scale.saving [--processes 2] [--embed_dim 384] [--depth 12] [--rounds 7]
 
 Processes on the CPU, one thread each, share a Vision Transformer and train it on drawn shapes with
 AdamW and a moving average. Each round times a step, `save`, which copies the state and starts
 to write it, the steps taken until the checkpoint is complete and, for comparison, a checkpoint that
-training waits for. Numbers are medians over the rounds, of the first process.
+training waits for. Numbers are medians over the rounds, of the first process. Expect
+a pause of a fraction of a step.
 """
 
 import argparse
@@ -18,10 +19,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import timing
 import torch
 from torch.multiprocessing.spawn import start_processes
 
+from benchmarks.tables import spread
+from benchmarks.timing import timed
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, join_world
 from vit.run.saver import ShardedSaver
@@ -75,18 +77,16 @@ def measure(
         size = sum(path.stat().st_size for path in run.glob("checkpoints/step_*/*")) / 2
         print(f"checkpoints of {size / 1e6:,.0f} MB in {processes} parts")
         for name in rows[0]:
-            values = [row[name] for row in rows]
-            low, middle, high = min(values), statistics.median(values), max(values)
-            print(f"{name:42} {middle:.3f} s  ({low:.3f} to {high:.3f})")
+            print(f"{name:42} {spread([row[name] for row in rows], '.3f')} s")
 
 
 def one_round(train: Callable[[], object], saver: ShardedSaver) -> dict[str, float]:
     """Time a step, a checkpoint that is written while training goes on, and one that is not."""
-    alone = statistics.median(timing.timed(train) for _ in range(3))
-    pause, begin, during = timing.timed(saver.save), time.perf_counter(), []
+    alone = statistics.median(timed(train) for _ in range(3))
+    pause, begin, during = timed(saver.save), time.perf_counter(), []
     assert saver._pending is not None
     while not saver.world.agree(saver._pending.done()):
-        during.append(timing.timed(train))
+        during.append(timed(train))
     background = pause + time.perf_counter() - begin
     saver.wait()
 
@@ -99,7 +99,7 @@ def one_round(train: Callable[[], object], saver: ShardedSaver) -> dict[str, flo
         "pause of the step at which it begins": pause,
         "a step while it is written": statistics.median(during),
         "until it is written": background,
-        "pause if training waits until it is": timing.timed(save_and_wait),
+        "pause if training waits until it is": timed(save_and_wait),
     }
 
 

@@ -1,6 +1,7 @@
 """The cost of attention maps, as ratios measured within one run.
 
-    python benchmarks/attention.py [--rounds 7] [--images 1000]
+    python -m benchmarks.speed.attention [--rounds 7] [--images 1000]
+    python -m benchmarks.speed.attention --records RUN ...
 
 1. Attention rollout and layer-wise relevance of 1,000 images, compared with plain forward passes of
    the same quick model with torch's fused kernel and with the hand-written one, and with a forward
@@ -8,22 +9,31 @@
 2. All logging of a run of configs/quick.yaml as a fraction of its training time: the measured cost
    of a training step and of each kind of logging, times how often it happens.
 
-The model is untrained, because speed does not depend on the weights.
+The model is untrained, because speed does not depend on the weights. Expect rollout to cost no more
+than a forward pass, relevance of tokens twice as much, and all logging less than a twentieth of the
+training time.
+
+With --records, nothing is timed: for each run folder, the size of what is logged for the Attention
+tab of TensorBoard. Details and weights are the bytes of one image at one step, raw those of the
+weights before compression.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
-from timing import compare, take_times, take_turns
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from train_step import repeat_step
 
+from benchmarks.speed.train_step import repeat_step
+from benchmarks.tables import markdown
+from benchmarks.timing import compare, take_times, take_turns
 from vit.classifier import build_model
 from vit.data.config import DataConfig
 from vit.data.datasets import ImageSet
@@ -37,6 +47,7 @@ from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import write_report
 from vit.run.tracker import Tracker, milestones
+from vit.tensorboard_plugin.encoding import PLUGIN_NAME, decode_weights, part_of
 from vit.training.build import build_step
 from vit.training.config import Config, TrainConfig
 from vit.training.start import Environment, Run
@@ -157,6 +168,26 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
         print(f"  {name:<36}{timing.seconds:6.1f} s   {timing.fraction()}")
 
 
+def size_of_records(run: Path) -> list[str]:
+    """Return the cells of a run in the table of what its Attention tab is logged in."""
+    events = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
+    sizes = defaultdict[str, list[int]](list)
+    steps, raw = set(), 0
+    for tag in events.PluginTagToContent(PLUGIN_NAME):
+        part = part_of(events.SummaryMetadata(tag).plugin_data.content)
+        for event in events.Tensors(tag):
+            (data,) = event.tensor_proto.string_val
+            sizes[part].append(len(data))
+            steps.add(event.step)
+            raw = decode_weights(data)[0].size if part == "weights" else raw
+    total = sum(map(sum, sizes.values()))
+    everything = sum(path.stat().st_size for path in run.glob("events.out.tfevents.*"))
+    means = [round(sum(s) / max(len(s), 1)) for s in (sizes["details"], sizes["weights"])]
+    images = len(sizes["details"]) // max(len(steps), 1)
+    counts = [f"{number:,}" for number in (images, len(steps), *means, raw)]
+    return [str(run), *counts, f"{total / 1e6:.2f} MB", f"{total / everything:.0%}"]
+
+
 def draw_images(count: int) -> ImageSet:
     """Return images of random pixels."""
     pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8)
@@ -168,7 +199,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--records", nargs="+", type=Path, metavar="RUN", help="run folders")
     arguments = parser.parse_args()
+    if arguments.records:
+        heads = ["run", "images", "steps", "details", "weights", "raw", "total", "of all events"]
+        print(markdown(heads, map(size_of_records, arguments.records)))
+        return
     precision = choose_precision("auto", CPU)
     print(f"{describe(CPU)}, torch {torch.__version__}")
     images = torch.randn(arguments.images, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,6 @@
 """Training steps of the recipes for a GPU: speed, utilization, and a comparison with timm.
 
-    python benchmarks/gpu.py [--steps 30] [--configs configs/cifar10.yaml ...] [--data data]
+    python -m benchmarks.speed.gpu [--steps 30] [--configs configs/cifar10.yaml ...] [--data data]
 
 1. For each config, compiled if the config says so: milliseconds per step and images/s, the model's
    FLOP/s next to those of large bfloat16 matrix products, the fraction of a step spent on
@@ -9,6 +9,9 @@
 2. timm's VisionTransformer of the same width, depth, heads and tokens, compiled if the config says
    so, under bfloat16 autocast with AdamW: on a batch that stays on the device and, with --data, fed
    by torchvision's CIFAR-10, transforms and DataLoader. The two take turns.
+
+A step in which the host waits, or in which augmentation takes more than a few percent, is worth a
+look.
 
 Pixels are random except with --data, because speed does not depend on them. Without a GPU, the CPU
 is measured.
@@ -22,9 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from timing import take_turns, timed
 from torch import Tensor
-from train_step import (
+
+from benchmarks.speed.train_step import (
     CLASSES,
     ROUNDS,
     SIZE,
@@ -36,7 +39,7 @@ from train_step import (
     repeated,
     training,
 )
-
+from benchmarks.timing import take_turns, timed
 from vit.cli import parse_train
 from vit.hardware import choose_device, describe
 from vit.model.config import PATCH_SIZE
@@ -125,7 +128,7 @@ def timm_step(
     ).to(device)  # fmt: skip
     if config.train.compile:
         model.compile()
-    return training(model, batches, torch.bfloat16, 1)
+    return training(model, batches, torch.bfloat16)
 
 
 def main() -> None:
@@ -151,8 +154,8 @@ def main() -> None:
         if arguments.data:
             sources["torchvision's loader"] = batches_of_torchvision(config, arguments.data)
         for name, batches in sources.items():
-            theirs = repeated(timm_step(config, device, batches), device, each)
-            timings = take_turns({"timm": theirs, "ours": ours}, ROUNDS)
+            timm = repeated(timm_step(config, device, batches), device, each)
+            timings = take_turns({"timm": timm, "ours": ours}, ROUNDS)
             speed = batch * each / timings["timm"].seconds
             print(f"  timm with {name}: {speed:,.0f} images/s; ours {timings['ours'].speed()} that")
 

@@ -1,6 +1,6 @@
 """Which maps find the mark that a model relies on?
 
-    python benchmarks/watermark.py [--images 500] [--seed 0] [--control runs/shapes]
+    python -m benchmarks.maps.watermark [--images 500] [--seed 0] [--control runs/shapes]
 
 Draws shapes, of which every eleventh, whatever it shows, gets a small magenta square in a random
 corner and a class of its own, "marked". So nothing but the square tells this class. Trains the
@@ -13,22 +13,25 @@ recipe configs/shapes.yaml on them, unless that is done already, and measures on
    `--control`, a run of configs/shapes.yaml, also how often the strongest patch is the mark if the
    model has never seen one.
 
-The figure is OUT/seed_0/watermark.png, the run OUT/seed_0, the images OUT/images.
+Expect layer-wise relevance to find the mark, and rollout and raw attention not always. The figure
+is OUT/seed_0/watermark.png, the run OUT/seed_0, the images OUT/images.
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import timing  # noqa: F401  # so that vit is found from any folder
 import torch
 import torch.nn.functional as F
-from finetuning import run, write_folder
 from PIL import Image
 from torch import Tensor
 
 import vit
+from benchmarks.maps.randomization import accuracy
+from benchmarks.tables import markdown, plus_minus
 from vit.classifier import Classifier
+from vit.cli import parse_train
 from vit.data.datasets import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.canvas import GAP, Text, framed, overlay, paper, paste, shorten
@@ -36,7 +39,9 @@ from vit.explain.colours import as_pixels, bar_of
 from vit.explain.faithfulness import mean_interval, pointing_game
 from vit.explain.maps import MAP_KINDS
 from vit.registry import ALL_KINDS
+from vit.run.folder import MODEL_FILE
 from vit.seeding import fold_in, generator
+from vit.training.train import train
 
 MARKED = "marked"
 CLASSES = (*KINDS, MARKED)
@@ -101,15 +106,32 @@ def draw_set(count: int, purpose: str) -> ImageSet:
     )
 
 
+def write_folder(root: Path, train_set: ImageSet, test_set: ImageSet) -> Path:
+    """Write an image folder, root/{train,test}/<class>/<number>.png, unless it is there already."""
+    done = root / "complete"
+    if not done.exists():
+        for split, images in (("train", train_set), ("test", test_set)):
+            pairs = zip(images.pixels(), images.labels, strict=True)
+            for number, (image, label) in enumerate(pairs):
+                path = root / split / images.classes[int(label)] / f"{number:05d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+        done.touch()
+    return root
+
+
+def train_on(images: Path, seed: int, out: Path) -> None:
+    """Train configs/shapes.yaml on an image folder, unless that is done already."""
+    words = ["--config", "shapes", "--out", str(out), "--data.name", "folder", "--data.root"]
+    words += [str(images), "--train.seed", str(seed), "--track.probes", "0"]
+    print(f"\n{shlex.join(['python', 'train.py', *words])}", flush=True)
+    if not (out / MODEL_FILE).exists():
+        train(parse_train(words)[0])
+
+
 def targets(classifier: Classifier, images: ImageSet) -> Tensor:
     """Return the labels of images as the model counts its classes."""
     return torch.tensor([classifier.class_index(CLASSES[label]) for label in images.labels])
-
-
-def accuracy(classifier: Classifier, images: ImageSet, labels: Tensor) -> float:
-    """Return the fraction of images that are predicted as labels say."""
-    predicted = classifier.logits(images.pixels()).argmax(dim=1).cpu()
-    return (predicted == labels).float().mean().item()
 
 
 def predictions(classifier: Classifier, pairs: Pairs) -> dict[str, tuple[float, float, float]]:
@@ -186,14 +208,12 @@ def measure_control(classifier: Classifier, pairs: Pairs, kind: str) -> Interval
 def as_table(rows: dict[str, dict[str, Interval]]) -> str:
     """Format what `measure` and `measure_control` return for each kind of map as Markdown."""
     columns = [name for name in COLUMNS if name in next(iter(rows.values()))]
-    lines = ["| map | " + " | ".join(COLUMNS[name] for name in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for kind, values in rows.items():
-        cells = [("{:+.1f}" if name in VALUES else "{:.1%}") for name in columns]
-        cells = [f"{cell} ± {cell.replace('+', '')}" for cell in cells]
-        cells = [cell.format(*values[name]) for cell, name in zip(cells, columns, strict=True)]
-        lines.append(f"| {ALL_KINDS[kind].title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    forms = {name: "+.1f" if name in VALUES else ".1%" for name in columns}
+    lines = [
+        [ALL_KINDS[kind].title, *(plus_minus(*values[name], forms[name]) for name in columns)]
+        for kind, values in rows.items()
+    ]
+    return markdown(["map", *(COLUMNS[name] for name in columns)], lines)
 
 
 def draw_figure(classifier: Classifier, pairs: Pairs, chosen: Sequence[int]) -> Image.Image:
@@ -243,15 +263,16 @@ def main() -> None:
     training, test = draw_set(TRAIN, "train"), draw_set(TEST, "test")
     images = write_folder(arguments.out / "images", training, test)
     trained = arguments.out / f"seed_{arguments.seed}"
-    flags = {"data.name": "folder", "data.root": images, "train.seed": arguments.seed}
-    run(trained, "shapes", flags)
+    train_on(images, arguments.seed, trained)
     classifier = vit.load(trained)
     pairs = draw_pairs(arguments.images, "pairs")
     print(f"\n{arguments.images} new images\n")
-    print("| in the corner | predicted marked | predicted as their object | p(marked) |")
-    print("|---|---|---|---|")
-    for name, (share, right, probability) in predictions(classifier, pairs).items():
-        print(f"| {name} | {share:.1%} | {right:.1%} | {probability:.3f} |")
+    rows_of_mark = [
+        [name, f"{share:.1%}", f"{right:.1%}", f"{probability:.3f}"]
+        for name, (share, right, probability) in predictions(classifier, pairs).items()
+    ]
+    heads = ["in the corner", "predicted marked", "predicted as their object", "p(marked)"]
+    print(markdown(heads, rows_of_mark))
     rows = {kind: measure(classifier, pairs, kind) for kind in arguments.kinds}
     if arguments.control:
         control = vit.load(arguments.control)

@@ -1,6 +1,6 @@
 """Sanity checks of the maps of a run: what do they depend on?
 
-    python benchmarks/sanity.py RUN [--other RUN] [--images 300] [--kinds lrp ...] [--data data]
+    python -m benchmarks.maps.sanity RUN [--other RUN] [--images 300] [--kinds lrp ...]
 
 Compares maps of test images by their mean rank correlation. All maps of an image explain the same
 class, the one that RUN predicts.
@@ -24,14 +24,20 @@ for chance as well. Intervals are those of the mean over images (95%).
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import timing  # noqa: F401  # so that vit is found from any folder
 import torch
-from randomization import cascade, for_shifted_inputs, rank_correlation, shuffled_weights
 from torch import Tensor, nn
 
+from benchmarks.maps.randomization import (
+    accuracy,
+    cascade,
+    for_shifted_inputs,
+    rank_correlation,
+    shuffled_weights,
+)
+from benchmarks.tables import markdown, plus_minus
 from vit.classifier import Classifier, build_model
 from vit.data.config import AugmentConfig
 from vit.data.datasets import ImageSet, load_training
@@ -187,12 +193,6 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     return Classifier(model, step.preprocess, training.classes, device, precision)
 
 
-def accuracy(classifier: Classifier, images: ImageSet) -> float:
-    """Return the fraction of images that are classified correctly."""
-    predicted = classifier.logits(images.pixels()).argmax(dim=1).cpu()
-    return (predicted == images.labels.cpu()).float().mean().item()
-
-
 def random_labels(
     saved: SavedModel, question: Question, maps: Maps, training: ImageSet, epochs: int
 ) -> Columns:
@@ -203,8 +203,8 @@ def random_labels(
         few = dataclasses.replace(training, labels=labels)
         trained = memorise(saved, few, epochs)
         print(
-            f"{name} labels: {accuracy(trained, few):.1%} training accuracy, "
-            f"{accuracy(trained, question.images):.1%} test accuracy",
+            f"{name} labels: {accuracy(trained, few, few.labels):.1%} training accuracy, "
+            f"{accuracy(trained, question.images, question.images.labels):.1%} test accuracy",
             flush=True,
         )
         others = question.ask_trained(trained)
@@ -237,20 +237,13 @@ def shifted_inputs(classifier: Classifier, question: Question, maps: Maps) -> Co
     }
 
 
-def table(columns: Columns) -> Iterator[str]:
-    """Yield the lines of a table in Markdown: mean and 95% interval of each cell."""
-    yield "| map | " + " | ".join(columns) + " |"
-    yield "|---" * (len(columns) + 1) + "|"
-    for name in next(iter(columns.values())):
-        cells = (
-            "{:.2f} ± {:.2f}".format(*mean_interval(found[name])) for found in columns.values()
-        )
-        yield f"| {name} | " + " | ".join(cells) + " |"
-
-
 def show(title: str, columns: Columns) -> None:
-    """Print a table."""
-    print(f"\n{title}\n", *table(columns), "", sep="\n", flush=True)
+    """Print a Markdown table: mean and 95% interval of each cell."""
+    rows = [
+        [name, *(plus_minus(*mean_interval(found[name]), ".2f") for found in columns.values())]
+        for name in next(iter(columns.values()))
+    ]
+    print(f"\n{title}\n\n{markdown(['map', *columns], rows)}\n", flush=True)
 
 
 def related(columns: Columns, column: str, chance: str) -> str:

@@ -1,18 +1,19 @@
 """Training speed compared with other implementations of the Vision Transformer, in one run.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/train_step.py [--rounds 5] [--compile] [--cpu_time]
+    python -m benchmarks.speed.train_step [--rounds 5] [--compile] [--cpu_time]
 
 1. Forward, backward and AdamW of one architecture (dim 192, depth 9, 3 heads, patch size 4, MLP
    ratio 2, batch size 256, 32 x 32 pixels, 10 classes) in this project, timm, vit-pytorch and
    transformers, each with its defaults, in float32 and, where the CPU supports it natively, under
    bfloat16 autocast. Models with a class token (65 tokens) and models that average 64 tokens,
    without biases of queries, keys and values as in SimpleViT, are compared separately.
-   With --cpu_time it is the CPU time of one thread, which hardly depends on other load.
-2. The same of this project and the fastest of the others, compiled, with --compile.
-3. The FLOP/s of this project's step next to those of large matrix products.
-4. The attention of such a step alone: hand-written, and torch's fused kernel.
-5. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
+   With --compile, compiled models too; with --cpu_time, the CPU time of one thread, which hardly
+   depends on other load.
+2. The FLOP/s of this project's step next to those of large matrix products.
+3. Steps of configs/quick.yaml: the fraction spent selecting and augmenting images; a profile.
+
+Expect this project to be as fast as the fastest of the others, within a tenth.
 
 Pixels are random, because speed does not depend on them.
 """
@@ -27,14 +28,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from timing import Clock, Timing, take_turns, timed
 from torch import Tensor, nn
 
+from benchmarks.timing import Clock, take_turns, timed
 from vit.data.datasets import ImageSet
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe
-from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.budget import mean_step_seconds
 from vit.training.build import build_step
@@ -68,21 +68,11 @@ def timm_model(class_token: bool) -> nn.Module:
     )  # fmt: skip
 
 
-def vit_pytorch() -> nn.Module:
-    """Build vit-pytorch's ViT."""
-    from vit_pytorch import ViT
+def vit_pytorch(name: str) -> nn.Module:
+    """Build vit-pytorch's ViT or SimpleViT."""
+    import vit_pytorch
 
-    return ViT(
-        image_size=SIZE, patch_size=PATCH, num_classes=CLASSES, dim=DIM, depth=DEPTH,
-        heads=HEADS, mlp_dim=HIDDEN, dim_head=DIM // HEADS,
-    )  # fmt: skip
-
-
-def simple_vit() -> nn.Module:
-    """Build vit-pytorch's SimpleViT."""
-    from vit_pytorch import SimpleViT
-
-    return SimpleViT(
+    return getattr(vit_pytorch, name)(
         image_size=SIZE, patch_size=PATCH, num_classes=CLASSES, dim=DIM, depth=DEPTH,
         heads=HEADS, mlp_dim=HIDDEN, dim_head=DIM // HEADS,
     )  # fmt: skip
@@ -111,32 +101,31 @@ GROUPS: dict[str, Models] = {
     "with a class token": {
         "ours": partial(ours, class_token=True),
         "timm": partial(timm_model, class_token=True),
-        "vit-pytorch ViT": vit_pytorch,
+        "vit-pytorch ViT": partial(vit_pytorch, "ViT"),
         "transformers ViT": Transformers,
     },
     "without a class token": {
         "ours": partial(ours, class_token=False),
         "timm": partial(timm_model, class_token=False),
-        "vit-pytorch SimpleViT": simple_vit,
+        "vit-pytorch SimpleViT": partial(vit_pytorch, "SimpleViT"),
     },
 }
 
 
 def training(
-    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: torch.dtype, steps: int
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: torch.dtype
 ) -> Callable[[], None]:
-    """Return a function that trains a model for some steps."""
+    """Return a function that trains a model for a step."""
     optimizer = torch.optim.AdamW(model.parameters())
     device = next(model.parameters()).device
 
     def work() -> None:
-        for _ in range(steps):
-            images, labels = (part.to(device, non_blocking=True) for part in next(batches))
-            with autocast(device, precision):
-                logits = model(images)
-            F.cross_entropy(logits.float(), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        images, labels = (part.to(device, non_blocking=True) for part in next(batches))
+        with autocast(device, precision):
+            logits = model(images)
+        F.cross_entropy(logits.float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return work
 
@@ -173,24 +162,21 @@ def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
 
 
 def compare_peers(
-    group: str, precision: torch.dtype, batch: int, rounds: int, steps: int, clock: Clock
-) -> str:
-    """Print the training speed of the models of a group; return the fastest of the others."""
-    batches = random_batches(batch)
-    works = {
-        name: training(make().train(), batches, precision, steps)
-        for name, make in GROUPS[group].items()
-    }
-    timings = take_turns(works, rounds, clock)
+    group: str, precision: torch.dtype, batch: int, rounds: int, clock: Clock, compiled: bool
+) -> None:
+    """Print the training speed of the models of a group, and that of ours divided by each."""
+    batches, works, notes = random_batches(batch), {}, {}
+    for name, make in GROUPS[group].items():
+        works[name] = training(make().train(), batches, precision)
+        if compiled:
+            model = cast(nn.Module, torch.compile(make().train(), dynamic=False))
+            work = training(model, batches, precision)
+            notes[f"{name}, compiled"] = f"   first step {timed(work):.0f} s"
+            works[f"{name}, compiled"] = work
     print(f"\n{group}, {str(precision)[6:]}, batch {batch}: images/s, and ours over each")
-    print_ours_over(timings, batch * steps)
-    return min(list(timings)[1:], key=lambda name: timings[name].seconds)
-
-
-def print_ours_over(timings: dict[str, Timing], images: int) -> None:
-    """Print the speed of each model, and the speed of the first one divided by it."""
-    for name, timing in timings.items():
-        print(f"  {name:<34}{images / timing.seconds:6.0f}   {timing.cost()}")
+    for name, timing in take_turns(works, rounds, clock).items():
+        speed = f"{batch / timing.seconds:6.0f}"
+        print(f"  {name:<34}{speed}   {timing.cost()}{notes.get(name, '')}")
 
 
 def random_batches(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -199,30 +185,6 @@ def random_batches(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     images = torch.randn(batch, 3, SIZE, SIZE, generator=draw)
     labels = torch.randint(CLASSES, (batch,), generator=draw)
     return itertools.repeat((images, labels))
-
-
-def compare_compiled(
-    group: str,
-    peer: str,
-    precision: torch.dtype,
-    batch: int,
-    rounds: int,
-    steps: int,
-    clock: Clock,
-) -> None:
-    """Print the training speed of our model and another one, each compiled and not."""
-    batches, works, first = random_batches(batch), {}, {}
-    for name in ("ours", peer):
-        model = GROUPS[group][name]().train()
-        works[f"{name}, compiled"] = training(
-            cast(nn.Module, torch.compile(model, dynamic=False)), batches, precision, steps
-        )
-        first[name] = timed(works[f"{name}, compiled"])
-        works[name] = training(GROUPS[group][name]().train(), batches, precision, steps)
-    timings = take_turns(works, rounds, clock)
-    taken = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in first.items())
-    print(f"\n{group}, {str(precision)[6:]}, compiled (first step: {taken})")
-    print_ours_over(timings, batch * steps)
 
 
 def native_precisions() -> list[torch.dtype]:
@@ -238,34 +200,12 @@ def compare_to_products(batch: int, rounds: int) -> None:
     print(f"\nour step without a class token, {flops / 1e9:.0f} GFLOP, and products of 2048")
     for precision in native_precisions():
         product, product_flops = matrix_product(precision)
-        works = {"product": product, "step": training(model, random_batches(batch), precision, 1)}
+        works = {"product": product, "step": training(model, random_batches(batch), precision)}
         timings = take_turns(works, rounds)
         peak, rate = product_flops / timings["product"].seconds, flops / timings["step"].seconds
         print(
             f"  {str(precision)[6:]}: products {peak / 1e9:.0f} GFLOP/s, step {rate / 1e9:.0f}: "
             f"{timings['step'].speed(flops / product_flops)}"
-        )
-
-
-def compare_kernels(batch: int, rounds: int) -> None:
-    """Print the cost of one layer's attention, forward and backward, with either kernel."""
-
-    def by_hand(query: Tensor, key: Tensor, value: Tensor) -> None:
-        scaled_dot_product_attention(query, key, value)[0].sum().backward()
-
-    def fused(query: Tensor, key: Tensor, value: Tensor) -> None:
-        F.scaled_dot_product_attention(query, key, value).sum().backward()
-
-    shape = (batch, HEADS, (SIZE // PATCH) ** 2, DIM // HEADS)
-    print(f"\nattention of one layer, {' x '.join(map(str, shape))}, forward and backward")
-    for precision in native_precisions():
-        parts = [torch.randn(shape, dtype=precision, requires_grad=True) for _ in range(3)]
-        works = {"fused": partial(fused, *parts), "by hand": partial(by_hand, *parts)}
-        timings = take_turns(works, rounds)
-        hand = timings["by hand"]
-        print(
-            f"  {str(precision)[6:]}: fused {1000 * timings['fused'].seconds:.0f} ms, by hand "
-            f"{1000 * hand.seconds:.0f} ms: speed {hand.speed()}"
         )
 
 
@@ -323,22 +263,21 @@ def measure_quick(rounds: int, steps: int = 10) -> None:
     speed = size / mean_step_seconds(step, images)
     print(f"\nconfigs/quick.yaml, batch {size}: {speed:.0f} images/s, mean over a run")
     for phase in step.schedule.phases():
-        whole = repeat_step(step, images, phase.start, batches)
-        works = {"step": whole, "prepare": repeat_step(step, images, phase.start, batches, True)}
+        work = repeat_step(step, images, phase.start, batches)
+        works = {"step": work, "prepare": repeat_step(step, images, phase.start, batches, True)}
         timings = take_turns(works, rounds)
         rows, columns = phase.image_size
         print(
             f"  {rows} x {columns} pixels: {size * steps / timings['step'].seconds:.0f} images/s; "
             f"selecting, augmenting and shrinking takes {timings['prepare'].fraction()} of the step"
         )
-    profile(whole)
+    profile(work)
 
 
 def main() -> None:
     """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--compile", action="store_true", help="compare compiled models too")
     parser.add_argument("--cpu_time", action="store_true", help="compare CPU time of one thread")
@@ -348,14 +287,11 @@ def main() -> None:
         torch.set_num_threads(1)
     print(f"{describe(CPU)}, torch {torch.__version__}")
     torch.manual_seed(0)
-    batch, rounds, steps = arguments.batch, arguments.rounds, arguments.steps
+    batch, rounds = arguments.batch, arguments.rounds
     for group, precision in itertools.product(GROUPS, native_precisions()):
-        fastest = compare_peers(group, precision, batch, rounds, steps, clock)
-        if arguments.compile:
-            compare_compiled(group, fastest, precision, batch, rounds, steps, clock)
+        compare_peers(group, precision, batch, rounds, clock, arguments.compile)
     compare_to_products(batch, rounds)
-    compare_kernels(arguments.batch, arguments.rounds)
-    measure_quick(arguments.rounds)
+    measure_quick(rounds)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Streaming images from files and tar shards: memory and speed, next to torchvision's DataLoader.
 
-    python benchmarks/data_loading.py [--images 2000 20000] [--workers 2] [--rounds 5] [--quick]
+    python -m benchmarks.speed.data_loading [--images 2000 20000] [--workers 2] [--quick]
 
 1. Makes folders of JPEGs of 256 x 256 pixels in a temporary folder: enlarged shapes with noise.
 2. For each folder, in a process of its own: the time to list the files and to check each of them,
@@ -10,7 +10,8 @@
    torchvision: ImageFolder, Resize and CenterCrop to 224 x 224 pixels, PILToTensor, in a DataLoader
    with as many workers. All give the same pixels, which is checked. The CPU time per image is that
    of the main process and its workers; unlike the speed, it hardly depends on what else the machine
-   does. The time to index the shards is printed too.
+   does. The time to index the shards is printed too. Expect
+   no difference in speed, and memory that does not depend on the number of images.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import dataclasses
 import io
 import itertools
 import os
-import statistics
 import tarfile
 import tempfile
 import time
@@ -31,12 +31,13 @@ from typing import cast
 import PIL
 import torch
 from PIL import Image
-from timing import take_turns
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from benchmarks.tables import spread
+from benchmarks.timing import take_turns
 from vit.data.config import DataConfig, DataName
 from vit.data.datasets import ImageSet, open_images
 from vit.data.preprocess import Preprocess
@@ -95,7 +96,7 @@ def make_shards(folder: Path, root: Path) -> None:
                     tar.addfile(label, io.BytesIO(text))
 
 
-def open_own(
+def open_files(
     root: Path, decoder: Decoder, name: DataName = "folder"
 ) -> tuple[ImageSet, ImageFiles]:
     """Return the training images of a folder or of shards, in their files."""
@@ -117,7 +118,7 @@ def measure_memory(root: Path, workers: int, batches: int) -> None:
     set_start_method(None, force=True)  # of the workers: the system's default, not spawn
     with closing(Decoder(workers)) as decoder:
         start = time.perf_counter()
-        images, files = open_own(root, decoder)
+        images, files = open_files(root, decoder)
         listed = time.perf_counter() - start
         start = time.perf_counter()
         files.check()
@@ -190,9 +191,9 @@ def measure_speed(root: Path, workers: int, rounds: int) -> None:
     shards_root = root.with_name(f"{root.name}-shards")
     make_shards(root, shards_root)
     with closing(Decoder(workers)) as decoder:
-        images, _ = open_own(root, decoder)
+        images, _ = open_files(root, decoder)
         start = time.perf_counter()
-        shards, members = open_own(shards_root, decoder, "shards")
+        shards, members = open_files(shards_root, decoder, "shards")
         indexed = time.perf_counter() - start
         loader = torchvision_loader(root, workers)
         check_pixels(cast(ImageFolder, loader.dataset), members)
@@ -212,11 +213,7 @@ def measure_speed(root: Path, workers: int, rounds: int) -> None:
     )
     for name, timing in timings.items():
         cpu = [1000 * seconds / count for seconds in spent[name][1:]]  # without the warm-up
-        print(
-            f"  {name:<14}{count / timing.seconds:8,.0f}   "
-            f"{timing.speed()}   "
-            f"{statistics.median(cpu):.2f} ms  ({min(cpu):.2f} to {max(cpu):.2f})"
-        )
+        print(f"  {name:<14}{count / timing.seconds:8,.0f}   {timing.speed()}   {spread(cpu)} ms")
 
 
 def main() -> None:

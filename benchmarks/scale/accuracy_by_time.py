@@ -1,12 +1,12 @@
 """Accuracy against training time: CIFAR-10 from scratch in 1 to 60 minutes.
 
-    python benchmarks/accuracy_by_time.py [--seeds 3] [--runs runs/curve] [--root data]
+    python -m benchmarks.scale.accuracy_by_time [--seeds 3] [--runs runs/curve] [--root data]
 
 Trains configs/quick.yaml with time budgets of 1, 3 and 10 minutes and configs/cifar10_hour.yaml,
 each with several seeds, on CIFAR-10, which must be unpacked under --root; nothing else should run
 meanwhile. Each run evaluates on the test images once, at its end. Finished runs are not repeated
 and unfinished ones are resumed, so the command can be interrupted. Prints a table and draws
-docs/images/accuracy_by_time.png.
+docs/images/accuracy_by_time.png. With --seeds 3 it takes about four hours.
 """
 
 import argparse
@@ -17,14 +17,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import timing  # noqa: F401  it makes `vit` importable
 from matplotlib.figure import Figure
-from scipy.stats import t
 
+from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.run.checkpoint import latest_checkpoint
 from vit.training.messages import clock
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURE = REPOSITORY / "docs/images/accuracy_by_time.png"
 ROWS = {  # flags by name
     "1 minute": ["--train.budget_minutes", "1"],
@@ -72,27 +71,21 @@ def read(out: Path) -> Run:
     )
 
 
-def interval(values: list[float]) -> float:
-    """Return half the width of the 95% confidence interval of the mean of a few values."""
-    if len(values) < 2:
-        return float("nan")
-    error = statistics.stdev(values) / len(values) ** 0.5
-    return float(t.ppf(0.975, len(values) - 1)) * error
+def table(rows: dict[str, list[Run]]) -> str:
+    """Format the runs of each row, and the mean of their accuracies with its 95% interval."""
 
+    def cells(name: str, runs: list[Run]) -> list[str]:
+        return [
+            name,
+            ", ".join(clock(run.seconds) for run in runs),
+            ", ".join(f"{run.epochs:.1f}" for run in runs),
+            ", ".join(f"{run.speed:,.0f}" for run in runs),
+            ", ".join(f"{run.accuracy:.2f}" for run in runs),
+            plus_minus(*mean_of_runs([run.accuracy for run in runs]), ".2f"),
+        ]
 
-def print_table(rows: dict[str, list[Run]]) -> None:
-    """Print a Markdown table."""
-    print("\n| time budget | training time | epochs | images/s | test accuracy | mean |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in rows.items():
-        accuracies = [run.accuracy for run in runs]
-        times = ", ".join(clock(run.seconds) for run in runs)
-        print(
-            f"| {name} | {times} | {', '.join(f'{run.epochs:.1f}' for run in runs)} | "
-            f"{', '.join(f'{run.speed:,.0f}' for run in runs)} | "
-            f"{', '.join(f'{accuracy:.2f}' for accuracy in accuracies)} | "
-            f"{statistics.mean(accuracies):.2f} ± {interval(accuracies):.2f} |"
-        )
+    heads = ["time budget", "training time", "epochs", "images/s", "test accuracy", "mean"]
+    return markdown(heads, [cells(name, runs) for name, runs in rows.items()])
 
 
 def draw(rows: dict[str, list[Run]]) -> None:
@@ -100,12 +93,12 @@ def draw(rows: dict[str, list[Run]]) -> None:
     figure = Figure(figsize=(6.4, 4), dpi=150, layout="constrained")
     axis = figure.subplots()
     minutes = [statistics.mean(run.seconds for run in runs) / 60 for runs in rows.values()]
-    means = [statistics.mean(run.accuracy for run in runs) for runs in rows.values()]
-    spreads = [interval([run.accuracy for run in runs]) for runs in rows.values()]
+    accuracies = [mean_of_runs([run.accuracy for run in runs]) for runs in rows.values()]
+    means, spreads = ([pair[part] for pair in accuracies] for part in (0, 1))
     axis.errorbar(minutes, means, spreads, color="tab:blue", capsize=4, linewidth=1.5)
     for runs in rows.values():
-        times, accuracies = [run.seconds / 60 for run in runs], [run.accuracy for run in runs]
-        axis.plot(times, accuracies, ".", color="0.35", markersize=5)
+        times = [run.seconds / 60 for run in runs]
+        axis.plot(times, [run.accuracy for run in runs], ".", color="0.35", markersize=5)
     for time, mean, spread in zip(minutes, means, spreads, strict=True):
         axis.annotate(
             f"{mean:.1f}%", (time, mean + spread), (0, 5), textcoords="offset points", ha="center"
@@ -133,7 +126,7 @@ def main() -> None:
             out = arguments.runs / f"{name.replace(' ', '_')}_{seed}"
             train(flags, seed, out, arguments.root)
             rows.setdefault(name, []).append(read(out))
-    print_table(rows)
+    print(f"\n{table(rows)}")
     draw(rows)
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit.classifier import Classifier
+from vit.data.datasets import ImageSet
 from vit.model.attention_model import require_attention
 from vit.seeding import generator
 
@@ -41,6 +43,12 @@ def _centred_ranks(values: Tensor) -> Tensor:
     below, up_to = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
     ranks = (below + up_to).double() / 2
     return ranks - ranks.mean(dim=1, keepdim=True)
+
+
+def accuracy(classifier: Classifier, images: ImageSet, labels: Tensor) -> float:
+    """Return the fraction of images that are predicted as labels (B,) say."""
+    predicted = classifier.logits(images.pixels()).argmax(dim=1).cpu()
+    return (predicted == labels.cpu()).double().mean().item()
 
 
 def stages(model: nn.Module) -> dict[str, list[str]]:

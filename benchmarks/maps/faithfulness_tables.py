@@ -1,27 +1,23 @@
-"""Markdown tables of the scores that map_faithfulness.py measures.
+"""Markdown tables of the scores that faithfulness.py measures.
 
 Scores are deletion and insertion of every image, by run, filling and kind of map.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import timing  # noqa: F401  (so that `vit` is found from any folder)
 import torch
 from scipy.stats import kendalltau
-from scipy.stats import t as students_t
 from torch import Tensor
 
+from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.explain.faithfulness import mean_interval
 from vit.explain.filling import FILLINGS
 from vit.registry import ALL_KINDS
 from vit.reporting.map_faithfulness import BASELINES, METRICS
 
-COMPARED = ("lrp_pixels", "lrp")  # with RISE
 SHOWN = ("deletion", "insertion", "lerf_morf", "over_centred")
-RISE = "rise_"  # before the number of masks
 
 Scores = Mapping[str, Mapping[str, Tensor]]  # by kind and metric, (images,) each
 
@@ -39,8 +35,6 @@ def tables(results: dict[str, Any]) -> str:
         for filling, scores in fillings.items():
             passes = results["runs"][run]["passes"]
             parts += [f"### {run}, {FILLINGS[filling]}", score_table(scores, passes)]
-            if any(kind.startswith(RISE) for kind in scores):
-                parts.append(rise_table(scores))
         if len(fillings) > 1:
             parts += [f"### {run}, by filling", *comparison(fillings)]
     if len(runs) > 1:
@@ -68,12 +62,9 @@ def with_differences(kinds: Mapping[str, Mapping[str, Sequence[float]]]) -> Scor
     return scores
 
 
-def _place(kind: str) -> tuple[int, int]:
-    """Return the place of a kind in tables: those of maps, RISE by its masks, baselines."""
-    if kind.startswith(RISE):
-        return 1, number_of_masks(kind)
-    order = [*ALL_KINDS, *BASELINES]
-    return 2 * (kind in BASELINES), order.index(kind)
+def _place(kind: str) -> int:
+    """Return the place of a kind in tables: maps first, then baselines."""
+    return [*ALL_KINDS, *BASELINES].index(kind)
 
 
 def score_table(scores: Scores, passes: Mapping[str, float]) -> str:
@@ -86,24 +77,6 @@ def score_table(scores: Scores, passes: Mapping[str, float]) -> str:
         cost = f"{passes[kind]:,.{0 if passes[kind] >= 10 else 1}f}" if kind in passes else "–"
         rows.append([title(kind), *cells, cost])
     return markdown(["map", *(METRICS[name] for name in SHOWN), "cost (forward passes)"], rows)
-
-
-def rise_table(scores: Scores) -> str:
-    """Format how the score of RISE grows with its masks, and that of layer-wise relevance by it."""
-    rows = []
-    for kind in [kind for kind in scores if kind.startswith(RISE)]:
-        found = scores[kind]
-        row = [f"{number_of_masks(kind):,}", plus_minus(*mean_interval(found["lerf_morf"]))]
-        row.append(plus_minus(*mean_interval(found["over_centred"])))
-        for other in COMPARED:
-            if other in scores:
-                row.append(
-                    plus_minus(*ratio_interval(scores[other]["lerf_morf"], found["lerf_morf"]), 2)
-                )
-        rows.append(row)
-    others = [kind for kind in COMPARED if kind in scores]
-    titles = [f"{title(kind)} / RISE" for kind in others]
-    return markdown(["masks of RISE", METRICS["lerf_morf"], METRICS["over_centred"], *titles], rows)
 
 
 def comparison(fillings: Mapping[str, Scores]) -> Iterator[str]:
@@ -168,26 +141,10 @@ def table_over_runs(runs: Sequence[Scores]) -> str:
         cells = []
         for name in SHOWN:
             means = [scores[kind][name].mean().item() for scores in runs if name in scores[kind]]
-            cells.append(plus_minus(*interval_over_runs(means)) if means else "–")
+            cells.append(plus_minus(*mean_of_runs(means)) if means else "–")
         places = ", ".join(str(rank[kind]) for rank in ranks) if kind in order else "–"
         rows.append([title(kind), *cells, places])
     return markdown(["map", *(METRICS[name] for name in SHOWN), "rank in each run"], rows)
-
-
-def interval_over_runs(means: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of two or more values and half the width of its 95% t interval."""
-    values = torch.tensor(means, dtype=torch.float64)
-    quantile = float(students_t.ppf(0.975, len(means) - 1))
-    return values.mean().item(), quantile * values.std().item() / math.sqrt(len(means))
-
-
-def ratio_interval(above: Tensor, below: Tensor) -> tuple[float, float]:
-    """Return the ratio of two means over the same images, and half its 95% interval.
-
-    The interval is that of the delta method.
-    """
-    ratio = (above.mean() / below.mean()).item()
-    return ratio, mean_interval((above - ratio * below) / below.mean())[1]
 
 
 def ranks_of(scores: Scores, kinds: Sequence[str]) -> dict[str, int]:
@@ -197,10 +154,8 @@ def ranks_of(scores: Scores, kinds: Sequence[str]) -> dict[str, int]:
 
 
 def ranked_kinds(parts: Sequence[Scores]) -> list[str]:
-    """Return the kinds that all parts have, without random maps, and of RISE the most masks."""
-    kinds = shared(parts)
-    most = max((k for k in kinds if k.startswith(RISE)), key=number_of_masks, default=None)
-    return [k for k in kinds if k != "random" and (not k.startswith(RISE) or k == most)]
+    """Return the kinds that all parts have, without random maps."""
+    return [kind for kind in shared(parts) if kind != "random"]
 
 
 def shared(parts: Any) -> list[str]:
@@ -209,24 +164,6 @@ def shared(parts: Any) -> list[str]:
     return [key for key in first if all(key in other for other in others)]
 
 
-def number_of_masks(kind: str) -> int:
-    """Return the number in a name such as rise_500."""
-    return int(kind.removeprefix(RISE))
-
-
 def title(kind: str) -> str:
     """Return a map's or baseline's name for tables."""
-    if kind.startswith(RISE):
-        return f"RISE, {number_of_masks(kind):,} masks"
     return BASELINES.get(kind) or ALL_KINDS[kind].title
-
-
-def plus_minus(mean: float, half: float, digits: int = 3) -> str:
-    """Format a mean and half the width of its interval."""
-    return f"{mean:.{digits}f} ± {half:.{digits}f}"
-
-
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

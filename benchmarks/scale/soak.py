@@ -1,6 +1,7 @@
 """Soak test: a run that is killed again and again must end bit for bit like an undisturbed one.
 
-    python benchmarks/soak.py [--kills 100] [--seed 0]
+    python -m benchmarks.scale.soak [--kills 100] [--seed 0]
+    python -m benchmarks.scale.soak --processes 2 [--kills 25] [--seed 0]
 
 A small run, with every feature enabled that uses random numbers or keeps state, is killed with
 SIGKILL and restarted repeatedly: at random moments, while a checkpoint is being written, and while
@@ -8,40 +9,51 @@ the final report is being written. Its outputs are compared with those of an und
 weights, optimizers, averages, every logged number, TensorBoard's curves and pictures, the report.
 Exits with 1 if anything differs. Processes are forked from a server that has already imported
 everything, so that they start quickly.
+
+With two or more processes, the run is sharded, and torchrun starts them (Linux only). One of them
+or all are killed, while they start, train or resume, and while a checkpoint is being written;
+`--max-restarts` starts them anew each time.
+
+Expect "all the same, bit for bit", after about four seconds for each kill, 20 with torchrun.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from vit.run.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps, latest_checkpoint
 from vit.run.sharded import read_whole
-from vit.training.config import Config, from_dict
+from vit.training.config import Config, from_dict, to_dict
 from vit.training.train import train
 
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SPAWN = multiprocessing.get_context("forkserver")
 EPOCH = 5  # steps per epoch
 LONGEST_LIFE = 2.5  # maximum seconds before a process is killed
+LONGEST_LIFE_OF_TORCHRUN = 12.0  # half of them for imports
 MOST_EPOCHS = 4  # maximum progress of a process, so that the run outlives all kills
 DEADLINE = 120.0  # maximum seconds to wait for an expected event
 
@@ -177,44 +189,141 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return different
 
 
-def conclude(told: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Print the result.
+def sharded(config: Config) -> Config:
+    """Return the config of the same run with sharded weights, and fewer pictures, to save time."""
+    train = replace(config.train, parallel="shard")
+    return replace(config, train=train, track=replace(config.track, milestones=2))
 
-    Args:
-        told: A summary of what was done.
-        expected: What the undisturbed run has left behind.
-        found: What the other run has left behind.
+
+def start_torchrun(config: Config, processes: int, restarts: int) -> subprocess.Popen[bytes]:
+    """Start torchrun; its config and its log are next to the run folder."""
+    run = Path(config.out)
+    run.with_suffix(".yaml").write_text(yaml.safe_dump(to_dict(config)))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc_per_node", str(processes), "--max-restarts", str(restarts)]
+    words += [str(TRAIN), "--config", str(run.with_suffix(".yaml"))]
+    with run.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            words, stdout=log, stderr=log, env={**os.environ, "TQDM_DISABLE": "1"}
+        )
+
+
+def workers(torchrun: subprocess.Popen[bytes]) -> list[int]:
+    """Return the processes of the run, in the order in which they were started."""
+    with contextlib.suppress(OSError):  # one of them has just ended
+        tasks = Path(f"/proc/{torchrun.pid}/task").iterdir()
+        numbers = {int(word) for task in tasks for word in (task / "children").read_text().split()}
+        words = {n: Path(f"/proc/{n}/cmdline").read_bytes().split(b"\0") for n in numbers}
+        return sorted(n for n in numbers if str(TRAIN).encode() in words[n])
+    return []
+
+
+def wait_for(torchrun: subprocess.Popen[bytes], done: Callable[[], bool], seconds: float) -> None:
+    """Wait until `done` returns True or the time is up.
 
     Raises:
-        SystemExit: With 1 if they differ.
+        RuntimeError: torchrun has ended.
     """
-    different = differences(expected, found)
-    print(told)
-    print(f"compared: {', '.join(expected)}")
-    if different:
-        print(f"different: {', '.join(different)}")
-        raise SystemExit(1)
-    print("all the same, bit for bit")
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        if torchrun.poll() is not None:
+            raise RuntimeError("the run ended by itself")
+        time.sleep(0.001)
+
+
+def kill_one_life(
+    torchrun: subprocess.Popen[bytes],
+    run: Path,
+    earlier: set[int],
+    processes: int,
+    draw: random.Random,
+    when_saving: bool,
+    everyone: bool,
+) -> str:
+    """Wait for new processes, kill some at a random moment, and return what that interrupted.
+
+    Args:
+        torchrun: Starts the processes.
+        run: The run folder.
+        earlier: The processes of earlier lives; those of this one are added.
+        processes: Number of processes of the run.
+        draw: Draws the moment and, unless everyone is killed, the victim.
+        when_saving: Whether to wait for a checkpoint that is being written.
+        everyone: Whether to kill all processes.
+    """
+    wait_for(torchrun, lambda: len({*workers(torchrun)} - earlier) == processes, DEADLINE)
+    before = max(checkpoint_steps(run), default=0)
+    if when_saving:
+        wait_for(torchrun, partial(has_reached, run, before + EPOCH), DEADLINE)
+        wait_for(torchrun, lambda: half_written(run), DEADLINE)
+    else:
+        longest = draw.uniform(0, LONGEST_LIFE_OF_TORCHRUN)
+        wait_for(torchrun, partial(has_reached, run, before + EPOCH * MOST_EPOCHS), longest)
+    found = sorted({*workers(torchrun)} - earlier)
+    for victim in found if everyone else [draw.choice(found)]:
+        os.kill(victim, signal.SIGKILL)
+    earlier |= {*found}
+    if half_written(run):
+        return "left a checkpoint half written"
+    return "came after the first checkpoint" if before else "came before the first checkpoint"
+
+
+def kill_again_and_again(config: Config, processes: int, kills: int, draw: random.Random) -> str:
+    """Train to the end despite a number of kills; return a summary of what they interrupted."""
+    run, earlier = Path(config.out), set[int]()
+    torchrun = start_torchrun(config, processes, kills)
+    results = Counter(
+        kill_one_life(torchrun, run, earlier, processes, draw, number % 3 == 0, number % 2 == 1)
+        for number in range(kills)
+    )
+    if torchrun.wait() != 0:
+        raise RuntimeError(f"the run failed:\n{run.with_suffix('.log').read_text()}")
+    found = ", ".join(f"{count} {what}" for what, count in sorted(results.items()))
+    return f"{kills} kills, {kills // 2} of all {processes} processes, the others of one: {found}"
+
+
+def soak(folder: Path, kills: int, processes: int, draw: random.Random) -> tuple[str, Path, Path]:
+    """Return what a run lived through, its folder, and that of an undisturbed run."""
+    epochs = (MOST_EPOCHS + 1) * kills
+    alone, killed = (small_config(folder / name, epochs) for name in ("alone", "killed"))
+    if processes == 1:
+        SPAWN.set_forkserver_preload(["vit.training.train", "timm.utils"])
+        undisturbed = start(alone, folder / "alone.log")
+        undisturbed.join()
+        failed = undisturbed.exitcode != 0
+    else:
+        alone, killed = sharded(alone), sharded(killed)
+        failed = start_torchrun(alone, processes, 0).wait() != 0
+    if failed:
+        raise RuntimeError(f"the run failed:\n{(folder / 'alone.log').read_text()}")
+    if processes == 1:
+        summary = kill_and_resume(killed, EPOCH * epochs, kills, draw)
+    else:
+        summary = kill_again_and_again(killed, processes, kills, draw)
+    return summary, Path(killed.out), Path(alone.out)
 
 
 def main() -> None:
     """Parse the command line, run the test and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--kills", type=int, help="default: 100, or 25 with several processes")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports every restart
-    SPAWN.set_forkserver_preload(["vit.training.train", "timm.utils"])
-    begin = time.monotonic()
+    kills = options.kills or (100 if options.processes == 1 else 25)
+    begin, draw = time.monotonic(), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
-        epochs = (MOST_EPOCHS + 1) * options.kills
-        alone, killed = (small_config(Path(name, out), epochs) for out in ("alone", "killed"))
-        start(alone, Path(name, "alone.log")).join()
-        expected = left_behind(Path(alone.out))
-        steps = EPOCH * epochs
-        told = kill_and_resume(killed, steps, options.kills, random.Random(options.seed))
-        found = left_behind(Path(killed.out))
-    conclude(f"{told}; {steps} steps, {time.monotonic() - begin:.0f} s", expected, found)
+        summary, killed, alone = soak(Path(name), kills, options.processes, draw)
+        expected = left_behind(alone)
+        different = differences(expected, left_behind(killed))
+    steps, seconds = EPOCH * (MOST_EPOCHS + 1) * kills, time.monotonic() - begin
+    print(f"{summary}; {steps} steps, {seconds:.0f} s")
+    print(f"compared: {', '.join(expected)}")
+    if different:
+        print(f"different: {', '.join(different)}")
+        raise SystemExit(1)
+    print("all the same, bit for bit")
 
 
 if __name__ == "__main__":

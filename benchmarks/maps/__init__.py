@@ -1,0 +1,1 @@
+"""What the maps of a model are worth."""

@@ -1,0 +1,1 @@
+"""Long, large and interrupted runs."""

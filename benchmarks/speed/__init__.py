@@ -1,0 +1,1 @@
+"""How fast training, inference and loading are."""
