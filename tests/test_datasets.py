@@ -8,7 +8,8 @@ from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet, hold_out, load, load_training
+from vit.data.datasets import hold_out, load, load_training
+from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
 from vit.registry import DATASETS
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import wilson_interval
 from vit.explain import canvas, charts

@@ -10,7 +10,8 @@ import torch
 
 from small_runs import make_step, small
 from vit.cli import parse_train
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import load
+from vit.data.images import ImageSet
 from vit.data.sampling import divide_epoch
 from vit.evaluation import report
 from vit.model.config import ModelConfig

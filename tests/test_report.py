@@ -14,7 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 from models import PLAIN
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import load
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate

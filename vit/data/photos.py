@@ -1,19 +1,53 @@
 """Finding photos, and reading them the way people see them: upright, in colour, on white."""
 
-import os
+import io
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from vit.data.layout import IMAGE_SUFFIXES, is_visible, report_ignored
+from vit.data.layout import IMAGE_SUFFIXES, is_image, report_ignored, visible_files
 from vit.data.pixels import Bands, Unusable, bands_of, convert
-from vit.data.source import TarMember
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
+
+
+class TarMember(NamedTuple):
+    """An image file in a tar file that is not compressed.
+
+    Attributes:
+        shard: The tar file.
+        name: Name of the member, for messages.
+        offset: Where its content starts in the tar file, in bytes.
+        size: Length of its content, in bytes.
+    """
+
+    shard: str
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.shard}"
+
+    def open(self) -> io.BytesIO:
+        """Read the content.
+
+        The tar file is opened anew for each image, which takes no time next to decoding.
+
+        Raises:
+            OSError: The tar file is gone, or has become shorter.
+        """
+        with Path(self.shard).open("rb") as file:
+            file.seek(self.offset)
+            content = file.read(self.size)
+        if len(content) < self.size:
+            raise OSError(f"{self.shard} has become shorter")
+        return io.BytesIO(content)
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
@@ -33,26 +67,20 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
     found: dict[Path, None] = {}
     for path in map(Path, names):
         if path.is_dir():
-            inside = sorted(_files_in(path))  # as text, of which a million fit into memory
-            images = [name for name in inside if name.lower().endswith(IMAGE_SUFFIXES)]
+            inside = visible_files(path)
+            images = [name for name in inside if is_image(name)]
             if not images:
                 raise ValueError(
                     f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
                 )
-            report_ignored(path, map(Path, inside))
-            found.update(dict.fromkeys(map(Path, images)))
+            report_ignored(path, [name for name in inside if not is_image(name)])
+            found.update(dict.fromkeys(map(Path, sorted(images))))
         elif path.is_file():
             found[path] = None
         else:
             problem = "not a regular file" if path.exists() else "file not found"
             raise ValueError(f"{key}: {path}: {problem}")
     return list(found)
-
-
-def _files_in(folder: Path) -> Iterator[str]:
-    for parent, folders, files in os.walk(folder):
-        folders[:] = filter(is_visible, folders)
-        yield from (str(Path(parent, name)) for name in filter(is_visible, files))
 
 
 def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:

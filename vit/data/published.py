@@ -15,12 +15,14 @@ from torchvision import datasets as tv
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from vit.data.config import DataConfig
+from vit.data.images import ImageSet
 from vit.data.layout import refuse_to_download
 from vit.data.sampling import fraction_per_class
-from vit.data.source import Source
+from vit.data.stream import ImageFiles
 from vit.settings import shorten
 
 DIGITS_TEST_FRACTION = 0.2
+NEED_SCIPY = (tv.SVHN, tv.Flowers102)
 BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are ink
 
 
@@ -32,8 +34,7 @@ def read_torchvision(
     place: str,
     data: DataConfig,
     train: bool,
-    needs_scipy: bool = False,
-) -> Source:
+) -> ImageSet:
     """Read or list the training or test images, downloading them if they are missing.
 
     Args:
@@ -44,30 +45,30 @@ def read_torchvision(
         place: What is in data.root, as a hint for files put there by hand.
         data: The data set.
         train: Whether to read the training images rather than the test images.
-        needs_scipy: Whether reading needs scipy.
 
     Raises:
         ValueError: The data is missing or damaged and could not be downloaded, or scipy is not
             installed.
     """
-    if needs_scipy:
+    if make in NEED_SCIPY:
         _require_package(data.name, "scipy", "scipy")
     parts = [_made(make, kind, place, data) for kind in (training if train else test)]
-    pictures = [read(part) for part in parts]
-    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in pictures])
+    found = [read(part) for part in parts]
+    labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
     # SVHN's classes are the digits themselves.
     classes = tuple(getattr(parts[0], "classes", map(str, range(10))))
-    if isinstance(pictures[0][0], Tensor):
-        return Source(pictures[0][0], labels, classes)
-    paths = tuple(path for paths, _ in pictures for path in paths)
-    missing = [path for path in paths if not path.is_file()]
+    if isinstance(found[0][0], Tensor):
+        return ImageSet(found[0][0], labels, classes)
+    root = Path(data.root).expanduser()
+    paths = tuple(str(path) for paths, _ in found for path in paths)
+    missing = [path for path in paths if not Path(path).is_file()]
     if missing:
-        root = Path(data.root).expanduser()
         raise ValueError(
             f"data.root: {data.name} in {root} is incomplete: {len(missing):,} of {len(paths):,} "
             f"images are missing, such as {missing[0]}; delete {root / place} to unpack it again"
         )
-    return Source(paths, labels, classes)
+    files = ImageFiles.from_config(paths, data)
+    return ImageSet(files, labels, classes, origins=paths, folder=str(root))
 
 
 def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
@@ -144,7 +145,6 @@ svhn = partial(
     [{"split": "test"}],
     lambda part: (torch.from_numpy(part.data).contiguous(), part.labels),
     "train_32x32.mat and test_32x32.mat",
-    needs_scipy=True,
 )
 # As is usual, both of the small parts, 1,020 images each, are for training; 6,149 for testing.
 flowers102 = partial(
@@ -154,7 +154,6 @@ flowers102 = partial(
     [{"split": "test"}],
     lambda part: (part._image_files, part._labels),
     "flowers-102/",
-    needs_scipy=True,
 )
 food101 = partial(
     read_torchvision,
@@ -174,7 +173,7 @@ oxford_iiit_pet = partial(
 )
 
 
-def digits(data: DataConfig, train: bool) -> Source:
+def digits(data: DataConfig, train: bool) -> ImageSet:
     """Read the training images, or the test images: a fifth of each digit, always the same.
 
     Raises:
@@ -188,20 +187,11 @@ def digits(data: DataConfig, train: bool) -> Source:
     labels = torch.from_numpy(raw.target).long()
     chosen = torch.full((len(labels),), train)
     chosen[fraction_per_class(labels, DIGITS_TEST_FRACTION, 0, "digits")] = not train
-    return Source(images[chosen], labels[chosen], tuple(str(name) for name in raw.target_names))
+    return ImageSet(images[chosen], labels[chosen], tuple(str(name) for name in raw.target_names))
 
 
 def _require_package(data_name: str, module: str, package: str) -> None:
-    """Check that a data set can be read.
-
-    Args:
-        data_name: The data set.
-        module: The module that reads it.
-        package: The package to install.
-
-    Raises:
-        ValueError: The package is not installed.
-    """
+    """Refuse a data set whose module is not installed, and name the package to install."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(
             f"data.name: {data_name} needs {package}, which is not installed; "

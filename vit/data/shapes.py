@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from vit.data.config import DataConfig
-from vit.data.source import Source
+from vit.data.images import ImageSet
 from vit.registry import DATASETS
 from vit.seeding import fold_in
 
@@ -25,11 +25,11 @@ TRAINING, TEST = 10_000, 2_000  # images drawn unless a number is given
 MAX_SEED = 2**63 - 1
 
 
-def read_shapes(data: DataConfig, train: bool, count: int | None) -> Source:
+def read_shapes(data: DataConfig, train: bool, count: int | None) -> ImageSet:
     """Draw the training or test images: as many as given, or 10,000 and 2,000."""
     part, default = ("train", TRAINING) if train else ("test", TEST)
     images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", part))
-    return Source(images, labels, KINDS, masks)
+    return ImageSet(images, labels, KINDS, masks)
 
 
 def draw_shapes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import ImageSet, choose_probes
+from vit.data.datasets import choose_probes
+from vit.data.images import ImageSet
 from vit.evaluation import Setup
 from vit.explain.charts import heads_chart
 from vit.explain.colours import bar_of

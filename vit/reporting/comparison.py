@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import printable
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import balanced_subset
 from vit.evaluation import mcnemar, report

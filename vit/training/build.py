@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.console import is_out_of_memory, say
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import class_weights, divide_epoch
 from vit.distributed.shard import is_sharded, replicate

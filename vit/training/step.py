@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vit.data.augment import augment, shrink
 from vit.data.config import AugmentConfig
-from vit.data.datasets import ImageSet
 from vit.data.draws import Draws
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import averages_gradients, synchronize, whole
 from vit.distributed.world import World
