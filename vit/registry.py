@@ -19,7 +19,7 @@ class DatasetSpec:
         std: Standard deviation of each channel over the training images, 0 to 1.
         reader: The function in `vit.data` that finds its images: it takes a `DataConfig` and
             whether to find the training images rather than the test images, and returns a
-            `vit.data.source.Source`.
+            `vit.data.images.ImageSet`.
         own_files: Whether the images are files of a user, which may have any number of channels;
             all other data sets are grey or RGB.
         drawn: Whether images are drawn; the reader then also takes how many, or None.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,38 +83,24 @@ def _drop(images: ImageSet, unreadable: Sequence[int]) -> ImageSet:
 
 
 def load(
-    name: DataName,
-    root: str | Path,
-    train: bool,
-    download: bool = True,
-    count: int | None = None,
-    on_bad_image: Literal["error", "skip"] = "error",
-    preprocess: Preprocess | None = None,
+    name: DataName, root: str | Path, train: bool, count: int | None = None, **settings: Any
 ) -> ImageSet:
     """Load the training or test images of a data set into memory.
 
     Args:
         name: Name of the data set, see `vit.data.config.DataConfig`.
-        root: Folder for downloaded data, or the folder of images or shards with train/ and test/;
-            not used by "shapes".
+        root: Its folder; not used by "shapes".
         train: Whether to load the training images rather than the test images.
-        download: Whether to download what is missing from root.
         count: Number of shapes to draw, as for `open_images`.
-        on_bad_image: "error", or "skip" to leave out unreadable files of an image folder.
-        preprocess: Resizes the images; None is that of the data set.
-
-    Returns:
-        The images, in the order of `open_images`.
+        settings: Other fields of `DataConfig`.
 
     Raises:
-        ValueError: The name is unknown, the data is missing and could not be downloaded, or an
+        ValueError: A setting is not allowed, the data is missing and could not be downloaded, or an
             image cannot be read.
     """
-    data = DataConfig(
-        name=name, root=str(root) or ".", download=download, on_bad_image=on_bad_image
-    )
+    data = DataConfig(name=name, root=str(root) or ".", **settings)
     images = open_images(data, train, count)
-    return images.resized(preprocess or Preprocess.from_config(data)).in_memory()
+    return images.resized(Preprocess.from_config(data)).in_memory()
 
 
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:

@@ -28,8 +28,7 @@ BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are
 
 def read_torchvision(
     make: type[Any],
-    training: Sequence[dict[str, Any]],
-    test: Sequence[dict[str, Any]],
+    parts: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]],
     read: Callable[[Any], tuple[Tensor | Sequence[Path], Any]],
     place: str,
     data: DataConfig,
@@ -39,8 +38,7 @@ def read_torchvision(
 
     Args:
         make: torchvision's class.
-        training: Its arguments for each part of the training images.
-        test: Its arguments for each part of the test images.
+        parts: Its arguments for each part of the training images, and of the test images.
         read: Returns images (N, channels, H, W) uint8 or N image files, and labels, of a part.
         place: What is in data.root, as a hint for files put there by hand.
         data: The data set.
@@ -52,11 +50,11 @@ def read_torchvision(
     """
     if make in NEED_SCIPY:
         _require_package(data.name, "scipy", "scipy")
-    parts = [_made(make, kind, place, data) for kind in (training if train else test)]
-    found = [read(part) for part in parts]
+    made = [_made(make, kind, place, data) for kind in parts[0 if train else 1]]
+    found = [read(part) for part in made]
     labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
     # SVHN's classes are the digits themselves.
-    classes = tuple(getattr(parts[0], "classes", map(str, range(10))))
+    classes = tuple(getattr(made[0], "classes", map(str, range(10))))
     if isinstance(found[0][0], Tensor):
         return ImageSet(found[0][0], labels, classes)
     root = Path(data.root).expanduser()
@@ -109,65 +107,47 @@ def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -
         raise no_data(f"{action}: {shorten(error, 300)}") from None
 
 
-def _cifar(part: tv.CIFAR10) -> tuple[Tensor, list[int]]:
+def _cifar(part: Any) -> tuple[Tensor, list[int]]:
     # Not a copy: torchvision's array is a view, with the channels last, of one with them first.
     return torch.from_numpy(part.data.transpose(0, 3, 1, 2)).contiguous(), part.targets
 
 
+def _mnist(part: Any) -> tuple[Tensor, Tensor]:
+    return part.data[:, None], part.targets
+
+
+def _svhn(part: Any) -> tuple[Tensor, np.ndarray]:
+    return torch.from_numpy(part.data).contiguous(), part.labels
+
+
+def _files(part: Any) -> tuple[list[Path], list[int]]:
+    return part._image_files, part._labels
+
+
+BY_FLAG = [{"train": True}], [{"train": False}]
+BY_NAME = [{"split": "train"}], [{"split": "test"}]
+CIFAR = "cifar-{}-python.tar.gz or the unpacked cifar-{}/"
 cifar10 = partial(
-    read_torchvision,
-    tv.CIFAR10,
-    [{"train": True}],
-    [{"train": False}],
-    _cifar,
-    "cifar-10-python.tar.gz or the unpacked cifar-10-batches-py/",
+    read_torchvision, tv.CIFAR10, BY_FLAG, _cifar, CIFAR.format("10", "10-batches-py")
 )
 cifar100 = partial(
-    read_torchvision,
-    tv.CIFAR100,
-    [{"train": True}],
-    [{"train": False}],
-    _cifar,
-    "cifar-100-python.tar.gz or the unpacked cifar-100-python/",
+    read_torchvision, tv.CIFAR100, BY_FLAG, _cifar, CIFAR.format("100", "100-python")
 )
-fashion_mnist = partial(
-    read_torchvision,
-    tv.FashionMNIST,
-    [{"train": True}],
-    [{"train": False}],
-    lambda part: (part.data[:, None], part.targets),
-    "FashionMNIST/raw/",
-)
-svhn = partial(
-    read_torchvision,
-    tv.SVHN,
-    [{"split": "train"}],
-    [{"split": "test"}],
-    lambda part: (torch.from_numpy(part.data).contiguous(), part.labels),
-    "train_32x32.mat and test_32x32.mat",
-)
+fashion_mnist = partial(read_torchvision, tv.FashionMNIST, BY_FLAG, _mnist, "FashionMNIST/raw/")
+svhn = partial(read_torchvision, tv.SVHN, BY_NAME, _svhn, "train_32x32.mat and test_32x32.mat")
 # As is usual, both of the small parts, 1,020 images each, are for training; 6,149 for testing.
 flowers102 = partial(
     read_torchvision,
     tv.Flowers102,
-    [{"split": "train"}, {"split": "val"}],
-    [{"split": "test"}],
-    lambda part: (part._image_files, part._labels),
+    ([{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
+    _files,
     "flowers-102/",
 )
-food101 = partial(
-    read_torchvision,
-    tv.Food101,
-    [{"split": "train"}],
-    [{"split": "test"}],
-    lambda part: (part._image_files, part._labels),
-    "food-101/",
-)
+food101 = partial(read_torchvision, tv.Food101, BY_NAME, _files, "food-101/")
 oxford_iiit_pet = partial(
     read_torchvision,
     tv.OxfordIIITPet,
-    [{"split": "trainval"}],
-    [{"split": "test"}],
+    ([{"split": "trainval"}], [{"split": "test"}]),
     lambda part: (part._images, part._labels),
     "oxford-iiit-pet/",
 )

@@ -15,11 +15,8 @@ from vit.data.images import ImageSet, user_files
 from vit.data.layout import TEST, TRAIN, VALIDATION, content, report_unused, require_classes, some
 from vit.settings import shorten
 
-PATH_NAMES, LABEL_NAMES, SPLIT = ("path", "file", "filename", "image"), ("label", "class"), "split"
-EXPECTED = (
-    f"columns path (or {', '.join(PATH_NAMES[1:])}), label (or {', '.join(LABEL_NAMES[1:])}) and, "
-    f"optionally, {SPLIT} ({TRAIN}, {VALIDATION[0]} or {TEST})"
-)
+PATH, LABEL, SPLIT = "path", "label", "split"
+EXPECTED = f"columns {PATH}, {LABEL} and, optionally, {SPLIT} ({TRAIN}, {VALIDATION[0]} or {TEST})"
 
 
 @dataclass(frozen=True)
@@ -110,26 +107,22 @@ def _row(file: Path, line: int, record: Any) -> _Row:
     if None in record:
         raise _problem(file, line, "more values than the header has columns")
     record = {key.strip().lower(): value for key, value in record.items()}
-    found = [
-        [name for name in names if name in record] for names in (PATH_NAMES, LABEL_NAMES, [SPLIT])
-    ]
-    if len(found[0]) != 1 or len(found[1]) != 1:
+    if PATH not in record or LABEL not in record:
         columns = some([shorten(name) for name in record])
         raise _problem(file, line, f"found the columns {columns}; expected are {EXPECTED}")
-    values = []
-    for name in (*found[0], *found[1], *found[2]):
-        value = record[name]
+    for name in (PATH, LABEL, SPLIT):
+        value = record.get(name)
         if value is not None and type(value) not in (str, int):
             raise _problem(file, line, f"{name} is {shorten(value)!r}, not text")
-        values.append("" if value is None else str(value).strip())
-        if not values[-1] and name != SPLIT:
+        record[name] = "" if value is None else str(value).strip()
+        if not record[name] and name != SPLIT:
             raise _problem(file, line, f"the {name} is empty")
-    path, label, split = *values[:2], "".join(values[2:]).lower() or None
-    if split not in (None, TRAIN, TEST, *VALIDATION):
+    split = record[SPLIT].lower()
+    if split not in ("", TRAIN, TEST, *VALIDATION):
         what = f"{SPLIT} is {shorten(split)!r}; it must be {TRAIN}, {VALIDATION[0]} or {TEST}"
         raise _problem(file, line, what)
     split = VALIDATION[0] if split in VALIDATION else split
-    return _Row(line, file.parent / Path(path).expanduser(), label, split)
+    return _Row(line, file.parent / Path(record[PATH]).expanduser(), record[LABEL], split or None)
 
 
 def _check_paths(file: Path, rows: list[_Row]) -> None:
