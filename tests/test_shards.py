@@ -131,15 +131,6 @@ def load_test(root: Path) -> Any:
     return load(config_of(root).name, root, train=False)
 
 
-def test_batches_are_those_of_a_folder_also_in_workers(both: tuple[Path, Path]) -> None:
-    kept, _ = load_training(config_of(both[0], memory_gb=1), 0)
-    rows = epoch_batches(len(kept), (len(kept) // 12, 12), seed=0, epoch=1)
-    streamed, _ = load_training(config_of(both[1], workers=2), 0)
-    assert isinstance(streamed.images, ImageFiles)
-    for found, right in zip(streamed.batches(rows), kept.batches(rows), strict=True):
-        assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
-
-
 def run_config(out: Path, root: Path, **data: Any) -> Config:
     name = config_of(root, **data).name
     values = {"name": name, "root": str(root), "val_size": 9, "train_size": None, **data}
@@ -314,18 +305,14 @@ def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
         "./a/1.Json": b'{"label": "0"}', "./a/1.txt": b"a caption", "./a/1.jpeg": picture,
         "./README": b"", "./.hidden.jpg": b"", "./__MACOSX/2.jpg": b"", "note.txt": b"",
     }  # fmt: skip
-    more = {f"x/y.z/{n}\u00e9 {'long' * 30}.png": picture for n in (4, 5)}
-    more |= {name.replace("png", "cls"): b"%d" % n for n, name in enumerate(more)}
+    long = f"x/y.z/4\u00e9 {'long' * 30}"
+    more = {f"{long}.png": picture, f"{long}.cls": b"0", "5.png": picture, "5.cls": b"1"}
     write_shard(tmp_path / "0.tar", members | more)
     parts = [read(tmp_path, part) for part in (True, False)]
     found = dict(
         pair for part in parts for pair in zip(names(part), part.labels.tolist(), strict=True)
     )
-    assert found == {
-        "./b/1.JPG": 1,
-        "./a/1.jpeg": 0,
-        **dict(zip(list(more)[:2], (0, 1), strict=True)),
-    }
+    assert found == {"./b/1.JPG": 1, "./a/1.jpeg": 0, f"{long}.png": 0, "5.png": 1}
     assert paths(parts[0])[0].open().read() == picture
 
 
@@ -364,23 +351,12 @@ def add_link(root: Path) -> None:
         tar.addfile(info)
 
 
-def add_again(root: Path) -> None:
-    with tarfile.open(root / "train/001.tar", "a") as tar:
-        tar.addfile(tarfile.TarInfo("0010.png"))
-
-
-def damage_header(content: bytes) -> bytes:
-    where = content.index(b"0014.webp")
-    return content[:where] + b"X" + content[where + 1 :]
-
-
 def classes_txt(content: bytes) -> Callable[[Path], Any]:
     return lambda root: (root / "classes.txt").write_bytes(content)
 
 
 SHARD = r"ROOT/train/001\.tar"
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no root": (shutil.rmtree, r"ROOT contains no shards \(it does not exist\); data\.name=shards"),
     "no test": (
         lambda root: shutil.rmtree(root / "test"),
         r"ROOT has no test/ \(it contains classes\.txt, train\); add test/\*\.tar .* ROOT/train to",
@@ -399,7 +375,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         SHARD + r": cut or damaged after 0019\.png, byte .* \(unexpected end of data\); copy or",
     ),
     "damaged header": (
-        on_bytes(damage_header), SHARD + r": cut or damaged after 0013\.json, .*a damaged header",
+        on_bytes(lambda content: content.replace(b"0014.webp", b"X014.webp", 1)),
+        SHARD + r": cut or damaged after 0013\.json, .*a damaged header",
     ),
     "joined by cat": (
         on_bytes(lambda content: 2 * content), SHARD + r": cut or .* another tar file joined to it",
@@ -412,22 +389,15 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         rewrite(lambda members: members.pop("0012.jpg")),
         SHARD + r": 0012\.cls has no image; expected is 0012\.jpg or another of \.jpg, ",
     ),
-    "dots in names": (
-        add({"my.cat.jpg": b"", "my.cat.cls": b"0"}),
-        SHARD + r": my\.cat\.jpg has no image; expected is my\.jpg .* up to the first dot belong",
-    ),
     "two images": (
         add({"0012.png": b""}),
         SHARD + r": 0012\.jpg and 0012\.png are of one example, .*; keep one, or rename",
     ),
-    "the same name twice": (add_again, SHARD + r": 0010\.png and 0010\.png are of one exam"),
     "a link": (add_link, SHARD + r": 0900\.jpg is a link or sparse, .* tar --dereference"),
     "text as label": (
         add({"0012.cls": b"cat"}),
         SHARD + r": the label in 0012\.cls is 'cat'; it must be a whole number, 0 or more$",
     ),
-    "fraction as label": (add({"0013.json": b'{"label": 1.5}'}), SHARD + r": .*13\.json is '1\.5'"),
-    "long label": (add({"0012.cls": b"9" * 5000}), SHARD + r": the label in 0012\.cls is '9{60}\."),
     "no JSON": (
         add({"0013.json": b"{"}),
         SHARD + r': 0013\.json is not a JSON object with a "label"$',
@@ -440,18 +410,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda root: ((root / "classes.txt").unlink(), add({"0012.cls": b"999999999"})(root)),
         r"no image has the label 3, but others have labels up to 999999999; number",
     ),
-    "a class without images": (
-        classes_txt(b"cat\ndog\nowl\nemu"),
-        r"class emu \(label 3\) has 0 images in ROOT/train, and needs at least 1; add some, or",
-    ),
     "one class": (classes_txt(b"cat"), r"ROOT has a single class, cat; a classifier needs at"),
-    "a class twice": (classes_txt(b"a\nb\na"), r"ROOT/classes\.txt, line 3: a is already in line"),
     "an empty line": (classes_txt(b"a\n\nb"), r"ROOT/classes\.txt, line 2: the name of a class"),
-    "not UTF-8": (classes_txt(b"a\xff"), r"ROOT/classes\.txt is not UTF-8 text \("),
-    "an image that cannot be read": (
-        add({"0012.jpg": b"I am a picture."}),
-        r"0012\.jpg in " + SHARD + r" cannot be read as an image: unknown format; replace",
-    ),
 }  # fmt: skip
 
 
