@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.model.config import PATCH_SIZE, ModelConfig
+from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
-from vit.model.timm_model import architecture_of, complete_arguments, create, head_names
+from vit.model.timm_model import complete_arguments, create, head_names
 from vit.pretrained.architecture import HEAD, check_names, num_prefix_tokens
 from vit.settings import shorten
 
@@ -223,7 +223,7 @@ def _load(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about how timm resamples
             loaded = timm.create_model(
-                architecture_of(name),
+                name.removeprefix(TIMM),
                 pretrained=True,
                 pretrained_cfg_overlay={
                     "state_dict": body,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vit.model.config import TIMM, ModelConfig
-from vit.model.timm_model import FROM_DATA, REFUSED, architecture_of
+from vit.model.timm_model import FROM_DATA, REFUSED
 from vit.model_file import bundled_models, is_own_file, load_model
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.architecture import (
@@ -101,7 +101,7 @@ def _from_timm(name: str, timm_name: str, config: ModelConfig) -> Pretrained:
         size = arguments.get("img_size", about["input_size"][1:])
         rows, columns = (size, size) if isinstance(size, int) else size
         input_size = (arguments.get("in_chans", about["input_size"][0]), rows, columns)
-        if about["architecture"] != architecture_of(config.name).partition(".")[0]:
+        if about["architecture"] != config.name.removeprefix(TIMM).partition(".")[0]:
             arguments = {}  # those of another model may not exist
         settings = {"timm_args": {k: v for k, v in arguments.items() if k not in LEFT_OUT}}
     classes = about.get("label_names")
