@@ -411,29 +411,6 @@ RECORD_TEXT = """() => {
 }"""
 
 
-def test_no_labels_overlap_at_any_width(new_page: Page, address: str) -> None:
-    frame = show(new_page, address, run="even")
-    frame.evaluate(RECORD_TEXT)
-    for width in (600, 800, 1280, 2560):
-        new_page.set_viewport_size({"width": width, "height": 900})
-        for state in (
-            {"run2": ""}, {"run2": "sharp", "contrast": "auto"}, {"run2": "", "order": "lowest"},
-            {"contrast": "log", "order": "layer"},
-        ):  # fmt: skip
-            frame.evaluate("state => window.attentionTab.set(state)", state)
-            boxes = frame.evaluate(BOXES)
-            assert len(boxes) > 12 * 12
-            for number, one in enumerate(boxes):
-                for other in boxes[:number]:
-                    apart = (
-                        one["left"] >= other["right"] or other["left"] >= one["right"]
-                        or one["top"] >= other["bottom"] or other["top"] >= one["bottom"]
-                    )  # fmt: skip
-                    assert apart, (width, state, one, other)
-            narrowest = frame.evaluate("() => window.attentionTab.panes[0].views.heads.cellWidth")
-            assert narrowest >= 34
-
-
 @pytest.mark.parametrize("direction", ["to", "from"])
 def test_without_a_token_the_mean_over_patches_is_painted(
     page: Page, address: str, logs: Path, direction: str
@@ -446,15 +423,6 @@ def test_without_a_token_the_mean_over_patches_is_painted(
     np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
     rolled = rollouts(weights).take(patches, axis - 1).mean(axis - 1) * 31
     np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
-
-
-def test_a_chip_paints_the_class_token(page: Page, address: str, logs: Path) -> None:
-    frame = show(page, address, run="rectangle", layer=1, head=0)
-    frame.get_by_role("button", name="class token").hover()
-    painted = wait_until(frame, "token", "class token")
-    expected = attention(weights_of(logs, "rectangle"), 0, "to")[1, 0]
-    np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
-    assert painted["tokens"][:4] == ["class token", "register 1", "register 2", "0, 0"]
 
 
 def test_a_grid_that_is_not_square(page: Page, address: str, logs: Path) -> None:
@@ -481,14 +449,6 @@ def test_the_slider_changes_the_step_under_a_pinned_patch(
     expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")
 
 
-def test_play_goes_through_all_steps(page: Page, address: str) -> None:
-    frame = show(page, address, step=STEPS[-3])
-    frame.get_by_role("button", name="Play the steps").first.click()
-    for step in STEPS[-2:]:
-        wait_until(frame, "step", step)
-    expect(frame.get_by_role("button", name="Play the steps").first).to_be_visible()
-
-
 def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, layer=0, head=1)
     frame.get_by_label("compare with").select_option(label="other")
@@ -501,31 +461,6 @@ def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) 
         np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
     frame.get_by_role("slider", name="Step").first.press("Home")
     assert wait_until(frame, "step", 0, pane=1)["step"] == 0
-
-
-def test_panes_with_different_images_say_so(page: Page, address: str) -> None:
-    frame = show(page, address, run2="square", step2=STEPS[-1])
-    notice = frame.locator(".notice")
-    expect(notice).to_be_hidden()  # the same image on both sides
-    frame.get_by_label("compare with").select_option(label="other")  # its probe_01 is another one
-    expect(notice).to_have_text(
-        f"These are different images: {TAG} (cat) of square and {TAG} (cat) of other."
-    )
-    menu = frame.get_by_label("Image of the second pane")
-    menu.select_option(label="attention/probe_00, cat")
-    wait_until(frame, "image", "attention/probe_00", pane=1)
-    assert numbers(frame)["image"] == TAG
-    page.wait_for_function("() => location.hash.includes('p.attention.image2=')")
-    menu.select_option(index=0)  # the same name
-    wait_until(frame, "image", TAG, pane=1)
-
-
-def test_a_missing_image_of_the_second_run_can_be_replaced(page: Page, address: str) -> None:
-    frame = show(page, address, image="attention/probe_00", run2=HOSTILE)
-    expect(frame.get_by_text("has no image attention/probe_00")).to_be_visible()
-    frame.get_by_label("Image of the second pane").select_option(index=1)
-    assert wait_until(frame, "image", TAG, pane=1)["run"] == HOSTILE
-    expect(frame.locator(".notice")).to_contain_text("different images, or one image at")
 
 
 def test_a_step_written_meanwhile_appears_and_the_patch_stays(
@@ -560,18 +495,6 @@ def test_a_link_restores_the_state(page: Page, new_page: Page, address: str) -> 
     assert (before["layer"], before["head"], before["image"]) == (0, 1, TAG)
 
 
-def test_the_address_survives_other_tabs(page: Page, address: str) -> None:
-    frame = show(page, address)
-    page.mouse.click(*patch_at(frame, 1, 2))
-    page.wait_for_function("() => location.hash.includes('p.attention.token=1%2C%202')")
-    page.get_by_role("tab", name="Time Series").click()
-    page.wait_for_function("() => location.hash.startsWith('#timeseries')")
-    page.get_by_role("tab", name="Attention").click()
-    assert wait_until(frame, "token", "1, 2")
-    page.wait_for_function("() => location.hash.startsWith('#attention')")
-    assert "p.attention.token=1%2C%202" in page.url
-
-
 def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle")
     frame.locator("select").first.focus()
@@ -603,28 +526,6 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     expect(frame.get_by_role("dialog")).to_be_hidden()
     spoken = frame.locator("[aria-live=polite]")
     expect(spoken).to_contain_text("class token receives attention from")
-
-
-def test_keys_work_after_a_link_and_after_a_menu(new_page: Page, address: str) -> None:
-    frame = show(new_page, address)
-    new_page.keyboard.press("x")
-    wait_until(frame, "direction", "from")
-    menu = frame.get_by_label("Order of the heads")
-    menu.select_option(index=1)  # as with the mouse
-    expect(frame.locator("canvas.picture").first).to_be_focused()
-    menu.focus()
-    new_page.keyboard.press("ArrowDown")
-    expect(menu).to_be_focused()
-    expect(menu).to_have_value("highest")
-
-
-def test_a_filter_moves_to_an_image_that_it_shows(page: Page, address: str) -> None:
-    frame = show(page, address, run="mixed")
-    frame.get_by_label("Class", exact=True).select_option(label="dog")
-    wait_until(frame, "image", "attention/probe_02")
-    expect(frame.locator("[role=option]")).to_have_count(2)
-    frame.get_by_label("Class", exact=True).select_option(label="all classes")
-    assert numbers(frame)["image"] == "attention/probe_02"
 
 
 def test_names_of_classes_and_files_are_never_html(page: Page, address: str) -> None:
@@ -740,51 +641,6 @@ def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
     expect(card).to_be_focused()
 
 
-def test_damaged_weights_are_asked_for_once(browser: Browser, address: str) -> None:
-    page = browser.new_page(viewport=VIEWPORT)
-    complaints = complaints_of(page)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    frame = show(page, address, run="damaged")
-    expect(frame.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
-    page.wait_for_timeout(3500)  # longer than between two polls
-    assert sum("/weights?" in url for url in asked) == 1
-    assert sum("/runs" in url for url in asked) > 1
-    frame.get_by_role("tab", name="Maps").click()
-    assert wait_until(frame, "view", "maps")["values"] == pytest.approx(
-        make_record().details.maps[0].values, rel=1e-3
-    )
-    assert len(complaints) == 1 and "400" in complaints[0]  # the browser's line for the answer
-    page.close()
-
-
-def test_a_narrow_window_does_not_scroll_sideways(new_page: Page, address: str) -> None:
-    new_page.set_viewport_size({"width": 480, "height": 800})
-    for view in ("heads", "maps", "lens"):
-        for run2 in ("", "rectangle"):
-            frame = show(new_page, address, run="rectangle", view=view, run2=run2)
-            wait_until(frame, "view", view, pane=1 if run2 else 0)
-            expect(frame.locator(".pane").nth(1)).to_be_visible(visible=bool(run2))
-            wider = frame.evaluate(
-                """() => ["html", ".toolbar", ".body", "main"].filter((name) => {
-                    const { scrollWidth, clientWidth } = document.querySelector(name);
-                    return scrollWidth > clientWidth;
-                })"""
-            )
-            assert wider == [], (view, run2)
-
-
-def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
-    frame = show(page, address)
-    for theme, colour in (("Dark", "rgb(48, 48, 48)"), ("Light", "rgb(255, 255, 255)")):
-        page.get_by_role("button", name="Menu for changing light or dark theme").click()
-        page.get_by_role("menuitem", name=theme).click()
-        frame.wait_for_function(
-            "theme => document.documentElement.dataset.theme === theme", arg=theme.lower()
-        )
-        assert frame.evaluate("() => getComputedStyle(document.body).backgroundColor") == colour
-
-
 def saved_picture(page: Page, frame: Frame, name: str) -> np.ndarray:
     with page.expect_download() as saved:
         frame.get_by_role("button", name="PNG").click()
@@ -817,39 +673,8 @@ def test_saving_picture_and_numbers(page: Page, address: str) -> None:
     np.testing.assert_array_equal(saved_picture(page, frame, ".*"), picture)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({"run": "gone"}, "There is no run gone"),
-        ({"image": "gone"}, "Run square has no image gone"),
-    ],
-)
-def test_a_link_to_what_is_gone_says_so(
-    page: Page, address: str, parameters: dict[str, str], words: str
-) -> None:
-    parts = [
-        f"p.attention.{key}={value}" for key, value in ({"run": "square"} | parameters).items()
-    ]
-    page.goto(f"{address}/#{'&'.join(['attention', *parts])}")
-    words_shown = page.frame_locator("iframe[src*='name=attention']").get_by_text(words)
-    expect(words_shown).to_be_visible(timeout=WAIT)
-
-
 def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: str) -> None:
     new_page.route("**/plugin/attention/runs", lambda route: route.fulfill(json={"runs": []}))
     new_page.goto(f"{address}/#attention")
     shown = new_page.frame_locator("iframe").get_by_text("python train.py --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)
-
-
-def test_the_python_loader_shows_the_same(
-    new_page: Page, logs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with serve(logs, tmp_path_factory.mktemp("metadata"), "--load_fast=false") as address:
-        new_page.goto(f"{address}/#attention&p.attention.run=square")
-        expect(new_page.get_by_role("tab", name="Attention")).to_be_visible(timeout=WAIT)
-        frame = ready(new_page)
-        painted = hover(new_page, frame, 4, 4)
-        weights = weights_of(logs, "square", "attention/probe_00")
-        np.testing.assert_allclose(painted["heads"], attention(weights, 36, "to"), rtol=1e-5)
-        expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")
