@@ -30,8 +30,6 @@ from attention_tab import (
 )
 from vit.explain.canvas import overlay
 from vit.explain.colours import SIGNED
-from vit.explain.statistics import attention_distance
-from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
 chromium = shutil.which("chromium")
@@ -87,13 +85,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert record.weights is not None
         weights = record.weights - 0.8 * record.weights[..., ::-1, :]  # differential attention
         write_record(writer, TAG, Record(details=record.details, weights=weights), 0)
-    with event_file(folder / "mixed") as writer:
-        for number, label in enumerate((0, 0, 1, 1)):
-            write_record(writer, f"attention/probe_{number:02d}", make_record(label=label), 0)
-    with event_file(folder / "damaged") as writer:
-        summary = summaries(TAG, make_record())
-        summary.value[1].tensor.string_val[0] = b"damaged"
-        writer.add_event(Event(step=0, wall_time=1.7e9, summary=summary))
     return folder
 
 
@@ -348,83 +339,6 @@ def test_negative_weights_have_a_signed_scale(
     assert contrast == "fixed" or np.unique(colours.reshape(-1, 3), axis=0).shape[0] > 15
 
 
-def test_a_head_is_enlarged_by_click_and_key(page: Page, address: str) -> None:
-    frame = show(page, address, run="even", image=TAG, layer=2, head=3)
-    stack = frame.locator(".stack").first
-    small = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
-    for key in ("click", "Enter"):
-        if key == "click":  # on the chosen map
-            stack.click(position={"x": small["left"] + 5, "y": small["top"] + 5})
-        else:
-            stack.press("Enter")
-        page.wait_for_function("() => location.hash.includes('p.attention.enlarged=yes')")
-        large = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
-        assert large["zoom"] > 5 * small["zoom"]
-        page.keyboard.press("Escape")
-        page.wait_for_function("() => !location.hash.includes('p.attention.enlarged')")
-    stack.press("Enter")
-    stack.press("ArrowDown")
-    stack.press("ArrowRight")
-    wait_until(frame, "layer", 3)
-    wait_until(frame, "head", 4)
-    stack.press("Escape")
-    for _ in range(8):
-        page.keyboard.press("s")  # the layers scroll along
-    wait_until(frame, "layer", 11)
-    frame.wait_for_function("() => document.querySelector('main').scrollTop > 0")
-    box = frame.locator(".anchor").first.bounding_box()
-    assert box is not None and box["y"] + box["height"] <= VIEWPORT["height"] + 1
-
-
-BOXES = """() => {
-    window.written = [];
-    window.attentionTab.layout();
-    const boxes = window.written.map(({ context, text, x, y }) => {
-        const { left, top } = context.canvas.getBoundingClientRect();
-        const size = context.measureText(text);
-        return { text, left: left + x - size.actualBoundingBoxLeft,
-            right: left + x + size.actualBoundingBoxRight,
-            top: top + y - size.actualBoundingBoxAscent,
-            bottom: top + y + size.actualBoundingBoxDescent };
-    });
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    while (walker.nextNode()) {
-        const { currentNode: node } = walker;
-        const { parentElement: parent } = node;
-        if (!node.data.trim() || parent.closest("option, [role=listbox], .unseen") ||
-            !parent.checkVisibility({ visibilityProperty: true })) continue;
-        const range = document.createRange();
-        range.selectNodeContents(node);
-        for (const { left, right, top, bottom } of range.getClientRects())
-            boxes.push({ text: node.data, left, right: Math.min(right,
-                parent.getBoundingClientRect().right), top: top + 2, bottom: bottom - 2 });
-    }
-    return boxes;
-}"""
-RECORD_TEXT = """() => {
-    window.written = [];
-    const { fillText } = CanvasRenderingContext2D.prototype;
-    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-        if (this.canvas.isConnected && text) window.written.push({ context: this, text, x, y });
-        return fillText.call(this, text, x, y);
-    };
-}"""
-
-
-@pytest.mark.parametrize("direction", ["to", "from"])
-def test_without_a_token_the_mean_over_patches_is_painted(
-    page: Page, address: str, logs: Path, direction: str
-) -> None:
-    frame = show(page, address, run="rectangle", direction=direction, token="mean of patches")
-    weights, axis = weights_of(logs, "rectangle"), 2 if direction == "to" else 3
-    painted = numbers(frame)
-    patches = np.arange(3, 31)
-    expected = weights.take(patches, axis).mean(axis) * 31
-    np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
-    rolled = rollouts(weights).take(patches, axis - 1).mean(axis - 1) * 31
-    np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
-
-
 def test_a_grid_that_is_not_square(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle", layer=2, head=1)
     box = frame.locator("canvas.picture").first.bounding_box()
@@ -599,33 +513,6 @@ def test_a_signed_map_has_colours_and_a_unit_of_its_own(page: Page, address: str
     expect(bar).to_contain_text("0123× uniform")
     assert numbers(frame)["unit"] == "uniform attention"
     expect(lines).not_to_contain_text("red speaks")
-
-
-def test_statistics_over_all_images(page: Page, address: str) -> None:
-    frame = show(page, address, statistic="distance", order="lowest")
-    seeds = (1000 * number + STEPS[-1] for number in range(2))
-    each = [make_record(seed, **RUNS["square"]).details.statistics for seed in seeds]
-    note = frame.locator(".heads .note").first
-    uniform = attention_distance([torch.full((1, 1, 64, 64), 1 / 64)], (8, 8), 4, 0).item()
-    expect(note).to_have_text(
-        f"Below each map: layer/head, distance. Uniform attention: {uniform:.1f} px."
-    )
-    frame.get_by_label("Images of the statistic").select_option(label="mean over images")
-    expect(note).to_contain_text("mean distance over 2 images")
-    shown = numbers(frame)["statistics"]
-    assert shown["images"] == 2
-    means = {}
-    for name in ("entropy", "distance", "sink"):
-        means[name] = np.mean([getattr(one, name) for one in each], axis=0)
-        np.testing.assert_allclose(shown[name], means[name], rtol=1e-3)
-    places = [
-        frame.evaluate(
-            "([l, h]) => window.attentionTab.panes[0].views.heads.place(l, h)",
-            [int(index) // 2, int(index) % 2],
-        )
-        for index in np.argsort(means["distance"], axis=None)
-    ]
-    assert places == sorted(places, key=lambda place: (place["top"], place["left"]))
 
 
 def test_without_weights_the_maps_remain(page: Page, address: str) -> None:

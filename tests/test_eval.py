@@ -1,6 +1,5 @@
 """eval.py on a trained model: maps, photos, comparing models, invalid input."""
 
-import io
 import json
 import math
 import re
@@ -19,7 +18,6 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from small_runs import Call, Ended
@@ -32,8 +30,6 @@ from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, 
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
-from vit.run.checkpoint import Checkpoint, save_checkpoint
-from vit.training.config import to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 SAME = ("--device", "cpu", "--precision", "float32")  # so that numbers can be computed again
@@ -160,19 +156,6 @@ def test_index_says_what_each_row_is(explained, opened, shapes):
             "sheet": f"image_{CHOSEN[row]:05d}.png",
         }
         assert (folder / entry["sheet"]).is_file()
-
-
-def test_tensorboard_shows_the_sheets_that_were_saved(explained, opened):
-    folder, _ = explained
-    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
-    assert set(events.Tags()["images"]) == {f"vit/attention/image_{index:05d}" for index in CHOSEN}
-    for index in CHOSEN:
-        (event,) = events.Images(f"vit/attention/image_{index:05d}")
-        assert event.step == opened.step
-        with Image.open(folder / f"image_{index:05d}.png") as saved:
-            shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
-            np.testing.assert_array_equal(shown, np.asarray(saved))
-        assert shown.shape == (18 + 256 * len(MAP_KINDS), 764, 3)
 
 
 def test_printed_table_is_the_one_saved(explained):
@@ -436,24 +419,6 @@ def others(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unfinished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder like the demo's, stopped at step 100."""
-    folder = tmp_path_factory.mktemp("stopped") / "stopped"
-    folder.mkdir()
-    saved = load_model(demo, "cpu")
-    checkpoint = Checkpoint(
-        step=100,
-        config=to_dict(saved.config),
-        classes=list(saved.classifier.classes),
-        model=saved.classifier.model.state_dict(),
-        total_steps=624,
-        preprocess=saved.classifier.preprocess.to_dict(),
-    )
-    save_checkpoint(folder, checkpoint)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def compared(
     demo: Path, others: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
@@ -604,28 +569,6 @@ def test_results_are_not_written_over_a_file(call, demo, bad, tmp_path, words):
     assert ended.code == 2 and ended.error.count("\n") == 1
     assert str(tmp_path / "file") in ended.error
     assert (tmp_path / "file").read_text() == "mine"
-
-
-# What is printed about the model.
-
-
-@pytest.mark.parametrize(
-    "words", ["", "maps --probes 1 --faithfulness 0", "photo PHOTO", "compare DEMO"]
-)
-def test_every_mode_says_that_a_run_is_unfinished(call, demo, unfinished, bad, tmp_path, words):
-    words = words.replace("PHOTO", str(bad / "good.png")).replace("DEMO", str(demo))
-    ended = call(unfinished, *words.split(), "--out", tmp_path, *SAME)
-    assert ended.code == 0
-    said = f"{unfinished}/checkpoints/step_00000100.pt (unfinished run, step 100 of 624): CPU"
-    assert ended.out.startswith(said) and "float32" in ended.out
-    if "compare" in words:
-        (folder,) = tmp_path.iterdir()
-        models = read_comparison(folder)["models"]
-        assert [model["steps"] for model in models] == [100, 624]
-        assert [model["finished"] for model in models] == [False, True]
-        assert "| 8 epochs, unfinished: step 100 |" in ended.out
-    words = ("maps", "--probes", 1, "--faithfulness", 0, "--out", tmp_path / "demo")
-    assert "unfinished" not in call(demo, *words).out
 
 
 # Options of the maps.

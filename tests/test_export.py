@@ -1,7 +1,6 @@
 """eval.py RUN export: timm, ONNX and torch.export give the same logits; what they cannot do."""
 
 import csv
-import importlib.util
 import json
 import re
 import runpy
@@ -21,7 +20,6 @@ from timm.data import create_transform, resolve_data_config
 
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
-from vit.model.config import ModelConfig
 from vit.model_file import load, save_model
 from vit.reporting import export
 from vit.reporting.config import ExportConfig, PredictConfig
@@ -211,26 +209,6 @@ def test_graph_gives_the_same_logits_for_any_batch_and_says_what_it_takes(export
     assert b"/vit/model/" not in path.read_bytes()  # no paths of the machine that exported it
 
 
-@pytest.mark.slow
-def test_graph_of_a_model_with_prefix_tokens_and_wide_grey_images(tmp_path, capsys):
-    run = save(tmp_path / "run", MODELS["token"], Preprocess((16, 40), (0.5,), (0.3,)))
-    (path,) = export_run(str(run), ExportConfig(formats=("torch",)))
-    printed = capsys.readouterr().out
-    assert "on 100 images of noise (no test images of cifar10 here), torch " in printed
-    assert f"wrote {path}" in printed
-
-
-def test_model_that_cannot_be_traced_is_refused_in_one_line(run):
-    class Stubborn(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return images if images.sum().item() > 0 else -images
-
-    classifier = replace(load(run, "cpu", "float32"), model=Stubborn())
-    with pytest.raises(ValueError, match=r"export: torch.export does not support this model: \w"):
-        FORMATS["torch"].write(classifier, ModelConfig(), run / "never.pt2")
-    assert not (run / "never.pt2").exists()
-
-
 # What is checked.
 
 
@@ -246,16 +224,6 @@ def test_export_that_differs_is_not_kept(tmp_path, monkeypatch, wrong):
     with pytest.raises(ValueError, match=r"export: timm: largest difference .* at most 0.0001"):
         export_run(str(run), ExportConfig(formats=("timm",)))
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
-
-
-def test_missing_packages_are_named(tmp_path, run, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name)
-    )
-    with pytest.raises(ValueError, match=r"export: onnx needs onnxscript, .*vit-from-scratch\[exp"):
-        export_run(str(run), ExportConfig(formats=("onnx",), out=str(tmp_path / "new")))
-    assert list(tmp_path.iterdir()) == []
 
 
 # The command line.

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.maps.filling import FILLINGS, make_filling
 from vit.explain.faithfulness import (
     centred_map,
     faithfulness,
@@ -91,46 +90,6 @@ def test_curves_are_those_of_a_loop(seed, levels):
     for curve, by_loop in zip(found, expected, strict=True):
         assert curve.shape == (len(levels), 3) and curve.dtype == torch.float32
         np.testing.assert_allclose(curve.numpy(), by_loop, rtol=0, atol=1e-5)
-
-
-def hidden_patches(levels: list[float], one_map: list[list[float]]) -> list[list[list[int]]]:
-    """Return which patches of a white image the model is shown as 0, MoRF's levels, then LeRF's."""
-    model = Toy()
-    images = torch.ones(1, 3, GRID[0] * PATCH[0], GRID[1] * PATCH[1])
-    hiding_curves(model, images, torch.tensor([one_map]), torch.tensor([1]), levels)
-    shown = torch.cat(model.seen)
-    corners = shown[:, 0, :: PATCH[0], :: PATCH[1]]
-    whole = corners.repeat_interleave(PATCH[0], 1).repeat_interleave(PATCH[1], 2)
-    assert torch.equal(shown, whole[:, None].expand_as(shown))  # patches, in all colours
-    return (1 - corners).int().tolist()
-
-
-def test_of_equals_the_earlier_counts_as_more():
-    assert hidden_patches([1 / 3], [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]) == [
-        [[1, 1, 0], [0, 0, 0]],
-        [[0, 0, 0], [0, 1, 1]],
-    ]
-    assert hidden_patches([1 / 3], [[0, 1, 0], [0, 0, 0]]) == [
-        [[1, 1, 0], [0, 0, 0]],
-        [[0, 0, 0], [0, 1, 1]],
-    ]
-
-
-def test_hidden_patches_get_the_filling():
-    images, maps, target = draw_images(5), draw_maps(5), torch.arange(5) % 3
-    for name in FILLINGS:
-        fill = make_filling(name, images)
-        morf, lerf = hiding_curves(Toy(), images, maps, target, [1 / 3], batch_size=2, fill=fill)
-        for b in range(5):
-            hidden = torch.zeros(5, 1, 8, 15, dtype=torch.bool)
-            for row, column in ranking(maps[b])[:2]:
-                hidden[b, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5] = True
-            filled = fill(images, hidden)[b]
-            assert morf[0, b].item() == pytest.approx(
-                probability(Toy(), filled, int(target[b])), abs=1e-4
-            )
-        other = hiding_curves(Toy(), images, -maps, target, [1 / 3], fill=fill)
-        torch.testing.assert_close(lerf, other[0], rtol=0, atol=1e-5)
 
 
 def test_faithfulness_by_hand():

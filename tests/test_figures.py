@@ -168,26 +168,6 @@ def test_gallery_sets_overlays_beside_their_images_row_by_row(count: int, column
         assert_cells(picture, cells, corner, (0, 112), 112)
 
 
-def test_gallery_says_what_it_shows_and_what_each_image_is() -> None:
-    def draw(**changed: str) -> np.ndarray:
-        words = {"title": "a", "name": "1.jpg", "caption": "dog", "heading": "for dog"}
-        words |= changed
-        return gallery_picture(
-            words["title"], noise(2), ["0.jpg", words["name"]], ["cat", words["caption"]],
-            torch.ones(2, 1, 2, 2), [["a"], [words["heading"]]],
-        )  # fmt: skip
-
-    plain = draw()
-    boxes = {  # top, bottom, left, right
-        "title": (0, 38, 0, 100), "name": (38, 72, 248, 472), "caption": (72, 102, 248, 360),
-        "heading": (72, 102, 360, 472),
-    }  # fmt: skip
-    for what, (top, bottom, left, right) in boxes.items():
-        found = np.argwhere((draw(**{what: "ape"}) != plain).any(-1))
-        assert len(found) and (found.min(0) >= (top, left)).all(), what
-        assert (found.max(0) < (bottom, right)).all(), what
-
-
 # Charts.
 
 
@@ -235,14 +215,6 @@ def test_reliability_picture_puts_accuracy_over_confidence() -> None:
     assert abs(off[0] - high[0]) < 3 and abs(off[1] - low[1]) < 3
     heights = [np.ptp(marks(0.5, 0.5, n)[:, 0]) for n in (10, 100, 1000)]
     assert heights[0] > 2 * heights[1] > 4 * heights[2]  # the interval narrows with √n
-
-
-def test_reliability_picture_counts_images_in_bars() -> None:
-    bins = [bin_of(100, 0.3, 0.3), bin_of(400, 0.8, 0.8)]
-    bars = places(reliability_picture(bins, 0.1), BLUE_BAR)
-    bars = bars[bars[:, 0] > 360]
-    low, high = (np.ptp(bars[side, 0]) for side in (bars[:, 1] < 250, bars[:, 1] > 250))
-    assert high / low == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.parametrize("hits", [0, 1])
@@ -294,34 +266,12 @@ def test_texts_are_cut_to_a_width_with_an_ellipsis(words):
         assert cut == words
 
 
-def test_of_a_file_name_the_end_stays() -> None:
-    name = "a long folder of pictures/cats/IMG_0123.jpg"
-    cut = shorten(name, 150, front=True)
-    assert cut[0] == "…" and name.endswith(cut[1:]) and 130 < text_width(cut) <= 150
-    assert shorten(name, 500, front=True) == name
-
-
 def test_a_name_is_written_above_a_picture() -> None:
     picture = np.zeros((50, 200, 3), dtype=np.uint8)
     first, other = (named(picture, "cats/" * 30 + end) for end in ("1.jpg", "2.jpg"))
     assert first.shape == other.shape and (first[-50:] == picture).all()
     assert (first[:-50] != other[:-50]).any() and (first[:-50, :6] == 255).all()
     assert (first[0] == 255).all() and (first[:-50, -6:] == 255).all()  # not cut off
-
-
-@pytest.mark.parametrize(
-    "name", ["black-footed ferret (Mustela nigripes) in the snow", "$x_{$", "雪"]
-)
-def test_class_names_of_any_kind_stay_over_their_panel(name):
-    picture = attention_picture(
-        noise(1)[0], [torch.zeros(2, 2)], f"true {name}\npredicted {name}",
-        [map_title("relevance", name)], [UNIFORM],
-    )  # fmt: skip
-    assert picture.shape == (256, 706, 3)
-    head = picture[:42, :642]
-    columns = np.flatnonzero((head < 128).any(axis=(0, 2)))
-    gaps = (columns >= 216) & (columns < 219), (columns >= 430) & (columns < 433)
-    assert len(columns) and not any(gap.any() for gap in gaps)
 
 
 def test_every_title_fits_above_the_narrowest_map_of_a_sheet() -> None:

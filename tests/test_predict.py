@@ -11,7 +11,6 @@ from PIL import Image
 
 import vit
 from small_runs import Call, Ended
-from vit.classifier import Classifier
 from vit.data.photo_files import find_photos
 from vit.startup import eval_main
 
@@ -71,14 +70,6 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 def test_folders_are_searched_and_hidden_and_other_files_ignored(photos):
     assert find_photos([str(photos)], "predict") == [photos / name for name in NAMES]
-
-
-def test_files_keep_the_order_given_and_come_once(photos):
-    names = [str(photos / "y.tiff"), str(photos / "notes.txt"), str(photos / "c"), str(photos)]
-    found = find_photos(names, "predict")
-    assert found[:2] == [photos / "y.tiff", photos / "notes.txt"]  # named, so it is tried
-    assert found[2:5] == [photos / name for name in NAMES[2:5]]
-    assert sorted(found) == sorted([photos / "notes.txt", *(photos / name for name in NAMES)])
 
 
 def test_folder_without_images_and_missing_file_are_refused(tmp_path):
@@ -162,24 +153,6 @@ def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "other.csv").read_text() == "file,size\n"
     assert (tmp_path / "own.csv").read_text() == own
-
-
-def test_interrupted_command_leaves_the_old_table(call, photos, monkeypatch):
-    assert call("predict", photos / "c", "--out", "table.csv").code == 0
-    before, rank = Path("table.csv").read_bytes(), Classifier.rank
-    calls = []
-
-    def stop_at_second_batch(classifier, images, *options):
-        calls.append(len(images))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return rank(classifier, images, *options)
-
-    monkeypatch.setattr(Classifier, "rank", stop_at_second_batch)
-    assert call("predict", photos, "--out", "table.csv", "--batch_size", 3).code == 130
-    assert calls == [3, 3]
-    assert Path("table.csv").read_bytes() == before
-    assert [path.name for path in Path().iterdir()] == ["table.csv"]
 
 
 # Photos with maps.

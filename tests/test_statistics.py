@@ -103,14 +103,6 @@ def test_sink_mass_is_that_of_a_loop(batch, heads, tokens):
     check(sink_mass(weights), by_loops(head_sink, weights))
 
 
-def test_numbers_of_a_single_token():
-    alone = uniform(1)
-    assert attention_entropy(alone).tolist() == [[0]]
-    assert attention_distance(alone, (1, 1), 4, 0).tolist() == [[0]]
-    assert sink_mass(alone).tolist() == [[1]]
-    assert largest_patch_norm([torch.tensor([[[3.0, 4.0]]])], 0).tolist() == [5]
-
-
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_largest_norm_is_that_of_a_loop(prefix):
     tokens = list(torch.randn(3, 4, 12, 8, generator=torch.Generator().manual_seed(0)))

@@ -146,7 +146,7 @@ _boxes: set[str] = set()  # texts with letters that no font has
 
 
 def report_boxes() -> None:
-    """Print a line if pictures drawn since the last call show boxes in place of letters."""
+    """Print a line if pictures of new texts show boxes in place of letters."""
     if _boxes:
         import matplotlib
 
