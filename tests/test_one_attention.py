@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from vit.classifier import Classifier, build_model
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import attention_rollout
 from vit.model import attention, fused_kernel

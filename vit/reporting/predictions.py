@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import printable, warn
-from vit.data.photo_files import find_photos
-from vit.data.photos import pillow_warnings
+from vit.data.photos import find_photos, pillow_warnings
 from vit.files import write_table
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
