@@ -1,6 +1,7 @@
 """Inputs of eval.py: the model, its test images, and the folder for results."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 from vit.data.datasets import load_test_images
@@ -32,6 +33,15 @@ def results_folder(saved: SavedModel, out: str | None, name: str = EVAL_FOLDER) 
     if not existing.is_dir():
         raise ValueError(f"out: {existing} is a file; --out takes a folder")
     return folder
+
+
+def is_ours(path: Path, keys: set[str]) -> bool:
+    """Tell whether a file is one of ours: JSON, an object with some keys."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and keys <= content.keys()
 
 
 def load_test(saved: SavedModel, root: str | None = None, download: bool = True) -> ImageSet:

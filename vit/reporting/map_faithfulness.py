@@ -14,9 +14,9 @@ from vit.explain.faithfulness import (
     mean_interval,
     pointing_game,
     score_maps,
+    to_patches,
     with_baselines,
 )
-from vit.explain.filling import to_patches
 from vit.model.attention_model import require_attention
 from vit.registry import ALL_KINDS
 
