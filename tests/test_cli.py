@@ -242,7 +242,10 @@ def test_help_of_train_has_each_key_with_its_range_and_default() -> None:
 
 def test_help_of_eval_lists_the_commands() -> None:
     text = help_of([])
-    assert "RUN [report | maps | photo | predict | compare | export] ..." in text.splitlines()[0]
+    assert (
+        "RUN [report | maps | photo | predict | heads | compare | export] ..."
+        in text.splitlines()[0]
+    )
     for name, command in COMMANDS.items():
         assert f"  {name:<9}{command.config.__doc__.splitlines()[0]}\n" in text
     assert len(text.splitlines()) <= 25

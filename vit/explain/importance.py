@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from vit.explain.faithfulness import mean_interval
 from vit.model.attention_model import require_attention
-from vit.model.timm_model import attentions
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head), both counted from 0
 Interval = tuple[float, float]  # mean over images and half the width of its 95% interval
@@ -55,11 +54,7 @@ class MutableModel:
         self.model = copy.deepcopy(model)
         blocks: Any = require_attention(self.model).blocks
         self._columns: list[list[Tensor]] = [
-            [
-                part
-                for attn in attentions(block)
-                for part in attn.proj.weight.detach().chunk(attn.num_heads, dim=1)
-            ]
+            list(block.attn.proj.weight.detach().chunk(block.attn.num_heads, dim=1))
             for block in blocks
         ]
         self.shape = len(self._columns), len(self._columns[0])

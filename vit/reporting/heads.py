@@ -10,10 +10,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.data.datasets import ImageSet, load_training
-from vit.data.splits import balanced_subset
-from vit.data.stream import Decoder
-from vit.explain.charts import heads_chart
+from vit.data.datasets import load_training
+from vit.data.images import ImageSet
+from vit.data.sampling import balanced_subset
+from vit.explain.figures import statistics_picture
 from vit.explain.importance import (
     Effect,
     Heads,
@@ -70,7 +70,7 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
     data, root = saved.config.data, options.data.root
     data = replace(data, root=root or data.root)
     seed, preprocess = saved.config.train.seed, saved.classifier.preprocess
-    training, held_out = load_training(data, seed, preprocess, decoder=Decoder(data.workers))
+    training, held_out = load_training(data, seed, preprocess)
     if saved.fingerprint not in ("", training.fingerprint):
         raise ValueError(
             f"data.root: {data.root} does not contain the images that {saved.path} was trained on, "
@@ -126,7 +126,7 @@ def measure_groups(
 def draw_heads(effects: Sequence[Effect]) -> np.ndarray:
     """Draw what muting each head costs, (height, width, 3) uint8."""
     measures = ("probability", "accuracy")
-    return heads_chart({f"fall in {name}": as_grid(effects, name) for name in measures})
+    return statistics_picture({f"fall in {name}": as_grid(effects, name) for name in measures})
 
 
 def as_table(found: dict[str, list[Effect]]) -> str:
