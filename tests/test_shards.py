@@ -316,9 +316,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "label beyond a gap": (
         lambda root: ((root / "classes.txt").unlink(), add({"0012.cls": b"999999999"})(root)),
-        r"no image has the label 3, but others have labels up to 999999999; number",
+        r"the images have 4 different labels, up to 999999999; number the classes from 0",
     ),
-    "an empty line": (classes_txt(b"a\n\nb"), r"ROOT/classes\.txt, line 2: the name of a class"),
+    "wrong names": (
+        classes_txt(b"a\n\nb\na"),
+        r"ROOT/classes\.txt must name each class in a line and once, but has a, an empty line",
+    ),
 }  # fmt: skip
 
 
