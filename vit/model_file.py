@@ -19,7 +19,7 @@ from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.model.config import ModelConfig
-from vit.model.variants import source_digest
+from vit.model.variants import attention_digest
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
@@ -209,8 +209,8 @@ def save_model(
 
 
 def attention_code(model: ModelConfig) -> str:
-    """Identify the code of a model's attention, see `source_digest`; "" for a timm model."""
-    return source_digest(model.attention) if model.name == "vit" else ""
+    """Identify the code of a model's attention, see `attention_digest`; "" for a timm model."""
+    return attention_digest(model.attention) if model.name == "vit" else ""
 
 
 def _read_model(path: Path) -> dict[str, Any]:
