@@ -266,20 +266,6 @@ def test_checkpointed_blocks_give_the_same_gradients_from_less_memory(precision)
     assert little < much / 2
 
 
-def test_blocks_are_checkpointed_if_asked_and_only_for_training(tmp_path):
-    step = make_step(small(tmp_path, train={"checkpoint_blocks": True}))
-    plain = make_step(small(tmp_path))
-    assert step.state.model.grad_checkpointing and not plain.state.model.grad_checkpointing
-    for one, other in zip(train_steps(step, 2), train_steps(plain, 2), strict=True):
-        assert torch.equal(one, other)
-    weights = plain.state.model.state_dict()
-    for key, value in step.state.model.state_dict().items():
-        assert torch.equal(value, weights[key]), key
-    with torch.no_grad():
-        images = torch.randn(2, 3, 32, 32)
-        assert torch.equal(step.state.evaluated()(images), plain.state.evaluated()(images))
-
-
 @pytest.mark.slow
 def test_extended_run_is_one_whose_schedule_starts_over_even_if_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "SHAPES_TEST", 100)

@@ -285,15 +285,6 @@ def test_a_bad_source_is_one_line(pretrained: str, message: str, tmp_path: Path)
     assert "\n" not in str(error.value)
 
 
-def test_an_unknown_model_or_argument_is_named_first(tmp_path: Path) -> None:
-    torch.save(draw("test_resnet").state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=r"^model\.name: timm:resnet81 is not a model of timm"):
-        resolve_pretrained(config("resnet81", tmp_path / "w.pth"), overwrite=False)
-    wrong = config("test_resnet", tmp_path / "w.pth", model={"timm_args": {"pretrained": True}})
-    with pytest.raises(ValueError, match=r"weights are named by model\.pretrained$"):
-        resolve_pretrained(wrong, overwrite=False)
-
-
 def test_channels_that_timm_cannot_adapt_are_refused(tmp_path: Path) -> None:
     """timm would start with a random patch embedding and say so in a log."""
     name, arguments = "naflexvit_base_patch16_gap", VIT
