@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from small_runs import assert_same, environment
 from vit.classifier import build_model
-from vit.data import sources
+from vit.data import shapes
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.pretrained.adapt import Pretrained
@@ -332,7 +332,7 @@ def test_a_head_that_timm_does_not_name_cannot_stay_random(name: str) -> None:
 def test_a_run_starts_from_another_run_and_never_needs_it_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SHAPES_TEST", 100)
+    monkeypatch.setattr(shapes, "TEST", 100)
     first = dataclasses.replace(
         config("test_resnet", "x", model={"pretrained": None}), out=str(tmp_path / "first")
     )

@@ -10,17 +10,18 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import ImageSet, choose_probes
+from vit.data.datasets import choose_probes
+from vit.data.images import ImageSet
 from vit.evaluation import Setup
-from vit.explain.charts import heads_chart
-from vit.explain.colours import bar_of
+from vit.explain.colours import SIGNED
 from vit.explain.faithfulness import faithfulness, hiding_curves, with_baselines
 from vit.explain.figures import (
+    attention_picture,
     captions_of,
     filmstrip_picture,
     heads_picture,
-    overlays_picture,
     rollout_picture,
+    statistics_picture,
 )
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
@@ -89,8 +90,8 @@ class AttentionLogging:
         attention = joined([batch for batch, _ in batches])
         records = [record for _, batch in batches for record in batch]
         yield from self._records(records, step)
-        statistics = self._statistics(classifier, attention.weights)
-        layers = {name: values.mean(dim=1) for name, values in statistics.items()}
+        heads = self._statistics(classifier, attention.weights)
+        layers = {name: values.mean(dim=1) for name, values in heads.items()}
         prefix = require_attention(classifier.model).num_prefix_tokens
         layers["patch_norm"] = largest_patch_norm(attention.tokens, prefix)
         for name, values in layers.items():
@@ -100,7 +101,10 @@ class AttentionLogging:
             yield from _measured(records)
             yield from self._baselines(classifier, attention, threads)
         maps = self._save(attention.map("rollout").cpu(), step)
-        yield from self._draw(classifier, attention, statistics, maps)
+        titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
+        chart = statistics_picture(dict(zip(titles, heads.values(), strict=True)))
+        yield "attention/statistics", chart
+        yield from self._draw(classifier, attention, maps)
         if attention.finite:
             yield from self._draw_relevance(attention)
 
@@ -145,19 +149,12 @@ class AttentionLogging:
             yield f"faithfulness/{kind}", value
 
     def _draw(
-        self,
-        classifier: Classifier,
-        attention: Attention,
-        statistics: dict[str, Tensor],
-        maps: dict[int, np.ndarray],
+        self, classifier: Classifier, attention: Attention, maps: dict[int, np.ndarray]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Draw statistics, heads, rollout, and the maps of all steps so far."""
+        """Draw heads, rollout, and the maps of all steps so far."""
         model, pixels, weights = (
             require_attention(classifier.model), self.probes.pixels(), attention.weights
         )  # fmt: skip
-        titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
-        chart = heads_chart(dict(zip(titles, statistics.values(), strict=True)))
-        yield "attention/statistics", chart
         heads = head_maps(
             [layer[:1] for layer in weights], readout=readout_of(model),
             num_prefix_tokens=model.num_prefix_tokens,
@@ -174,16 +171,14 @@ class AttentionLogging:
         yield "attention/filmstrip", filmstrip_picture(pixels, strip, list(maps))
 
     def _draw_relevance(self, attention: Attention) -> Iterator[tuple[str, np.ndarray]]:
-        """Draw rollout and the layer-wise relevance for the predicted class side by side."""
-        kinds, classes, pixels = ("rollout", "lrp"), self.probes.classes, self.probes.pixels()
+        """Draw the layer-wise relevance for the predicted class."""
+        classes, pixels = self.probes.classes, self.probes.pixels()
         captions = captions_of(attention.logits, self.probes.labels, classes)
-        maps = torch.stack([attention.map(kind) for kind in kinds], dim=1)
-        for number, guess in enumerate(attention.logits.argmax(dim=1).tolist()):
-            yield RELEVANCE_TAG.format(number), overlays_picture(
-                pixels[number], maps[number], captions[number],
-                [map_title(kind, classes[guess]) for kind in kinds],
-                [bar_of(kind) for kind in kinds],
-            )  # fmt: skip
+        guesses, maps = attention.logits.argmax(dim=1).tolist(), attention.map("lrp")
+        for number, (caption, guess) in enumerate(zip(captions, guesses, strict=True)):
+            title = map_title("lrp", classes[guess])
+            picture = attention_picture(pixels[number], [maps[number]], caption, [title], [SIGNED])
+            yield RELEVANCE_TAG.format(number), picture
 
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:
         """Save the maps of a step; return the maps of all steps so far.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from vit.classifier import build_model
 from vit.console import say
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.distributed.shard import (
     choose_parallel,
     device_mesh,
