@@ -179,6 +179,13 @@ def test_architecture_is_inferred_from_a_state_dict(name):
     assert assumed == UNKNOWN
 
 
+def test_heads_are_inferred_where_their_norms_tell():
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
+    settings, _, assumed = settings_of_file(model.state_dict(), ModelConfig(num_heads=2), "x")
+    assert settings["num_heads"] == 3
+    assert assumed == ("norm_eps", "act_layer")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
