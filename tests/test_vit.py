@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from models import PLAIN
 from vit.model.attention import causal_mask
 from vit.model.config import NOT_OF_VIT, ModelConfig
-from vit.model.embed import sincos_pos_embed
 from vit.model.vit import VisionTransformer
 
 TINY = {
@@ -292,16 +291,6 @@ def test_only_positions_tell_where_a_patch_is(pos_embed, notices):
     shuffled = rearrange(patches[:, order], "b (y x) c i j -> b c (y i) (x j)", y=4)
     difference = (model(shuffled) - model(images)).abs().max()
     assert difference > 1e-3 if notices else difference < 1e-12
-
-
-def test_learned_positions_are_a_parameter_and_sincos_positions_a_buffer():
-    learned, fixed = (draw_vit(pos_embed=kind, reg_tokens=2) for kind in ("learned", "sincos"))
-    assert isinstance(learned.pos_embed, nn.Parameter)
-    assert learned.pos_embed.shape == (1, 1 + 2 + 16, 12)
-    assert "pos_embed" in fixed.state_dict()
-    assert "pos_embed" not in dict(fixed.named_parameters())
-    assert (fixed.pos_embed[0, :3] == 0).all()
-    assert_close(fixed.pos_embed[0, 3:].float(), sincos_pos_embed((4, 4), 12), rtol=0, atol=0)
 
 
 # --- errors and config ---
