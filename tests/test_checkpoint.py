@@ -153,7 +153,7 @@ def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path)
     }
     image = io.BytesIO()
     Image.new("RGB", (8, 8)).save(image, "PNG")
-    files["photo.png"] = (image.getvalue(), "is not a checkpoint")
+    files["photo.png"] = (image.getvalue(), "is an image")
     for name, (content, reason) in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} .*{reason}"):

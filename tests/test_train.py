@@ -38,6 +38,7 @@ from vit.data.datasets import choose_probes, load, open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
+from vit.model import embed
 from vit.model_file import load_model
 from vit.reporting.config import ReportConfig
 from vit.reporting.report import evaluate_run
@@ -416,12 +417,12 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
     config = small(tmp_path / "run", optim=still, train={"whiten": whiten, "epochs": 1})
     train(config)
     images = make_loop(config).training.pixels()
-    expected = make_state(config).model.patch_embed
+    expected = make_state(config).model.patch_embed.proj[0]
     if whiten:
-        expected.whiten(SHAPES.normalize(images))
+        embed.whiten(expected, SHAPES.normalize(images))
     weights = load_file(tmp_path / "run" / "model.safetensors")
     torch.testing.assert_close(
-        weights["patch_embed.proj.0.weight"], expected.proj[0].weight.detach(), rtol=0, atol=1e-6
+        weights["patch_embed.proj.0.weight"], expected.weight.detach(), rtol=0, atol=1e-6
     )
 
 
