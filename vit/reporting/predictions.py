@@ -4,12 +4,9 @@ Shapes: N images, C classes.
 """
 
 import itertools
-import os
 import re
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +17,7 @@ from tqdm import tqdm
 from vit.classifier import Classifier
 from vit.console import printable, warn
 from vit.data.photo_files import find_photos
-from vit.data.photos import pillow_warnings
+from vit.data.stream import AT_ONCE, Decoder, default_workers
 from vit.files import write_table
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
@@ -28,7 +25,6 @@ from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
 COLUMNS = r"file,class,probability(,class_\d+,probability_\d+)*"  # a pattern
-MAX_THREADS = 8  # that decode image files
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -56,11 +52,8 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     _require_own_table(table)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
-    with (
-        pillow_warnings(),  # for all threads that read files
-        # disable=None shows the bar on terminals only.
-        tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar,
-    ):
+    # disable=None shows the bar on terminals only.
+    with tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar:
         rows = _rank_files(saved.classifier, paths, options.batch_size, bar)
         first = next(rows, None)
         if first is None:
@@ -85,45 +78,33 @@ def _rank_files(
     classifier: Classifier, paths: list[Path], batch_size: int, bar: "tqdm[NoReturn]"
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
-    decoded = _decode(classifier, paths, batch_size, bar)
+    decoded = _decode(classifier, paths, bar)
     while batch := list(itertools.islice(decoded, batch_size)):
         found, images = zip(*batch, strict=True)
         ranked = classifier.rank(torch.stack(images), TOP, batch_size)
-        for path, ranking in zip(found, ranked, strict=True):
-            yield {"file": path} | columns_of("class", ranking)
+        for file, ranking in zip(found, ranked, strict=True):
+            yield {"file": file} | columns_of("class", ranking)
 
 
 def _decode(
-    classifier: Classifier, paths: list[Path], ahead: int, bar: "tqdm[NoReturn]"
-) -> Iterator[tuple[Path, Tensor]]:
-    """Read files in worker threads; yield path and image (channels, H, W) uint8, in order.
-
-    At most `ahead` files are read in advance. Pillow decodes and resizes without the interpreter's
-    lock, so threads are enough.
-    """
-    preprocess = classifier.preprocess
-
-    def read(path: Path) -> Tensor | ValueError:
-        try:
-            return preprocess.resize(path, "predict")
-        except ValueError as error:
-            return error
-
-    workers = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-    running: deque[Future[Tensor | ValueError]] = deque()
-    remaining = iter(paths)
+    classifier: Classifier, paths: list[Path], bar: "tqdm[NoReturn]"
+) -> Iterator[tuple[str, Tensor]]:
+    """Read files in worker processes; yield file and image (channels, H, W) uint8, in order."""
+    files = [str(path) for path in paths]
+    tasks = [
+        (classifier.preprocess, files[start : start + AT_ONCE])
+        for start in range(0, len(files), AT_ONCE)
+    ]
+    decoder = Decoder(default_workers() if len(tasks) > 1 else 0)
     try:
-        for path in paths:
-            for later in itertools.islice(remaining, 1 + ahead - len(running)):
-                running.append(workers.submit(read, later))
-            image = running.popleft().result()
-            bar.update()
-            if isinstance(image, ValueError):
-                warn(printable(f"skipped: {str(image).removeprefix('predict: ')}"))
-            else:
-                yield path, image
+        for (_, part), (images, problems) in zip(tasks, decoder.decode(tasks), strict=True):
+            bar.update(len(part))
+            for problem in problems.values():
+                warn(printable(f"skipped: {problem.removeprefix('data.root: ')}"))
+            readable = [file for number, file in enumerate(part) if number not in problems]
+            yield from zip(readable, images, strict=True)
     finally:
-        workers.shutdown(cancel_futures=True)
+        decoder.close()
 
 
 def _require_own_table(path: Path) -> None:
