@@ -16,7 +16,8 @@ from torch import Tensor
 from models import PLAIN
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import load
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens

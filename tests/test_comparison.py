@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vit.classifier import Classifier, build_model
-from vit.data.datasets import ImageSet, load_test_images
+from vit.data.datasets import load_test_images
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.evaluation import evaluate

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from small_runs import Call, Ended
 from vit.classifier import build_model
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import load
+from vit.data.images import ImageSet
 from vit.data.photos import to_photo
 from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval

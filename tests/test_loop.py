@@ -13,8 +13,8 @@ from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.data.balance import balanced_batches
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
+from vit.data.sampling import balanced_batches
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.run import saver

@@ -10,7 +10,7 @@ from benchmarks.maps import faithfulness as bench
 from benchmarks.maps import faithfulness_tables as map_tables
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.model_file import load_model, save_model
 from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import measure_maps

@@ -11,7 +11,7 @@ from PIL import Image
 
 import vit
 from small_runs import Call, Ended
-from vit.data.photo_files import find_photos
+from vit.data.photos import find_photos
 from vit.startup import eval_main
 
 SAME = ("--device", "cpu", "--precision", "float32")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate

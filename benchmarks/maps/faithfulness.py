@@ -38,7 +38,7 @@ from benchmarks.maps.filling import FILLINGS, make_filling
 from benchmarks.timing import timed
 from vit.classifier import Classifier
 from vit.cli import user_errors
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.explain.faithfulness import LEVELS, Filling, score_maps, to_patches, with_baselines
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.console import counted
-from vit.data.datasets import ImageSet
-from vit.data.splits import balanced_subset
+from vit.data.images import ImageSet
+from vit.data.sampling import balanced_subset
 from vit.explain.canvas import report_boxes
 from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS

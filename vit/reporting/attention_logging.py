@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import ImageSet, choose_probes
+from vit.data.datasets import choose_probes
+from vit.data.images import ImageSet
 from vit.evaluation import Setup
 from vit.explain.colours import SIGNED
 from vit.explain.faithfulness import faithfulness, hiding_curves, with_baselines

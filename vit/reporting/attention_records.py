@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import printable
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.explain.colours import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import printable
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.evaluation import mcnemar, report
 from vit.explain.figures import comparison_picture
 from vit.hardware import describe

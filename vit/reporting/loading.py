@@ -4,8 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from vit.data.datasets import ImageSet, load_test_images
-from vit.data.stream import Decoder
+from vit.data.datasets import load_test_images
+from vit.data.images import ImageSet
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -59,8 +59,6 @@ def load_test(saved: SavedModel, root: str | None = None, download: bool = True)
     test = load_test_images(
         dataclasses.replace(data, root=root or data.root, download=download),
         saved.classifier.preprocess,
-        Decoder(data.workers),
-        report=root is not None,
     )
     root = root or data.root
     if test.classes != classes:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.explain.faithfulness import (
     LEVELS,
     mask_iou,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from vit.classifier import PHOTO_KINDS
 from vit.console import printable, warn
-from vit.data.photo_files import find_photos
-from vit.data.photos import to_photo
+from vit.data.photos import find_photos, to_photo
 from vit.explain.canvas import report_boxes
 from vit.model.attention_model import no_maps_text
 from vit.reporting.config import PhotoConfig

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import printable, warn
-from vit.data.photo_files import find_photos
+from vit.data.photos import find_photos
 from vit.data.stream import AT_ONCE, Decoder, default_workers
 from vit.files import write_table
 from vit.reporting.config import PredictConfig

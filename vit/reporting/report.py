@@ -15,7 +15,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.data.augment import shrink
-from vit.data.datasets import ImageSet, choose_probes
+from vit.data.datasets import choose_probes
+from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.colours import as_rgb

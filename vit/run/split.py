@@ -3,7 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from vit.data.datasets import ImageSet, open_images
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
 from vit.files import write_table
 from vit.run.folder import SPLIT_FILE
 from vit.training.config import Config

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.seeding import generator
 from vit.training.step import TrainingStep
@@ -53,7 +53,7 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
-        ahead = step.world.agree(AHEAD * training.images.decoder.workers)
+        ahead = step.world.agree(AHEAD * training.images.num_workers)
         warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
     schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
     trial = dataclasses.replace(step, schedule=schedule)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from vit.classifier import Classifier
 from vit.console import is_out_of_memory, say
-from vit.data.balance import class_weights
-from vit.data.batches import divide_epoch
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.data.sampling import class_weights, divide_epoch
 from vit.distributed.shard import is_sharded, replicate
 from vit.model.attention_model import size_unit
 from vit.pretrained.adapt import Pretrained

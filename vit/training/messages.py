@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.console import counted
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet
-from vit.data.sources import read_source
-from vit.data.splits import describe_counts
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
+from vit.data.sampling import describe_counts
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
@@ -125,9 +125,9 @@ def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     parts += f", {_held_out_text(held_out)}"
     if not data.spec.own_files or data.on_bad_image == "skip":  # some may not be readable
         return f"{parts}; the test images are used once, at the end"
-    test = read_source(data, train=False)
+    test = open_images(data, train=False)
     counts = _counts(test.classes, test.labels)
-    return f"{parts}; the {len(test.labels):,} test images ({counts}) are used once, at the end"
+    return f"{parts}; the {len(test):,} test images ({counts}) are used once, at the end"
 
 
 def _counts(classes: Sequence[str], labels: Tensor) -> str:
@@ -164,7 +164,7 @@ def _short_text(config: Config, step: TrainingStep) -> str:
 def _streaming_text(images: ImageSet) -> str:
     if isinstance(images.images, Tensor):
         return ""
-    gigabytes, workers = images.images.nbytes / 1e9, images.images.decoder.workers
+    gigabytes, workers = images.images.nbytes / 1e9, images.images.num_workers
     how = f"by {counted(workers, 'worker')}" if workers else "in this process"
     return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
 

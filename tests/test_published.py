@@ -1,6 +1,5 @@
-"""torchvision's data sets: tiny files of the same form, downloaded from a real server."""
+"""Published data sets: tiny files of the same form, downloaded from a real server; digits."""
 
-import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -10,7 +9,7 @@ import pickle
 import struct
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,13 +20,13 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
+from sklearn.datasets import load_digits
 from torchvision import datasets as tv
 
-from vit.cli import parse_train
-from vit.data import installed
+from vit.data import published
 from vit.data.config import DataConfig
-from vit.data.datasets import load_training
-from vit.data.sources import Source, read_source
+from vit.data.datasets import load, load_training, open_images
+from vit.data.images import ImageSet
 from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
@@ -37,19 +36,6 @@ CLASSES = ("low", "middle", "high")
 class Handler(SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
-
-
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def md5(path: Path) -> str:
@@ -197,7 +183,7 @@ def config(name: str, root: Path, download: bool = True) -> DataConfig:
     return DataConfig(name=name, root=str(root), download=download)
 
 
-def assert_complete(name: str, train: Source, test: Source) -> None:
+def assert_complete(name: str, train: ImageSet, test: ImageSet) -> None:
     assert sorted(train.labels.tolist()) == sorted(TRAINED)
     assert sorted(test.labels.tolist()) == sorted(TESTED)
     for source, first in ((train, 0), (test, 4)):
@@ -205,73 +191,79 @@ def assert_complete(name: str, train: Source, test: Source) -> None:
             assert source.classes == CLASSES
         assert source.labels.dtype == torch.int64 and source.masks is None
         if name in IMAGES_IN_FILES:
-            assert all(path.is_file() for path in source.pictures)
-            assert len(source.pictures) == len(source.labels)
+            assert all(Path(path).is_file() for path in source.images.paths)
+            assert len(source.images) == len(source.labels)
             continue
         shape = (28, 28) if name == "fashion_mnist" else (32, 32, 3)
         expected = np.stack([picture(first + n, shape) for n in range(len(source.labels))])
         expected = expected[:, None] if name == "fashion_mnist" else expected.transpose(0, 3, 1, 2)
-        assert source.pictures.dtype == torch.uint8 and source.pictures.is_contiguous()
-        assert torch.equal(source.pictures, torch.from_numpy(expected.copy()))
+        assert source.images.dtype == torch.uint8 and source.images.is_contiguous()
+        assert torch.equal(source.images, torch.from_numpy(expected.copy()))
+
+
+Serve = Callable[[str], DataConfig]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Return a function that offers a set for download, and the settings that download it."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.setenv("no_proxy", "*")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+
+    def offer(name: str) -> DataConfig:
+        MAKERS[name](site, f"http://127.0.0.1:{server.server_address[1]}/", monkeypatch)
+        return config(name, tmp_path / "data")
+
+    yield offer
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_set_is_downloaded_once_and_read(name, tmp_path, monkeypatch, capsys):
-    site, root = tmp_path / "site", tmp_path / "data"
-    site.mkdir()
-    monkeypatch.setenv("no_proxy", "*")
-    with serving(site) as url:
-        MAKERS[name](site, url, monkeypatch)
-        with pytest.raises(
-            ValueError, match=rf"^data\.root: {name} .*data\.download=false"
-        ) as info:
-            read_source(config(name, root, download=False), train=True)
-        assert "\n" not in str(info.value) and not root.exists()
-        train = read_source(config(name, root), train=True)
-        assert f"{name} is not in {root}" in capsys.readouterr().out
-        test = read_source(config(name, root), train=False)
-    assert_complete(name, train, test)
-    again = read_source(config(name, root, download=False), train=True)  # without the server
+def test_a_set_is_downloaded_once_and_read(name, serve, capsys):
+    data = serve(name)
+    offline = dataclasses.replace(data, download=False)
+    assert "data.download=false" in refused(offline) and not Path(data.root).exists()
+    train = open_images(data, train=True)
+    assert f"{name} is not in {data.root}" in capsys.readouterr().out
+    assert_complete(name, train, open_images(data, train=False))
+    again = open_images(offline, train=True)
     assert torch.equal(again.labels, train.labels) and again.classes == train.classes
     if name in IMAGES_IN_FILES:
-        again.pictures[1].unlink()
+        Path(again.images.paths[1]).unlink()
         with pytest.raises(ValueError, match="incomplete: 1 of 4 images are missing, such as /"):
-            read_source(config(name, root), train=True)
+            open_images(data, train=True)
 
 
-@pytest.mark.parametrize("name", ["fashion_mnist", "svhn"])
-def test_training_downloads_the_test_images_too(name, tmp_path, monkeypatch):
-    site, data = tmp_path / "site", config(name, tmp_path / "data")
-    site.mkdir()
-    monkeypatch.setenv("no_proxy", "*")
-    with serving(site) as url:
-        MAKERS[name](site, url, monkeypatch)
-        load_training(dataclasses.replace(data, val_size=0), seed=0)
-    test = read_source(config(name, tmp_path / "data", download=False), train=False)
+def test_training_downloads_the_test_images_too(serve):
+    data = serve("svhn")
+    load_training(dataclasses.replace(data, val_size=0), seed=0)
+    test = open_images(dataclasses.replace(data, download=False), train=False)
     assert sorted(test.labels.tolist()) == sorted(TESTED)
 
 
 def refused(data: DataConfig) -> str:
     """Return the line that says why a data set cannot be read, and what to do."""
     with pytest.raises(ValueError) as info:
-        read_source(data, train=True)
+        open_images(data, train=True)
     error, message = info.value, str(info.value)
     assert error.__suppress_context__ or error.__context__ is None  # one traceback, not three
-    assert (
-        message.startswith(f"data.root: {data.name} is not in {data.root}") and "\n" not in message
-    )
+    assert message.startswith(f"data.root: {data.name} is not in {data.root}")
     for part in (f"Put {place(data.name)} into {data.root}", "--data.root", "`make demo`"):
-        assert part in message
+        assert part in message and "\n" not in message
     return message
 
 
 @pytest.mark.parametrize("name", ["cifar10", "food101"])
 def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
-    site, root = tmp_path / "site", tmp_path / "mistyped" / "data"
-    site.mkdir()
-    monkeypatch.setenv("no_proxy", "*")
-    with serving(site) as url:
-        MAKERS[name](site, url, monkeypatch)
+    (tmp_path / "site").mkdir()
+    MAKERS[name](tmp_path / "site", "http://127.0.0.1:9/", monkeypatch)
+    root = tmp_path / "mistyped" / "data"
     assert "refused" in refused(config(name, root))
     assert not root.exists() or any(root.iterdir())
     root = tmp_path / "file"
@@ -279,28 +271,21 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     refused(config(name, root))
 
 
-@pytest.mark.parametrize("name", ["cifar10", "food101"])
 @pytest.mark.parametrize(
-    ("method", "answer", "words"),
+    ("name", "method", "answer", "words"),
     [
-        ("copyfile", lambda self, source, out: out.write(source.read(100)), "corrupted"),
-        ("do_GET", lambda self: self.wfile.write(b"220 welcome\r\n"), "220 welcome"),
+        ("cifar10", "copyfile", lambda self, source, out: out.write(source.read(100)), "corrupted"),
+        ("food101", "do_GET", lambda self: self.wfile.write(b"220 welcome\r\n"), "220 welcome"),
     ],
     ids=["lost connection", "not HTTP"],
 )
-def test_what_a_failed_download_leaves_does_not_count_as_whole(
-    name, method, answer, words, tmp_path, monkeypatch
-):
-    site, root = tmp_path / "site", tmp_path / "data"
-    site.mkdir()
-    monkeypatch.setenv("no_proxy", "*")
-    with serving(site) as url:
-        MAKERS[name](site, url, monkeypatch)
-        with monkeypatch.context() as patch:
-            patch.setattr(Handler, method, answer)
-            assert words in refused(config(name, root))
-        assert "data.download=false" in refused(config(name, root, download=False))
-        assert_complete(name, *(read_source(config(name, root), part) for part in (True, False)))
+def test_an_incomplete_download_is_repeated(name, method, answer, words, serve):
+    data = serve(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handler, method, answer)
+        assert words in refused(data)
+    assert "data.download=false" in refused(dataclasses.replace(data, download=False))
+    assert_complete(name, *(open_images(data, part) for part in (True, False)))
 
 
 # An archive beside which nothing needs to be downloaded.
@@ -326,25 +311,19 @@ def test_an_archive_is_unpacked_without_a_network(archive, download, monkeypatch
     for folder in ("cat", "dog"):  # into images of one's own, only downloading is refused
         (root / folder).mkdir()
         (root / folder / "1.jpg").write_bytes(jpeg(1))
-    test = read_source(config(name, Path("~/data"), download), train=False)
+    test = open_images(config(name, Path("~/data"), download), train=False)
     expected = f"{name} is not in {root}, or damaged: unpacking {archive}\n"
     assert capsys.readouterr().out == expected
     archive.unlink()
-    assert_complete(name, read_source(config(name, root, download), train=True), test)
+    assert_complete(name, open_images(config(name, root, download), train=True), test)
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("archive", ["cifar10"], indirect=True)
-def test_an_archive_in_a_folder_that_only_data_root_names_is_read(archive):
-    data = parse_train(["--data.root", str(archive.parent)])[0].data
-    assert_complete("cifar10", *(read_source(data, part) for part in (True, False)))
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "half"])
 def test_damaged_files_are_refused_or_replaced(archive, damage):
-    root, whole = archive.parent, archive.read_bytes()
+    root, packed = archive.parent, archive.read_bytes()
     data = config(name_of(archive), root, download=False)
-    read_source(data, train=True)
+    open_images(data, train=True)
     files = [path for path in root.rglob("*") if path.is_file() and path != archive]
     for file in files:
         content = file.read_bytes()
@@ -352,37 +331,20 @@ def test_damaged_files_are_refused_or_replaced(archive, damage):
             file.unlink()
         else:
             file.write_bytes(b"x" + content[1:] if damage == "changed" else content[:-9])
-        archive.write_bytes(whole[:-9])
+        archive.write_bytes(packed[:-9])
         assert "data.download=false" in refused(data)
-        archive.write_bytes(whole)
-        assert_complete(data.name, *(read_source(data, part) for part in (True, False)))
+        archive.write_bytes(packed)
+        assert_complete(data.name, *(open_images(data, part) for part in (True, False)))
         assert file.read_bytes() == content
-
-
-def test_damaged_files_are_downloaded_again(tmp_path, monkeypatch):
-    site, data = tmp_path / "site", config("cifar10", tmp_path / "data")
-    site.mkdir()
-    monkeypatch.setenv("no_proxy", "*")
-    with serving(site) as url:
-        MAKERS["cifar10"](site, url, monkeypatch)
-        read_source(data, train=True)
-        for path in [path for path in (tmp_path / "data").rglob("*") if path.is_file()]:
-            path.write_bytes(b"x")
-        assert_complete("cifar10", *(read_source(data, part) for part in (True, False)))
-
-
-def test_classes_are_named():
-    assert len(tv.Flowers102.classes) == 102
-    assert tv.FashionMNIST.classes[0] == "T-shirt/top"
 
 
 @pytest.mark.parametrize(
     ("name", "package"), [("svhn", "scipy"), ("flowers102", "scipy"), ("digits", "scikit-learn")]
 )
 def test_a_missing_package_is_named(name, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(published.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError) as info:
-        read_source(config(name, tmp_path), train=True)
+        open_images(config(name, tmp_path), train=True)
     assert str(info.value) == (
         f"data.name: {name} needs {package}, which is not installed; "
         f"install it with `pip install {package}`"
@@ -396,5 +358,23 @@ def test_nothing_is_downloaded_into_a_folder_of_images(name, tmp_path):
             (tmp_path / part / kind).mkdir(parents=True)
             (tmp_path / part / kind / "1.jpg").write_bytes(jpeg(1))
     with pytest.raises(ValueError, match=r"images of your own.*use --data\.name folder to train"):
-        read_source(config(name, tmp_path), train=True)
+        open_images(config(name, tmp_path), train=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
+
+
+def test_digits_are_those_of_scikit_learn(tmp_path):
+    training, test = (load("digits", tmp_path, train=part) for part in (True, False))
+    assert (len(training), len(test)) == (1438, 359)
+    assert training.classes == test.classes == tuple("0123456789")
+    original = load_digits()
+    expected = np.round(original.images * 255 / 16).astype(np.uint8).reshape(-1, 64)
+    found = [
+        (bytes(image), label)
+        for part in (training, test)
+        for image, label in zip(part.images.flatten(1).numpy(), part.labels.tolist(), strict=True)
+    ]
+    assert sorted(found) == sorted(zip(map(bytes, expected), original.target, strict=True))
+    for part in (training, test):
+        per_class = part.labels.bincount()
+        assert per_class.max() - per_class.min() <= 8  # as there are 174 to 183 of each
+    assert torch.equal(load("digits", tmp_path, train=False).images, test.images)
