@@ -84,7 +84,8 @@ def test_folder_without_images_and_missing_file_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("batch_size", "at_once"), [(3, 2), (500, 32)])
 def test_table_holds_what_predict_says(call, photos, tmp_path, monkeypatch, batch_size, at_once):
-    monkeypatch.setattr("vit.reporting.predictions.AT_ONCE", at_once)  # with and without workers
+    for module in ("data.stream", "reporting.predictions"):
+        monkeypatch.setattr(f"vit.{module}.AT_ONCE", at_once)  # with and without workers
     table = tmp_path / "new" / "table.csv"
     ended = call("predict", photos, "--out", table, "--batch_size", batch_size, *SAME)
     assert ended.code == 0

@@ -8,16 +8,15 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import printable, warn
 from vit.data.photos import find_photos
-from vit.data.stream import AT_ONCE, Decoder, default_workers
+from vit.data.stream import AT_ONCE, ImageFiles, default_workers
 from vit.files import write_table
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
@@ -52,14 +51,12 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     _require_own_table(table)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
-    # disable=None shows the bar on terminals only.
-    with tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar:
-        rows = _rank_files(saved.classifier, paths, options.batch_size, bar)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
-        table.parent.mkdir(parents=True, exist_ok=True)
-        count = write_table(table, itertools.chain([first], rows))
+    rows = _rank_files(saved.classifier, paths, options.batch_size)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
+    table.parent.mkdir(parents=True, exist_ok=True)
+    count = write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)
     print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
     return table
@@ -75,36 +72,28 @@ def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
 
 
 def _rank_files(
-    classifier: Classifier, paths: list[Path], batch_size: int, bar: "tqdm[NoReturn]"
+    classifier: Classifier, paths: list[Path], batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
-    decoded = _decode(classifier, paths, bar)
+    decoded = _decode(classifier, paths)
     while batch := list(itertools.islice(decoded, batch_size)):
         found, images = zip(*batch, strict=True)
         ranked = classifier.rank(torch.stack(images), TOP, batch_size)
-        for file, ranking in zip(found, ranked, strict=True):
-            yield {"file": file} | columns_of("class", ranking)
+        for path, ranking in zip(found, ranked, strict=True):
+            yield {"file": path} | columns_of("class", ranking)
 
 
-def _decode(
-    classifier: Classifier, paths: list[Path], bar: "tqdm[NoReturn]"
-) -> Iterator[tuple[str, Tensor]]:
-    """Read files in worker processes; yield file and image (channels, H, W) uint8, in order."""
-    files = [str(path) for path in paths]
-    tasks = [
-        (classifier.preprocess, files[start : start + AT_ONCE])
-        for start in range(0, len(files), AT_ONCE)
-    ]
-    decoder = Decoder(default_workers() if len(tasks) > 1 else 0)
-    try:
-        for (_, part), (images, problems) in zip(tasks, decoder.decode(tasks), strict=True):
-            bar.update(len(part))
-            for problem in problems.values():
-                warn(printable(f"skipped: {problem.removeprefix('data.root: ')}"))
-            readable = [file for number, file in enumerate(part) if number not in problems]
-            yield from zip(readable, images, strict=True)
-    finally:
-        decoder.close()
+def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
+    """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
+    workers = default_workers() if len(paths) > AT_ONCE else 0
+    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess, workers)
+    for start, images, problems in files.decode_all("predict"):
+        for number, image in enumerate(images):
+            if number in problems:
+                problem = problems[number].removeprefix("data.root: ")
+                warn(printable(f"skipped: {problem}"))
+            else:
+                yield paths[start + number], image
 
 
 def _require_own_table(path: Path) -> None:
