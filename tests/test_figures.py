@@ -249,7 +249,6 @@ def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch, caps
     for installed in ((), ("No Such Font", "STIXGeneral")):
         monkeypatch.setattr(canvas, "EAST_ASIAN", installed)
         canvas.font_file.cache_clear()
-        canvas.font_of.cache_clear()
         blank = np.full((40, 99, 3), 255, np.uint8)
         pictures.append(framed(blank, [(9, 30, "left", letter)], [], length=9, top=9))
         pictures.append(confusion_picture([[1, 0], [0, 1]], [letter, "b"]))
