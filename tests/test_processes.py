@@ -29,8 +29,8 @@ from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, 
 from vit.run.folder import lock_run, prepare_run
 from vit.training.checks import check_processes
 from vit.training.config import Config, to_dict
-from vit.training.start import claim_run
-from vit.training.train import choose_processes, on_all_cores, train
+from vit.training.start import choose_processes, claim_run, on_all_cores
+from vit.training.train import train
 
 PAIR: dict[str, Any] = {"train": {"processes": 2}, "track": SPARING}
 ANY_NUMBER: dict[str, Any] = {"train": {"processes": None}, "track": SPARING}
@@ -82,7 +82,7 @@ def test_a_run_keeps_its_number_of_processes() -> None:
 
 
 def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit.training.train.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("vit.training.start.choose_device", lambda _: torch.device("cuda"))
     assert choose_processes(settings(), None, 2) == 1
     assert choose_processes(settings(), {"train": {"processes": 2}}, 2) == 1  # begun on a CPU
     with pytest.raises(ValueError, match=r"train\.processes: 2 is only for a CPU.*torchrun"):

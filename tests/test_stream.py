@@ -41,9 +41,8 @@ from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
 from vit.run.tracker import Tracker
-from vit.training import budget
-from vit.training.budget import mean_step_seconds
-from vit.training.build import build_step
+from vit.training import build
+from vit.training.build import build_step, mean_step_seconds
 from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.start import Run
@@ -231,8 +230,8 @@ def test_evaluation_is_the_same_in_memory_and_in_files(
 def test_time_of_a_step_can_be_measured_on_files(
     pictures: Path, tmp_path: Path, pool: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "WARMUP_STEPS", 1)
-    monkeypatch.setattr(budget, "TIMED_STEPS", 2)
+    monkeypatch.setattr(build, "WARMUP_STEPS", 1)
+    monkeypatch.setattr(build, "TIMED_STEPS", 2)
     config = streaming(tmp_path / "run", pictures)
     env = dataclasses.replace(environment(), decoder=pool)
     training, _ = load_data(Run.begin(config, env))

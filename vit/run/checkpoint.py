@@ -140,7 +140,11 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
         ValueError: The file is not a checkpoint of this project, or is damaged.
     """
     if path.is_dir():
-        return _read_folder(path, tensors)
+        state = read_state(path)
+        points = torch.tensor(state["points"]).view(-1, 2)
+        names = ("model", "ema") if tensors else ()
+        parts = {"model": {}, **{name: read_whole(path, f"{name}.") for name in names}}
+        return _checkpoint({**state, **parts, "points": points, "folder": path})
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -154,15 +158,6 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     if content is None:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
     return _checkpoint(state)
-
-
-def _read_folder(path: Path, tensors: bool) -> Checkpoint:
-    state = read_state(path)
-    points = torch.tensor(state["points"]).view(-1, 2)
-    parts: dict[str, Any] = {"model": {}}
-    if tensors:
-        parts = {part: read_whole(path, f"{part}.") for part in ("model", "ema")}
-    return _checkpoint({**state, **parts, "points": points, "folder": path})
 
 
 def _checkpoint(state: dict[str, Any]) -> Checkpoint:
