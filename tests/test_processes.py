@@ -14,7 +14,6 @@ import yaml
 
 from small_runs import (
     SPARING,
-    WILD,
     assert_same,
     command,
     environment,
@@ -26,7 +25,7 @@ from small_runs import (
 from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
-from vit.run.folder import lock_run, prepare_run
+from vit.run.folder import prepare_run
 from vit.training.checks import check_processes
 from vit.training.config import Config, to_dict
 from vit.training.start import choose_processes, claim_run, on_all_cores
@@ -234,37 +233,6 @@ def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
     wait(lambda: not any(map(is_alive, others)))
     subprocess.run(words, capture_output=True, check=True, timeout=200)
     assert_same(run, pair)
-
-
-@pytest.mark.slow
-def test_an_error_of_the_first_process_ends_all_in_one_line(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", **PAIR)
-    with lock_run(tmp_path / "run"):
-        done = subprocess.run(
-            command(config, tmp_path / "config"), capture_output=True, text=True, timeout=100
-        )
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert f"is being written by process {os.getpid()}" in line
-
-
-@pytest.mark.slow
-def test_an_error_that_all_processes_find_is_one_line(tmp_path: Path) -> None:
-    few = small(tmp_path / "run", data={"train_size": None, "val_size": 20_000}, **PAIR)
-    words = command(few, tmp_path / "config")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: data.val_size: 20000"), line
-
-
-@pytest.mark.slow
-def test_a_run_that_diverges_says_so_once(tmp_path: Path) -> None:
-    words = command(small(tmp_path / "run", **PAIR, optim=WILD), tmp_path / "config")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 3
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
-    assert line.startswith("error: training diverged")
 
 
 @pytest.mark.slow

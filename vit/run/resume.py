@@ -63,7 +63,7 @@ def check_run(
         return None
     if (run / MODEL_FILE).exists() and not extend:
         raise ValueError(
-            f"out: {run} contains a finished run{_extension_text(run, stored)}; evaluate it with "
+            f"out: {run} contains a finished run; evaluate it with "
             f"`python eval.py {run}`, extend it with --resume.extend and more --train.epochs, "
             f"train in another folder with --out, or delete it and start over with --overwrite"
         )
@@ -149,25 +149,9 @@ def extend_config(config: Config) -> Config:
         raise ValueError(
             f"train.epochs: {config.train.epochs} is not allowed; with --resume.extend it must be "
             f"more than the {finished.epochs} epochs of the finished run in {run}"
-            f"{_extension_text(run, stored)}"
         )
     restarts = (*finished.restarts, finished.epochs)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, restarts=restarts))
-
-
-def _extension_text(run: Path, stored: dict[str, Any]) -> str:
-    """Tell of an interrupted extension of a finished run; empty if there is none."""
-    try:
-        newest = latest_checkpoint(run)
-    except ValueError:  # none can be read
-        return ""
-    epochs = None if newest is None else _extension_epochs(stored, newest)
-    if epochs is None:
-        return ""
-    return (
-        f" (its interrupted extension to {epochs} epochs is resumed with "
-        f"--train.epochs {epochs} --resume.extend)"
-    )
 
 
 def _extension_epochs(stored: dict[str, Any], newest: Checkpoint) -> int | None:
