@@ -12,7 +12,8 @@ fault, or replace it by another of the same kind under a new number.
 
 A fault is applied to a temporary copy of the repository, with uncommitted changes but without
 ignored files. The fast tests run until one fails: first the test file of the module, then those
-that name it, then the others. Libraries are imported once; each run is a fork of this process.
+that name it, then the others. The test that failed runs again without the fault, and must pass.
+Libraries are imported once; each run is a fork of this process.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,14 +60,16 @@ def find_fault(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
 
 
 def copy_repository(target: Path) -> None:
-    subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, target], check=True)
-    command = ["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"]
-    changed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    for name in filter(None, changed.stdout.split("\0")):
-        (target / name).unlink(missing_ok=True)
-        if (ROOT / name).exists():
+    subprocess.run(
+        ["git", "clone", "--quiet", "--shared", "--no-checkout", ROOT, target], check=True
+    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+            shutil.copy2(ROOT / name, target / name)
+    subprocess.run(["git", "add", "--all"], cwd=target, check=True)
     if (ROOT / "data").exists() and not (target / "data").exists():
         (target / "data").symlink_to((ROOT / "data").resolve())
 
@@ -83,7 +87,7 @@ def group_tests(module: Path, copy: Path) -> list[list[str]]:
     return groups
 
 
-def run_tests(copy: Path, files: list[str]) -> None:
+def run_in_fork(copy: Path, tests: list[str]) -> None:
     with Path(f"{copy}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -91,41 +95,51 @@ def run_tests(copy: Path, files: list[str]) -> None:
     os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
     options = ["-x", "-m", "not slow", "--tb=no", "-rfE", "--assert=plain"]
     options += ["-p", "no:cacheprovider", f"--basetemp={copy}.tmp"]
-    sys.exit(pytest.main([*options, *files]))
+    sys.exit(pytest.main([*options, *tests]))
+
+
+def first_failure(copy: Path, tests: list[str]) -> str | None:
+    """Return the first test or file of tests that fails in a copy, or how its process ended."""
+    process = FORK.Process(target=run_in_fork, args=(copy, tests))
+    process.start()
+    process.join(TIMEOUT)
+    process.kill()
+    process.join()
+    if process.exitcode in (0, 5):  # 5: all tests of the files are slow
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", Path(f"{copy}.log").read_text(), re.MULTILINE)
+    return failed[1] if failed else f"exit code {process.exitcode}"
 
 
 def catch(fault: Fault, copy: Path, near: bool) -> str | None:
-    """Return the first test that fails with a fault in a copy of the repository."""
+    """Return the first test that fails with a fault in a copy, and passes without it."""
     module, faulty = find_fault(fault, copy)
     original = module.read_text()
     # Python would take a compiled file of the same second and size.
     shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
     module.write_text(faulty)
     try:
-        for files in group_tests(module, copy)[: 2 if near else 3]:
-            process = FORK.Process(target=run_tests, args=(copy, files))
-            if files:
-                process.start()
-                process.join(TIMEOUT)
-                process.kill()
-                process.join()
-            if files and process.exitcode not in (0, 5):  # 5: all tests of the files are slow
-                log = Path(f"{copy}.log").read_text()
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
-                return failed[1] if failed else f"exit code {process.exitcode}"
+        groups = [group for group in group_tests(module, copy)[: 2 if near else 3] if group]
+        test = next(filter(None, (first_failure(copy, group) for group in groups)), None)
     finally:
         shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
         module.write_text(original)
-    return None
+    control = [test] if test and "test_" in test else groups[0]
+    if test and first_failure(copy, control):
+        raise RuntimeError(
+            f"{control[0]} fails without a fault, too: make the fast tests pass first"
+        )
+    return test
 
 
-def work(faults: Any, caught: Any, copy: Path, near: bool) -> None:
-    copy_repository(copy)
-    while (fault := faults.get()) is not None:
-        test = catch(fault, copy, near)
-        result = f"caught by {test}" if test else f"survived: {fault.old!r} -> {fault.new!r}"
-        print(f"{fault.number:3} {fault.area:10} {result}", flush=True)
-        caught.put(test is not None)
+def try_fault(fault: Fault, folder: Path, near: bool) -> bool:
+    copy = folder / str(os.getpid())
+    if not copy.exists():
+        copy_repository(copy)
+    test = catch(fault, copy, near)
+    result = f"caught by {test}" if test else f"survived: {fault.old!r} -> {fault.new!r}"
+    print(f"{fault.number:3} {fault.area:10} {result}", flush=True)
+    return test is not None
 
 
 def main() -> None:
@@ -144,19 +158,16 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in LIBRARIES:
         importlib.import_module(name)
-    faults, caught = FORK.SimpleQueue(), FORK.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            FORK.Process(target=work, args=(faults, caught, Path(folder) / str(n), options.near))
-            for n in range(options.jobs)
-        ]
-        for worker in workers:
-            worker.start()
-        for fault in [*chosen, *[None] * options.jobs]:
-            faults.put(fault)
-        print(f"caught {sum(caught.get() for _ in chosen)} of {len(chosen)} faults")
-        for worker in workers:
-            worker.join()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.jobs, mp_context=FORK) as pool,
+    ):
+        results = [pool.submit(try_fault, f, Path(folder), options.near) for f in chosen]
+        try:
+            caught = sum(result.result() for result in results)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    print(f"caught {caught} of {len(chosen)} faults")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What the attention evaluators yield and save at a milestone."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,18 @@ from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
-from vit.explain.colours import SIGNED, UNIFORM
+from vit.explain.colours import SIGNED
 from vit.explain.faithfulness import (
     centred_map,
     faithfulness,
     hiding_curves,
     random_maps,
 )
-from vit.explain.figures import captions_of, overlays_picture
+from vit.explain.figures import attention_picture, captions_of
 from vit.explain.maps import attention_maps, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting import attention_records as records_module
 from vit.reporting.attention_logging import LEVELS, AttentionLogging
-from vit.reporting.attention_records import images_with_weights
 from vit.tensorboard_plugin.encoding import decode_details
 
 IMAGES = load("shapes", ".", train=False, count=60)
@@ -78,7 +76,7 @@ def test_records_come_first_then_numbers_then_pictures(classifier, tmp_path):
             for layer in range(2)
         ),
         *(f"faithfulness/{kind}" for kind in ("rollout", "relevance", "lrp", "random", "centred")),
-        "attention/statistics", "attention/heads/probe_00",
+        "attention/heads/probe_00",
         *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
         *(f"attention/lrp/probe_{number:02d}" for number in range(3)),
     ]  # fmt: skip
@@ -94,12 +92,12 @@ def test_records_come_first_then_numbers_then_pictures(classifier, tmp_path):
 def test_relevance_is_drawn_for_the_predicted_class(classifier, tmp_path):
     (yielded,) = look(classifier, tmp_path, [5])
     inputs = classifier.normalize(PROBES.images)
-    logits, maps = attention_maps(classifier.model, inputs, ["rollout", "lrp"])
+    logits, maps = attention_maps(classifier.model, inputs, ["lrp"])
     captions = captions_of(logits, PROBES.labels, PROBES.classes)
     for number, guess in enumerate(logits.argmax(dim=1).tolist()):
-        expected = overlays_picture(
-            PROBES.images[number], [maps["rollout"][number], maps["lrp"][number]], captions[number],
-            [map_title("rollout", ""), map_title("lrp", PROBES.classes[guess])], [UNIFORM, SIGNED],
+        expected = attention_picture(
+            PROBES.images[number], [maps["lrp"][number]], captions[number],
+            [map_title("lrp", PROBES.classes[guess])], [SIGNED],
         )  # fmt: skip
         found = yielded[f"attention/lrp/probe_{number:02d}"]
         difference = np.abs(found.astype(int) - expected.astype(int))
@@ -117,11 +115,6 @@ def test_weights_of_a_run_have_a_budget(classifier, tmp_path, capsys, monkeypatc
             measured = {shown.kind for shown in details.maps if shown.faithfulness is not None}
             assert measured == {"rollout", "relevance", "lrp"}
     assert "has the attention weights of 2 of 3 images (at most 0 MB" in capsys.readouterr().err
-
-
-def test_weights_of_vit_b_16_at_224_pixels_fit_for_half_of_the_probes():
-    assert images_with_weights(12 * 12 * 197**2, count=8, steps=10) == 4
-    assert images_with_weights(12 * 12 * 577**2, count=8) == 0  # more than the tab takes
 
 
 def test_maps_that_are_not_finite_cost_records_and_faithfulness(classifier, tmp_path, capsys):
@@ -156,22 +149,3 @@ def test_full_disk_costs_only_the_saved_maps(classifier, tmp_path, capsys, monke
     assert list(yielded) == list(whole)
     np.testing.assert_array_equal(yielded["attention/filmstrip"], whole["attention/filmstrip"])
     assert "maps of step 0 were not saved: [Errno 28]" in capsys.readouterr().err
-
-
-def test_without_images_nothing_is_drawn_or_measured(classifier, tmp_path):
-    none = choose_probes(IMAGES, 0, 7)
-    assert list(AttentionLogging(tmp_path / "maps", none, STEPS).run(classifier, 5)) == []
-    assert not (tmp_path / "maps").exists()
-
-
-def test_channels_other_than_three_are_drawn(tmp_path):
-    torch.manual_seed(0)
-    settings = PLAIN | {"in_chans": 1}
-    model = VisionTransformer(
-        **settings, img_size=32, num_classes=10, embed_dim=24, depth=1, num_heads=2
-    ).eval()
-    grey = dataclasses.replace(PROBES, images=PROBES.images[:, :1])
-    preprocess = Preprocess((32, 32), (0.5,), (0.25,))
-    classifier = Classifier(model, preprocess, IMAGES.classes, torch.device("cpu"), torch.float32)
-    yielded = dict(AttentionLogging(tmp_path, grey, STEPS).run(classifier, 0))
-    assert yielded["attention/rollout/probe_00"].shape[2] == 3

@@ -30,8 +30,6 @@ from attention_tab import (
 )
 from vit.explain.canvas import overlay
 from vit.explain.colours import SIGNED
-from vit.explain.statistics import attention_distance
-from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
 chromium = shutil.which("chromium")
@@ -87,13 +85,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert record.weights is not None
         weights = record.weights - 0.8 * record.weights[..., ::-1, :]  # differential attention
         write_record(writer, TAG, Record(details=record.details, weights=weights), 0)
-    with event_file(folder / "mixed") as writer:
-        for number, label in enumerate((0, 0, 1, 1)):
-            write_record(writer, f"attention/probe_{number:02d}", make_record(label=label), 0)
-    with event_file(folder / "damaged") as writer:
-        summary = summaries(TAG, make_record())
-        summary.value[1].tensor.string_val[0] = b"damaged"
-        writer.add_event(Event(step=0, wall_time=1.7e9, summary=summary))
     return folder
 
 
@@ -348,115 +339,6 @@ def test_negative_weights_have_a_signed_scale(
     assert contrast == "fixed" or np.unique(colours.reshape(-1, 3), axis=0).shape[0] > 15
 
 
-def test_a_head_is_enlarged_by_click_and_key(page: Page, address: str) -> None:
-    frame = show(page, address, run="even", image=TAG, layer=2, head=3)
-    stack = frame.locator(".stack").first
-    small = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
-    for key in ("click", "Enter"):
-        if key == "click":  # on the chosen map
-            stack.click(position={"x": small["left"] + 5, "y": small["top"] + 5})
-        else:
-            stack.press("Enter")
-        page.wait_for_function("() => location.hash.includes('p.attention.enlarged=yes')")
-        large = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
-        assert large["zoom"] > 5 * small["zoom"]
-        page.keyboard.press("Escape")
-        page.wait_for_function("() => !location.hash.includes('p.attention.enlarged')")
-    stack.press("Enter")
-    stack.press("ArrowDown")
-    stack.press("ArrowRight")
-    wait_until(frame, "layer", 3)
-    wait_until(frame, "head", 4)
-    stack.press("Escape")
-    for _ in range(8):
-        page.keyboard.press("s")  # the layers scroll along
-    wait_until(frame, "layer", 11)
-    frame.wait_for_function("() => document.querySelector('main').scrollTop > 0")
-    box = frame.locator(".anchor").first.bounding_box()
-    assert box is not None and box["y"] + box["height"] <= VIEWPORT["height"] + 1
-
-
-BOXES = """() => {
-    window.written = [];
-    window.attentionTab.layout();
-    const boxes = window.written.map(({ context, text, x, y }) => {
-        const { left, top } = context.canvas.getBoundingClientRect();
-        const size = context.measureText(text);
-        return { text, left: left + x - size.actualBoundingBoxLeft,
-            right: left + x + size.actualBoundingBoxRight,
-            top: top + y - size.actualBoundingBoxAscent,
-            bottom: top + y + size.actualBoundingBoxDescent };
-    });
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    while (walker.nextNode()) {
-        const { currentNode: node } = walker;
-        const { parentElement: parent } = node;
-        if (!node.data.trim() || parent.closest("option, [role=listbox], .unseen") ||
-            !parent.checkVisibility({ visibilityProperty: true })) continue;
-        const range = document.createRange();
-        range.selectNodeContents(node);
-        for (const { left, right, top, bottom } of range.getClientRects())
-            boxes.push({ text: node.data, left, right: Math.min(right,
-                parent.getBoundingClientRect().right), top: top + 2, bottom: bottom - 2 });
-    }
-    return boxes;
-}"""
-RECORD_TEXT = """() => {
-    window.written = [];
-    const { fillText } = CanvasRenderingContext2D.prototype;
-    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-        if (this.canvas.isConnected && text) window.written.push({ context: this, text, x, y });
-        return fillText.call(this, text, x, y);
-    };
-}"""
-
-
-def test_no_labels_overlap_at_any_width(new_page: Page, address: str) -> None:
-    frame = show(new_page, address, run="even")
-    frame.evaluate(RECORD_TEXT)
-    for width in (600, 800, 1280, 2560):
-        new_page.set_viewport_size({"width": width, "height": 900})
-        for state in (
-            {"run2": ""}, {"run2": "sharp", "contrast": "auto"}, {"run2": "", "order": "lowest"},
-            {"contrast": "log", "order": "layer"},
-        ):  # fmt: skip
-            frame.evaluate("state => window.attentionTab.set(state)", state)
-            boxes = frame.evaluate(BOXES)
-            assert len(boxes) > 12 * 12
-            for number, one in enumerate(boxes):
-                for other in boxes[:number]:
-                    apart = (
-                        one["left"] >= other["right"] or other["left"] >= one["right"]
-                        or one["top"] >= other["bottom"] or other["top"] >= one["bottom"]
-                    )  # fmt: skip
-                    assert apart, (width, state, one, other)
-            narrowest = frame.evaluate("() => window.attentionTab.panes[0].views.heads.cellWidth")
-            assert narrowest >= 34
-
-
-@pytest.mark.parametrize("direction", ["to", "from"])
-def test_without_a_token_the_mean_over_patches_is_painted(
-    page: Page, address: str, logs: Path, direction: str
-) -> None:
-    frame = show(page, address, run="rectangle", direction=direction, token="mean of patches")
-    weights, axis = weights_of(logs, "rectangle"), 2 if direction == "to" else 3
-    painted = numbers(frame)
-    patches = np.arange(3, 31)
-    expected = weights.take(patches, axis).mean(axis) * 31
-    np.testing.assert_allclose(painted["heads"], expected, rtol=1e-5)
-    rolled = rollouts(weights).take(patches, axis - 1).mean(axis - 1) * 31
-    np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
-
-
-def test_a_chip_paints_the_class_token(page: Page, address: str, logs: Path) -> None:
-    frame = show(page, address, run="rectangle", layer=1, head=0)
-    frame.get_by_role("button", name="class token").hover()
-    painted = wait_until(frame, "token", "class token")
-    expected = attention(weights_of(logs, "rectangle"), 0, "to")[1, 0]
-    np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
-    assert painted["tokens"][:4] == ["class token", "register 1", "register 2", "0, 0"]
-
-
 def test_a_grid_that_is_not_square(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle", layer=2, head=1)
     box = frame.locator("canvas.picture").first.bounding_box()
@@ -481,14 +363,6 @@ def test_the_slider_changes_the_step_under_a_pinned_patch(
     expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")
 
 
-def test_play_goes_through_all_steps(page: Page, address: str) -> None:
-    frame = show(page, address, step=STEPS[-3])
-    frame.get_by_role("button", name="Play the steps").first.click()
-    for step in STEPS[-2:]:
-        wait_until(frame, "step", step)
-    expect(frame.get_by_role("button", name="Play the steps").first).to_be_visible()
-
-
 def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, layer=0, head=1)
     frame.get_by_label("compare with").select_option(label="other")
@@ -501,31 +375,6 @@ def test_two_runs_side_by_side_are_linked(page: Page, address: str, logs: Path) 
         np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
     frame.get_by_role("slider", name="Step").first.press("Home")
     assert wait_until(frame, "step", 0, pane=1)["step"] == 0
-
-
-def test_panes_with_different_images_say_so(page: Page, address: str) -> None:
-    frame = show(page, address, run2="square", step2=STEPS[-1])
-    notice = frame.locator(".notice")
-    expect(notice).to_be_hidden()  # the same image on both sides
-    frame.get_by_label("compare with").select_option(label="other")  # its probe_01 is another one
-    expect(notice).to_have_text(
-        f"These are different images: {TAG} (cat) of square and {TAG} (cat) of other."
-    )
-    menu = frame.get_by_label("Image of the second pane")
-    menu.select_option(label="attention/probe_00, cat")
-    wait_until(frame, "image", "attention/probe_00", pane=1)
-    assert numbers(frame)["image"] == TAG
-    page.wait_for_function("() => location.hash.includes('p.attention.image2=')")
-    menu.select_option(index=0)  # the same name
-    wait_until(frame, "image", TAG, pane=1)
-
-
-def test_a_missing_image_of_the_second_run_can_be_replaced(page: Page, address: str) -> None:
-    frame = show(page, address, image="attention/probe_00", run2=HOSTILE)
-    expect(frame.get_by_text("has no image attention/probe_00")).to_be_visible()
-    frame.get_by_label("Image of the second pane").select_option(index=1)
-    assert wait_until(frame, "image", TAG, pane=1)["run"] == HOSTILE
-    expect(frame.locator(".notice")).to_contain_text("different images, or one image at")
 
 
 def test_a_step_written_meanwhile_appears_and_the_patch_stays(
@@ -560,18 +409,6 @@ def test_a_link_restores_the_state(page: Page, new_page: Page, address: str) -> 
     assert (before["layer"], before["head"], before["image"]) == (0, 1, TAG)
 
 
-def test_the_address_survives_other_tabs(page: Page, address: str) -> None:
-    frame = show(page, address)
-    page.mouse.click(*patch_at(frame, 1, 2))
-    page.wait_for_function("() => location.hash.includes('p.attention.token=1%2C%202')")
-    page.get_by_role("tab", name="Time Series").click()
-    page.wait_for_function("() => location.hash.startsWith('#timeseries')")
-    page.get_by_role("tab", name="Attention").click()
-    assert wait_until(frame, "token", "1, 2")
-    page.wait_for_function("() => location.hash.startsWith('#attention')")
-    assert "p.attention.token=1%2C%202" in page.url
-
-
 def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle")
     frame.locator("select").first.focus()
@@ -603,28 +440,6 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     expect(frame.get_by_role("dialog")).to_be_hidden()
     spoken = frame.locator("[aria-live=polite]")
     expect(spoken).to_contain_text("class token receives attention from")
-
-
-def test_keys_work_after_a_link_and_after_a_menu(new_page: Page, address: str) -> None:
-    frame = show(new_page, address)
-    new_page.keyboard.press("x")
-    wait_until(frame, "direction", "from")
-    menu = frame.get_by_label("Order of the heads")
-    menu.select_option(index=1)  # as with the mouse
-    expect(frame.locator("canvas.picture").first).to_be_focused()
-    menu.focus()
-    new_page.keyboard.press("ArrowDown")
-    expect(menu).to_be_focused()
-    expect(menu).to_have_value("highest")
-
-
-def test_a_filter_moves_to_an_image_that_it_shows(page: Page, address: str) -> None:
-    frame = show(page, address, run="mixed")
-    frame.get_by_label("Class", exact=True).select_option(label="dog")
-    wait_until(frame, "image", "attention/probe_02")
-    expect(frame.locator("[role=option]")).to_have_count(2)
-    frame.get_by_label("Class", exact=True).select_option(label="all classes")
-    assert numbers(frame)["image"] == "attention/probe_02"
 
 
 def test_names_of_classes_and_files_are_never_html(page: Page, address: str) -> None:
@@ -700,33 +515,6 @@ def test_a_signed_map_has_colours_and_a_unit_of_its_own(page: Page, address: str
     expect(lines).not_to_contain_text("red speaks")
 
 
-def test_statistics_over_all_images(page: Page, address: str) -> None:
-    frame = show(page, address, statistic="distance", order="lowest")
-    seeds = (1000 * number + STEPS[-1] for number in range(2))
-    each = [make_record(seed, **RUNS["square"]).details.statistics for seed in seeds]
-    note = frame.locator(".heads .note").first
-    uniform = attention_distance([torch.full((1, 1, 64, 64), 1 / 64)], (8, 8), 4, 0).item()
-    expect(note).to_have_text(
-        f"Below each map: layer/head, distance. Uniform attention: {uniform:.1f} px."
-    )
-    frame.get_by_label("Images of the statistic").select_option(label="mean over images")
-    expect(note).to_contain_text("mean distance over 2 images")
-    shown = numbers(frame)["statistics"]
-    assert shown["images"] == 2
-    means = {}
-    for name in ("entropy", "distance", "sink"):
-        means[name] = np.mean([getattr(one, name) for one in each], axis=0)
-        np.testing.assert_allclose(shown[name], means[name], rtol=1e-3)
-    places = [
-        frame.evaluate(
-            "([l, h]) => window.attentionTab.panes[0].views.heads.place(l, h)",
-            [int(index) // 2, int(index) % 2],
-        )
-        for index in np.argsort(means["distance"], axis=None)
-    ]
-    assert places == sorted(places, key=lambda place: (place["top"], place["left"]))
-
-
 def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
     frame = show(page, address, run=HOSTILE)
     expect(frame.get_by_role("heading", name=HOSTILE)).to_be_visible()
@@ -738,51 +526,6 @@ def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
         make_record().details.maps[1].values, rel=1e-3
     )
     expect(card).to_be_focused()
-
-
-def test_damaged_weights_are_asked_for_once(browser: Browser, address: str) -> None:
-    page = browser.new_page(viewport=VIEWPORT)
-    complaints = complaints_of(page)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    frame = show(page, address, run="damaged")
-    expect(frame.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
-    page.wait_for_timeout(3500)  # longer than between two polls
-    assert sum("/weights?" in url for url in asked) == 1
-    assert sum("/runs" in url for url in asked) > 1
-    frame.get_by_role("tab", name="Maps").click()
-    assert wait_until(frame, "view", "maps")["values"] == pytest.approx(
-        make_record().details.maps[0].values, rel=1e-3
-    )
-    assert len(complaints) == 1 and "400" in complaints[0]  # the browser's line for the answer
-    page.close()
-
-
-def test_a_narrow_window_does_not_scroll_sideways(new_page: Page, address: str) -> None:
-    new_page.set_viewport_size({"width": 480, "height": 800})
-    for view in ("heads", "maps", "lens"):
-        for run2 in ("", "rectangle"):
-            frame = show(new_page, address, run="rectangle", view=view, run2=run2)
-            wait_until(frame, "view", view, pane=1 if run2 else 0)
-            expect(frame.locator(".pane").nth(1)).to_be_visible(visible=bool(run2))
-            wider = frame.evaluate(
-                """() => ["html", ".toolbar", ".body", "main"].filter((name) => {
-                    const { scrollWidth, clientWidth } = document.querySelector(name);
-                    return scrollWidth > clientWidth;
-                })"""
-            )
-            assert wider == [], (view, run2)
-
-
-def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
-    frame = show(page, address)
-    for theme, colour in (("Dark", "rgb(48, 48, 48)"), ("Light", "rgb(255, 255, 255)")):
-        page.get_by_role("button", name="Menu for changing light or dark theme").click()
-        page.get_by_role("menuitem", name=theme).click()
-        frame.wait_for_function(
-            "theme => document.documentElement.dataset.theme === theme", arg=theme.lower()
-        )
-        assert frame.evaluate("() => getComputedStyle(document.body).backgroundColor") == colour
 
 
 def saved_picture(page: Page, frame: Frame, name: str) -> np.ndarray:
@@ -817,39 +560,8 @@ def test_saving_picture_and_numbers(page: Page, address: str) -> None:
     np.testing.assert_array_equal(saved_picture(page, frame, ".*"), picture)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({"run": "gone"}, "There is no run gone"),
-        ({"image": "gone"}, "Run square has no image gone"),
-    ],
-)
-def test_a_link_to_what_is_gone_says_so(
-    page: Page, address: str, parameters: dict[str, str], words: str
-) -> None:
-    parts = [
-        f"p.attention.{key}={value}" for key, value in ({"run": "square"} | parameters).items()
-    ]
-    page.goto(f"{address}/#{'&'.join(['attention', *parts])}")
-    words_shown = page.frame_locator("iframe[src*='name=attention']").get_by_text(words)
-    expect(words_shown).to_be_visible(timeout=WAIT)
-
-
 def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: str) -> None:
     new_page.route("**/plugin/attention/runs", lambda route: route.fulfill(json={"runs": []}))
     new_page.goto(f"{address}/#attention")
     shown = new_page.frame_locator("iframe").get_by_text("python train.py --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)
-
-
-def test_the_python_loader_shows_the_same(
-    new_page: Page, logs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with serve(logs, tmp_path_factory.mktemp("metadata"), "--load_fast=false") as address:
-        new_page.goto(f"{address}/#attention&p.attention.run=square")
-        expect(new_page.get_by_role("tab", name="Attention")).to_be_visible(timeout=WAIT)
-        frame = ready(new_page)
-        painted = hover(new_page, frame, 4, 4)
-        weights = weights_of(logs, "square", "attention/probe_00")
-        np.testing.assert_allclose(painted["heads"], attention(weights, 36, "to"), rtol=1e-5)
-        expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")

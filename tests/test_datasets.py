@@ -2,25 +2,19 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn.datasets import load_digits
-from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet, hold_out, load, load_training
+from vit.data.datasets import hold_out, load, load_training
+from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.splits import balanced_subset, describe_counts, held_out, stratified_subset
 from vit.registry import DATASETS
 
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-property_test = settings(max_examples=100)
 
 _loaded: dict[tuple[str, bool], ImageSet] = {}
 
@@ -92,75 +86,13 @@ def test_an_unknown_name_is_refused(tmp_path):
         load("letters", tmp_path, train=True)
 
 
-def test_digits_are_those_of_scikit_learn(tmp_path):
-    training, test = (load("digits", tmp_path, train=part) for part in (True, False))
-    original = load_digits()
-    expected = np.round(original.images * 255 / 16).astype(np.uint8)
-    whole = torch.cat([training.images, test.images])
-    assert (len(training), len(test)) == (1438, 359)
-    assert sorted(map(bytes, whole.flatten(1).numpy())) == sorted(
-        map(bytes, expected.reshape(-1, 64))
-    )
-    assert training.images.shape[1:] == (1, 8, 8) and training.images.max() == 255
-    assert training.classes == test.classes == tuple("0123456789")
-    labels = dict(zip(map(bytes, expected.reshape(-1, 64)), original.target, strict=True))
-    for part in (training, test):
-        assert part.labels.tolist() == [labels[bytes(x)] for x in part.images.flatten(1).numpy()]
-        per_class = part.labels.bincount()
-        assert per_class.max() - per_class.min() <= 8  # as there are 174 to 183 of each
-    assert torch.equal(load("digits", tmp_path, train=False).images, test.images)
-    assert list(tmp_path.iterdir()) == []
-
-
 # How they are split.
-
-
-def labels_of(sizes: list[int], seed: int = 0) -> Tensor:
-    """Return shuffled labels with so many images of each class."""
-    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
-
-
-@property_test
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), st.data())
-def test_a_subset_is_as_even_as_the_classes_allow(sizes, data):
-    labels = labels_of(sizes)
-    count = data.draw(st.integers(0, len(labels)))
-    chosen = balanced_subset(labels, count, data.draw(st.integers(0, 99)), "test")
-    assert chosen.shape == (count,) and chosen.dtype == torch.int64
-    assert (chosen.diff() > 0).all()
-    taken = torch.bincount(labels[chosen], minlength=len(sizes)).tolist()
-    most = max(taken)
-    for number, size in zip(taken, sizes, strict=True):
-        assert number <= size
-        assert number >= min(size, most - 1)  # less than the others only where there are no more
-
-
-@pytest.mark.parametrize(
-    ("sizes", "count", "expected"),
-    [
-        ([10, 10, 10], 12, [4, 4, 4]),
-        ([10, 10, 10], 30, [10, 10, 10]),
-        ([10, 10, 10], 0, [0, 0, 0]),
-        ([10, 2, 10], 12, [5, 2, 5]),
-        ([1, 2, 30], 15, [1, 2, 12]),
-        ([5, 0, 5], 4, [2, 0, 2]),
-    ],
-)
-def test_subset_sizes(sizes, count, expected):
-    labels = labels_of(sizes)
-    chosen = balanced_subset(labels, count, 0, "test")
-    assert torch.bincount(labels[chosen], minlength=3).tolist() == expected
-
-
-def test_more_than_there_are_cannot_be_chosen():
-    with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
-        balanced_subset(labels_of([10, 10, 10]), 31, 0, "probes")
 
 
 def numbered_set(sizes: list[int]) -> ImageSet:
     """Make a set whose images and masks tell their number."""
-    labels = labels_of(sizes)
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
     numbers = torch.arange(len(labels))
     images = numbers[:, None, None, None].expand(-1, 3, 2, 2).to(torch.uint8)
     return ImageSet(images, labels, ("a", "b", "c"), numbers[:, None, None].expand(-1, 2, 2) > 20)
@@ -168,19 +100,19 @@ def numbered_set(sizes: list[int]) -> ImageSet:
 
 @pytest.mark.parametrize("count", [0, 9, 57])
 def test_hold_out_splits_into_two_complete_disjoint_parts(count):
-    whole = numbered_set([20, 20, 20])
-    kept, held = hold_out(whole, count, seed=0)
+    images = numbered_set([20, 20, 20])
+    kept, held = hold_out(images, count, seed=0)
     assert (len(kept), len(held)) == (60 - count, count)
     numbers = torch.cat([kept.images[:, 0, 0, 0], held.images[:, 0, 0, 0]]).long()
     assert torch.equal(numbers.sort().values, torch.arange(60))
     per_class = torch.bincount(held.labels, minlength=3)
     assert per_class.max() - per_class.min() <= (count % 3 > 0)
     for part in (kept, held):
-        own = part.images[:, 0, 0, 0].long()
-        assert torch.equal(part.images, whole.images[own])
-        assert torch.equal(part.labels, whole.labels[own])
-        assert torch.equal(part.masks, whole.masks[own])
-        assert part.classes == whole.classes
+        numbers = part.images[:, 0, 0, 0].long()
+        assert torch.equal(part.images, images.images[numbers])
+        assert torch.equal(part.labels, images.labels[numbers])
+        assert torch.equal(part.masks, images.masks[numbers])
+        assert part.classes == images.classes
 
 
 @pytest.mark.parametrize("count", [58, 61])
@@ -188,27 +120,6 @@ def test_hold_out_leaves_something_to_train_on(count):
     words = rf"^data\.val_size: {count} .* at most 57, .*\(20 in each of 3 classes\)$"
     with pytest.raises(ValueError, match=words):
         hold_out(numbered_set([20, 20, 20]), count, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "size", "expected"),
-    [
-        ([100, 40, 1], None, [10, 4, 0]),  # a tenth
-        ([3, 2, 14], None, [1, 1, 1]),  # at least one, but not the last
-        ([3333, 3333, 3333], None, [333, 333, 333]),
-        ([4000, 4000, 2000], None, [400, 400, 200]),  # 1,000 of 10,000 or more
-        ([20, 30, 40], 0.25, [5, 8, 10]),
-        ([20, 2, 1], 0.99, [19, 1, 0]),
-        ([20, 30, 40], 9, [2, 3, 4]),
-        ([20, 30, 40], 0, [0, 0, 0]),
-    ],
-)
-def test_held_out_images_are_a_count_a_fraction_or_what_suits(sizes, size, expected):
-    labels = labels_of(sizes)
-    held = held_out(labels, ["a", "b", "c"], size, seed=0)
-    assert (held.diff() > 0).all()
-    assert torch.bincount(labels[held], minlength=3).tolist() == expected
-    assert torch.equal(held_out(labels, ["a", "b", "c"], size, seed=0), held)
 
 
 @pytest.mark.parametrize(("size", "number"), [(None, 1000), (0.25, 100), (40, 40), (0, 0)])
@@ -226,32 +137,10 @@ def test_a_size_between_counts_and_fractions_is_refused():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count", "expected"),
-    [
-        ([100, 100, 30], 100, [44, 43, 13]),  # equal numbers would take all of the third
-        ([100, 100, 30], 227, [99, 99, 29]),
-        ([1, 2, 30], 15, [0, 1, 14]),
-        ([1, 1, 8], 7, [0, 0, 7]),
-        ([10, 10, 10], 12, [4, 4, 4]),
-        ([10, 10, 10], 0, [0, 0, 0]),
-    ],
-)
-def test_stratified_subset_is_proportional_and_leaves_one_of_each(sizes, count, expected):
-    labels = labels_of(sizes)
-    for seed in range(5):
-        chosen = stratified_subset(labels, count, seed, "test")
-        assert (chosen.diff() > 0).all()
-        taken = torch.bincount(labels[chosen], minlength=3)
-        # Of classes of the same size it is chance which one gives one more.
-        assert sorted(taken.tolist()) == sorted(expected)
-        assert taken[2] == expected[2]
-
-
 def test_split_of_cifar10_stays_what_it_was():
-    whole = load_real("cifar10", train=True)
-    training, held = hold_out(whole, 1000, seed=0)
-    assert torch.equal(held.images[:8], whole.images[[22, 68, 179, 220, 222, 237, 347, 371]])
+    images = load_real("cifar10", train=True)
+    training, held = hold_out(images, 1000, seed=0)
+    assert torch.equal(held.images[:8], images.images[[22, 68, 179, 220, 222, 237, 347, 371]])
     assert held.class_counts() == [100] * 10 and training.class_counts() == [4900] * 10
 
 
@@ -262,21 +151,13 @@ def test_class_without_training_images_is_refused_with_the_counts():
         load_training(DataConfig(name="shapes", train_size=4, val_size=0), seed=0)
 
 
-def test_counts_are_listed_or_summarized():
-    assert describe_counts(["a", "b"], [3, 3]) == "3 in each of 2 classes"
-    assert describe_counts(["a", "b"], [3000, 1]) == "a 3,000, b 1"
-    assert describe_counts([str(n) for n in range(21)], [*range(5, 26)]) == (
-        "5 to 25 in each of 21 classes"
-    )
-
-
 def test_select_takes_images_in_the_order_asked_for():
-    whole = numbered_set([10, 10, 10])
-    part = whole.select(torch.tensor([25, 3, 3]))
+    images = numbered_set([10, 10, 10])
+    part = images.select(torch.tensor([25, 3, 3]))
     assert part.images[:, 0, 0, 0].tolist() == [25, 3, 3]
-    assert part.labels.tolist() == whole.labels[[25, 3, 3]].tolist()
+    assert part.labels.tolist() == images.labels[[25, 3, 3]].tolist()
     assert part.masks[:, 0, 0].tolist() == [True, False, False]
-    bare = ImageSet(whole.images, whole.labels, whole.classes)
+    bare = ImageSet(images.images, images.labels, images.classes)
     assert bare.select(torch.tensor([1])).masks is None
     assert bare.to(torch.device("meta")).images.is_meta
     assert bare.to(torch.device("meta")).labels.is_meta

@@ -24,11 +24,11 @@ with_methods = pytest.mark.parametrize(("dim", "method"), METHODS.values(), ids=
 def test_a_part_gets_the_numbers_that_it_has_in_the_whole_batch(
     dim: int, method: Callable[[Draws], Tensor], part: tuple[int, int]
 ) -> None:
-    whole, own = Draws(7, 100), Draws(7, 100, slice(*part))
+    batch, part_of_batch = Draws(7, 100), Draws(7, 100, slice(*part))
     for _ in range(2):  # what is drawn next does not depend on the part either
-        expected = method(whole)
+        expected = method(batch)
         assert expected.shape[dim] == 100
-        assert torch.equal(method(own), expected.narrow(dim, part[0], part[1] - part[0]))
+        assert torch.equal(method(part_of_batch), expected.narrow(dim, part[0], part[1] - part[0]))
 
 
 @with_methods

@@ -22,7 +22,7 @@ from torchmetrics.functional.classification import (
 from models import PLAIN
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.evaluation import (
     Validation,

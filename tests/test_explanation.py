@@ -18,9 +18,17 @@ from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import overlay
 from vit.explain.colours import bar_of, colour_map
-from vit.explain.explanation import Explanation
+from vit.explain.explanation import (
+    BAR_COLOUR,
+    GAP,
+    HEADER,
+    NARROWEST,
+    PANEL,
+    TITLE,
+    ZOOM,
+    Explanation,
+)
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.explain.sheet import BAR_COLOUR, GAP, HEADER, NARROWEST, PANEL, TITLE, ZOOM
 from vit.model.vit import VisionTransformer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,26 +88,6 @@ def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "photo",
-    [
-        np.zeros((8, 8, 2), np.uint8), np.zeros((8, 8, 4), np.uint8), np.zeros((3, 8, 8), np.uint8),
-        np.zeros((8, 8, 3), np.float32), np.zeros((0, 8, 3), np.uint8),
-    ],
-    ids=["two channels", "alpha", "channels first", "float", "empty"],
-)  # fmt: skip
-def test_arrays_that_are_no_photos_are_refused(classifier, photo):
-    for method in (classifier.predict, classifier.explain):
-        with pytest.raises(ValueError, match=r"photo: an array .* \(height, width, 3\)"):
-            method(photo)
-
-
-def test_grey_arrays_are_photos(classifier):
-    grey = draw_photo(20, 30)[..., 0]
-    expected = classifier.predict(np.stack([grey] * 3, axis=2))
-    assert classifier.predict(grey) == classifier.predict(grey[..., None]) == expected
-
-
-@pytest.mark.parametrize(
     ("photo", "words"),
     [
         (Image.new("RGB", (0, 0)), "the image has no pixels"),
@@ -122,18 +110,6 @@ def test_impossible_arguments_are_refused(classifier):
         classifier.explain(photo, kinds=[])
     with pytest.raises(ValueError, match="precision: fp16"):
         vit.load("cifar10_quick", "cpu", "fp16")
-
-
-def test_prediction_and_explanation_agree_in_bfloat16():
-    quick = vit.load("cifar10_quick", "cpu", "bfloat16")
-    photo = draw_photo(32, 32)
-    explained = quick.explain(photo).probabilities
-    assert {name: explained[name] for name in quick.predict(photo)} == quick.predict(photo)
-
-
-def test_missing_photo_is_named(classifier, tmp_path):
-    with pytest.raises(ValueError, match=r"photo: .*none\.png: file not found"):
-        classifier.predict(tmp_path / "none.png")
 
 
 # Explanations.
@@ -165,17 +141,6 @@ def test_maps_of_many_images_are_made_in_batches(classifier):
     torch.testing.assert_close(parted["relevance"], whole["relevance"], rtol=0, atol=1e-4)
 
 
-def test_target_changes_class_specific_maps_only(classifier):
-    photo = draw_photo(32, 32)
-    one, other = (
-        classifier.explain(photo, ("rollout", "relevance"), target=name) for name in CLASSES[:2]
-    )
-    assert (one.target, other.target) == CLASSES[:2]
-    assert torch.equal(one.maps["rollout"], other.maps["rollout"])
-    assert (one.maps["relevance"] - other.maps["relevance"]).abs().max() > 0.01
-    assert one.predicted == other.predicted
-
-
 def test_explain_draws_rollout_and_relevance_of_pixels_and_takes_lists(classifier, tmp_path):
     path = tmp_path / "some photo.png"
     Image.fromarray(draw_photo(20, 20)).save(path)
@@ -193,18 +158,6 @@ def test_explain_draws_rollout_and_relevance_of_pixels_and_takes_lists(classifie
 
 def sheet(explanation: Explanation) -> np.ndarray:
     return np.asarray(explanation.sheet())
-
-
-@pytest.mark.parametrize("size", [(32, 32), (1, 1), (7, 5), (300, 40), (40, 300), (2000, 1500)])
-@pytest.mark.parametrize("kinds", ["relevance", ("rollout", "relevance")])
-def test_sheet_has_a_row_for_each_kind(classifier, size, kinds):
-    found = classifier.explain(draw_photo(*size), kinds)
-    drawn = sheet(found)
-    rows = len(found.maps)
-    assert drawn.shape[0] == ZOOM * (HEADER + rows * (TITLE + PANEL) + 2 * GAP)
-    assert drawn.dtype == np.uint8 and drawn.shape[2] == 3
-    assert (drawn[:, :4] == 255).all() and (drawn[-4:] == 255).all()  # nothing is cut off
-    assert (drawn[:4] == 255).all() and (drawn[:, -4:] == 255).all()
 
 
 @pytest.mark.parametrize("size", [(32, 32), (300, 40), (40, 300), (600, 900)])
@@ -285,13 +238,6 @@ def test_padding_is_part_of_map_and_overlay(classifier, size):
     assert inner.std() > 10  # the photo's noise
 
 
-def test_squashed_photos_keep_their_shape_in_the_sheet(classifier):
-    preprocess = replace(classifier.preprocess, fit="squash")
-    found = replace(classifier, preprocess=preprocess).explain(draw_photo(50, 100), "relevance")
-    assert found.seen == (slice(0, 50), slice(0, 100)) and not np.any(found.padding)
-    assert sheet(found).shape[0] == ZOOM * (HEADER + TITLE + PANEL + 2 * GAP)
-
-
 @pytest.mark.parametrize("channels", [1, 2, 5])
 def test_photos_with_other_channels_have_sheets(channels):
     torch.manual_seed(0)
@@ -317,26 +263,6 @@ def test_probabilities_are_bars_of_their_length(classifier):
     assert found_lengths == [round(p * ZOOM * NARROWEST) for p in list(shares.values())[:5]]
 
 
-def test_captions_change_with_name_class_and_target(classifier):
-    found = classifier.explain(draw_photo(32, 32), "relevance")
-    plain = sheet(found)
-    other = replace(found, target=list(found.probabilities)[1])
-    for changed in (replace(found, name="other.png"), other):
-        drawn = sheet(changed)
-        assert drawn.shape == plain.shape and (drawn != plain).any()
-        assert (drawn[ZOOM * (HEADER + TITLE) :] == plain[ZOOM * (HEADER + TITLE) :]).all()
-
-
-@pytest.mark.parametrize("name", ["W" * 300, "$x_{$ \\frac", "雪", "a\nb\x1b[31m", ""])
-def test_names_of_any_kind_leave_the_size_alone(classifier, name):
-    named = replace(classifier, classes=tuple(f"{number} {name}" for number in range(7)))
-    usual, odd = (
-        sheet(replace(one.explain(draw_photo(32, 32), ("rollout", "relevance")), name=title))
-        for one, title in ((classifier, "photo"), (named, name))
-    )
-    assert odd.shape == usual.shape and (odd[:, -4:] == 255).all()
-
-
 def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):
     found = classifier.explain(draw_photo(32, 32))
     found.save(tmp_path / "sheet.png")
@@ -348,12 +274,6 @@ def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch
     found.show()
     assert len(shown) == 1
     assert len(repr(found)) < 500 and found.predicted in repr(found)
-
-
-def test_one_line_reads_a_bundled_model_and_predicts(tmp_path):
-    classifier = vit.load("cifar10_quick", device="cpu")
-    assert next(iter(classifier.predict(draw_photo(10, 10), top=1))) in classifier.classes
-    assert classifier.explain(draw_photo(10, 10)).sheet().width > 1000
 
 
 def test_importing_loading_and_predicting_stay_light(tmp_path):

@@ -1,7 +1,6 @@
 """eval.py RUN export: timm, ONNX and torch.export give the same logits; what they cannot do."""
 
 import csv
-import importlib.util
 import json
 import re
 import runpy
@@ -20,15 +19,11 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from vit.classifier import Classifier, build_model
-from vit.cli import eval_main
 from vit.data.preprocess import Preprocess
-from vit.data.shapes import KINDS
-from vit.model.attention import MultiHeadSelfAttention
-from vit.model.config import ModelConfig
 from vit.model_file import load, save_model
 from vit.reporting import export
 from vit.reporting.config import ExportConfig, PredictConfig
-from vit.reporting.export import export_run, largest_difference
+from vit.reporting.export import export_run
 from vit.reporting.export_formats import FORMATS
 from vit.reporting.predictions import predict_files
 from vit.training.config import from_dict
@@ -158,21 +153,6 @@ def test_model_that_timm_lacks_is_refused_with_the_reason(tmp_path, model, part)
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
 
 
-def test_timm_refuses_parameters_of_ones_own_by_name(tmp_path, monkeypatch):
-    original = MultiHeadSelfAttention.__init__
-
-    def with_temperature(self, *arguments, **options):
-        original(self, *arguments, **options)
-        self.temperature = torch.nn.Parameter(torch.ones(self.num_heads, 1, 1))
-
-    monkeypatch.setattr(MultiHeadSelfAttention, "__init__", with_temperature)
-    own = save(tmp_path / "own", {})
-    message = r"^export: timm .* blocks\.0\.attn\.temperature; export it to onnx or torch$"
-    with pytest.raises(ValueError, match=message):
-        export_run(str(own), ExportConfig(formats=("timm",)))
-    assert [path.name for path in own.iterdir()] == ["model.safetensors"]
-
-
 # ONNX and torch.export.
 
 
@@ -227,56 +207,9 @@ def test_graph_gives_the_same_logits_for_any_batch_and_says_what_it_takes(export
     assert Preprocess.from_dict(json.loads(about["preprocess"])) == RGB
     assert "(batch, 3, 32, 32), normalized: (pixels / 255 - mean) / std" in about["input"]
     assert b"/vit/model/" not in path.read_bytes()  # no paths of the machine that exported it
-    assert FORMATS["onnx" if file == "model.onnx" else "torch"].is_export(path)
-
-
-@pytest.mark.slow
-def test_graph_of_a_model_with_prefix_tokens_and_wide_grey_images(tmp_path, capsys):
-    run = save(tmp_path / "run", MODELS["token"], Preprocess((16, 40), (0.5,), (0.3,)))
-    (path,) = export_run(str(run), ExportConfig(formats=("torch",)))
-    printed = capsys.readouterr().out
-    assert "on 100 images of noise (no test images of cifar10 here), torch " in printed
-    assert f"wrote {path}" in printed
-
-
-def test_model_that_cannot_be_traced_is_refused_in_one_line(run):
-    class Stubborn(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return images if images.sum().item() > 0 else -images
-
-    classifier = replace(load(run, "cpu", "float32"), model=Stubborn())
-    with pytest.raises(ValueError, match=r"export: torch.export does not support this model: \w"):
-        FORMATS["torch"].write(classifier, ModelConfig(), run / "never.pt2")
-    assert not (run / "never.pt2").exists()
 
 
 # What is checked.
-
-
-def test_test_images_are_used_where_they_are_there(tmp_path, capsys):
-    run = save(tmp_path / "run", {})
-    classifier = load(run, "cpu", "float32")
-    network = build_model(ModelConfig(**PLAIN), RGB, len(KINDS)).eval()
-    classifier = replace(classifier, model=network, classes=KINDS)
-    config = from_dict({"data": {"name": "shapes"}, "model": PLAIN})
-    save_model(run / "model.safetensors", classifier, config, step=1)
-    export_run(str(run), ExportConfig(formats=("timm",)))
-    assert "on 100 test images of shapes, timm " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kernel", ["written"], indirect=True)
-def test_largest_difference_is_that_of_one_logit(kernel, run):
-    classifier = load(run, "cpu", "float32")
-    images = noise(RGB, 70)
-
-    def almost(inputs: torch.Tensor) -> torch.Tensor:
-        logits = classifier.forward(inputs)
-        if len(inputs) == 70 % 32:  # the last batch
-            logits[3, 1] += 0.25
-        return logits
-
-    assert largest_difference(classifier, classifier.forward, images) == 0
-    assert largest_difference(classifier, almost, images) == pytest.approx(0.25, abs=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [2e-4, float("nan")])
@@ -291,16 +224,6 @@ def test_export_that_differs_is_not_kept(tmp_path, monkeypatch, wrong):
     with pytest.raises(ValueError, match=r"export: timm: largest difference .* at most 0.0001"):
         export_run(str(run), ExportConfig(formats=("timm",)))
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
-
-
-def test_missing_packages_are_named(tmp_path, run, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name)
-    )
-    with pytest.raises(ValueError, match=r"export: onnx needs onnxscript, .*vit-from-scratch\[exp"):
-        export_run(str(run), ExportConfig(formats=("onnx",), out=str(tmp_path / "new")))
-    assert list(tmp_path.iterdir()) == []
 
 
 # The command line.
@@ -322,24 +245,6 @@ def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
         with pytest.raises(ValueError, match=r"out: .* exists and is not an export; use another"):
             export_run(str(run), ExportConfig(formats=(name,), out=str(tmp_path)))
         assert (tmp_path / file).read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ("export tensorflow", "formats: 'tensorflow' is not allowed; it must be one of timm, onnx"),
-        ("export onnx --out FILE", "is a file; --out takes a folder"),
-        ("export onnx --device cpu", "device: not a setting of export, but of report, maps"),
-    ],
-)
-def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, words, part):
-    words = words.replace("FILE", str(run / "model.safetensors"))
-    monkeypatch.setattr(sys, "argv", ["eval.py", str(run), *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        eval_main()
-    printed = capsys.readouterr()
-    assert ended.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
-    assert part in printed.err
 
 
 # Image files.

@@ -16,10 +16,7 @@ from vit.explain.faithfulness import (
     mask_iou,
     mean_interval,
     pointing_game,
-    random_maps,
-    score_maps,
 )
-from vit.explain.filling import FILLINGS, make_filling, mean_colour
 
 GRID, PATCH = (2, 3), (4, 5)  # not square on purpose: pictures of 8 x 15 pixels
 IMPORTANCE = [[0.5, 3.0, -1.0], [2.0, 0.0, 1.0]]  # of the patches to the toy's class 1
@@ -95,81 +92,6 @@ def test_curves_are_those_of_a_loop(seed, levels):
         np.testing.assert_allclose(curve.numpy(), by_loop, rtol=0, atol=1e-5)
 
 
-def hidden_patches(levels: list[float], one_map: list[list[float]]) -> list[list[list[int]]]:
-    """Return which patches of a white image the model is shown as 0, MoRF's levels, then LeRF's."""
-    model = Toy()
-    images = torch.ones(1, 3, GRID[0] * PATCH[0], GRID[1] * PATCH[1])
-    hiding_curves(model, images, torch.tensor([one_map]), torch.tensor([1]), levels)
-    shown = torch.cat(model.seen)
-    corners = shown[:, 0, :: PATCH[0], :: PATCH[1]]
-    whole = corners.repeat_interleave(PATCH[0], 1).repeat_interleave(PATCH[1], 2)
-    assert torch.equal(shown, whole[:, None].expand_as(shown))  # patches, in all colours
-    return (1 - corners).int().tolist()
-
-
-def test_of_equals_the_earlier_counts_as_more():
-    assert hidden_patches([1 / 3], [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]) == [
-        [[1, 1, 0], [0, 0, 0]],
-        [[0, 0, 0], [0, 1, 1]],
-    ]
-    assert hidden_patches([1 / 3], [[0, 1, 0], [0, 0, 0]]) == [
-        [[1, 1, 0], [0, 0, 0]],
-        [[0, 0, 0], [0, 1, 1]],
-    ]
-
-
-def test_a_perfect_map_is_better_than_its_reverse():
-    images, target = torch.ones(1, 3, 8, 15), torch.tensor([1])
-    maps = torch.tensor([IMPORTANCE])
-    perfect = faithfulness(*hiding_curves(Toy(), images, maps, target))
-    reverse = faithfulness(*hiding_curves(Toy(), images, -maps, target))
-    assert perfect["deletion"] < reverse["deletion"] - 0.2
-    assert perfect["insertion"] > reverse["insertion"] + 0.2
-    assert perfect["lerf_morf"] > 0.1
-    torch.testing.assert_close(reverse["lerf_morf"], -perfect["lerf_morf"], rtol=0, atol=1e-7)
-    # No other order deletes or inserts better.
-    for seed in range(20):
-        other = faithfulness(*hiding_curves(Toy(), images, draw_maps(1, seed), target))
-        assert other["deletion"] >= perfect["deletion"] - 1e-6
-        assert other["insertion"] <= perfect["insertion"] + 1e-6
-
-
-def test_batch_size_makes_no_difference():
-    model, images, maps, batch_size = Toy(), draw_images(7), draw_maps(7), 3
-    target = torch.arange(7) % 3
-    expected = hiding_curves(Toy(), images, maps, target)
-    found = hiding_curves(model, images, maps, target, batch_size=batch_size)
-    for curve, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(curve, other, rtol=0, atol=1e-6)
-    assert max(len(seen) for seen in model.seen) == min(batch_size, 7)
-
-
-def test_hidden_patches_get_the_filling():
-    images, maps, target = draw_images(5), draw_maps(5), torch.arange(5) % 3
-    for name in FILLINGS:
-        fill = make_filling(name, images)
-        morf, lerf = hiding_curves(Toy(), images, maps, target, [1 / 3], batch_size=2, fill=fill)
-        for b in range(5):
-            hidden = torch.zeros(5, 1, 8, 15, dtype=torch.bool)
-            for row, column in ranking(maps[b])[:2]:
-                hidden[b, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5] = True
-            filled = fill(images, hidden)[b]
-            assert morf[0, b].item() == pytest.approx(
-                probability(Toy(), filled, int(target[b])), abs=1e-4
-            )
-        other = hiding_curves(Toy(), images, -maps, target, [1 / 3], fill=fill)
-        torch.testing.assert_close(lerf, other[0], rtol=0, atol=1e-5)
-
-
-def test_the_mean_colour_is_the_default_filling():
-    images, maps, target = draw_images(4), draw_maps(4), torch.tensor([0, 1, 2, 1])
-    found = score_maps(Toy(), images, {"a": maps}, target, fill=mean_colour)["a"]
-    for name, values in score_maps(Toy(), images, {"a": maps}, target)["a"].items():
-        assert torch.equal(values, found[name])
-    other = score_maps(Toy(), images, {"a": maps}, target, fill=make_filling("other", images))
-    assert (other["a"]["deletion"] != found["deletion"]).all()
-
-
 def test_faithfulness_by_hand():
     # Two levels of three images.
     morf = torch.tensor([[0.5, 1.0, 0.2], [0.25, 0.0, 0.4]])
@@ -183,19 +105,6 @@ def test_faithfulness_by_hand():
 
 
 # Maps that know nothing.
-
-
-def test_random_maps_are_drawn_from_a_seed():
-    maps = random_maps(50, (3, 5), seed=7)
-    assert maps.shape == (50, 3, 5) and maps.min() >= 0 and maps.max() <= 1
-    assert abs(maps.mean() - 0.5) < 0.05 and abs(maps.var() - 1 / 12) < 0.01
-    state = torch.get_rng_state()
-    assert torch.equal(random_maps(50, (3, 5), seed=7), maps)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(1)
-    assert torch.equal(random_maps(50, (3, 5), seed=7), maps)
-    assert (random_maps(50, (3, 5), seed=8) != maps).float().mean() > 0.99
-    assert len({tuple(one.flatten().tolist()) for one in maps}) == 50
 
 
 def test_centred_map_by_hand():

@@ -9,9 +9,8 @@ from scipy.sparse import csc_matrix
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
-from vit.explain.filling import (
+from benchmarks.maps.filling import (
     FILLINGS,
-    NOISE,
     blurred,
     derangement,
     impute,
@@ -68,22 +67,6 @@ def test_imputation_solves_the_published_system(size):
     torch.testing.assert_close(exact[3, 1], torch.from_numpy(one), rtol=0, atol=1e-9)
 
 
-def test_imputation_without_hidden_or_without_visible_pixels():
-    images = draw_images(3)
-    hidden = draw_hidden([0.0, 0.5, 1.1])
-    found = impute(images, hidden)
-    assert torch.equal(found[0], images[0])
-    assert torch.equal(found[2], torch.zeros_like(images[2]))
-
-
-def test_images_are_imputed_alone_and_in_parts():
-    images, hidden = draw_images(70, (4, 6)), draw_hidden([0.5] * 70, (4, 6))
-    found = impute(images, hidden, tolerance=1e-6)
-    for b in (0, 63, 64, 69):
-        alone = impute(images[b : b + 1], hidden[b : b + 1], tolerance=1e-6)
-        torch.testing.assert_close(found[b : b + 1], alone, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", FILLINGS)
 def test_a_filling_changes_hidden_pixels_only(name):
     images, hidden = draw_images(6), draw_hidden([0.1, 0.3, 0.5, 0.7, 0.9, 0.9])
@@ -128,16 +111,6 @@ def test_blur_by_hand():
     assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
     smooth = blurred(draw_images(2, (32, 32)))
     assert 0.02 < smooth.std() < 0.1  # of 1: a strong blur leaves little
-
-
-def test_noise_is_that_of_the_paper_and_of_the_seed():
-    images, hidden = draw_images(3, (32, 32)), draw_hidden([0.6, 0.6, 0.6], (32, 32))
-    noise = make_filling("linear", images, seed=0)(images, hidden) - impute(images, hidden)
-    inside = noise[hidden.expand_as(noise)]
-    assert inside.std().item() == pytest.approx(NOISE, rel=0.05) and NOISE == 0.01
-    assert abs(inside.mean().item()) < 1e-3
-    other = make_filling("linear", images, seed=1)(images, hidden) - impute(images, hidden)
-    assert (other[hidden.expand_as(noise)] - inside).abs().mean() > 0.005
 
 
 def test_fillings_that_cannot_be():

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from models import PLAIN
 from small_runs import assert_same, make_loop, make_step, small
-from vit.data import sources
-from vit.data.batches import epoch_batches
+from vit.data import shapes
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
+from vit.data.sampling import epoch_batches
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.run.checkpoint import checkpoint_steps
@@ -282,7 +282,7 @@ def test_blocks_are_checkpointed_if_asked_and_only_for_training(tmp_path):
 
 @pytest.mark.slow
 def test_extended_run_is_one_whose_schedule_starts_over_even_if_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SHAPES_TEST", 100)
+    monkeypatch.setattr(shapes, "TEST", 100)
     parts = {"data": {"train_size": 128, "val_size": 20}, "track": {"probes": 0, "every": 1}}
 
     def config(run: Path, epochs: int, restarts: tuple[int, ...] = ()) -> Config:

@@ -54,16 +54,16 @@ def read(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
 def test_lens_reads_every_layer_as_the_model_without_its_later_layers(maker, variant) -> None:
     model, images = build(maker, variant), torch.randn(3, 3, 32, 32)
     _, tokens = read(model, images)
-    lens = logit_lens(require_attention(model), tokens, k=3)
+    classes, probabilities = logit_lens(require_attention(model), tokens, k=3)
     readings = 1 if variant in NOT_ALONE else 1 + tokens[0].shape[1]
-    assert lens.classes.shape == lens.probabilities.shape == (3, 3, readings, 3)
+    assert classes.shape == probabilities.shape == (3, 3, readings, 3)
     blocks = model.blocks
     for layer in range(3):
         model.blocks = blocks[: layer + 1]
         with torch.no_grad():
             shares, best = model(images).softmax(dim=1).topk(3)
-        assert torch.equal(lens.classes[layer, :, 0], best)
-        torch.testing.assert_close(lens.probabilities[layer, :, 0], shares, rtol=1e-4, atol=1e-5)
+        assert torch.equal(classes[layer, :, 0], best)
+        torch.testing.assert_close(probabilities[layer, :, 0], shares, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("maker", "variant"), CASES)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.data.balance import balanced_batches
+from vit.data.sampling import balanced_batches
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.run import saver

@@ -10,8 +10,9 @@ import torch
 
 from small_runs import make_step, small
 from vit.cli import parse_train
-from vit.data.batches import divide_epoch
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import load
+from vit.data.images import ImageSet
+from vit.data.sampling import divide_epoch
 from vit.evaluation import report
 from vit.training.messages import end_text, forward_flops, start_text
 from vit.training.step import TrainingStep

@@ -199,5 +199,5 @@ def test_predictions_that_were_not_written_are_refused(
 def test_a_table_of_other_predictions_is_not_replaced(tmp_path: Path) -> None:
     """As an earlier version wrote it there."""
     (tmp_path / "predictions.csv").write_text("file,class,probability,class_1,probability_1\n")
-    with pytest.raises(ValueError, match=r"predictions.csv exists and is not a table .* test im"):
+    with pytest.raises(ValueError, match="contains files other than a report"):
         _require_own_report(tmp_path)

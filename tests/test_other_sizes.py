@@ -123,7 +123,7 @@ def test_training_images_are_stored_larger_for_resized_crops(tmp_path: Path) -> 
 def test_masks_are_resized_with_their_images() -> None:
     original = load("shapes", "", train=False, count=20)
     wanted = Preprocess.from_config(DataConfig(name="shapes", image_size=64))
-    larger = load("shapes", "", train=False, count=20, preprocess=wanted)
+    larger = load("shapes", "", train=False, count=20).resized(wanted)
     assert larger.images.shape == (20, 3, 64, 64) and larger.masks is not None
     assert original.masks is not None
     assert torch.equal(larger.masks, original.masks.repeat_interleave(2, 1).repeat_interleave(2, 2))

@@ -1,11 +1,8 @@
 """eval.py RUN predict: a table of predictions for image files; and how the files are found."""
 
 import csv
-import io
 import re
 import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +11,7 @@ from PIL import Image
 
 import vit
 from small_runs import Call, Ended
-from vit.classifier import Classifier
-from vit.data.photo_files import find_photos
-from vit.reporting.predictions import _map_ahead
+from vit.data.photos import find_photos
 from vit.startup import eval_main
 
 SAME = ("--device", "cpu", "--precision", "float32")
@@ -77,14 +72,6 @@ def test_folders_are_searched_and_hidden_and_other_files_ignored(photos):
     assert find_photos([str(photos)], "predict") == [photos / name for name in NAMES]
 
 
-def test_files_keep_the_order_given_and_come_once(photos):
-    names = [str(photos / "y.tiff"), str(photos / "notes.txt"), str(photos / "c"), str(photos)]
-    found = find_photos(names, "predict")
-    assert found[:2] == [photos / "y.tiff", photos / "notes.txt"]  # named, so it is tried
-    assert found[2:5] == [photos / name for name in NAMES[2:5]]
-    assert sorted(found) == sorted([photos / "notes.txt", *(photos / name for name in NAMES)])
-
-
 def test_folder_without_images_and_missing_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"predict: .* contains no image files \(\.jpg, "):
         find_photos([str(tmp_path)], "predict")
@@ -115,14 +102,6 @@ def test_table_holds_what_predict_says(call, photos, tmp_path, batch_size):
     assert list(table.parent.iterdir()) == [table]
 
 
-def test_table_is_next_to_the_model_by_default_and_is_replaced(call, photos, tmp_path):
-    table = tmp_path / "runs/cifar10_quick/eval/photos.csv"
-    assert call("predict", photos).code == 0
-    assert len(read_table(table)) == 7
-    assert call("predict", photos / "c", photos / "a.jpeg").code == 0
-    assert len(read_table(table)) == 4
-
-
 def test_broken_pictures_are_listed_and_the_others_done(call, photos, tmp_path):
     good, cut, text = (tmp_path / "in" / name for name in ("good.png", "cut.png", "t\x1b[2J.jpg"))
     save_photo(good, 0)
@@ -134,12 +113,6 @@ def test_broken_pictures_are_listed_and_the_others_done(call, photos, tmp_path):
     lines = ended.error.splitlines()
     assert len(lines) == 2 and "\x1b" not in ended.error
     assert lines[0].startswith(f"warning: skipped: {cut} cannot be read as an image")
-
-
-def test_threads_leave_the_warning_filters_alone(call, photos):
-    before = list(warnings.filters)
-    assert call("predict", *[photos] * 3, "--out", "table.csv").code == 0
-    assert warnings.filters == before
 
 
 def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
@@ -180,43 +153,6 @@ def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "other.csv").read_text() == "file,size\n"
     assert (tmp_path / "own.csv").read_text() == own
-
-
-def test_interrupted_command_leaves_the_old_table(call, photos, monkeypatch):
-    assert call("predict", photos / "c", "--out", "table.csv").code == 0
-    before, rank = Path("table.csv").read_bytes(), Classifier.rank
-    calls = []
-
-    def stop_at_second_batch(classifier, images, *options):
-        calls.append(len(images))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return rank(classifier, images, *options)
-
-    monkeypatch.setattr(Classifier, "rank", stop_at_second_batch)
-    assert call("predict", photos, "--out", "table.csv", "--batch_size", 3).code == 130
-    assert calls == [3, 3]
-    assert Path("table.csv").read_bytes() == before
-    assert [path.name for path in Path().iterdir()] == ["table.csv"]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_on_a_terminal(call, photos, monkeypatch, terminal):
-    screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", screen)
-    assert call("predict", photos, "--out", "table.csv").code == 0
-    assert ("predict: " in screen.getvalue()) == terminal
-
-
-def test_files_are_read_in_order_and_only_so_many_in_advance():
-    started: list[int] = []
-    with ThreadPoolExecutor(4) as workers:
-        found = _map_ahead(workers, lambda n: started.append(n) or n * n, range(100), ahead=10)
-        for n, square in enumerate(found):
-            assert square == n * n
-            assert len(started) <= n + 11
-    assert sorted(started) == list(range(100))
 
 
 # Photos with maps.

@@ -6,24 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.util import tensor_util
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet, load
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import (
-    FRAME,
-    THUMBNAIL,
     _require_own_report,
-    class_frames,
     contrast,
     draw_gallery,
     report_files,
@@ -93,55 +86,6 @@ def test_gallery_shows_both_classes_and_leaves_out_maps_that_do_not_exist(mistak
     assert draw_gallery(classifier, images, logits).shape == (38 + 176, 4 * (112 + 64 + 18), 3)
 
 
-def test_precision_recall_curves_count_their_own_class(tmp_path):
-    torch.manual_seed(0)
-    model = VisionTransformer(**PLAIN, img_size=32, num_classes=10, embed_dim=12, depth=1)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    model.eval()
-    images = load("shapes", ".", train=False, count=105)  # five classes have one more
-    preprocess = Preprocess.from_config(DataConfig(name="shapes"))
-    classifier = Classifier(model, preprocess, images.classes, CPU, torch.float32)
-    write_report(classifier, images, tmp_path, step=1, probes=0)
-    shown = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
-    shares = classifier.logits(images.images).softmax(dim=1)
-    for number, name in enumerate(images.classes):
-        (event,) = shown.Tensors(f"precision_recall/{name}")
-        curve = tensor_util.make_ndarray(event.tensor_proto)
-        true = images.labels == number
-        assert curve[0, 0] == true.sum() and curve[1, 0] == (~true).sum()  # at threshold 0
-        middle = curve.shape[1] // 2
-        above = shares[:, number] >= middle / (curve.shape[1] - 1)
-        assert curve[0, middle] == (above & true).sum(), name
-        assert curve[1, middle] == (above & ~true).sum(), name
-
-
-def test_thumbnails_are_framed_in_the_colours_of_their_classes():
-    for count in (3, 15, 100):
-        labels = torch.arange(2 * count) % count
-        images = torch.randint(256, (2 * count, 3, 6, 8), dtype=torch.uint8)
-        framed = class_frames(ImageSet(images, labels, tuple(map(str, range(count)))))
-        assert framed.shape == (2 * count, 3, 8 + 2 * FRAME, 8 + 2 * FRAME)
-        assert torch.equal(framed[:, :, FRAME + 1 : -FRAME - 1, FRAME:-FRAME], images)
-        edges = framed[:, :, 0, 0]
-        assert torch.equal(framed[:, :, -1, -1], edges) and torch.equal(framed[:, :, 0, -1], edges)
-        assert torch.equal(edges[:count], edges[count:])
-        assert len(edges.unique(dim=0)) == count
-
-
-@pytest.mark.parametrize(("height", "width"), [(24, 16), (16, 24), (320, 160), (65, 300)])
-def test_thumbnails_are_small_and_square(height: int, width: int, tmp_path: Path) -> None:
-    images = torch.full((3, 3, height, width), 200, dtype=torch.uint8)
-    framed = class_frames(ImageSet(images, torch.arange(3), ("a", "b", "c")))
-    scale = min(1, THUMBNAIL / max(height, width))
-    side = round(scale * max(height, width)) + 2 * FRAME
-    assert framed.shape == (3, 3, side, side)
-    inside = (framed == 200).all(dim=1).sum(dim=(1, 2))
-    assert (inside == round(scale * height) * round(scale * width)).all()
-    with SummaryWriter(str(tmp_path)) as writer:  # torch refuses tall ones
-        writer.add_embedding(torch.zeros(3, 2), ["a", "b", "c"], framed / 255)
-
-
 def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
     mistakes: tuple[Classifier, ImageSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +93,7 @@ def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("vit.reporting.report._project", interrupted)
+        patch.setattr("vit.reporting.report.picture_tag", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_report(*mistakes, tmp_path, step=1, probes=0)
     assert report_files(tmp_path)

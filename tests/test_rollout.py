@@ -55,7 +55,6 @@ ROLLOUTS = {
 VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
 OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")
 BY_RULES = ("lrp", "lrp_rollout", "lrp_pixels")  # see test_lrp.py
-with_variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def make_maps(variant: str, weights, gradients, readout: str, prefix: int) -> Tensor:
@@ -170,109 +169,6 @@ def test_head_maps_are_the_rows_that_are_read(readout, prefix):
         np.testing.assert_allclose(maps[place].numpy(), expected, rtol=0, atol=1e-6)
 
 
-@with_variants
-def test_weights_are_a_tensor_or_a_sequence_of_any_precision(variant):
-    weights = draw_weights(3, 2, 2, 7).bfloat16()
-    gradients = draw_gradients(weights)
-    maps = make_maps(variant, weights, gradients, "class_token", 1)
-    assert torch.equal(make_maps(variant, list(weights), tuple(gradients), "class_token", 1), maps)
-    exact = make_maps(variant, weights.float(), gradients.float(), "class_token", 1)
-    assert maps.dtype == torch.float32 and torch.equal(maps, exact)
-
-
-# Two layers of two heads over three tokens, and what comes out, worked out on paper:
-# the factors are [[3/4, 1/8, 1/8], [0, 1, 0], [0, 1/4, 3/4]] of the first layer and
-# [[1/2, 1/4, 1/4], [1/4, 3/4, 0], [0, 0, 1]] of the second; second times first is
-# [[3/8, 3/8, 1/4], [3/16, 25/32, 1/32], [0, 1/4, 3/4]].
-FIRST = [
-    [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]],
-    [[0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
-]
-SECOND = [
-    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]],
-    [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
-]
-
-
-@pytest.mark.parametrize(
-    ("readout", "prefix", "expected"),
-    [
-        ("class_token", 1, [3 / 8, 1 / 4]),
-        ("class_token", 2, [1 / 4]),
-        ("mean", 1, [(25 / 32 + 1 / 4) / 2, (1 / 32 + 3 / 4) / 2]),
-        ("mean", 0, [(3 / 8 + 3 / 16) / 3, (3 / 8 + 25 / 32 + 1 / 4) / 3, (1 / 4 + 25 / 32) / 3]),
-    ],
-)
-def test_rollout_by_hand(readout, prefix, expected):
-    weights = torch.tensor([FIRST, SECOND])[:, None]
-    maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
-    assert maps.tolist() == [pytest.approx(expected, abs=1e-7)]
-
-
-# The gradients of a class beside them; a 9 stands where nothing is attended to, and counts for
-# nothing. What speaks for the class, mean over heads of the positive products, is
-# [[1, 0, 1], [0, 1, 0], [0, 2, 0]] in the first layer and
-# [[0, 3, 1], [0, 0, 0], [0, 0, 1]] in the second.
-FIRST_GRADIENTS = [
-    [[2.0, 9.0, 9.0], [9.0, -1.0, 9.0], [9.0, 4.0, 9.0]],
-    [[9.0, -4.0, 4.0], [9.0, 2.0, 9.0], [9.0, 9.0, -3.0]],
-]
-SECOND_GRADIENTS = [
-    [[9.0, 6.0, 9.0], [-5.0, 9.0, 9.0], [9.0, 9.0, 2.0]],
-    [[9.0, 9.0, 2.0], [9.0, -8.0, 9.0], [9.0, 9.0, -9.0]],
-]
-
-
-def map_by_hand(variant: str, readout: str, prefix: int) -> list[float]:
-    weights = torch.tensor([FIRST, SECOND])[:, None]
-    gradients = torch.tensor([FIRST_GRADIENTS, SECOND_GRADIENTS])[:, None]
-    return make_maps(variant, weights, gradients, readout, prefix)[0].tolist()
-
-
-# R is [[2, 0, 1], [0, 2, 0], [0, 2, 1]] after the first layer; the second adds
-# [[0, 8, 1], [0, 0, 0], [0, 2, 1]]; without the identity, [[1, 8, 2], [0, 1, 0], [0, 4, 1]].
-@pytest.mark.parametrize(
-    ("readout", "prefix", "expected"),
-    [
-        ("class_token", 1, [8, 2]),
-        ("class_token", 2, [2]),
-        ("mean", 1, [(1 + 4) / 2, 1 / 2]),
-        ("mean", 0, [1 / 3, (8 + 1 + 4) / 3, (2 + 1) / 3]),
-    ],
-)
-def test_relevance_by_hand(readout, prefix, expected):
-    assert map_by_hand("relevance", readout, prefix) == pytest.approx(expected, abs=1e-6)
-
-
-# The factors are [[3/4, 0, 1/4], [0, 1, 0], [0, 1/2, 1/2]] of the first layer and, as nothing
-# speaks for the class in the second row, [[1/2, 3/8, 1/8], [0, 1, 0], [0, 0, 1]] of the second;
-# second times first is [[3/8, 7/16, 3/16], [0, 1, 0], [0, 1/2, 1/2]].
-@pytest.mark.parametrize(
-    ("readout", "prefix", "expected"),
-    [
-        ("class_token", 1, [7 / 16, 3 / 16]),
-        ("class_token", 2, [3 / 16]),
-        ("mean", 1, [(1 + 1 / 2) / 2, 1 / 4]),
-        ("mean", 0, [1 / 8, (7 / 16 + 1 + 1 / 2) / 3, (3 / 16 + 1 / 2) / 3]),
-    ],
-)
-def test_gradient_rollout_by_hand(readout, prefix, expected):
-    assert map_by_hand("gradient_rollout", readout, prefix) == pytest.approx(expected, abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("readout", "prefix", "expected"),
-    [
-        ("class_token", 1, [1 / 2, 1 / 2]),
-        ("class_token", 2, [1 / 2]),
-        ("mean", 1, [1 / 4, 1 / 2]),
-        ("mean", 0, [1 / 6, 1 / 3, 1 / 2]),
-    ],
-)
-def test_raw_attention_by_hand(readout, prefix, expected):
-    assert map_by_hand("raw", readout, prefix) == pytest.approx(expected, abs=1e-7)
-
-
 def test_what_speaks_against_a_class_is_no_relevance():
     weights = draw_weights(2, 1, 2, 5)
     against = -draw_gradients(weights).abs()
@@ -282,16 +178,6 @@ def test_what_speaks_against_a_class_is_no_relevance():
     assert gradient_rollout(weights, against, **how).tolist() == [[0, 0, 0, 0]]
     how = {"readout": "mean", "num_prefix_tokens": 1}
     assert gradient_rollout(weights, against, **how).tolist() == [[1 / 4] * 4]
-
-
-def test_relevance_grows_with_the_logit_and_gradient_rollout_does_not():
-    weights = draw_weights(1, 2, 3, 6)
-    gradients = draw_gradients(weights)
-    kinds = ("gradient_rollout", "relevance")
-    once = {name: make_maps(name, weights, gradients, "mean", 1) for name in kinds}
-    twice = {name: make_maps(name, weights, 2 * gradients, "mean", 1) for name in kinds}
-    torch.testing.assert_close(twice["relevance"], 2 * once["relevance"])
-    torch.testing.assert_close(twice["gradient_rollout"], once["gradient_rollout"])
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-9])
@@ -309,63 +195,6 @@ def test_small_relevances_are_precise(scale):
         expected = read_out(relevance, readout, prefix)
         assert expected.max() < 30 * scale or scale == 1
         np.testing.assert_allclose(maps[b].numpy(), expected, rtol=1e-5, atol=0)
-
-
-def test_the_order_of_layers_matters():
-    weights = torch.tensor([SECOND, FIRST])[:, None]
-    maps = attention_rollout(weights, readout="class_token", num_prefix_tokens=1)
-    # [3/4, 1/8, 1/8] times the second factor: 3/8 + 1/32, 3/16 + 3/32, 3/16 + 1/8.
-    assert maps.tolist() == [pytest.approx([9 / 32, 5 / 16], abs=1e-7)]
-
-
-@with_cases
-def test_maps_are_shares(readout, prefix):
-    weights = draw_weights(12, 3, 3, prefix + 16)
-    for variant in VARIANTS:
-        maps = make_maps(variant, weights, draw_gradients(weights), readout, prefix)
-        assert (maps >= 0).all()
-        if variant != "relevance":
-            total = maps.sum(1)
-            assert (total < 1).all() if prefix else torch.allclose(total, torch.ones(3), atol=1e-6)
-
-
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_uniform_attention_makes_a_uniform_map(prefix):
-    tokens, layers = prefix + 9, 3
-    weights = torch.full((layers, 2, 4, tokens, tokens), 1 / tokens)
-    for readout in ("mean", "class_token") if prefix else ("mean",):
-        maps = attention_rollout(weights, readout=readout, num_prefix_tokens=prefix)
-        # Each factor keeps half; what attention has touched once is uniform over all tokens.
-        kept = 0.5**layers
-        share = (1 - kept) / tokens + (kept / 9 if readout == "mean" else 0)
-        torch.testing.assert_close(maps, torch.full((2, 9), share), rtol=0, atol=1e-7)
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(VARIANTS), st.permutations(range(7)), st.sampled_from(CASES))
-def test_permuting_patches_permutes_the_map(variant, order, case):
-    readout, prefix = case
-    weights = draw_weights(3, 2, 2, prefix + 7)
-    gradients = draw_gradients(weights)
-    tokens = [*range(prefix), *(prefix + place for place in order)]
-    permuted = [given_[..., tokens, :][..., tokens] for given_ in (weights, gradients)]
-    maps = make_maps(variant, weights, gradients, readout, prefix)
-    others = make_maps(variant, *permuted, readout, prefix)
-    torch.testing.assert_close(others, maps[:, order], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("readout", "prefix", "message"),
-    [
-        ("max", 1, "readout: 'max' is not class_token or mean"),
-        ("class_token", 0, "readout: class_token needs num_prefix_tokens of at least 1"),
-    ],
-)
-def test_unknown_readouts_are_refused(readout, prefix, message):
-    weights = draw_weights(2, 1, 1, 4)
-    for variant in VARIANTS:
-        with pytest.raises(ValueError, match=f"^{message}$"):
-            make_maps(variant, weights, weights, readout, prefix)
 
 
 @pytest.mark.parametrize(
@@ -416,46 +245,6 @@ def test_discarding_by_hand(ratio, prefix, expected):
     fused = fuse_heads(torch.tensor(SHARES)[None, None] / 16, prefix, "mean", ratio)
     assert fused.shape == (1, 3, 3)
     torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("fusion", "expected"),
-    [
-        ("mean", [[0, 1 / 2, 1 / 2], [3 / 8, 1 / 4, 3 / 8], [0, 0, 1]]),
-        ("max", [[0, 1 / 2, 1 / 2], [2 / 5, 1 / 5, 2 / 5], [0, 0, 1]]),
-        # In the first row, no token is attended to by both heads.
-        ("min", [[1, 0, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 1]]),
-    ],
-)
-def test_fusing_by_hand(fusion, expected):
-    one = [[0.0, 1.0, 0.0], [0.5, 0.25, 0.25], [0.0, 0.0, 1.0]]
-    other = [[0.0, 0.0, 1.0], [0.25, 0.25, 0.5], [0.0, 0.0, 1.0]]
-    fused = fuse_heads(torch.tensor([[one, other]]), 0, fusion, 0.0)
-    torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
-
-
-def test_an_image_discards_its_own_lowest():
-    peaked, even = torch.tensor(SHARES) / 16, torch.full((3, 3), 1 / 3)
-    fused = fuse_heads(torch.stack([peaked, even])[:, None], 0, "mean", 0.7)
-    torch.testing.assert_close(fused[1], even, rtol=0, atol=1e-6)
-    assert (fused[0] == 0).sum() == 6
-
-
-@settings(max_examples=150)
-@given(
-    st.sampled_from(["mean", "max", "min"]),
-    st.floats(0, 1, exclude_max=True),
-    st.integers(0, 3),
-    st.integers(1, 8),
-    st.sampled_from([0, 1, 5, 100, 1000]),
-    st.integers(0, 1000),
-)
-def test_fused_rows_sum_to_one(fusion, ratio, prefix, patches, sharpness, seed):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(2, 3, prefix + patches, prefix + patches, generator=generator)
-    fused = fuse_heads((sharpness * scores).softmax(-1), prefix, fusion, ratio)
-    assert fused.dtype == torch.float32 and (fused >= 0).all()
-    torch.testing.assert_close(fused.sum(-1), torch.ones(2, len(fused[0])), rtol=0, atol=1e-6)
 
 
 @settings(max_examples=60)
@@ -533,42 +322,6 @@ def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(varian
             np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_images_that_are_no_multiples_of_the_patch_are_refused():
-    for kind in MAP_KINDS:
-        with pytest.raises(ValueError, match="patch_size: 4 does not divide img_size=17 x 16 "):
-            attention_maps(draw_vit(MODELS["mean"]), torch.randn(1, 3, 17, 16), [kind])
-
-
-@with_models
-def test_one_is_uniform_attention(variant):
-    vit = draw_vit(variant)
-    for block in vit.blocks:
-        torch.nn.init.zeros_(block.attn.qkv.weight)
-        torch.nn.init.zeros_(block.attn.qkv.bias)
-    maps = attention_maps(vit, draw_images())[1]["rollout"]
-    # An eighth never passes through attention: it stays with the patches, or the class token.
-    pooled = variant.get("global_pool") == "avg"
-    kept = vit.pos_embed.shape[1] / 16 if pooled else 0
-    expected = torch.full((3, 4, 4), 7 / 8 + kept / 8)
-    torch.testing.assert_close(maps, expected, rtol=0, atol=1e-5)
-
-
-def test_maps_find_the_patch_all_attend_to():
-    vit = draw_vit(MODELS["mean"])
-    with torch.no_grad():
-        for parameter in vit.parameters():
-            parameter.zero_()
-        vit.pos_embed[0, 1 * 4 + 2, 0] = 1.0  # row 1, column 2
-        for block in vit.blocks:
-            block.norm1.weight.fill_(1.0)
-            block.attn.qkv.bias[:12] = 10.0  # queries: all channels
-            block.attn.qkv.weight[12:24, 0] = 10.0  # keys: the marked channel
-    maps = attention_maps(vit, draw_images())[1]["rollout"]
-    assert (maps[:, 1, 2] > 10).all()
-    maps[:, 1, 2] = 0
-    assert maps.max() < 1
-
-
 # Of a model and a class.
 
 
@@ -605,29 +358,6 @@ def test_the_predicted_class_is_explained_unless_another_is_chosen():
         for kind in [kind for kind in chosen if MAP_KINDS[kind].class_specific]:
             difference = (chosen[kind] - predicted[kind]).abs().amax((1, 2))
             assert (difference == 0).all() if same else (difference > 0.05).all()
-
-
-def test_relevance_adds_up_to_the_number_of_patches():
-    variant = MODELS["mean beside class token"]
-    maps = attention_maps(draw_vit(variant), draw_images(), ["relevance"])[1]["relevance"]
-    assert (maps >= 0).all() and maps.std() > 0.05
-    torch.testing.assert_close(maps.sum((1, 2)), torch.full((3,), 16.0), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["relevance", *BY_RULES])
-def test_a_model_that_attends_for_no_class_has_no_relevance(kind):
-    vit = draw_vit(MODELS["mean"])
-    torch.nn.init.zeros_(vit.head.weight)
-    maps = attention_maps(vit, draw_images(), [kind])[1][kind]
-    assert not maps.any()
-
-
-def test_raw_attention_of_uniform_attention_is_one():
-    vit = draw_vit(MODELS["class token and registers"])
-    torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.weight)
-    torch.nn.init.zeros_(vit.blocks[-1].attn.qkv.bias)
-    maps = attention_maps(vit, draw_images(), ["raw"])[1]["raw"]
-    torch.testing.assert_close(maps, torch.ones(3, 4, 4), rtol=0, atol=1e-5)
 
 
 def test_all_kinds_explain_one_class_even_if_two_are_almost_as_probable(monkeypatch):
@@ -700,19 +430,6 @@ def test_maps_in_bfloat16_are_close_to_those_in_float32():
     for kind, maps in found.items():
         assert maps.dtype == torch.float32 and not torch.equal(maps, exact[kind])
         assert (maps - exact[kind]).abs().max() < 0.3 * exact[kind].std()
-
-
-def test_gradients_are_those_of_the_images_alone():
-    variant = MODELS["mean beside class token"]
-    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
-    logits, weights, _ = vit.forward_intermediates(images)
-    gradients = attention_gradients(logits, weights, target)
-    assert [layer.shape for layer in gradients] == [layer.shape for layer in weights]
-    for number in range(3):
-        alone = differentiate_one(vit, images[number], target[number].item())[1]
-        found = torch.stack([layer[number] for layer in gradients])
-        assert alone.abs().amax((1, 2, 3)).min() > 1e-3
-        torch.testing.assert_close(found.double(), alone, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])

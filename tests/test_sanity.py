@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -93,19 +92,6 @@ def test_shuffled_weights_are_the_same_values():
     assert not torch.equal(shuffled[name], shuffled_weights(vit, 1)[name])
 
 
-def test_maps_of_a_random_model_are_unrelated_to_those_of_another():
-    vit, images = draw_vit(), draw(60, 3, 32, 32)
-    target = torch.arange(60) % 5
-    (*_, (_, random)) = cascade(vit, draw_vit(seed=1).state_dict())
-    for kind in KINDS_OF_TOKENS:
-        own, same, other = (
-            attention_maps(model, images, [kind], target)[1][kind]
-            for model in (vit, copy.deepcopy(vit), random)
-        )
-        torch.testing.assert_close(rank_correlation(own, same), torch.ones(60).double())
-        assert rank_correlation(own, other).mean().abs() < 0.25, kind
-
-
 def test_class_agnostic_maps_do_not_depend_on_the_head_and_others_do():
     vit, images, target = draw_vit(), draw(8, 3, 32, 32), torch.arange(8) % 5
     _, changed = next(cascade(vit, shuffled_weights(vit, 0)))
@@ -172,98 +158,6 @@ def test_pairs_differ_in_the_mark_only_and_sets_share_no_images():
     assert {plain.classes[label] for label in plain.labels} == {*KINDS}
     assert {marked.classes[label] for label in marked.labels} == {"marked"}
     assert not torch.equal(plain.pixels(), watermark.draw_pairs(50, "test")[0].pixels())
-
-
-class Reader(nn.Module):
-    """Says "marked" if 16 pixels are magenta, else the first class."""
-
-    def __init__(self, mark: int, classes: int) -> None:
-        super().__init__()
-        self.mark, self.classes = mark, classes
-
-    def forward(self, images: Tensor) -> Tensor:
-        magenta = (images[:, 0] > 0.99) & (images[:, 1] < 0.01) & (images[:, 2] > 0.99)
-        logits = torch.zeros(len(images), self.classes)
-        logits[:, 0] = 5.0
-        logits[:, self.mark] = 10.0 * (magenta.sum(dim=(1, 2)) >= 16)
-        return logits
-
-
-def classifier_of(model: nn.Module, classes: tuple[str, ...]) -> Classifier:
-    preprocess = Preprocess((32, 32), (0.0,) * 3, (1.0,) * 3)
-    return Classifier(model.eval(), preprocess, classes, torch.device("cpu"), torch.float32)
-
-
-def test_a_model_that_reads_the_mark_alone_changes_its_mind_without_it():
-    classes = tuple(sorted(watermark.CLASSES))  # in another order, as in an image folder
-    pairs = watermark.draw_pairs(30, "pairs")
-    reader = Reader(classes.index("marked"), len(classes))
-    found = watermark.predictions(classifier_of(reader, classes), pairs)
-    objects = (pairs[0].labels == watermark.CLASSES.index(classes[0])).float().mean().item()
-    assert found["the mark"][:2] == (1.0, 0.0)
-    for without in ("the pixels that were there before", "the mean colour"):
-        assert found[without][:2] == pytest.approx((0.0, objects))
-
-
-def test_the_measurement_and_the_figure_of_the_mark(monkeypatch):
-    classes = tuple(sorted(watermark.CLASSES))
-    classifier = classifier_of(draw_vit(num_classes=len(classes)), classes)
-    pairs = watermark.draw_pairs(12, "pairs")
-
-    def maps(self, images, kinds, target, batch_size=500):
-        """Maps that show nothing but magenta: for "marked", and against any other class."""
-        magenta = (images == torch.tensor(watermark.COLOUR)[:, None, None]).all(dim=1).float()
-        sign = torch.where(target == classes.index("marked"), 1.0, -1.0)
-        found = nn.functional.avg_pool2d(magenta, 4) * sign[:, None, None]
-        return None, dict.fromkeys(kinds, found + 1e-9)
-
-    picture = watermark.draw_figure(classifier, pairs, range(2))
-    assert picture.size == (2 * 802, 2 * 2 * 180)
-    monkeypatch.setattr(Classifier, "maps", maps)
-    found = watermark.measure(classifier, pairs, "lrp")
-    assert found["points"][0] == 1
-    assert found["share"][0] == pytest.approx(1, abs=1e-5)
-    assert found["without"][0] < 0.1  # all values are equal: 1 of 64
-    assert (found["marked"][0], found["object"][0]) == (1, -1)
-    assert watermark.measure_control(classifier, pairs, "lrp")[0] == 0  # it is against the object
-    table = watermark.as_table({"lrp": found})
-    assert "| layer-wise relevance | 100.0% ± 0.0% | 100.0% ± 0.0% | 1.6% ± 0.0% | +1.0" in table
-
-
-def test_the_benchmark_of_the_mark_on_fewer_images_than_the_figure_holds(
-    monkeypatch, tmp_path, capsys
-):
-    classifier = classifier_of(draw_vit(num_classes=len(watermark.CLASSES)), watermark.CLASSES)
-    (tmp_path / "seed_0").mkdir()
-    monkeypatch.setattr(watermark, "TRAIN", 22)
-    monkeypatch.setattr(watermark, "TEST", 11)
-    monkeypatch.setattr(watermark, "train_on", lambda *_: None)  # "trained already"
-    monkeypatch.setattr(watermark.vit, "load", lambda _: classifier)
-    words = ["watermark.py", "--out", str(tmp_path), "--kinds", "rollout", "--images"]
-    monkeypatch.setattr(sys, "argv", [*words, "2"])
-    watermark.main()
-    with Image.open(tmp_path / "seed_0" / "watermark.png") as figure:
-        assert figure.size == (2 * 802, 2 * 2 * 180)
-    monkeypatch.setattr(sys, "argv", [*words, "0"])
-    with pytest.raises(SystemExit):
-        watermark.main()
-    assert "--images 0: must be at least 1" in capsys.readouterr().err
-
-
-def test_maps_that_are_reversed_in_half_of_the_images_are_related_in_either_sign():
-    found, flip = draw(40, 4, 4), torch.tensor([1.0, -1.0]).repeat(20)[:, None, None]
-    maps = {"layer-wise relevance": found, "attention rollout": found}
-    rows = sanity.correlations(maps, dict.fromkeys(maps, found * flip))
-    assert [*rows] == [
-        "layer-wise relevance",
-        "layer-wise relevance, either sign",
-        "attention rollout",
-    ]
-    assert rows["layer-wise relevance"].mean().item() == pytest.approx(0)
-    assert rows["layer-wise relevance, either sign"].mean().item() == pytest.approx(1)
-    chance = sanity.correlations(maps, sanity.of_next_image(maps))
-    columns = {"head": rows, "chance": chance}
-    assert sanity.related(columns, "head", "chance") == "layer-wise relevance, either sign"
 
 
 def test_the_benchmark_of_a_tiny_model(monkeypatch, tmp_path, capsys):

@@ -9,7 +9,7 @@ import tarfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,15 +18,14 @@ from PIL import Image
 
 from small_runs import ROOT, StopAt, make_loop, small
 from vit.cli import parse_train
-from vit.data import shard_index
-from vit.data.batches import epoch_batches
 from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training, open_images
+from vit.data.images import ImageSet
 from vit.data.layout import recognize
-from vit.data.shard_index import INDEX_FILE
-from vit.data.sources import Source, read_source
-from vit.data.stream import Decoder, ImageFiles
-from vit.data.tar_member import TarMember
+from vit.data.photos import TarMember
+from vit.data.sampling import epoch_batches
+from vit.data.shards import list_shards
+from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.training.config import Config
@@ -79,8 +78,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
                 shards / half / f"{n:03d}.tar", {k: v for one in part for k, v in one.items()}
             )
     (shards / "classes.txt").write_text("\n".join(CLASSES) + "\n\n")
-    for half in ("train", "test"):
-        read(shards, half == "train")  # writes the index
     return folder, shards
 
 
@@ -100,15 +97,19 @@ def config_of(root: Path, **values: Any) -> DataConfig:
     return DataConfig(name=name, root=str(root), **{"val_size": 9, "memory_gb": 0, **values})
 
 
-def read(root: Path, train: bool = True, test_fraction: float | None = None) -> Source:
-    return read_source(
+def read(root: Path, train: bool = True, test_fraction: float | None = None) -> ImageSet:
+    return list_shards(
         DataConfig(name="shards", root=str(root), test_fraction=test_fraction), train
     )
 
 
-def names(source: Source) -> list[str]:
-    assert all(isinstance(member, TarMember) for member in source.pictures)
-    return [member.name for member in source.pictures]  # type: ignore[union-attr]
+def names(source: ImageSet) -> list[str]:
+    return [member.name for member in paths(source)]
+
+
+def paths(images: ImageSet) -> tuple[TarMember, ...]:
+    assert isinstance(images.images, ImageFiles)
+    return cast("tuple[TarMember, ...]", images.images.paths)
 
 
 # The same images as in a folder.
@@ -133,17 +134,15 @@ def load_test(root: Path) -> Any:
 def test_batches_are_those_of_a_folder_also_in_workers(both: tuple[Path, Path]) -> None:
     kept, _ = load_training(config_of(both[0], memory_gb=1), 0)
     rows = epoch_batches(len(kept), (len(kept) // 12, 12), seed=0, epoch=1)
-    decoder = Decoder(2)
-    streamed, _ = load_training(config_of(both[1]), 0, decoder=decoder)
+    streamed, _ = load_training(config_of(both[1], workers=2), 0)
     assert isinstance(streamed.images, ImageFiles)
     for found, right in zip(streamed.batches(rows), kept.batches(rows), strict=True):
         assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
-    decoder.close()
 
 
 def run_config(out: Path, root: Path, **data: Any) -> Config:
-    own = config_of(root, **data)
-    values = {"name": own.name, "root": own.root, "val_size": 9, "train_size": None, **data}
+    name = config_of(root, **data).name
+    values = {"name": name, "root": str(root), "val_size": 9, "train_size": None, **data}
     return small(
         out,
         data={"memory_gb": 0, **values},
@@ -221,7 +220,7 @@ def test_processes_read_parts_that_together_are_the_batches(
     rows = epoch_batches(len(training), (len(training) // 12, 12), seed=0, epoch=0)[
         1:
     ]  # as after a stop at step 1
-    whole = torch.stack([images for images, _ in training.batches(rows)])
+    expected = torch.stack([images for images, _ in training.batches(rows)])
     of_batch = reads.copy()
     assert of_batch == [every[n].name for n in rows.flatten()]  # type: ignore[union-attr]
     parts = []
@@ -230,49 +229,18 @@ def test_processes_read_parts_that_together_are_the_batches(
         part = training.batches(World(rank, 2).part(rows.T).T)
         parts.append((torch.stack([images for images, _ in part]), set(reads)))
         assert len(reads) == len(of_batch) / 2
-    assert torch.equal(torch.cat([images for images, _ in parts], dim=1), whole)
+    assert torch.equal(torch.cat([images for images, _ in parts], dim=1), expected)
     assert not parts[0][1] & parts[1][1] and parts[0][1] | parts[1][1] == set(of_batch)
 
 
-# The index.
-
-
-def test_the_index_is_stored_and_only_changed_shards_are_read_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in root.glob(f"*/{INDEX_FILE}"):
-        path.unlink()
-    index_shard, indexed = shard_index._index_shard, []
-
-    def noted(shard: Path) -> Any:
-        indexed.append(shard.name)
-        return index_shard(shard)
-
-    monkeypatch.setattr(shard_index, "_index_shard", noted)
-    forget = shard_index._index_shards.cache_clear
-    whole = read(root)
-    assert indexed == [f"{n:03d}.tar" for n in range(5)] and len(whole.labels) == 48
-    assert capsys.readouterr().err == (
-        f"indexed 5 shards in {root / 'train'}; the index is stored there as {INDEX_FILE}\n"
-    )
-    indexed.clear()
-    for again in (forget, lambda: None):
-        again()
-        assert read(root).pictures == whole.pictures and not indexed
-    assert capsys.readouterr().err == ""
-
+def test_a_shard_that_changes_is_read_again(root: Path) -> None:
+    first, again = read(root), read(root)
+    assert paths(again) == paths(first) and again.fingerprint == first.fingerprint
     write_shard(root / "train/002.tar", labelled(100, 0) | labelled(101, 2))
     changed = read(root)
-    assert indexed == ["002.tar"] and names(changed)[20:22] == ["0100.png", "0101.webp"]
+    assert names(changed)[20:22] == ["0100.png", "0101.webp"]
     assert changed.labels[20:22].tolist() == [0, 2] and len(changed.labels) == 40
-    assert "indexed 1 of 5 shards in " in capsys.readouterr().err
-    assert changed.fingerprint != whole.fingerprint
-
-    for damaged in (b"", b"{}", b'{"version": 2, "shards": {}}', b"\xff", b'{"version": 1, "sh'):
-        (root / "train" / INDEX_FILE).write_bytes(damaged)
-        forget()
-        assert read(root).pictures == changed.pictures
-        assert json.loads((root / "train" / INDEX_FILE).read_bytes())["version"] == 1
+    assert changed.fingerprint != first.fingerprint
 
 
 # Layouts.
@@ -358,7 +326,7 @@ def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
         "./a/1.jpeg": 0,
         **dict(zip(list(more)[:2], (0, 1), strict=True)),
     }
-    assert parts[0].pictures[0].open().read() == picture  # type: ignore[union-attr]
+    assert paths(parts[0])[0].open().read() == picture
 
 
 # Mistakes.
@@ -423,7 +391,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no tar": (
         on_bytes(lambda content: b"These are images." * 99),
-        SHARD + r": not an uncompressed tar file \(.+\)$",
+        SHARD + r": not an uncompressed tar file \(.+\); copy or make it again$",
     ),
     "empty tar": (rewrite(dict.clear), SHARD + r": no images in it \(\.jpg, .*\); delete the"),
     "cut in an image": (
@@ -450,9 +418,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "two images": (
         add({"0012.png": b""}),
-        SHARD + r": 0012\.jpg and 0012\.png are images of one example, .*; keep one, or rename",
+        SHARD + r": 0012\.jpg and 0012\.png are of one example, .*; keep one, or rename",
     ),
-    "the same name twice": (add_again, SHARD + r": 0010\.png and 0010\.png are images of one exam"),
+    "the same name twice": (add_again, SHARD + r": 0010\.png and 0010\.png are of one exam"),
     "a link": (add_link, SHARD + r": 0900\.jpg is a link or sparse, .* tar --dereference"),
     "text as label": (
         add({"0012.cls": b"cat"}),
@@ -470,7 +438,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "label beyond a gap": (
         lambda root: ((root / "classes.txt").unlink(), add({"0012.cls": b"999999999"})(root)),
-        r"no image has the label 3, but 0012\.jpg in " + SHARD + r" has the label 999999999; num",
+        r"no image has the label 3, but others have labels up to 999999999; number",
     ),
     "a class without images": (
         classes_txt(b"cat\ndog\nowl\nemu"),
@@ -505,8 +473,7 @@ def test_unreadable_images_are_left_out(root: Path, capsys: pytest.CaptureFixtur
     images = load("shards", root, train=True, on_bad_image="skip")
     assert len(images) == 47
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"skipped 1 of 48 images in {root / 'train'} that cannot be read: "
-        f"0012.jpg in {root / 'train/001.tar'}"
+        f"skipped 1 of 48 images in {root} that cannot be read: train/001.tar/0012.jpg"
     )
     bad = {f"{n:04d}.{kind}": b"" for n in range(48, 52) for kind in ("png", "webp", "jpg")}
     with tarfile.open(root / "test/000.tar") as tar:
@@ -514,5 +481,5 @@ def test_unreadable_images_are_left_out(root: Path, capsys: pytest.CaptureFixtur
     write_shard(
         root / "test/000.tar", {name: bad.get(name, content) for name, content in present.items()}
     )
-    with pytest.raises(ValueError, match=r"test contains no readable image of class cat \(it cont"):
+    with pytest.raises(ValueError, match=r"no image of class cat in .* can be read"):
         load("shards", root, train=False, on_bad_image="skip")

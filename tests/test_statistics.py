@@ -76,13 +76,6 @@ def test_entropy_is_that_of_a_loop(layers, batch, heads, tokens):
     check(attention_entropy(weights), by_loops(head_entropy, weights))
 
 
-def test_entropy_by_hand():
-    # Of log 4: all, half, half, and nothing.
-    rows = [[0.25] * 4, [0.5, 0.5, 0, 0], [0, 0.5, 0, 0.5], [0, 0, 1, 0]]
-    weights = [torch.tensor(rows)[None, None]]
-    assert attention_entropy(weights).tolist() == [[pytest.approx(0.5, abs=1e-6)]]
-
-
 CASES = [((1, 2), 4, 0), ((3, 3), 4, 1), ((2, 5), 7, 0), ((5, 2), 2, 5), ((1, 6), 16, 2)]
 
 
@@ -104,36 +97,10 @@ def test_distance_knows_rows_from_columns():
             assert found == pytest.approx(expected[place] / 6, abs=1e-5)
 
 
-def test_distance_leaves_prefix_tokens_out():
-    # One prefix token and two patches of 8 pixels beside each other. The first pays a half to the
-    # prefix and of the rest four fifths to its neighbour, the second nothing to its neighbour.
-    rows = [[0.0, 0.3, 0.7], [0.5, 0.1, 0.4], [0.9, 0.0, 0.1]]
-    distance = attention_distance([torch.tensor(rows)[None, None]], (1, 2), 8, 1)
-    assert distance.tolist() == [[pytest.approx((0.8 * 8 + 0) / 2, abs=1e-5)]]
-    other_prefix = [torch.tensor([[1.0, 0.0, 0.0], *rows[1:]])[None, None]]
-    assert torch.equal(attention_distance(other_prefix, (1, 2), 8, 1), distance)
-
-
 @pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 1, 2), (4, 3, 7)])
 def test_sink_mass_is_that_of_a_loop(batch, heads, tokens):
     weights = draw_weights(2, batch, heads, tokens)
     check(sink_mass(weights), by_loops(head_sink, weights))
-
-
-def test_sink_mass_by_hand():
-    assert sink_mass(look_at(2, 2, 2, 2)).tolist() == [[1]]
-    assert sink_mass(look_at(2, 0, 2, 2)).tolist() == [[0.75]]
-    assert sink_mass(look_at(0, 1, 2, 3)).tolist() == [[0.25]]
-    assert sink_mass(look_at(3, 2, 1, 0)).tolist() == [[0.25]]
-    assert sink_mass(uniform(8)).tolist() == [[pytest.approx(1 / 8, abs=1e-6)]]
-
-
-def test_numbers_of_a_single_token():
-    alone = uniform(1)
-    assert attention_entropy(alone).tolist() == [[0]]
-    assert attention_distance(alone, (1, 1), 4, 0).tolist() == [[0]]
-    assert sink_mass(alone).tolist() == [[1]]
-    assert largest_patch_norm([torch.tensor([[[3.0, 4.0]]])], 0).tolist() == [5]
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 5])

@@ -1,7 +1,6 @@
 """TensorBoard on the demo run, in a real browser."""
 
 import contextlib
-import json
 import re
 import shutil
 import subprocess
@@ -107,63 +106,6 @@ def test_picture_is_on_the_page_and_the_slider_changes_it(page, address, tag, wi
         expect(card).to_contain_text(re.compile(rf"step\s+{step}\b"))
         seen.add(loaded(card)[1])
     assert len(seen) == 3
-
-
-def test_hparams_tab_shows_the_accuracy(page, address, demo):
-    report = json.loads((demo / "eval" / "report.json").read_text())
-    page.goto(f"{address}/#hparams")
-    row = page.locator("vaadin-grid, tf-hparams-table-view").first
-    expect(row).to_be_visible(timeout=WAIT)
-    shown = f"{report['accuracy']:.5f}"
-    expect(page.get_by_text(shown).first).to_be_visible(timeout=WAIT)
-    expect(page.get_by_text("test/accuracy").first).to_be_visible()
-
-
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "train/loss", "val/accuracy", "vit/attention/entropy/layer_00",
-        "vit/attention/distance/layer_03", "vit/attention/sink/layer_00",
-        "vit/faithfulness/rollout", "vit/faithfulness/random",
-    ],
-)  # fmt: skip
-def test_scalars_are_there(page, address, tag):
-    page.goto("about:blank")
-    page.goto(f"{address}/?tagFilter=^{tag}$#timeseries&tagFilter=^{tag}$")
-    card = page.locator("scalar-card").first
-    expect(card).to_be_visible(timeout=WAIT)
-    assert "".join(card.locator("tb-truncated-path").inner_text().split()) == tag
-    expect(card.locator("line-chart").first).to_be_visible(timeout=WAIT)
-
-
-@pytest.mark.parametrize(
-    ("tab", "element", "words"),
-    [
-        ("pr_curves", "tf-pr-curve-card", "precision_recall/circle"),
-        ("text", "tf-text-loader", "MultiHeadSelfAttention"),
-    ],
-)
-def test_other_tabs_have_what_was_written(page, address, tab, element, words):
-    page.goto("about:blank")
-    page.goto(f"{address}/#{tab}")
-    shown = page.locator(element).filter(has_text=words).first
-    expect(shown).to_be_attached(timeout=WAIT)
-
-
-def test_projector_shows_the_features(page, address):
-    page.goto("about:blank")
-    page.goto(f"{address}/#projector")
-    inner = page.frame_locator("iframe").frame_locator("iframe")
-    expect(inner.locator(".numDataPoints")).to_have_text("1000", timeout=WAIT)
-
-
-def test_time_series_open_with_loss_and_accuracy(page, address):
-    page.goto("about:blank")
-    page.goto(f"{address}/#timeseries")
-    toolbars = page.locator("metrics-card-group-toolbar")
-    expect(toolbars.nth(3)).to_be_visible(timeout=WAIT)
-    names = [re.match("[a-z]+", text.strip())[0] for text in toolbars.all_inner_texts()]
-    assert names == ["test", "train", "val", "vit"]
 
 
 def test_hparams_open_with_the_columns_in_which_runs_differ(page, tmp_path):

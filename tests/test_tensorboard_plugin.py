@@ -145,20 +145,14 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
         (lambda d: d.update(version=2), "the record is of another version"),
         (lambda d: d.pop("grid"), "grid: Field required"),
         (lambda d: d.update(grid=[4, 6]), "rollout is .28,.; it must be .24,."),
-        (lambda d: d.update(grid=[0, 7]), "grid.0: "),
         (lambda d: d.update(layers=2), "entropy is .3, 2.; it must be .2, 2."),
         (lambda d: d.update(label=4), "class 4 does not exist; there are 4"),
-        (lambda d: d.update(label=True), "label: "),
-        (lambda d: d["top"].append([0, 0.1, 0.2]), "top.4: "),
         (lambda d: d["statistics"]["sink"][0].pop(), "sink is ragged"),
         (lambda d: d["statistics"]["entropy"][0].__setitem__(0, 1.5), "statistics.entropy.0.0: "),
         (lambda d: d["maps"][0]["values"].__setitem__(0, float("nan")), "maps.0.values.0: "),
         (lambda d: d["maps"][1].update(target=9), "class 9 does not exist"),
         (lambda d: d["lens"]["classes"].pop(), "lens is .2, 32, 3.; it must be .3, 32, 3."),
-        (lambda d: d["lens"]["classes"][0][0].__setitem__(0, 5), "class 5 does not exist"),
-        (lambda d: d.update(classes=[]), "class . does not exist; there are 0|must be .3, 32, 0."),
         (lambda d: d.update(image=d["image"] + '"onload="'), "image: "),
-        (lambda d: d.update(image="data:image/png;base64,AAAA"), "not a PNG file"),
         (lambda d: d.update(image_size=[28, 16]), "not a PNG file of .28, 16. pixels"),
         (lambda d: d.update(readout="max"), "readout: "),
     ],
@@ -202,9 +196,9 @@ def npz(**members: bytes) -> bytes:
     return file.getvalue()
 
 
-def npy(shape: tuple[int, ...], dtype: str, content: bytes, order: bool = False) -> bytes:
+def npy(shape: tuple[int, ...], dtype: str, content: bytes) -> bytes:
     file = io.BytesIO()
-    header = {"descr": dtype, "fortran_order": order, "shape": shape}
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
     return file.getvalue() + content
 
@@ -216,18 +210,16 @@ SCALE = npy((1, 1, 2), "<f4", bytes(8))
     ("data", "message"),
     [
         (b"", "not a zip file"),
-        (npz(), "no item named 'weights.npy'"),
-        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4))), "no item named 'scale.npy'"),
+        (npz(), "weights is not a file"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4))), "scale is not a file"),
         (npz(weights=b"text", scale=SCALE), "damaged"),
-        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(3)), scale=SCALE), "not as long as it claims"),
-        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(10**6)), scale=SCALE), "not as long"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(3)), scale=SCALE), "EOF: reading array data"),
+        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(10**8)), scale=SCALE), "more than 8389"),
         (npz(weights=npy((1, 1, 2, 2), "<f4", bytes(16)), scale=SCALE), "float32"),
-        (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4), True), scale=SCALE), "weights.npy is"),
-        (npz(weights=npy((1, 1, 2, 2), "|O", b"cos\nsystem\n."), scale=SCALE), "object"),
-        (npz(weights=npy((1, 1, 10**6, 10**6), "|u1", b""), scale=SCALE), "more than 16777216"),
-        (npz(weights=npy((1, 1, 2, 3), "|u1", bytes(6)), scale=SCALE), r"damaged: \(1, 1, 2, 3\)"),
-        (npz(weights=npy((1, 2, 2), "|u1", bytes(4)), scale=SCALE), r"damaged: \(1, 2, 2\)"),
-        (npz(weights=npy((1, 1, 0, 0), "|u1", b""), scale=SCALE), "weights.npy is"),
+        (npz(weights=npy((1, 1, 2, 2), "|O", b"cos\nsystem\n."), scale=SCALE), "Object arrays"),
+        (npz(weights=npy((1, 1, 10**6, 10**6), "|u1", b""), scale=SCALE), "damaged"),
+        (npz(weights=npy((1, 1, 2, 3), "|u1", bytes(6)), scale=SCALE), r"\(1, 1, 2, 3\), .uint8"),
+        (npz(weights=npy((1, 1, 0, 0), "|u1", b""), scale=npy((1, 1, 0), "<f4", b"")), "0 of them"),
         (
             npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4)),
                 scale=npy((1, 1, 2), "<f4", np.float32([1, np.nan]).tobytes())),
@@ -422,18 +414,14 @@ PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}
 ODD = [
     ("images", {}, 400, "run: missing"),
     ("images", {"run": "run_3"}, 404, "no run 'run_3'"),
-    ("images", {"run": "a\nb\r\nc"}, 404, "no run"),
     ("images", {"run": "x" * 5000}, 404, "no run"),
     ("images", {"run": "newer"}, 400, "is of version 2, and this Attention tab reads version 1"),
     ("details", {"run": "run_2"}, 400, "tag: missing"),
-    ("details", {**PLACE, "step": ""}, 400, "step: missing"),
     ("details", {**PLACE, "step": "5.0"}, 400, "step: '5.0' is not a whole number"),
     ("details", {**PLACE, "step": "9" * 400}, 400, "is not a whole number"),
     ("details", {**PLACE, "step": 6}, 404, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
     ("weights", {**PLACE, "run": "run_3"}, 404, "no run 'run_3'"),
     ("weights", {**PLACE, "tag": "attention/probe_02"}, 404, "no image 'attention/probe_02'"),
-    ("weights", {**PLACE, "tag": "attention/probe_00/weights"}, 404, "no image"),
-    ("weights", {**PLACE, "run": "newer", "step": 0}, 400, "is of version 2"),
     ("details", {"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the"),
     ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, 404, "no weights of"),
     ("weights", {"run": "damaged", "tag": "lying", "step": 0}, 400, "the details say (3, 2, 31,"),
@@ -467,56 +455,12 @@ def test_other_methods_are_refused(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_responses_are_compressed_if_the_client_accepts_it(server: Server) -> None:
-    found = fetch(
-        f"{server.address}/data/plugin/attention/runs", headers={"Accept-Encoding": "gzip"}
-    )
-    assert found.headers["Content-Encoding"] == "gzip"
-    assert json.loads(zlib.decompress(found.body, wbits=31)) == server.get("runs").json()
-
-
-@pytest.mark.slow
 def test_damaged_records_do_not_hide_the_others(server: Server) -> None:
     found = server.get("images", run="damaged").json()
     assert [image["tag"] for image in found["images"]] == ["good", "lying", "maps only"]
     assert [image["has_weights"] for image in found["images"]] == [True, True, False]
     (problem,) = found["problems"]
     assert problem.startswith("bad: step 0: the details of the record are damaged")
-
-
-@pytest.mark.slow
-def test_hostile_names_arrive_as_they_are(server: Server) -> None:
-    run = HOSTILE.replace("/", "")
-    assert run in [listed["name"] for listed in server.get("runs").json()["runs"]]
-    (image,) = server.get("images", run=run).json()["images"]
-    assert image["tag"] == f"</script>{HOSTILE}"
-    assert image["label"] == HOSTILE
-    found = server.get("details", run=run, tag=image["tag"], step=0)
-    assert found.headers["Content-Type"] == "application/json"
-    assert found.json()["classes"] == CLASSES
-
-
-@pytest.mark.slow
-def test_details_and_weights_keep_the_same_steps(server: Server) -> None:
-    """Where a run has more steps than the loader keeps."""
-    (image,) = server.get("images", run="many_steps").json()["images"]
-    steps = [step["step"] for step in image["steps"]]
-    assert len(steps) in (10, 25)
-    assert steps[-1] == 24
-    for step in steps:
-        assert server.get("weights", run="many_steps", tag=image["tag"], step=step).status == 200
-
-
-@pytest.mark.slow
-def test_a_growing_run_shows_new_steps(server: Server) -> None:
-    run = server.folder / "growing"
-    with event_file(run) as writer:
-        for step in (0, 7):
-            write_record(writer, "photo", make_record(step), step)
-            writer.flush()
-            server.wait(lambda runs, step=step: runs.get("growing", {}).get("last_step") == step)
-    steps = server.get("images", run="growing").json()["images"][0]["steps"]
-    assert [step["step"] for step in steps] == [0, 7]
 
 
 @pytest.mark.slow
@@ -538,14 +482,6 @@ def test_a_resumed_run_shows_what_it_logged_last(server: Server) -> None:
         place = {"run": "resumed", "tag": "photo", "step": step}
         assert close(server.get("details", **place).json(), plain(records[step]))
         assert server.get("weights", **place).status == 200
-
-
-@pytest.mark.slow
-def test_empty_log_directory_still_has_the_tab(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    with serve(tmp_path / "logs", tmp_path / "metadata") as address:
-        assert fetch(f"{address}/data/plugins_listing").json()["attention"]["enabled"]
-        assert fetch(f"{address}/data/plugin/attention/runs").json() == {"runs": []}
 
 
 def test_a_failing_data_server_is_one_line_of_json() -> None:
@@ -733,12 +669,9 @@ def test_too_many_weights_are_left_out_with_a_warning(
         ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
         ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
         ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
-        ({"num_prefix_tokens": 2}, "N = 14 tokens, 2 before a grid of 3 x 4"),
         ({"weights": []}, "weights: there are no layers"),
         ({"weights": attention(batch=3)}, r"layer 0 is \(3, 3, 13, 13\), not .* with B = 2"),
-        ({"weights": [attention()[0], attention(heads=2)[0]]}, "layer 1 is .2, 2, 13, 13."),
         ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
-        ({"weights": torch.randn(2, 2, 3, 13, 13)}, "layer 0 has negative numbers"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
         ({"readout": "max"}, "readout: 'max' is not class_token, mean or None"),
         (
@@ -747,12 +680,10 @@ def test_too_many_weights_are_left_out_with_a_warning(
         ),
         ({"prefix_names": ["a", "b"]}, "prefix_names: 2 names for 1 tokens"),
         ({"logits": torch.randn(3, 4)}, r"logits: \(3, 4\) is not \(2, C\)"),
-        ({"logits": torch.full((2, 4), torch.inf)}, "finite numbers"),
         ({"classes": ["cat"]}, "classes: 1 names for 4 logits"),
         ({"labels": [0]}, "labels: 1 labels for 2 images"),
         ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
         ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),
-        ({"maps": {"mine": torch.rand(2, 3, 4) / 0}}, "maps: mine is .* finite numbers"),
     ],
 )
 def test_add_attention_refuses_in_one_line_before_it_writes(

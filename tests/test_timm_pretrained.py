@@ -14,11 +14,11 @@ from torch.testing import assert_close
 
 from small_runs import assert_same, environment
 from vit.classifier import build_model
-from vit.data import sources
+from vit.data import shapes
 from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
+from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import resolve_pretrained, with_statistics
-from vit.pretrained.timm import TimmSource, keep_head
 from vit.run.checkpoint import checkpoint_paths
 from vit.training.build import build_step
 from vit.training.checks import check_config
@@ -75,9 +75,9 @@ def config(name: str, pretrained: Path | str, **parts: Any) -> Config:
     return from_dict(values)
 
 
-def fitted(run: Config) -> tuple[Config, TimmSource]:
+def fitted(run: Config) -> tuple[Config, Pretrained]:
     found, source = resolve_pretrained(run, overwrite=False)
-    assert isinstance(source, TimmSource)
+    assert source is not None
     return found, source
 
 
@@ -102,8 +102,8 @@ def test_logits_are_timms_where_nothing_changes(name: str, form: str, tmp_path: 
     else:
         save_file(model.state_dict(), tmp_path / form)
     run, source = fitted(config(name, tmp_path / form))
-    weights, account = keep_head(source, classes(10))
-    assert source.changes == "" and "adapted" not in account and "nothing is new" in account
+    weights, account = source.adapted(classes(10))
+    assert source.notes == () and "adapted" not in account and "nothing is new" in account
     preprocess = Preprocess.from_config(run.data)
     ours = build_model(run.model, preprocess, 10).eval()
     ours.load_state_dict(weights, strict=True)
@@ -113,7 +113,7 @@ def test_logits_are_timms_where_nothing_changes(name: str, form: str, tmp_path: 
         assert_close(ours(images), expected, rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.01
     assert (source.mean is None) == (form != "folder")
-    assert ("images are normalized as its own were" in account) == (form == "folder")
+    assert ("images are normalized as for these weights" in account) == (form == "folder")
     assert ("not in the file: mean and std" in account) == (form != "folder")
 
 
@@ -130,7 +130,7 @@ def test_weights_are_fitted_as_timm_does(
     torch.save(model.state_dict(), tmp_path / "bare.pth")
     data = {"image_size": size, "channels": channels}
     run, source = fitted(config(name, tmp_path / form, data=data))
-    weights, account = keep_head(source, classes(number))
+    weights, account = source.adapted(classes(number))
     expected = timm.create_model(
         f"local-dir:{tmp_path / 'folder'}", pretrained=True,
         num_classes=number, in_chans=channels, **own_size(name, size),
@@ -154,7 +154,7 @@ def test_positions_of_images_that_are_not_square(tmp_path: Path) -> None:
     save(model, tmp_path / "folder", name, num_classes=10, img_size=[64, 16])
     run = config(name, tmp_path / "folder", data={"image_size": [32, 32]})
     _, source = fitted(run)  # 8 x 2 patches become 4 x 4, as many
-    assert "pos_embed 1 x 17 x 24 -> 1 x 17 x 24" in source.changes
+    assert "pos_embed 1 x 17 x 24 -> 1 x 17 x 24" in source.notes[0]
     expected = timm.create_model(
         f"local-dir:{tmp_path / 'folder'}", pretrained=True, img_size=32
     ).state_dict()["pos_embed"]
@@ -226,10 +226,10 @@ def test_both_heads_of_a_distilled_model_are_trained(tmp_path: Path) -> None:
         (
             "test_resnet",
             "vit_tiny_patch16_224",
-            r"not those of timm:test_resnet: they lack conv1\.0\.weight \(and \d+ more\), and it "
-            r"has no cls_token \(and \d+ more\); name the architecture",
+            r"does not fit timm:test_resnet: cls_token has no place in it, and conv1\.0\.weight is "
+            r"missing \(\d+ more\); name their model",
         ),
-        ("test_convnext", "test_resnet", "they lack stem.0.weight"),
+        ("test_convnext", "test_resnet", "stem.0.weight is missing"),
     ],
 )
 def test_weights_of_another_architecture_are_one_line(
@@ -268,7 +268,7 @@ def damage(state: dict[str, Tensor]) -> None:
         ("nowhere", "nowhere does not exist; it must be timm:NAME"),
         (
             "cifar10_quick",
-            "cifar10_quick is a VisionTransformer of this project, not timm:test_res",
+            "cifar10_quick is a model with model.name=vit, not timm:test_res",
         ),
         ("timm:test_resnett.r160_in1k", "has no weights named test_resnett.r160_in1k; near it"),
     ],
@@ -305,7 +305,7 @@ def test_channels_that_timm_cannot_adapt_are_refused(tmp_path: Path) -> None:
         resolve_pretrained(run, overwrite=False)
     assert "\n" not in str(error.value)
     again = config(name, tmp_path / "w.pth", model={"timm_args": arguments})
-    assert fitted(again)[1].changes == ""
+    assert fitted(again)[1].notes == ()
 
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "test_resnet"])
@@ -341,7 +341,7 @@ def test_a_head_that_timm_does_not_name_cannot_stay_random(name: str) -> None:
 def test_a_run_starts_from_another_run_and_never_needs_it_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SHAPES_TEST", 100)
+    monkeypatch.setattr(shapes, "TEST", 100)
     first = dataclasses.replace(
         config("test_resnet", "x", model={"pretrained": None}), out=str(tmp_path / "first")
     )
@@ -352,7 +352,7 @@ def test_a_run_starts_from_another_run_and_never_needs_it_again(
     shown = capsys.readouterr().out
     assert "nothing is new: its head has the same classes" in shown
     assert load_model(run.out).config.model.pretrained == first.out
-    with pytest.raises(ValueError, match=r"first is a model of timm; add --model\.name timm:test_"):
+    with pytest.raises(ValueError, match=r"first is .* add --model\.name timm:test_"):
         resolve_pretrained(from_dict({"model": {"pretrained": first.out}}), overwrite=False)
 
     shutil.copytree(run.out, tmp_path / "resumed")

@@ -32,7 +32,8 @@ from small_runs import (
 )
 from vit.data import datasets
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet, choose_probes, load, open_images
+from vit.data.datasets import choose_probes, load, open_images
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model_file import load_model

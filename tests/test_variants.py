@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from vit.classifier import Classifier
 from vit.cli import eval_main
 from vit.data.config import AugmentConfig, DataConfig
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.explain.lrp import propagate, token_relevance
 from vit.explain.maps import MAP_KINDS

@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
 from vit.explain.explanation import Explanation

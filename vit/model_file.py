@@ -48,7 +48,7 @@ class SavedModel:
         total_steps: Optimizer steps of the whole run; None if the file does not say.
         path: The file.
         fingerprint: Identifies the user's files it was trained on, see
-            `vit.data.listing.Source`; "" for published data sets and old files.
+            `vit.data.source.Source`; "" for published data sets and old files.
     """
 
     classifier: Classifier

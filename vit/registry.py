@@ -19,7 +19,7 @@ class DatasetSpec:
         std: Standard deviation of each channel over the training images, 0 to 1.
         reader: The function in `vit.data` that finds its images: it takes a `DataConfig` and
             whether to find the training images rather than the test images, and returns a
-            `vit.data.listing.Source`.
+            `vit.data.images.ImageSet`.
         own_files: Whether the images are files of a user, which may have any number of channels;
             all other data sets are grey or RGB.
         drawn: Whether images are drawn; the reader then also takes how many, or None.
@@ -50,27 +50,27 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 DATASETS = {
     "cifar10": DatasetSpec(
         (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
-        "torchvision_sets:cifar10", test_included=True,
+        "published:cifar10", test_included=True,
     ),
     "cifar100": DatasetSpec(
         (32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
-        "torchvision_sets:cifar100", test_included=True,
+        "published:cifar100", test_included=True,
     ),
     "shapes": DatasetSpec(
-        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "sources:shapes",
+        (32, 32), (0.5003, 0.5005, 0.4999), (0.2818, 0.2822, 0.2817), "shapes:read_shapes",
         drawn=True, test_included=True,
     ),
-    "folder": DatasetSpec((32, 32), *IMAGENET, "sources:folder", own_files=True),
-    "shards": DatasetSpec((32, 32), *IMAGENET, "sources:shards", own_files=True),
-    "table": DatasetSpec((32, 32), *IMAGENET, "sources:table", own_files=True),
-    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "digits:read_digits", test_included=True),
-    "fashion_mnist": DatasetSpec((28, 28), (0.2860,), (0.3530,), "torchvision_sets:fashion_mnist"),
+    "folder": DatasetSpec((32, 32), *IMAGENET, "folder:list_folder", own_files=True),
+    "shards": DatasetSpec((32, 32), *IMAGENET, "shards:list_shards", own_files=True),
+    "table": DatasetSpec((32, 32), *IMAGENET, "table:list_table", own_files=True),
+    "digits": DatasetSpec((8, 8), (0.3045,), (0.3755,), "published:digits", test_included=True),
+    "fashion_mnist": DatasetSpec((28, 28), (0.2860,), (0.3530,), "published:fashion_mnist"),
     "svhn": DatasetSpec(
-        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), "torchvision_sets:svhn"
+        (32, 32), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), "published:svhn"
     ),
-    "flowers102": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:flowers102"),
-    "food101": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:food101"),
-    "oxford_iiit_pet": DatasetSpec((64, 64), *IMAGENET, "torchvision_sets:oxford_iiit_pet"),
+    "flowers102": DatasetSpec((64, 64), *IMAGENET, "published:flowers102"),
+    "food101": DatasetSpec((64, 64), *IMAGENET, "published:food101"),
+    "oxford_iiit_pet": DatasetSpec((64, 64), *IMAGENET, "published:oxford_iiit_pet"),
 }  # fmt: skip
 
 

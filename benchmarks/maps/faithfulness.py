@@ -34,12 +34,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.maps.faithfulness_tables import tables
+from benchmarks.maps.filling import FILLINGS, make_filling
 from benchmarks.timing import timed
 from vit.classifier import Classifier
 from vit.cli import user_errors
-from vit.data.splits import balanced_subset
-from vit.explain.faithfulness import LEVELS, score_maps, with_baselines
-from vit.explain.filling import FILLINGS, Filling, make_filling, to_patches
+from vit.data.sampling import balanced_subset
+from vit.explain.faithfulness import LEVELS, Filling, score_maps, to_patches, with_baselines
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel, load_model

@@ -11,9 +11,9 @@ import torch
 from scipy.stats import kendalltau
 from torch import Tensor
 
+from benchmarks.maps.filling import FILLINGS
 from benchmarks.tables import markdown, mean_of_runs, plus_minus
 from vit.explain.faithfulness import mean_interval
-from vit.explain.filling import FILLINGS
 from vit.registry import ALL_KINDS
 from vit.reporting.map_faithfulness import BASELINES, METRICS
 

@@ -39,10 +39,10 @@ from benchmarks.maps.randomization import (
 )
 from benchmarks.tables import markdown, plus_minus
 from vit.classifier import Classifier, build_model
-from vit.data.batches import epoch_batches
 from vit.data.config import AugmentConfig
-from vit.data.datasets import ImageSet, load_training
-from vit.data.splits import balanced_subset
+from vit.data.datasets import load_training
+from vit.data.images import ImageSet
+from vit.data.sampling import balanced_subset, epoch_batches
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.explain.faithfulness import mean_interval

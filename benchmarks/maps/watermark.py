@@ -32,7 +32,7 @@ from benchmarks.maps.randomization import accuracy
 from benchmarks.tables import markdown, plus_minus
 from vit.classifier import Classifier
 from vit.cli import parse_train
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
 from vit.explain.canvas import GAP, Text, framed, overlay, paper, paste, shorten
 from vit.explain.colours import as_pixels, bar_of

@@ -36,9 +36,9 @@ from benchmarks.tables import markdown
 from benchmarks.timing import compare, take_times, take_turns
 from vit.classifier import build_model
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.data.splits import HELD_OUT
+from vit.data.sampling import HELD_OUT
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.explain.maps import attention_maps

@@ -23,7 +23,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from multiprocessing import active_children, get_context, set_start_method
 from pathlib import Path
 from typing import cast
@@ -38,13 +37,14 @@ from torchvision.transforms import v2
 
 from benchmarks.tables import spread
 from benchmarks.timing import take_turns
-from vit.data.batches import epoch_batches
 from vit.data.config import DataConfig, DataName
-from vit.data.datasets import ImageSet, open_images
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
+from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
+from vit.data.sampling import epoch_batches
 from vit.data.shapes import KINDS, draw_shapes
-from vit.data.stream import Decoder, ImageFiles, decode
-from vit.data.tar_member import TarMember
+from vit.data.stream import ImageFiles
 from vit.hardware import usable_cores
 
 STORED, SIZE, BATCH = 256, 224, 64
@@ -96,12 +96,9 @@ def make_shards(folder: Path, root: Path) -> None:
                     tar.addfile(label, io.BytesIO(text))
 
 
-def open_files(
-    root: Path, decoder: Decoder, name: DataName = "folder"
-) -> tuple[ImageSet, ImageFiles]:
+def open_files(root: Path, workers: int, name: DataName = "folder") -> tuple[ImageSet, ImageFiles]:
     """Return the training images of a folder or of shards, in their files."""
-    data = DataConfig(name=name, root=str(root))
-    images = open_images(data, train=True, decoder=decoder)
+    images = open_images(DataConfig(name=name, root=str(root), workers=workers), train=True)
     assert isinstance(images.images, ImageFiles)
     files = dataclasses.replace(images.images, preprocess=PREPROCESS)
     return dataclasses.replace(images, images=files), files
@@ -116,18 +113,18 @@ def peak_memory(pid: int | str) -> float:
 def measure_memory(root: Path, workers: int, batches: int) -> None:
     """Print what it costs to list, check and stream a folder; runs in a process of its own."""
     set_start_method(None, force=True)  # of the workers: the system's default, not spawn
-    with closing(Decoder(workers)) as decoder:
-        start = time.perf_counter()
-        images, files = open_files(root, decoder)
-        listed = time.perf_counter() - start
-        start = time.perf_counter()
-        files.check()
-        checked = time.perf_counter() - start
-        for epoch in range(max(1, batches * BATCH // len(images))):
-            for _ in stream_epoch(images, epoch):
-                pass
-        own = peak_memory("self")
-        workers_peak = max(peak_memory(child.pid or 0) for child in active_children())
+    start = time.perf_counter()
+    images, files = open_files(root, workers)
+    listed = time.perf_counter() - start
+    start = time.perf_counter()
+    files.check()
+    checked = time.perf_counter() - start
+    workers_peak = 0.0
+    for epoch in range(max(1, batches * BATCH // len(images))):
+        for _ in stream_epoch(images, epoch):
+            peaks = [peak_memory(child.pid or 0) for child in active_children()]
+            workers_peak = max(workers_peak, *peaks)
+    own = peak_memory("self")
     print(
         f"{len(images):>8,}{listed:>9.2f} s{checked:>9.1f} s{1000 * checked / len(images):>9.2f} ms"
         f"{own:>10,.0f} MB{workers_peak:>10,.0f} MB",
@@ -148,29 +145,25 @@ def torchvision_loader(root: Path, workers: int) -> "DataLoader[tuple[Tensor, Te
     )
     return DataLoader(
         ImageFolder(root / "train", transform), BATCH, shuffle=True, num_workers=workers,
-        drop_last=True, persistent_workers=True,
+        drop_last=True,
     )  # fmt: skip
 
 
 def check_pixels(folder: ImageFolder, shards: ImageFiles, count: int = 20) -> None:
     """Check that all ways give the same pixels for the first images."""
     for number, (path, _) in enumerate(folder.samples[:count]):
-        images, _ = decode((PREPROCESS, [path]))
-        assert torch.equal(images[0], folder[number][0]), path
+        assert torch.equal(PREPROCESS.resize(Path(path)), folder[number][0]), path
     contents = {Path(path).read_bytes(): number for number, (path, _) in enumerate(folder.samples)}
     for member in shards.paths[:count]:
         assert isinstance(member, TarMember)
-        images, _ = decode((PREPROCESS, [member]))
-        assert torch.equal(images[0], folder[contents[member.open().read()]][0]), member
+        assert torch.equal(PREPROCESS.resize(member), folder[contents[member.open().read()]][0]), (
+            member
+        )
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time that this process and its workers have used so far."""
-    ticks = 0
-    for child in active_children():
-        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # utime and stime, see proc(5)
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+    """Return the CPU time that this process and its workers, which have ended, have used so far."""
+    return sum(os.times()[:4])
 
 
 def metered(work: Callable[[], object], spent: list[float]) -> Callable[[], None]:
@@ -190,21 +183,18 @@ def measure_speed(root: Path, workers: int, rounds: int) -> None:
     spent: dict[str, list[float]] = {"torchvision": [], "ours": [], "shards": []}
     shards_root = root.with_name(f"{root.name}-shards")
     make_shards(root, shards_root)
-    with closing(Decoder(workers)) as decoder:
-        images, _ = open_files(root, decoder)
-        start = time.perf_counter()
-        shards, members = open_files(shards_root, decoder, "shards")
-        indexed = time.perf_counter() - start
-        loader = torchvision_loader(root, workers)
-        check_pixels(cast(ImageFolder, loader.dataset), members)
-        works: dict[str, Callable[[], object]] = {
-            "torchvision": lambda: [None for _ in loader],
-            "ours": lambda: [None for _ in stream_epoch(images, next(epochs))],
-            "shards": lambda: [None for _ in stream_epoch(shards, next(epochs))],
-        }
-        timings = take_turns(
-            {name: metered(work, spent[name]) for name, work in works.items()}, rounds
-        )
+    images, _ = open_files(root, workers)
+    start = time.perf_counter()
+    shards, members = open_files(shards_root, workers, "shards")
+    indexed = time.perf_counter() - start
+    loader = torchvision_loader(root, workers)
+    check_pixels(cast(ImageFolder, loader.dataset), members)
+    works: dict[str, Callable[[], object]] = {
+        "torchvision": lambda: [None for _ in loader],
+        "ours": lambda: [None for _ in stream_epoch(images, next(epochs))],
+        "shards": lambda: [None for _ in stream_epoch(shards, next(epochs))],
+    }
+    timings = take_turns({name: metered(work, spent[name]) for name, work in works.items()}, rounds)
     count = len(images) // BATCH * BATCH
     print(
         f"\nindexing shards: {1000 * indexed / len(shards):.3f} ms per image\n"

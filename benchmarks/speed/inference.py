@@ -26,7 +26,8 @@ from torch import Tensor
 
 from benchmarks.timing import take_turns
 from vit.classifier import PART, Classifier
-from vit.data.datasets import ImageSet, load
+from vit.data.datasets import load
+from vit.data.images import ImageSet
 from vit.hardware import autocast, describe
 from vit.model_file import SavedModel, load_model
 from vit.parallel import map_on_cores

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.timing import Clock, take_turns, timed
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe

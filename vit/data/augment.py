@@ -117,7 +117,7 @@ def random_resized_crop(
         return resized_crop(images, boxes, size)
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
-    # A CPU is 20 times as fast with one image at a time, and gives torchvision's own bits.
+    # A CPU is 20 times as fast with one image at a time, and gives torchvision's bits.
     parts = zip(images, boxes.int().tolist(), strict=True)
     return torch.stack([tv.resized_crop(image, *box, list(size)) for image, box in parts])
 
@@ -151,8 +151,8 @@ def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Te
     central = [(height - tall) // 2, (width - wide) // 2, tall, wide]
     # Numbers, not a tensor: copying one to a GPU would wait for it.
     columns = zip(boxes.unbind(dim=1), central, strict=True)
-    some = fits.any(dim=1).squeeze(1)
-    return torch.stack([torch.where(some, column, whole) for column, whole in columns], dim=1)
+    found = fits.any(dim=1).squeeze(1)
+    return torch.stack([torch.where(found, column, side) for column, side in columns], dim=1)
 
 
 def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:

@@ -40,14 +40,14 @@ class Draws:
 
     def uniform(self, low: float, high: float, shape: Sequence[int] = (-1, 1, 1, 1)) -> Tensor:
         """Draw float numbers from low to high."""
-        drawn = torch.rand(self._whole(shape), generator=self.generator, device=self._device)
-        return low + (high - low) * self._own(drawn, shape)
+        drawn = torch.rand(self._batch_shape(shape), generator=self.generator, device=self._device)
+        return low + (high - low) * self._of_part(drawn, shape)
 
     def integers(self, low: int, high: int, shape: Sequence[int] = (-1,)) -> Tensor:
         """Draw int64 numbers from low to high - 1."""
-        size = self._whole(shape)
+        size = self._batch_shape(shape)
         drawn = torch.randint(low, high, size, generator=self.generator, device=self._device)
-        return self._own(drawn, shape)
+        return self._of_part(drawn, shape)
 
     def beta(self, alpha: float) -> Tensor:
         """Draw a float number from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
@@ -56,7 +56,7 @@ class Draws:
         """
         both = torch.full((self.batch_size, 2), alpha, device=self._device)
         drawn = torch._sample_dirichlet(both, generator=self.generator)[:, :1, None, None]
-        return self._own(drawn, (-1, 1, 1, 1))
+        return self._of_part(drawn, (-1, 1, 1, 1))
 
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draw standard normal numbers: (B, *shape); the same whenever it is called.
@@ -81,8 +81,8 @@ class Draws:
     def _device(self) -> torch.device:
         return self.generator.device
 
-    def _whole(self, shape: Sequence[int]) -> list[int]:
+    def _batch_shape(self, shape: Sequence[int]) -> list[int]:
         return [self.batch_size if size == -1 else size for size in shape]
 
-    def _own(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+    def _of_part(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
         return drawn.narrow(list(shape).index(-1), self.part.start, len(self.part))

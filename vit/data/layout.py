@@ -4,9 +4,8 @@ This module does not import torch, so the command line can recognize a folder be
 is imported.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vit.console import counted, note
@@ -30,9 +29,9 @@ def is_visible(name: str) -> bool:
     return not name.startswith(".") and name != "__MACOSX"
 
 
-def is_image(name: str) -> bool:
-    """Say whether a file's name is that of an image."""
-    return is_visible(name) and name.lower().endswith(IMAGE_SUFFIXES)
+def is_image(path: str) -> bool:
+    """Say whether a visible file has the suffix of an image."""
+    return path.lower().endswith(IMAGE_SUFFIXES)
 
 
 def is_shard(name: str) -> bool:
@@ -73,17 +72,29 @@ def find_test_folders(root: Path, test_fraction: float | None, example: str) -> 
 
 def report_unused(what: str) -> None:
     """Say that images for validation are not used, because there are test images."""
-    reason = "the test images are others, and data.val_size holds out training images"
+    reason = "there are separate test images, and data.val_size holds out training images"
     note(f"not used: {what}; {reason}")
 
 
-def report_ignored(folder: Path, files: Iterable[Path]) -> None:
+def report_ignored(folder: Path, files: Sequence[str]) -> None:
     """Print how many files in a folder are not read because of their suffix."""
-    ignored = [path.suffix.lower() or path.name for path in files if not is_image(path.name)]
-    if ignored:
+    if files:
+        kinds = {path.suffix.lower() or path.name for path in map(Path, files)}
         note(
-            f"ignored {counted(len(ignored), 'file', ',')} of other types in {folder} "
-            f"({some(sorted(set(ignored)))}); supported are {', '.join(IMAGE_SUFFIXES)}"
+            f"ignored {counted(len(files), 'file', ',')} of other types in {folder} "
+            f"({some(sorted(kinds))}); supported are {', '.join(IMAGE_SUFFIXES)}"
+        )
+
+
+def require_classes(place: Path, classes: Sequence[str]) -> None:
+    """Check that there are at least two classes.
+
+    Raises:
+        ValueError: There are less than two classes.
+    """
+    if len(classes) < 2:
+        raise ValueError(
+            f"data.root: {place} has a single class, {classes[0]}; a classifier needs at least two"
         )
 
 
@@ -95,7 +106,7 @@ def recognize(root: Path) -> str | None:
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
     if _has_shard(part) and (part != root or (root / CLASSES_FILE).is_file()):
         return "shards"
-    folders = _folders(part)
+    folders = visible_folders(part)
     # Downloaded data sets may lie beside a folder of images, but not beside class folders.
     return "folder" if len(folders) > 1 and all(map(_has_image, folders)) else None
 
@@ -125,18 +136,12 @@ def refuse_to_download(name: str, root: Path) -> None:
     Raises:
         ValueError: root contains the user's images.
     """
-    own = recognize(root)
-    if own is not None:
+    kind = recognize(root)
+    if kind is not None:
         raise ValueError(
             f"data.root: {root} contains images of your own, and {name} would be downloaded into "
-            f"it; use --data.name {own} to train on them, or another --data.root for {name}"
+            f"it; use --data.name {kind} to train on them, or another --data.root for {name}"
         )
-
-
-def _folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if is_visible(path.name) and path.is_dir()]
 
 
 def _has_shard(folder: Path) -> bool:
@@ -145,24 +150,29 @@ def _has_shard(folder: Path) -> bool:
 
 def _has_image(folder: Path) -> bool:
     with os.scandir(folder) as entries:
-        return any(is_image(entry.name) for entry in entries)
+        return any(is_visible(entry.name) and is_image(entry.name) for entry in entries)
 
 
-def fingerprint(
-    folder: Path, paths: Iterable[Path], labels: Iterable[int], test_fraction: float | None = None
-) -> str:
-    """Return the SHA-256 of a list of files with labels, and of how they are split.
+def visible_folders(folder: Path) -> list[Path]:
+    """List the folders in a folder, without hidden ones; none if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if is_visible(path.name) and path.is_dir()]
 
-    Args:
-        folder: The files count by their places relative to it, so that it may be moved.
-        paths: The files.
-        labels: The label of each.
-        test_fraction: The fraction that is set aside for testing; None if nothing is.
+
+def visible_files(folder: Path) -> list[str]:
+    """List the files in a folder and the folders below it, without hidden ones.
+
+    Like torchvision's, the list is sorted by folder, then by name. It is text, of which a million
+    fit into memory.
     """
-    pairs = zip(paths, labels, strict=True)
-    lines = (f"{os.path.relpath(path, folder)}\0{label}\n" for path, label in pairs)
-    text = f"{test_fraction}\n{''.join(lines)}"
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+    def walk() -> Iterator[tuple[str, list[str]]]:
+        for parent, folders, files in os.walk(folder, followlinks=True):
+            folders[:] = filter(is_visible, folders)
+            yield parent, sorted(filter(is_visible, files))
+
+    return [f"{parent}{os.sep}{name}" for parent, names in sorted(walk()) for name in names]
 
 
 def content(folder: Path) -> str:

@@ -1,17 +1,81 @@
-"""Reading photos the way people see them: upright, in colour, on white."""
+"""Finding photos, and reading them the way people see them: upright, in colour, on white."""
 
+import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from vit.data.layout import IMAGE_SUFFIXES, is_image, report_ignored, visible_files
 from vit.data.pixels import Bands, Unusable, bands_of, convert
-from vit.data.tar_member import TarMember
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
+
+
+class TarMember(NamedTuple):
+    """An image file in a tar file that is not compressed.
+
+    Attributes:
+        shard: The tar file.
+        name: Name of the member, for messages.
+        offset: Where its content starts in the tar file, in bytes.
+        size: Length of its content, in bytes.
+    """
+
+    shard: str
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.shard}"
+
+    def open(self) -> io.BytesIO:
+        """Read the content; OSError if the tar file is gone or has become shorter.
+
+        The tar file is opened anew for each image, which takes no time next to decoding.
+        """
+        with Path(self.shard).open("rb") as file:
+            file.seek(self.offset)
+            content = file.read(self.size)
+        if len(content) < self.size:
+            raise OSError(f"{self.shard} has become shorter")
+        return io.BytesIO(content)
+
+
+def find_photos(names: Iterable[str], key: str) -> list[Path]:
+    """List image files, and the image files in folders and the folders below them.
+
+    Args:
+        names: Files, which may have any suffix, and folders. In a folder, hidden files and folders
+            are ignored, and so are files without an image suffix, which a line counts.
+        key: The flag or config key that gave the names, for the error message.
+
+    Returns:
+        The files in the order given, those of a folder sorted; each of them once.
+
+    Raises:
+        ValueError: A file does not exist or is not a regular file, or a folder has no image files.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, names):
+        if path.is_dir():
+            inside = visible_files(path)
+            images = [name for name in inside if is_image(name)]
+            if not images:
+                raise ValueError(
+                    f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
+                )
+            report_ignored(path, [name for name in inside if not is_image(name)])
+            found.update(dict.fromkeys(map(Path, sorted(images))))
+        else:
+            _require_file(path, key)
+            found[path] = None
+    return list(found)
 
 
 def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") -> Bands:
@@ -37,29 +101,24 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
     """
     if isinstance(photo, str):
         photo = Path(photo)
-    if isinstance(photo, Path | TarMember):
-        return _read(photo, channels, key)
-    if isinstance(photo, Image.Image):
-        try:
-            return bands_of(photo, channels)
-        except Unusable as error:
-            raise ValueError(f"{key}: the image {error}") from None
-    if not isinstance(photo, np.ndarray):
-        raise ValueError(
-            f"{key}: a {type(photo).__name__} is not allowed; "
-            "it must be a path, a Pillow image or an array, or a list of them"
-        )
-    grey = photo.ndim == 2 or (photo.ndim == 3 and photo.shape[2] == 1)
-    known = grey or (photo.ndim == 3 and photo.shape[2] in {channels, 3})
-    if photo.dtype != np.uint8 or not known or photo.size == 0:
-        raise ValueError(
-            f"{key}: an array of {photo.dtype} with shape {photo.shape} is not allowed; "
-            f"it must be uint8 with shape (height, width) or (height, width, {channels})"
-        )
+    if isinstance(photo, Path):
+        _require_file(photo, key)
     try:
-        return _bands_of_array(photo[..., None] if photo.ndim == 2 else photo, channels)
+        if isinstance(photo, Path | TarMember):
+            name = str(photo)
+            return _read(photo, channels)
+        if isinstance(photo, Image.Image):
+            name = "the image"
+            return bands_of(photo, channels)
+        if isinstance(photo, np.ndarray):
+            name = "the array"
+            return _bands_of_array(photo, channels)
     except Unusable as error:
-        raise ValueError(f"{key}: the array {error}") from None
+        raise ValueError(f"{key}: {name} {error}") from None
+    raise ValueError(
+        f"{key}: a {type(photo).__name__} is not allowed; "
+        "it must be a path, a Pillow image or an array, or a list of them"
+    )
 
 
 def to_photo(photo: Photo, channels: int = 3, key: str = "photo") -> np.ndarray:
@@ -80,25 +139,6 @@ def pillow_warnings() -> Iterator[None]:
         yield
 
 
-def _read(file: Path | TarMember, channels: int, key: str) -> Bands:
-    if isinstance(file, Path):
-        _require_file(file, key)
-    try:
-        with (
-            pillow_warnings(),
-            Image.open(file if isinstance(file, Path) else file.open()) as image,
-        ):
-            return bands_of(image, channels)
-    except Unusable as error:
-        raise ValueError(f"{key}: {file} {error}") from None
-    except UnidentifiedImageError:
-        heic = file.name.lower().endswith((".heic", ".heif"))
-        problem = "HEIC needs a package; run pip install pillow-heif" if heic else "unknown format"
-        raise ValueError(f"{key}: {file} cannot be read as an image: {problem}") from None
-    except Exception as error:  # Pillow's decoders raise all kinds of errors
-        raise ValueError(f"{key}: {file} cannot be read as an image: {error}") from None
-
-
 def _require_file(path: Path, key: str) -> None:
     if path.is_dir():
         raise ValueError(f"{key}: {path} is a folder; name image files")
@@ -107,9 +147,31 @@ def _require_file(path: Path, key: str) -> None:
         raise ValueError(f"{key}: {path}: {problem}")
 
 
+def _read(file: Path | TarMember, channels: int) -> Bands:
+    try:
+        content = file if isinstance(file, Path) else file.open()
+        with pillow_warnings(), Image.open(content) as image:
+            return bands_of(image, channels)
+    except Unusable:
+        raise
+    except UnidentifiedImageError:
+        heic = file.name.lower().endswith((".heic", ".heif"))
+        problem = "HEIC needs a package; run pip install pillow-heif" if heic else "unknown format"
+        raise Unusable(f"cannot be read as an image: {problem}") from None
+    except Exception as error:  # Pillow's decoders raise all kinds of errors
+        raise Unusable(f"cannot be read as an image: {error}") from None
+
+
 def _bands_of_array(array: np.ndarray, channels: int) -> Bands:
-    own = array.shape[2]
-    if own in (1, 3):
-        image = Image.fromarray(array if own == 3 else array[..., 0])
+    pixels = array[..., None] if array.ndim == 2 else array
+    known = pixels.ndim == 3 and pixels.shape[2] in {1, 3, channels}
+    if array.dtype != np.uint8 or not known or array.size == 0:
+        raise Unusable(
+            f"of {array.dtype} with shape {array.shape} is not allowed; "
+            f"it must be uint8 with shape (height, width) or (height, width, {channels})"
+        )
+    bands = pixels.shape[2]
+    if bands in (1, 3):
+        image = Image.fromarray(pixels if bands == 3 else pixels[..., 0])
         return (convert(image, channels),)
-    return tuple(Image.fromarray(array[..., band]) for band in range(own))
+    return tuple(Image.fromarray(pixels[..., band]) for band in range(bands))

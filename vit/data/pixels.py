@@ -151,11 +151,11 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
 
 def convert(image: Image.Image, channels: int) -> Image.Image:
     """Turn an image of mode L or RGB into the one that has the channels wanted."""
-    own = len(image.getbands())
-    if own == channels:
+    stored = len(image.getbands())
+    if stored == channels:
         return image
     if channels not in (1, 3):
-        raise _wrong_channels(own, channels)
+        raise _wrong_channels(stored, channels)
     return image.convert("RGB" if channels == 3 else "L")
 
 
@@ -184,8 +184,8 @@ def _page(image: Image.Image) -> Image.Image:
     return photo.convert("L" if _is_grey(photo) else "RGB")  # a copy: a further page replaces photo
 
 
-def _wrong_channels(own: int, channels: int) -> Unusable:
-    what = "1 channel" if own == 1 else f"{own} channels"
+def _wrong_channels(stored: int, channels: int) -> Unusable:
+    what = "1 channel" if stored == 1 else f"{stored} channels"
     return Unusable(
         f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and 3, "
         "are converted into each other"

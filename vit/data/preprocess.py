@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from vit.data.config import DataConfig
-from vit.data.photos import Photo, to_bands
+from vit.data.photos import Photo, TarMember, to_bands
 from vit.data.pixels import ArrayPreprocess, offset
-from vit.data.tar_member import TarMember
 
 # Training images that are cropped at random are stored larger by this factor, which keeps detail.
 STORED_SCALE = 256 / 224

@@ -1,8 +1,8 @@
 """RandAugment (arXiv 1909.13719) for whole batches on their device.
 
 Operations and magnitudes are those of torchvision's RandAugment, which processes one image at a
-time; kornia's uses the same operations for a whole batch. Here every image gets its own. All random
-numbers come from the `Draws` that are passed in. Shapes: B batch, H height, W width.
+time. Here each image of a batch gets other operations, unlike in kornia. All random numbers come
+from the `Draws` that are passed in. Shapes: B batch, H height, W width.
 """
 
 import math

@@ -12,13 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from vit.data.config import DataConfig
+from vit.data.images import ImageSet
 from vit.registry import DATASETS
+from vit.seeding import fold_in
 
 SIZE = DATASETS["shapes"].image_size[0]  # height and width of an image, pixels
 SUBSAMPLES = 3  # sample points per pixel and axis; averaged for antialiased edges
 CHUNK = 500  # images drawn at once; limits memory and fits into the CPU caches
 RADIUS = (9.0, 13.0)  # range of the radius of the circle around an object, pixels
+TRAINING, TEST = 10_000, 2_000  # images drawn unless a number is given
 MAX_SEED = 2**63 - 1
+
+
+def read_shapes(data: DataConfig, train: bool, count: int | None) -> ImageSet:
+    """Draw the training or test images: as many as given, or 10,000 and 2,000."""
+    part, default = ("train", TRAINING) if train else ("test", TEST)
+    images, labels, masks = draw_shapes(count or default, fold_in(0, "shapes", part))
+    return ImageSet(images, labels, KINDS, masks)
 
 
 def draw_shapes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,8 +110,8 @@ def _draw_clutter(ground: Tensor, generator: Generator) -> Tensor:
         half_length = _uniform((count, 1, 1), 1, 12, generator)
         half_width = _uniform((count, 1, 1), 0.5, 2.5, generator)
         along = (pixel - x) * angle.cos() + (pixel[:, None] - y) * angle.sin()
-        aside = (pixel[:, None] - y) * angle.cos() - (pixel - x) * angle.sin()
-        depth = torch.minimum(half_length - along.abs(), half_width - aside.abs())
+        across = (pixel[:, None] - y) * angle.cos() - (pixel - x) * angle.sin()
+        depth = torch.minimum(half_length - along.abs(), half_width - across.abs())
         # Blended by at most one half, so that no bar can be mistaken for the object.
         alpha = 0.5 * (depth + 0.5).clamp(0, 1)[:, None]
         clutter = torch.lerp(clutter, torch.rand(ground.shape, generator=generator), alpha)

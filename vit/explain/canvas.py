@@ -2,26 +2,21 @@
 
 A canvas is a (height, width, 3) uint8 array. Pixels and patches are enlarged without smoothing.
 
-Everything is drawn with NumPy and Pillow. matplotlib supplies the font, and draws texts in scripts
-that this font lacks; it is imported when it is needed, because that takes half a second.
+Everything is drawn with NumPy and Pillow. matplotlib supplies the font and finds others for scripts
+that this font lacks; it is imported when it is needed, because that takes time.
 """
 
 import bisect
 import functools
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from vit.console import warn
-from vit.explain.colours import UNIFORM, Bar, colour, colour_map, table_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from vit.explain.colours import UNIFORM, Bar, colour, colour_map
 
 DPI = 100  # pixels to 72 points
 GAP = 6  # pixels between panels
@@ -111,73 +106,47 @@ def _shorten_line(line: str, width: float, front: bool) -> str:
 
 def text_width(line: str) -> float:
     """Measure a line of text in pixels."""
-    if _has_letters(line):
-        return font_of(FONT_SIZE).getlength(line)
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    font = get_font([findfont(FontProperties(family=[name])) for name in font_families()])
-    font.set_size(FONT_SIZE, DPI)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that no font has are drawn as boxes
-        font.set_text(line)
-    return font.get_width_height()[0] / 64
-
-
-@functools.cache
-def font_file() -> Path:
-    """Return the file of matplotlib's default font."""
-    import matplotlib
-
-    return Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
-
-
-@functools.cache
-def font_of(size: float) -> ImageFont.FreeTypeFont:
-    """Load matplotlib's default font in a size in points."""
-    return ImageFont.truetype(font_file(), size * DPI / 72)
+    return font_of(line, FONT_SIZE).getlength(line)
 
 
 @functools.lru_cache(maxsize=1000)
-def _has_letters(words: str) -> bool:
-    """Tell whether the default font has all letters of a text."""
+def font_of(words: str, size: float) -> ImageFont.FreeTypeFont:
+    """Load the font for a text, see `font_file`, in a size in points."""
+    return ImageFont.truetype(font_file(words), size * DPI / 72)
+
+
+@functools.lru_cache(maxsize=1000)
+def font_file(words: str) -> str:
+    """Choose the font for a text: the first of those that lack the fewest of its letters.
+
+    The first is matplotlib's default font; installed ones with East Asian letters follow.
+    `report_boxes` reports letters that no font has.
+    """
+    import matplotlib
+
+    default = str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf")
     if words.isascii():
-        return True
-    from matplotlib.font_manager import get_font
+        return default
+    from matplotlib.font_manager import findfont, fontManager, get_font
 
-    font = get_font(font_file())
-    return all(font.get_char_index(ord(letter)) for letter in words if letter != "\n")
+    installed = {*fontManager.get_font_names()} & {*EAST_ASIAN}
+    files = [default, *(str(findfont(name)) for name in EAST_ASIAN if name in installed)]
 
+    def count_lacking(file: str) -> int:
+        font = get_font(file)
+        return sum(not font.get_char_index(ord(letter)) for letter in words if letter != "\n")
 
-@functools.cache
-def font_families() -> list[str]:
-    """Return matplotlib's default font and the installed fonts that supply what it lacks."""
-    from matplotlib.font_manager import fontManager
-
-    installed = set(fontManager.get_font_names())
-    return ["sans-serif", *(name for name in EAST_ASIAN if name in installed)]
-
-
-_boxes: set[str] = set()  # matplotlib's warnings of letters that no font has
+    best = min(files, key=count_lacking)
+    if count_lacking(best):
+        _boxes.add(words)
+    return best
 
 
-def pixels_of(figure: "Figure") -> np.ndarray:
-    """Render a matplotlib figure as pixels; `report_boxes` reports letters that no font has."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", "Glyph .* missing from font")
-        canvas.draw()
-    for found in caught:
-        if "missing from font" in str(found.message):
-            _boxes.add(str(found.message))
-        else:
-            warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+_boxes: set[str] = set()  # texts with letters that no font has
 
 
 def report_boxes() -> None:
-    """Print a line if pictures drawn since the last call show boxes in place of letters."""
+    """Print a line if pictures of new texts show boxes in place of letters."""
     if _boxes:
         import matplotlib
 
@@ -207,49 +176,26 @@ def framed(
         top: Where the colour bars begin, in pixels from the top.
         zoom: Pixels of the canvas to one pixel of all lengths.
     """
-    tall, wide = len(canvas), canvas.shape[1] + zoom * BAR * len(bars)
-    whole = paper(tall, wide)
-    whole[:, : canvas.shape[1]] = canvas
+    tall, wide = len(canvas), canvas.shape[1]
+    pixels = paper(tall, wide + zoom * BAR * len(bars))
+    pixels[:, :wide] = canvas
     for number, bar in enumerate(bars):
         drawn = _draw_bar(bar, length, zoom)
-        left, high = canvas.shape[1] + number * zoom * BAR, zoom * (top - BAR_MARGIN)
-        whole[high : high + len(drawn), left : left + zoom * BAR] = drawn[: tall - high]
-    # Pillow writes texts many times faster than matplotlib, but from one font only.
-    picture = Image.fromarray(whole)
-    draw, font = ImageDraw.Draw(picture), font_of(zoom * FONT_SIZE)
+        left, high = wide + number * zoom * BAR, zoom * (top - BAR_MARGIN)
+        pixels[high : high + len(drawn), left : left + zoom * BAR] = drawn[: tall - high]
+    picture = Image.fromarray(pixels)
+    draw = ImageDraw.Draw(picture)
     for x, y, align, words in texts:
-        if not _has_letters(words):
-            continue
         for number, line in enumerate(reversed(words.split("\n"))):
-            place = zoom * x, zoom * (y - number * LINE)
+            place, font = (zoom * x, zoom * (y - number * LINE)), font_of(line, zoom * FONT_SIZE)
             draw.text(place, line, "black", font, f"{align[0].replace('c', 'm')}d")
-    others = [text for text in texts if not _has_letters(text[3])]
-    if not others:
-        return np.array(picture)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(wide / (zoom * DPI), tall / (zoom * DPI)), dpi=zoom * DPI)
-    figure.figimage(np.array(picture), 0, 0, origin="upper")
-    for x, y, align, words in others:
-        figure.text(
-            zoom * x / wide, 1 - zoom * y / tall, words,
-            ha=align, va="bottom", fontsize=FONT_SIZE, family=font_families(), parse_math=False,
-        )  # fmt: skip
-    return pixels_of(figure)
-
-
-def upwards(words: str, size: float) -> Image.Image:
-    """Write a line of text, of a size in points, turned to the left."""
-    font = font_of(size)
-    line = Image.new("RGB", (round(font.getlength(words)), round(1.75 * size)), "white")
-    ImageDraw.Draw(line).text((0, line.height), words, "black", font, "ld")
-    return line.transpose(Image.Transpose.ROTATE_90)
+    return np.array(picture)
 
 
 @functools.cache
 def _draw_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
     """Draw a colour bar with labels, pointed where values beyond the scale have the same colour."""
-    colours, (low, high), label = bar
+    _, (low, high), label = bar
     tips = 1 if low == 0 else 2
     scale = length / (1 + tips * BAR_TIP)  # pixels from low to high
     top, left, right = BAR_MARGIN + BAR_TIP * scale, 0.5, 11.5
@@ -260,14 +206,14 @@ def _draw_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
     fine = 4 * zoom  # drawn larger and then reduced, for smooth slopes
     large = (4 * size[0], 4 * size[1])
     levels = high - ((np.arange(large[1]) + 0.5) / fine - top) * (high - low) / scale
-    column = colour((levels - low) / (high - low), table_of(colours))[:, None]
+    column = colour(levels, bar)[:, None]
     corners, mask = [(fine * x, fine * y) for x, y in outline], Image.new("L", large)
     ImageDraw.Draw(mask).polygon(corners, fill=255)
     picture = Image.new("RGB", large, "white")
     picture.paste(Image.fromarray(column).resize(large), mask=mask)
     ImageDraw.Draw(picture).line(corners, "black", fine, "curve")
     picture = picture.resize(size, Image.Resampling.BOX)
-    draw, font = ImageDraw.Draw(picture), font_of(zoom * SMALL_FONT)
+    draw, font = ImageDraw.Draw(picture), font_of(label, zoom * SMALL_FONT)
     step = 1 if scale >= TICKS_APART * (high - low) else high
     ticks = np.arange(low, high + 1, step)
     texts = [f"{tick:.0f}".replace("-", "−") for tick in ticks]
@@ -275,7 +221,11 @@ def _draw_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
         y = zoom * (bottom - (tick - low) * scale / (high - low))
         draw.line([(zoom * 12, round(y)), (zoom * 15, round(y))], "black", zoom)
         draw.text((zoom * 17.5, y), text, "black", font, "lm")
-    words = upwards(label, zoom * SMALL_FONT)
+    words = Image.new(
+        "RGB", (round(font.getlength(label)), round(1.75 * zoom * SMALL_FONT)), "white"
+    )
+    ImageDraw.Draw(words).text((0, words.height), label, "black", font, "ld")
+    words = words.transpose(Image.Transpose.ROTATE_90)
     start = round(zoom * 19 + max(map(font.getlength, texts)))
     picture.paste(words, (start, (size[1] - words.height) // 2))
     return np.array(picture)

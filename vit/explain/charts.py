@@ -1,75 +1,27 @@
-"""Charts: statistics of attention heads, confusion matrix and reliability diagram.
+"""Charts of the report: confusion matrix and reliability diagram.
 
-The two charts of the report are drawn with matplotlib, which is imported when it is needed, because
-that takes half a second. Pictures are (height, width, 3) uint8 arrays.
+They are drawn with matplotlib, which is imported when it is needed, because that takes half a
+second. Pictures are (height, width, 3) uint8 arrays.
 """
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
-from torch import Tensor
 
 from vit.explain.canvas import (
     DPI,
-    FONT_SIZE,
-    SMALL_FONT,
-    enlarge,
-    font_families,
-    font_of,
-    paper,
-    pixels_of,
+    font_file,
     shorten,
-    upwards,
 )
-from vit.explain.colours import blues, colour
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, and with names
 NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
-
-
-def heads_chart(statistics: dict[str, Tensor]) -> np.ndarray:
-    """Draw statistics of all heads as heatmaps side by side, layers as rows and heads as columns.
-
-    Each has a colour scale of its own, from its least to its greatest value.
-
-    Args:
-        statistics: Values (L, H) by title.
-    """
-    charts = [_heads_chart(title, values.cpu().numpy()) for title, values in statistics.items()]
-    return np.concatenate(charts, axis=1)
-
-
-def _heads_chart(title: str, values: np.ndarray) -> np.ndarray:
-    """Draw one statistic (L, H) as a heatmap."""
-    layers, heads = values.shape
-    cell, left, top, below = (max(45, 150 // heads), 30), 34, 24, 36  # pixels
-    height, width = cell[1] * layers, cell[0] * heads
-    # Values that are equal to the digits that are written have equal colours.
-    span = max(values.max() - values.min(), 0.05 * np.abs(values).max(), 1e-9)
-    shares = (values - values.min()) / span
-    canvas = paper(top + height + below, left + width + 8)
-    cells = enlarge(colour(shares, blues()), (height, width))
-    canvas[top : top + height, left : left + width] = cells
-    picture = Image.fromarray(canvas)
-    draw, bottom, middle = ImageDraw.Draw(picture), top + height, left + width / 2
-    small = font_of(SMALL_FONT)
-    draw.text((middle, top - 4), title, "black", font_of(FONT_SIZE), "md")
-    draw.text((middle, bottom + 32), "head", "black", small, "md")
-    across = [left + (head + 0.5) * cell[0] for head in range(heads)]
-    down = [top + (layer + 0.5) * cell[1] for layer in range(layers)]
-    for head, x in enumerate(across):
-        draw.text((x, bottom + 17), str(head), "black", small, "md")
-    for layer, y in enumerate(down):
-        draw.text((left - 4, y), str(layer), "black", small, "rm")
-    for (layer, head), value in np.ndenumerate(values):
-        ink = "white" if shares[layer, head] > 0.5 else "black"
-        draw.text((across[head], down[layer]), f"{value:.2g}", ink, font_of(7), "mm")
-    word = upwards("layer", SMALL_FONT)
-    picture.paste(word, (0, top + (height - word.height) // 2))
-    return np.array(picture)
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
@@ -81,6 +33,7 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
 
     counts = torch.tensor(confusion, dtype=torch.float64)
     shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
@@ -95,17 +48,17 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     axis.set_title("confusion, % of each true class", fontsize=10)
     if len(classes) <= NAMED:
         names = [shorten(name, NAME_WIDTH) for name in classes]
-        how: dict[str, Any] = {"family": font_families(), "fontsize": 10 if few else 7}
+        font = FontProperties(fname=font_file("".join(names)), size=10 if few else 7)
         turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if few else {"rotation": 90}
-        axis.set_xticks(range(len(names)), names, **turned, **how)
-        axis.set_yticks(range(len(names)), names, **how)
+        axis.set_xticks(range(len(names)), names, fontproperties=font, **turned)
+        axis.set_yticks(range(len(names)), names, fontproperties=font)
     if few:
         for (row, column), share in np.ndenumerate(shares.numpy()):
             if share > 0.005:
                 colour = "white" if share > 0.5 else "black"
                 text = f"{share:.0%}".rstrip("%")
                 axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
-    return pixels_of(figure)
+    return _pixels_of(figure)
 
 
 def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarray:
@@ -132,4 +85,15 @@ def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarra
     upper.legend(fontsize=8, frameon=False)
     lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
     lower.set(xlabel="confidence", ylabel="images")
-    return pixels_of(figure)
+    return _pixels_of(figure)
+
+
+def _pixels_of(figure: "Figure") -> np.ndarray:
+    """Render a matplotlib figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # see `font_file`
+        canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

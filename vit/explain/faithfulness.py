@@ -1,10 +1,10 @@
 """Faithfulness of maps: how the prediction changes when important patches are hidden.
 
 Hidden patches get the mean colour of the training images, which is 0 after normalization, or
-another filling of `vit.explain.filling`. Inserting the k most important patches into an image that
-is filled everywhere is the same as deleting all others, so one set of forward passes gives both the
-deletion and the insertion curve. Compare every map with the baselines `random_maps` and
-`centred_map`: the object of a photo is usually in the middle.
+another filling (`benchmarks/maps/filling.py` has some). Inserting the k most important patches into
+an image that is filled everywhere is the same as deleting all others, so one set of forward passes
+gives both the deletion and the insertion curve. Compare every map with the baselines `random_maps`
+and `centred_map`: the object of a photo is usually in the middle.
 
 Shapes: B images, K levels, P patches.
 """
@@ -15,11 +15,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from vit.explain.filling import Filling, mean_colour, to_pixels
 from vit.hardware import device_for
 from vit.seeding import generator
 
+Filling = Callable[[Tensor, Tensor], Tensor]  # images, hidden pixels (B, 1, H, W) -> images
 LEVELS = tuple(percent / 100 for percent in range(10, 100, 10))  # fractions of hidden patches
+
+
+def to_pixels(patches: Tensor, size: Sequence[int]) -> Tensor:
+    """Enlarge values of patches (B, rows, columns) to a height and width: (B, 1, H, W)."""
+    tall = patches.repeat_interleave(size[0] // patches.shape[1], dim=1)
+    return tall.repeat_interleave(size[1] // patches.shape[2], dim=2)[:, None]
+
+
+def to_patches(maps: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Average maps of pixels (B, height, width) over each patch; leave (B, rows, columns) as is."""
+    return nn.functional.adaptive_avg_pool2d(maps[:, None], grid)[:, 0]
+
+
+def mean_colour(images: Tensor, hidden: Tensor) -> Tensor:
+    """Replace hidden pixels by the mean colour of the training images."""
+    return images.masked_fill(hidden, 0.0)
 
 
 def random_maps(count: int, grid_size: tuple[int, int], seed: int) -> Tensor:
@@ -58,7 +74,7 @@ def hiding_curves(
         target: (B,) int64, the class whose probability is measured.
         levels: K fractions of the patches to hide, 0 to 1.
         batch_size: Images per forward pass.
-        fill: Replaces hidden pixels, see `vit.explain.filling`. It is called with all B images.
+        fill: Replaces hidden pixels, such as `mean_colour`. It is called with all B images.
 
     Returns:
         The target's probability with the most important patches hidden first (MoRF), and with the
@@ -146,7 +162,7 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
         (B,): 1 if the object covers at least half of the strongest patch, otherwise 0; if several
         patches are equally strong, the fraction of them that the object covers.
     """
-    covered = _patch_cover(masks, maps.shape[1:]) >= 0.5
+    covered = to_patches(masks.float(), (maps.shape[1], maps.shape[2])) >= 0.5
     strongest = maps == maps.amax(dim=(1, 2), keepdim=True)
     return (strongest & covered).sum(dim=(1, 2)) / strongest.sum(dim=(1, 2))
 
@@ -157,11 +173,10 @@ def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
     Areas are counted in pixels; the IoU is 0 if both are empty. Arguments are those of
     `pointing_game`.
     """
-    values = maps.to(
-        device_for("float64", maps.device)
-    ).double()  # in float32 the mean of equal values may be below them
+    # In float32, the mean of equal values may be below them.
+    values = maps.to(device_for("float64", maps.device)).double()
     chosen = (values > values.mean(dim=(1, 2), keepdim=True)).to(maps.device)
-    cover = _patch_cover(masks, maps.shape[1:])
+    cover = to_patches(masks.float(), (maps.shape[1], maps.shape[2]))
     both = (cover * chosen).sum(dim=(1, 2))
     return both / (chosen.sum(dim=(1, 2)) + cover.sum(dim=(1, 2)) - both).clamp(min=1e-30)
 
@@ -174,10 +189,3 @@ def mean_interval(values: Tensor) -> tuple[float, float]:
     values = values.to(device_for("float64", values.device)).double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))
-
-
-def _patch_cover(masks: Tensor, grid_size: torch.Size) -> Tensor:
-    """Return the fraction of each patch that the object covers, (B, rows, columns)."""
-    return nn.functional.adaptive_avg_pool2d(masks.float()[:, None], (grid_size[0], grid_size[1]))[
-        :, 0
-    ]

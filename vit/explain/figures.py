@@ -25,17 +25,10 @@ from vit.explain.canvas import (
     shorten,
     text_width,
 )
-from vit.explain.colours import (
-    RED_BLUE,
-    SIGNED,
-    UNIFORM,
-    Bar,
-    as_pixels,
-    colour_map,
-)
+from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map
 from vit.explain.maps import map_title
 
-DIFFERENCE: Bar = (RED_BLUE, (-2.0, 2.0), "difference, × uniform")
+DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
 NAME = 18  # height of a line with the name of an image, in pixels
 
 
@@ -66,28 +59,22 @@ def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[
 
 
 def attention_picture(
-    images: Tensor,
-    maps: Tensor | Sequence[Tensor],
-    captions: Sequence[str],
-    titles: Sequence[str],
-    bars: Sequence[Bar] | None = None,
+    image: Tensor, maps: Sequence[Tensor], caption: str, titles: Sequence[str], bars: Sequence[Bar]
 ) -> np.ndarray:
-    """Draw images, their attention maps and the overlays of both, one row per image.
+    """Draw an image, a map of it and the overlay of both; a row for each of several maps.
 
     Args:
-        images: (B, channels, H, W) uint8.
-        maps: B maps (rows, columns), which may differ in size.
-        captions: B captions above the images, of up to two lines of 30 characters.
-        titles: B titles above the maps, of up to two lines of 30 characters.
-        bars: Colours and scales of the B maps; None means `UNIFORM`.
+        image: (channels, H, W) uint8.
+        maps: M maps (rows, columns), which may differ in size.
+        caption: Words above the image, up to two lines of 30 characters.
+        titles: M titles above the maps, of up to two lines of 30 characters.
+        bars: Colours and scales of the M maps.
 
     Returns:
         A picture, 256 pixels high per row and 706 wide; 58 wider with two different scales.
     """
-    bars = [UNIFORM] * len(images) if bars is None else bars
-    rows = []
-    for image, heat, caption, title, bar in zip(images, maps, captions, titles, bars, strict=True):
-        pixels = as_pixels(image)
+    rows, pixels = [], as_pixels(image)
+    for heat, title, bar in zip(maps, titles, bars, strict=True):
         row = [Panel(pixels, caption, "left"), Panel(colour_map(heat, bar), title)]
         rows.append([*row, Panel(overlay(pixels, heat, bar), "overlay")])
     return _panels(rows, bars, side=208, head=48)
@@ -95,30 +82,7 @@ def attention_picture(
 
 def rollout_picture(image: Tensor, heat: Tensor, caption: str) -> np.ndarray:
     """Draw an image with its attention rollout; see `attention_picture`."""
-    return attention_picture(image[None], [heat], [caption], [map_title("rollout", "")])
-
-
-def overlays_picture(
-    image: Tensor,
-    maps: Tensor | Sequence[Tensor],
-    caption: str,
-    titles: Sequence[str],
-    bars: Sequence[Bar],
-) -> np.ndarray:
-    """Draw an image and the overlays of several maps side by side.
-
-    Args:
-        image: (channels, H, W) uint8.
-        maps: (rows, columns) each.
-        caption: A caption above the image, of up to two lines.
-        titles: A title above each overlay, of up to two lines.
-        bars: Colours and scale of each map.
-    """
-    pixels = as_pixels(image)
-    row = [Panel(pixels, caption, "left")]
-    for heat, title, bar in zip(maps, titles, bars, strict=True):
-        row.append(Panel(overlay(pixels, heat, bar), title))
-    return _panels([row], bars, side=160, head=48)
+    return attention_picture(image, [heat], caption, [map_title("rollout", "")], [UNIFORM])
 
 
 def named(picture: np.ndarray, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from vit.explain.filling import mean_colour, to_patches, to_pixels
+from vit.explain.faithfulness import mean_colour, to_patches, to_pixels
 from vit.seeding import generator
 
 RISE_MASKS = 1000

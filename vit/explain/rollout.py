@@ -128,22 +128,11 @@ def class_relevance(
     """Compute the relevance of each patch to a class (arXiv 2103.15679, eq. 5 and 6).
 
     Relevance R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, with the mean over
-    heads.
-
-    Args:
-        weights: Attention weights (L, B, H, N, N), first layer first; a tensor or a sequence of L
-            tensors.
-        gradients: Gradients of the class's logit with respect to weights, in the same layout; see
-            `attention_gradients`.
-        readout: "class_token" or "mean", see `attention_rollout`.
-        num_prefix_tokens: Tokens before the patches.
+    heads. Arguments and errors are those of `gradient_rollout`.
 
     Returns:
         (B, P) float32, at least 0, in units of the logit: the row of R - I that the head reads. The
         identity is the same for every patch and would hide what attention adds.
-
-    Raises:
-        ValueError: readout is unknown, or "class_token" without prefix tokens.
     """
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.
@@ -156,18 +145,9 @@ def class_relevance(
 def head_maps(
     weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
-    """Return the attention of each head to the patches, read out as in `attention_rollout`.
+    """Return the attention of each head to the patches: (L, B, H, P) float32, 0 to 1.
 
-    Args:
-        weights: Attention weights (L, B, H, N, N); a tensor or a sequence of L tensors.
-        readout: "class_token" or "mean", see `attention_rollout`.
-        num_prefix_tokens: Tokens before the patches.
-
-    Returns:
-        (L, B, H, P) float32, 0 to 1.
-
-    Raises:
-        ValueError: readout is unknown, or "class_token" without prefix tokens.
+    It is read out as in `attention_rollout`, whose first arguments and errors it has.
     """
     row = _start_row(weights[0], readout, num_prefix_tokens)[:, None]
     return torch.stack([row @ layer.float() for layer in weights])[..., 0, num_prefix_tokens:]
@@ -178,7 +158,7 @@ def raw_attention(
 ) -> Tensor:
     """Return the last layer's attention to the patches, mean over heads: (B, P) float32, 0 to 1.
 
-    Arguments and errors are those of `head_maps`.
+    Arguments and errors are those of `attention_rollout`.
     """
     last = head_maps(weights[-1:], readout=readout, num_prefix_tokens=num_prefix_tokens)
     return last[0].mean(dim=1)

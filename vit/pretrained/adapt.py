@@ -1,315 +1,248 @@
-"""Pretrained weights: adopting their architecture, and adapting them to other images and classes.
+"""Pretrained weights, and how they are adapted to other images and classes.
 
-`vit.pretrained.resolve` decides where weights come from and starts a run with them.
+Our VisionTransformer is adapted as timm adapts its own; timm models are adapted by timm's code.
 """
 
 import dataclasses
-import inspect
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vit.data.preprocess import Preprocess
-from vit.model.config import PATCH_SIZE, ModelConfig
+from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
-from vit.model.vit import VisionTransformer
+from vit.model.timm_model import complete_arguments, create, head_names
+from vit.pretrained.architecture import HEAD, check_names, num_prefix_tokens
+from vit.settings import shorten
 
-# Settings of a run, whatever its weights come from; all others describe the architecture.
-_OWN = ("zero_init", "drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
-ARCHITECTURE = tuple(
-    name
-    for name, parameter in inspect.signature(VisionTransformer).parameters.items()
-    if parameter.default is not parameter.empty and name not in _OWN
-)
-HEAD = ("head.weight", "head.bias")
-USUAL_WIDTH = 64  # of an attention head
+CLASSES = 10  # any number does
+SHOWN = 4  # tensors that the account names
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What is known about pretrained weights, whatever model they are for.
+    """Pretrained weights, and what is known about them.
 
     Attributes:
         name: What the user called them.
+        settings: Fields of `ModelConfig` that describe their model.
+        weights: Parameters and buffers by timm's names, on the CPU.
+        input_size: Channels, height and width of the images that they were trained on; None if
+            unknown, which it may be for a timm model.
         mean: Mean of each channel that images were normalized with, 0 to 1; None if unknown.
         std: Standard deviation that images were normalized with; None if unknown.
         classes: Names of the classes, in the order of the logits; None if unknown.
         progress: How far an unfinished run is that the weights come from, in words; else empty.
+        notes: What the user should know about them, in lines.
+        head: Names of the tensors whose shape depends on the number of classes.
     """
 
     name: str
-    mean: tuple[float, ...] | None = field(default=None, kw_only=True)
-    std: tuple[float, ...] | None = field(default=None, kw_only=True)
-    classes: tuple[str, ...] | None = field(default=None, kw_only=True)
-    progress: str = field(default="", kw_only=True)
-
-    def adapted(
-        self, model: ModelConfig, preprocess: Preprocess, classes: tuple[str, ...]
-    ) -> tuple[dict[str, Tensor], str]:
-        """Adapt the weights to the images and classes of a run.
-
-        Args:
-            model: Settings of the model.
-            preprocess: Gives the size and channels of its images.
-            classes: The names of the run's classes.
-
-        Returns:
-            Weights by name, without those of the head where it cannot be kept; and a text that
-            says what was adapted.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Source(Pretrained):
-    """Pretrained weights for our VisionTransformer.
-
-    Attributes:
-        settings: Fields of `ModelConfig` that describe their architecture.
-        weights: Parameters and buffers by name, on the CPU.
-        grid: Rows and columns of patches that the position embeddings belong to.
-        assumed: Fields of `settings` that come from the config, because the source does not tell.
-    """
-
     settings: dict[str, Any]
     weights: dict[str, Tensor]
-    grid: tuple[int, int]
-    assumed: tuple[str, ...] = ()
+    input_size: tuple[int, int, int] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    classes: tuple[str, ...] | None = None
+    progress: str = ""
+    notes: tuple[str, ...] = ()
+    head: tuple[str, ...] = HEAD
 
-    def adapted(
-        self, model: ModelConfig, preprocess: Preprocess, classes: tuple[str, ...]
-    ) -> tuple[dict[str, Tensor], str]:
-        """See `Pretrained.adapted`."""
-        patch_size = model.patch_size or PATCH_SIZE
-        return adapt(self, patch_size, preprocess.image_size, preprocess.channels, classes)
+    def adapted(self, classes: tuple[str, ...]) -> tuple[dict[str, Tensor], str]:
+        """Leave the head out if the classes differ.
 
+        Args:
+            classes: Names of the classes of the run.
 
-def check_weights(source: Source) -> None:
-    """Check that weights are finite, with the names and shapes that their settings describe.
+        Returns:
+            Weights by name; and an account of what was loaded, adapted and left out, for people.
+        """
+        rows = [len(self.weights[key]) for key in self.head if key in self.weights]
+        new = ""
+        if not rows:
+            new = "the source has none"
+        elif max(rows) != len(classes):
+            new = f"there are {len(classes)} classes instead of {max(rows)}"
+        elif self.classes not in (None, classes):
+            new = "the classes have other names"
+        kept = {k: v for k, v in self.weights.items() if not new or k not in self.head}
+        return kept, self._account(kept, new)
 
-    Raises:
-        ValueError: They are not; the message names the first difference, or the first tensor whose
-            values are not finite in float32.
-    """
-    patch_size = source.settings["patch_size"]
-    with torch.device("meta"):
-        model = VisionTransformer(
-            img_size=(source.grid[0] * patch_size, source.grid[1] * patch_size),
-            in_chans=source.weights[_stem(source.weights)].shape[1],
-            num_classes=1,
-            **source.settings,
-        )
-    ours = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    theirs = {key: tuple(value.shape) for key, value in source.weights.items()}
-    differences = [
-        f"{key} {list(theirs[key])} has no place in the model" if key not in ours
-        else f"{key} is missing" if key not in theirs
-        else f"{key} is {list(theirs[key])}, not {list(ours[key])}"
-        for key in [*theirs, *(ours.keys() - theirs.keys())]
-        if key not in HEAD and ours.get(key) != theirs.get(key)
-    ]  # fmt: skip
-    if differences:
-        raise ValueError(
-            f"model.pretrained: {source.name} does not fit the VisionTransformer of this project: "
-            f"{differences[0]}" + (f" (and {len(differences) - 1} more)" if differences[1:] else "")
-        )
-    check_finite(source.weights, source.name)
-
-
-def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
-    """Check that weights are finite in float32.
-
-    Raises:
-        ValueError: They are not; the message names the first tensor.
-    """
-    for key, value in weights.items():
-        if not value.float().isfinite().all():
-            raise ValueError(
-                f"model.pretrained: {name} has NaN or infinite values in {key}; the file is "
-                "damaged, or its training diverged; choose other weights"
+    def _account(self, weights: Mapping[str, Tensor], new: str) -> str:
+        number = sum(value.numel() for value in weights.values())
+        name = f"{self.name} ({self.progress})" if self.progress else self.name
+        lines = [f"weights  {name}: {number:,} values in {len(weights)} tensors loaded"]
+        lines += self.notes
+        if new:
+            lines.append(f"new: a random head, because {new}")
+        elif self.classes is None:
+            lines.append("nothing is new: its head is kept, as its classes may be the data set's")
+        else:
+            lines.append("nothing is new: its head has the same classes")
+        if self.mean is not None and self.std is not None:
+            mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (self.mean, self.std))
+            lines.append(f"images are normalized as for these weights: mean {mean}; std {std}")
+        else:
+            lines.append(
+                "not in the file: mean and std of the images, so those of the data set are used; "
+                "timm's config.json of these weights has them: pass a folder with both files"
             )
+        return "\n         ".join(lines)
 
 
-def adopt(config: ModelConfig, settings: dict[str, Any], name: str) -> ModelConfig:
-    """Take the architecture of pretrained weights into a config.
-
-    Args:
-        config: The settings of the user. Those that differ from the defaults must agree with the
-            pretrained weights, except for patch_size, to which the patch embedding is resampled.
-        settings: The architecture of the weights.
-        name: For messages.
-
-    Raises:
-        ValueError: A setting contradicts the weights.
-    """
-    defaults = ModelConfig()
-    for key, theirs in settings.items():
-        ours = getattr(config, key)
-        if key == "patch_size":
-            if ours not in (None, theirs) and settings["stem"] == "conv":
-                raise ValueError(
-                    f"model.patch_size: {ours} is not allowed; {name} has a convolutional stem for "
-                    f"patches of {theirs}, which cannot be resampled; leave the key out"
-                )
-        elif ours != getattr(defaults, key) and not _same(key, ours, theirs):
-            raise ValueError(
-                f"model.{key}: {json.dumps(ours)} is not allowed; {name} has {json.dumps(theirs)}; "
-                "leave the key out to use "
-                "that, or train without model.pretrained"
-            )
-    patch_size = config.patch_size or settings["patch_size"]
-    adopted = dataclasses.replace(config, **{**settings, "patch_size": patch_size})
-    dataclasses.replace(adopted, pretrained=None)  # checks the rules between the fields
-    return adopted
-
-
-def _same(key: str, ours: Any, theirs: Any) -> bool:
-    if key == "init_values":  # the weights replace the value
-        return (ours is None) == (theirs is None)
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=1e-3)
-    return bool(ours == theirs)
-
-
-@torch.no_grad()
-def adapt(
-    source: Source,
-    patch_size: int,
-    image_size: tuple[int, int],
-    channels: int,
-    classes: tuple[str, ...],
-) -> tuple[dict[str, Tensor], str]:
-    """Adapt weights to other images and classes, as timm does.
-
-    Positions are resampled to the grid (bicubic, antialiased), the patch embedding to the patch
-    size by the pseudo-inverse of resizing (arXiv 2212.08013) and to the channels by summing or
-    repeating; the head is left out if the classes differ.
+def fit(
+    source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
+) -> Pretrained:
+    """Fit weights to the images of a run. The head stays as it is, see `Pretrained.adapted`.
 
     Args:
         source: The weights.
-        patch_size: Side of a patch in pixels.
-        image_size: Height and width of the images in pixels, multiples of patch_size.
+        model: The model, with the architecture of the weights.
+        image_size: Height and width of the images, in pixels.
         channels: Channels of the images.
-        classes: Names of the classes.
 
     Returns:
-        The weights in float32; and an account of what was loaded, resampled and left out, for
-        people.
-    """
-    from timm.layers.patch_embed import resample_patch_embed
-    from timm.models import adapt_input_conv
+        The weights in float32, and a note of what was changed.
 
+    Raises:
+        ValueError: A weight is not finite in float32; or, for a timm model, timm cannot build it,
+            or the weights are those of another one or cannot be fitted to these images.
+    """
     weights = {
         key: value.float() if value.is_floating_point() else value
         for key, value in source.weights.items()
     }
-    resampled = []
-    grid = (image_size[0] // patch_size, image_size[1] // patch_size)
-    if "pos_embed" in weights and grid != source.grid:
-        num_patches = source.grid[0] * source.grid[1]
-        num_prefix = weights["pos_embed"].shape[1] - num_patches
-        weights["pos_embed"] = resample_pos_embed(
-            weights["pos_embed"], source.grid, grid, num_prefix
-        )
-        resampled.append(f"positions {_by(source.grid)} -> {_by(grid)} patches")
-    stem = _stem(weights)
-    kernel = weights[stem]
-    if (old_size := source.settings["patch_size"]) != patch_size:
-        kernel = resample_patch_embed(kernel, [patch_size, patch_size])
-        resampled.append(f"patch embedding {old_size} -> {patch_size} pixels")
-    if (old_channels := kernel.shape[1]) != channels:
-        kernel = adapt_input_conv(channels, kernel, base_chans=old_channels)
-        resampled.append(f"patch embedding {old_channels} -> {channels} channels")
-    weights[stem] = kernel
-    head = weights.get("head.weight")
-    new = why_new_head(None if head is None else len(head), source.classes, classes)
-    if new:
-        weights = {key: value for key, value in weights.items() if key not in HEAD}
-    changes = f"resampled: {'; '.join(resampled)}" if resampled else ""
-    return weights, account(source, weights, changes, new, _assumptions(source))
+    for key, value in weights.items():
+        if not value.isfinite().all():
+            raise ValueError(
+                f"model.pretrained: {source.name} has NaN or infinite values in {key}; the file is "
+                "damaged, or its training diverged; choose other weights"
+            )
+    source = dataclasses.replace(source, weights=weights)
+    fit_kind = _fit_vit if model.name == "vit" else _fit_timm
+    fitted, changes = fit_kind(source, model, image_size, channels)
+    notes = (f"adapted: {changes}", *source.notes) if changes else source.notes
+    return dataclasses.replace(fitted, notes=notes)
 
 
-def _stem(weights: dict[str, Tensor]) -> str:
-    """Return the name of the first convolution's kernel."""
-    return next(
-        key for key in weights if key.startswith("patch_embed.proj.") and weights[key].ndim == 4
-    )
+@torch.no_grad()
+def _fit_vit(
+    source: Pretrained, model: ModelConfig, image_size: tuple[int, int], channels: int
+) -> tuple[Pretrained, str]:
+    """Fit weights of our VisionTransformer, as timm does.
 
-
-def why_new_head(rows: int | None, theirs: tuple[str, ...] | None, ours: tuple[str, ...]) -> str:
-    """Say why the head of pretrained weights cannot be kept; "" if it can.
-
-    Args:
-        rows: Number of its classes; None if there is no head.
-        theirs: Their names; None if unknown.
-        ours: Names of the classes of the run.
+    Positions are resampled to the grid (bicubic, antialiased), the patch embedding to the patch
+    size by the pseudo-inverse of resizing (arXiv 2212.08013) and to the channels by summing or
+    repeating.
     """
-    if rows is None:
-        return "the source has none"
-    if rows != len(ours):
-        return f"there are {len(ours)} classes instead of {rows}"
-    return "the classes have other names" if theirs not in (None, ours) else ""
+    from timm.layers.patch_embed import resample_patch_embed
+    from timm.models import adapt_input_conv
+
+    assert source.input_size is not None
+    weights, changes = dict(source.weights), []
+    before, now = source.settings["patch_size"], model.patch_size or PATCH_SIZE
+    old_channels, *old_size = source.input_size
+    old_grid = (old_size[0] // before, old_size[1] // before)
+    grid = (image_size[0] // now, image_size[1] // now)
+    if "pos_embed" in weights and grid != old_grid:
+        prefix = 0 if model.no_embed_class else num_prefix_tokens(source.settings)
+        weights["pos_embed"] = resample_pos_embed(weights["pos_embed"], old_grid, grid, prefix)
+        changes.append(f"positions {_by(old_grid)} -> {_by(grid)} patches")
+    # The kernel of the first convolution, also of a convolutional stem.
+    stem = next(k for k, v in weights.items() if k.startswith("patch_embed.proj.") and v.ndim == 4)
+    if before != now:
+        weights[stem] = resample_patch_embed(weights[stem], [now, now])
+        changes.append(f"patch embedding {before} -> {now} pixels")
+    if old_channels != channels:
+        weights[stem] = adapt_input_conv(channels, weights[stem], base_chans=old_channels)
+        changes.append(f"patch embedding {old_channels} -> {channels} channels")
+    return dataclasses.replace(source, weights=weights), "; ".join(changes)
 
 
-def account(
+def _fit_timm(
+    source: Pretrained, config: ModelConfig, image_size: tuple[int, int], channels: int
+) -> tuple[Pretrained, str]:
+    """Fit weights of a timm model, as `timm.create_model` does.
+
+    timm adapts the first convolution to the channels, and resamples positions, relative positions
+    and patch embeddings of the models that have them.
+    """
+    weights = source.weights
+    complete = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
+    head = head_names(config.name, complete)
+    with torch.device("meta"):
+        model = create(config.name, {**complete, "num_classes": CLASSES})
+    expected = model.state_dict()
+    advice = "name their model with model.name, and its arguments with model.timm_args"
+    check_names(weights, expected, head, f"{source.name} does not fit {config.name}", advice)
+    body = {key: value for key, value in weights.items() if key not in head}
+    fitted = _load(source, body, model, config.name, complete, advice)
+    adapted = [
+        f"{key} {_by(body[key].shape)} -> {_by(value.shape)}"
+        for key, value in fitted.items()
+        if key in body and not torch.equal(body[key], value)
+    ]
+    more = f" and {len(adapted) - SHOWN} more" if len(adapted) > SHOWN else ""
+    kept = {key: value for key, value in fitted.items() if key not in head}
+    if all(key in weights and weights[key].shape[1:] == expected[key].shape[1:] for key in head):
+        kept |= {key: weights[key] for key in head}
+    return dataclasses.replace(source, weights=kept, head=head), "; ".join(adapted[:SHOWN]) + more
+
+
+def _load(
     source: Pretrained,
-    weights: Mapping[str, Tensor],
-    changes: str,
-    new: str,
-    notes: Sequence[str] = (),
-) -> str:
-    """Say what was loaded, changed and left out.
+    body: dict[str, Tensor],
+    model: nn.Module,
+    name: str,
+    arguments: Mapping[str, Any],
+    advice: str,
+) -> dict[str, Tensor]:
+    """Let timm load weights without a head into a new model, and return its state dict.
 
-    Args:
-        source: Where the weights come from.
-        weights: What is loaded.
-        changes: What was changed, if anything.
-        new: Why the head is new; "" if it is not.
-        notes: More lines.
+    Raises:
+        ValueError: The shapes differ and timm cannot adapt them.
     """
-    number = sum(value.numel() for value in weights.values())
-    name = f"{source.name} ({source.progress})" if source.progress else source.name
-    lines = [f"weights  {name}: {number:,} values in {len(weights)} tensors loaded"]
-    if changes:
-        lines.append(changes)
-    if new:
-        lines.append(f"new: a random head, because {new}")
-    elif source.classes is None:
-        lines.append("nothing is new; its head is kept, whose classes are taken for the data set's")
-    else:
-        lines.append("nothing is new: its head has the same classes")
-    lines += notes
-    if source.mean is not None and source.std is not None:
-        mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (source.mean, source.std))
-        lines.append(f"images are normalized as its own were: mean {mean}; std {std}")
-    else:
-        lines.append(
-            "not in the file: mean and std of the images, so those of the data set are used; "
-            "timm's config.json of these weights has them: pass a folder with both files"
-        )
-    return "\n         ".join(lines)
+    import timm
+
+    about: Any = model.pretrained_cfg
+    channels, convs = arguments["in_chans"], about.get("first_conv") or ()
+    convs = (convs,) if isinstance(convs, str) else convs
+    input_size = source.input_size or about["input_size"]
+    for conv in convs if source.input_size is None else ():
+        # Some models divide the image into more channels before their first convolution.
+        kernel, new = body[f"{conv}.weight"], model.get_parameter(f"{conv}.weight")
+        if new.ndim == 4:
+            input_size = (kernel.shape[1] * channels // new.shape[1], *input_size[1:])
+    try:
+        if input_size[0] != channels:
+            for conv in convs:  # where this fails, timm leaves random kernels
+                timm.models.adapt_input_conv(channels, body[f"{conv}.weight"], input_size[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about how timm resamples
+            loaded = timm.create_model(
+                name.removeprefix(TIMM),
+                pretrained=True,
+                pretrained_cfg_overlay={
+                    "state_dict": body,
+                    "input_size": input_size,
+                    # Other classes than the model's, so that timm does not look for a head.
+                    "num_classes": CLASSES + 1,
+                    "classifier": about["classifier"] or (),
+                },
+                num_classes=CLASSES,
+                **arguments,
+            )
+    except Exception as error:  # timm checks shapes in many places and ways
+        reason = str(error).partition("state_dict for")[2].partition("size mismatch for ")[2]
+        raise ValueError(
+            f"model.pretrained: timm cannot fit {source.name} to this {name} for images of "
+            f"{channels} channels: {shorten(reason or error, 200)}; {advice}"
+        ) from None
+    return loaded.state_dict()
 
 
-def _assumptions(source: Source) -> list[str]:
-    """Say which settings a bare state dict does not tell, and which of them are unusual."""
-    lines = []
-    if source.assumed:
-        values = ", ".join(f"{key}={source.settings[key]}" for key in source.assumed)
-        lines.append(f"not in the file, from the config: {values}")
-    width = source.settings["embed_dim"] // source.settings["num_heads"]
-    usual, rest = divmod(source.settings["embed_dim"], USUAL_WIDTH)
-    if "num_heads" in source.assumed and width != USUAL_WIDTH and not rest:
-        lines.append(
-            f"warning: heads are {width} wide with num_heads={source.settings['num_heads']}; in "
-            f"most models they are {USUAL_WIDTH} wide, which is --model.num_heads {usual}"
-        )
-    return lines
-
-
-def _by(grid: tuple[int, int]) -> str:
-    return f"{grid[0]} x {grid[1]}"
+def _by(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size))

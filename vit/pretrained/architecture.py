@@ -1,11 +1,15 @@
-"""Architectures of timm's models and of state dicts with timm's names, as fields of `ModelConfig`.
+"""The architecture of weights with timm's names, as fields of `ModelConfig`.
 
-Nothing is looked up by a model's name: the settings are read from its modules and shapes, and a
-part that our VisionTransformer lacks is refused by name.
+Nothing is looked up by a model's name: the settings are read from the names and shapes of tensors
+and, where there is a timm model, from its modules. A part that our VisionTransformer lacks is
+refused by name.
 """
 
+import dataclasses
+import inspect
+import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,174 +17,83 @@ from torch import Tensor, nn
 
 from vit.model.config import ModelConfig
 from vit.model.encoder import ACTIVATIONS
+from vit.model.vit import VisionTransformer
+from vit.settings import shorten
 
+# Settings of a run, whatever its weights come from; all others describe the architecture.
+OF_THE_RUN = ("zero_init", "drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate")
+ARCHITECTURE = tuple(
+    name
+    for name, parameter in inspect.signature(VisionTransformer).parameters.items()
+    if parameter.default is not parameter.empty and name not in OF_THE_RUN
+)
 UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # which a state dict does not tell
 LAYER_SCALE = 1e-5  # stands for initial values that the weights replace
-# What our VisionTransformer lacks, by a part of the names of parameters or classes.
-MISSING_PARTS = {
-    "rel_pos": "relative positions",
-    "relpos": "relative positions",
-    "relative_position": "relative positions",
-    "rope": "rotary positions",
-    "rotary": "rotary positions",
-    "attn_pool": "attention pooling",
-    "attentionpool": "attention pooling",
-    "dist_token": "a distillation token",
-    "distilled": "a distillation token",
-    "swiglu": "a gated MLP (SwiGLU)",
-    "mlp.fc1_g": "a gated MLP (SwiGLU)",
-    "mlp.w12": "a gated MLP (SwiGLU)",
-    "glumlp": "a gated MLP (SwiGLU)",
-    "parallel": "attention and MLP in parallel",
-    ".in_proj": "attention and MLP in parallel",
-    ".attns.": "attention and MLP in parallel",
-    "postblock": "layer norm after attention and MLP",
-    "diff": "differential attention",
-    "attn.lambda_": "differential attention",
-    "q_bias": "separate biases of queries and values",
-    "q_proj": "separate projections of queries and keys",
-    "rmsnorm": "RMS norm",
-    "hybridembed": "a convolutional backbone",
-    "patch_embed.backbone": "a convolutional backbone",
-    "attn.norm": "a norm inside attention",
-    "attn.gate": "gated attention",
-    "mlp.norm": "a norm inside the MLP",
-}
+HEAD = ("head.weight", "head.bias")
+COUNTER = "num_batches_tracked"  # of batch norm; old files lack it
+# Classes of the modules of timm models that our VisionTransformer can represent.
+KNOWN_MODULES = {
+    "VisionTransformer", "PatchEmbed", "Conv2d", "Block", "Attention", "Mlp", "Linear", "LayerNorm",
+    "LayerScale", "GELU", "GELUTanh", "QuickGELU", "Dropout", "PatchDropout", "DropPath",
+    "Identity", "Sequential", "ModuleList",
+}  # fmt: skip
+
+
+def settings_of_config(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that describe an architecture: ours, or the arguments of a timm model."""
+    keys = ARCHITECTURE if model.name == "vit" else ("timm_args",)
+    return {key: getattr(model, key) for key in keys}
 
 
 def settings_of_timm(model: nn.Module, name: str) -> dict[str, Any]:
-    """Read the architecture of one of timm's models as fields of `ModelConfig`.
+    """Read the architecture of a timm model.
 
     Args:
         model: The model, on any device; only its modules and shapes are read.
         name: For messages.
 
+    Returns:
+        Fields of `ModelConfig`.
+
     Raises:
         ValueError: Our VisionTransformer lacks a part of the model.
     """
     vit: Any = model
-    if missing := _missing_parts(model):
+    missing = sorted({type(module).__name__ for module in model.modules()} - KNOWN_MODULES)
+    if not missing:
+        rows, columns = vit.patch_embed.patch_size
+        lacking = {
+            "patches that are not square": rows != columns,
+            f"pooling of type {vit.global_pool!r}": vit.global_pool not in ("token", "avg"),
+            "pooling that includes class token and registers": vit.pool_include_prefix,
+        }
+        missing = [part for part, present in lacking.items() if present]
+    if missing:
         raise ValueError(
-            f"model.pretrained: {name} has {', '.join(missing)}, which the VisionTransformer of "
-            "this project lacks; choose another, or train the model as timm builds it: add "
-            f"--model.name timm:{vit.pretrained_cfg['architecture']}"
+            f"model.pretrained: {name} has {shorten(', '.join(missing), 200)}, which the "
+            "VisionTransformer of this project lacks; choose another, or train the model as timm "
+            f"builds it: add --model.name timm:{vit.pretrained_cfg['architecture']}"
         )
-    block: Any = vit.blocks[0]
-    dim, attention = vit.embed_dim, block.attn
-    has_scale = not isinstance(block.ls1, nn.Identity)
-    has_fc_norm = not isinstance(vit.fc_norm, nn.Identity)
+    block = vit.blocks[0]
     return {
-        "patch_size": vit.patch_embed.patch_size[0],
-        "stem": "linear",
-        "embed_dim": dim,
-        "depth": len(vit.blocks),
-        "num_heads": attention.num_heads,
-        "head_dim": _head_dim(dim, attention.num_heads, attention.head_dim),
-        "mlp_ratio": _mlp_ratio(block.mlp.fc1.out_features, dim),
-        "mlp_conv": False,
-        "qkv_bias": attention.qkv.bias is not None,
-        "qk_norm": not isinstance(attention.q_norm, nn.Identity),
-        "attention": "dot",
-        "init_values": block.ls1.init_values if has_scale else None,
-        "class_token": vit.has_class_token,
-        "reg_tokens": vit.num_reg_tokens,
+        **settings_of_weights(model.state_dict(), block.attn.num_heads, name),
         "global_pool": vit.global_pool,
-        "pos_embed": "none" if vit.pos_embed is None else "learned",
         "no_embed_class": vit.no_embed_class,
-        "pre_norm": not isinstance(vit.norm_pre, nn.Identity),
-        "fc_norm": has_fc_norm,
         "norm_eps": block.norm1.eps,
         "act_layer": _activation(block.mlp.act),
     }
 
 
-def _missing_parts(model: nn.Module) -> list[str]:
-    """List the parts of a timm model that ours lacks."""
-    from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
-
-    classes = {type(module).__name__ for module in model.modules()}
-    found = _known_parts([*classes, *(name for name, _ in model.named_parameters())])
-    if getattr(model, "rope", None) is not None:
-        found.add("rotary positions")
-    if type(model) is not TimmVisionTransformer:
-        return sorted(found) or [f"the layers of a {type(model).__name__}"]
-    if found:
-        return sorted(found)
-    vit: Any = model
-    return sorted(_missing_around(vit) | {part for b in vit.blocks for part in _missing_inside(b)})
-
-
-def _known_parts(names: Collection[str]) -> set[str]:
-    """List the missing parts that names of classes or parameters tell of."""
-    text = "\n".join(names).lower()
-    return {part for word, part in MISSING_PARTS.items() if word in text}
-
-
-def _missing_around(vit: Any) -> set[str]:
-    """List what ours lacks of a timm VisionTransformer's stem and head."""
-    from timm.layers.patch_embed import PatchEmbed
-
-    stem, head_norms = vit.patch_embed, (vit.norm, vit.fc_norm)
-    if type(stem) is not PatchEmbed:
-        return {f"a stem of type {type(stem).__name__}"}
-    lacking = {
-        "patches that are not square": stem.patch_size[0] != stem.patch_size[1],
-        "a norm in the stem": not isinstance(stem.norm, nn.Identity),
-        f"pooling of type {vit.global_pool!r}": vit.global_pool not in ("token", "avg"),
-        "pooling that includes class token and registers": vit.pool_include_prefix,
-        "a head without a layer norm": all(isinstance(norm, nn.Identity) for norm in head_norms),
-    }
-    return {part for part, present in lacking.items() if present}
-
-
-def _missing_inside(block: Any) -> set[str]:
-    """List what ours lacks of a timm VisionTransformer's encoder block."""
-    from timm.layers.attention import Attention
-    from timm.layers.mlp import Mlp
-    from timm.models.vision_transformer import Block
-
-    if type(block) is not Block:
-        return {f"blocks of type {type(block).__name__}"}
-    attention, mlp = block.attn, block.mlp
-    if type(attention) is not Attention:
-        return {f"attention of type {type(attention).__name__}"}
-    if type(mlp) is not Mlp:
-        return {f"an MLP of type {type(mlp).__name__}"}
-    lacking = {
-        "norms other than layer norm": not isinstance(block.norm1, nn.LayerNorm),
-        "a norm inside attention": not isinstance(attention.norm, nn.Identity),
-        "gated attention": attention.gate is not None,
-        "projections without bias": attention.proj.bias is None,
-        "a norm inside the MLP": not isinstance(mlp.norm, nn.Identity),
-        f"the activation {type(mlp.act).__name__}": _activation(mlp.act) is None,
-    }
-    return {part for part, present in lacking.items() if present}
-
-
-def _activation(module: nn.Module) -> str | None:
-    """Name the activation of a timm MLP as in `ACTIVATIONS`; None if it is another one."""
-    if any(True for _ in module.parameters()):
-        return None
+def _activation(module: nn.Module) -> str:
+    """Name the activation of a timm MLP as in `ACTIVATIONS`."""
     values = torch.linspace(-3, 3, 13, device="cpu")  # whatever the default device is
-    for name, make in ACTIVATIONS.items():
-        if torch.allclose(module(values), make()(values), atol=1e-7):
-            return name
-    return None
+    expected = module(values)
+    return next(
+        name for name, make in ACTIVATIONS.items() if torch.allclose(make()(values), expected)
+    )
 
 
-def _head_dim(dim: int, num_heads: int, head_dim: int) -> int | None:
-    return None if num_heads * head_dim == dim else head_dim
-
-
-def _mlp_ratio(hidden: int, dim: int) -> float:
-    """Return a ratio of which `int(dim * ratio)` is the hidden width."""
-    ratio = hidden / dim
-    return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
-
-
-def settings_of_weights(
-    weights: dict[str, Tensor], config: ModelConfig, name: str
-) -> tuple[dict[str, Any], tuple[int, int], tuple[str, ...]]:
+def settings_of_weights(weights: Mapping[str, Tensor], num_heads: int, name: str) -> dict[str, Any]:
     """Infer an architecture from the names and shapes of a state dict with timm's names.
 
     A class token with a norm before the pooling is taken for a model that classifies the class
@@ -188,101 +101,207 @@ def settings_of_weights(
 
     Args:
         weights: The state dict.
-        config: Gives what a state dict does not tell, see `UNKNOWN`.
+        num_heads: Attention heads, unless the norms of queries and keys tell.
         name: For messages.
 
     Returns:
-        Fields of `ModelConfig`; the grid of the position embeddings; the fields that come from the
-        config.
+        Fields of `ModelConfig` but for those of `UNKNOWN` that it does not tell, and
+        `no_embed_class`.
 
     Raises:
-        ValueError: These are not the weights of a Vision Transformer with timm's names, or of one
-            that ours cannot represent.
+        ValueError: These are not the weights of a Vision Transformer with timm's names.
     """
-    _refuse_names(weights, name)
-    kernel, qkv = weights["patch_embed.proj.weight"], weights["blocks.0.attn.qkv.weight"]
-    dim, patch_size = kernel.shape[0], kernel.shape[-1]
-    attention_dim = qkv.shape[0] // 3
+    needed = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
+    if absent := [key for key in needed if key not in weights]:
+        raise ValueError(
+            f"model.pretrained: {name} is not a Vision Transformer with timm's names: it has no "
+            f"{absent[0]}; if it is another timm model, add --model.name timm:NAME"
+        )
+    kernel, qkv, hidden = (weights[key] for key in needed)
+    if kernel.ndim != 4:
+        raise ValueError(
+            f"model.pretrained: {name} has {needed[0]} with {kernel.ndim} dimensions instead of 4; "
+            "reshape it to (width, channels, rows, columns of a patch)"
+        )
+    dim, attention_dim = len(kernel), len(qkv) // 3
     qk_norm = weights.get("blocks.0.attn.q_norm.weight")
-    num_heads = config.num_heads if qk_norm is None else attention_dim // len(qk_norm)
+    num_heads = num_heads if qk_norm is None else attention_dim // len(qk_norm)
     if attention_dim % num_heads:
         raise ValueError(
             f"model.num_heads: {num_heads} is not allowed; {name} does not tell the number of "
             f"heads, which must divide its width {attention_dim}"
         )
-    reg_token, cls_token = weights.get("reg_token"), weights.get("cls_token")
-    num_prefix = (cls_token is not None) + (0 if reg_token is None else reg_token.shape[1])
-    if "pos_embed" in weights:
-        grid, no_embed_class = _square_grid(weights["pos_embed"].shape[1], num_prefix, name)
-    else:
-        grid, no_embed_class = (1, 1), False
-        if config.pos_embed != "none":
-            raise ValueError(
-                f"model.pretrained: {name} has no position embeddings; rotary positions are not "
-                "supported, but if the model has none, set --model.pos_embed none"
-            )
-    has_scale, has_fc_norm = "blocks.0.ls1.gamma" in weights, "fc_norm.weight" in weights
-    settings = {
-        "patch_size": patch_size,
+    registers, class_token = weights.get("reg_token"), "cls_token" in weights
+    mlp_ratio = len(hidden) / dim
+    if int(dim * mlp_ratio) != len(hidden):  # rounded down
+        mlp_ratio = math.nextafter(mlp_ratio, math.inf)
+    return {
+        "patch_size": kernel.shape[-1],
         "stem": "linear",
         "embed_dim": dim,
         "depth": 1 + max(int(key.split(".")[1]) for key in weights if key.startswith("blocks.")),
         "num_heads": num_heads,
-        "head_dim": _head_dim(dim, num_heads, attention_dim // num_heads),
-        "mlp_ratio": _mlp_ratio(len(weights["blocks.0.mlp.fc1.weight"]), dim),
+        "head_dim": None if attention_dim == dim else attention_dim // num_heads,
+        "mlp_ratio": mlp_ratio,
         "mlp_conv": False,
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
         "qk_norm": qk_norm is not None,
         "attention": "dot",
-        "init_values": LAYER_SCALE if has_scale else None,
-        "class_token": cls_token is not None,
-        "reg_tokens": 0 if reg_token is None else reg_token.shape[1],
-        "global_pool": "avg" if has_fc_norm or cls_token is None else "token",
+        "init_values": LAYER_SCALE if "blocks.0.ls1.gamma" in weights else None,
+        "class_token": class_token,
+        "reg_tokens": 0 if registers is None else registers.shape[1],
+        "global_pool": "token" if class_token and "fc_norm.weight" not in weights else "avg",
         "pos_embed": "learned" if "pos_embed" in weights else "none",
-        "no_embed_class": no_embed_class,
         "pre_norm": "norm_pre.weight" in weights,
-        "fc_norm": has_fc_norm,
-        "norm_eps": config.norm_eps,
-        "act_layer": config.act_layer,
+        "fc_norm": "fc_norm.weight" in weights,
     }
-    assumed = tuple(key for key in UNKNOWN if key != "num_heads" or qk_norm is None)
-    return settings, grid, assumed
 
 
-def _refuse_names(weights: dict[str, Tensor], name: str) -> None:
-    """Refuse a state dict whose names say that it is not a ViT that ours can represent.
+def settings_of_file(
+    weights: Mapping[str, Tensor], config: ModelConfig, name: str
+) -> tuple[dict[str, Any], tuple[int, int, int], tuple[str, ...]]:
+    """Complete the architecture of a bare state dict.
+
+    Args:
+        weights: The state dict.
+        config: Gives what a state dict does not tell, see `UNKNOWN`.
+        name: For messages.
+
+    Returns:
+        Fields of `ModelConfig`; channels, height and width of the images; and the fields that come
+        from the config.
 
     Raises:
-        ValueError: See above; the message names the missing part.
+        ValueError: As for `settings_of_weights`, or the grid of the positions is not square.
     """
-    found = _known_parts(weights)
-    if found:
+    settings = settings_of_weights(weights, config.num_heads, name)
+    grid, prefix_has_positions = 1, True
+    if "pos_embed" in weights:
+        positions, prefix = weights["pos_embed"].shape[1], num_prefix_tokens(settings)
+        grid = math.isqrt(max(positions - prefix, 0))
+        prefix_has_positions = grid > 0 and grid**2 == positions - prefix
+        grid = grid if prefix_has_positions else math.isqrt(positions)
+        if not prefix_has_positions and grid**2 != positions:
+            raise ValueError(
+                f"model.pretrained: {name} has {positions} position embeddings for {prefix} prefix "
+                "tokens and a grid that is not square, so its sides are not known; pass a folder "
+                "as timm saves it, with config.json"
+            )
+    elif config.pos_embed != "none":
         raise ValueError(
-            f"model.pretrained: {name} has {', '.join(sorted(found))}, which the "
-            "VisionTransformer of this project lacks; choose another model, or train it as timm "
-            "builds it: add --model.name timm:NAME"
+            f"model.pretrained: {name} has no position embeddings; rotary positions are not "
+            "supported, but if the model has none, set --model.pos_embed none"
         )
-    needed = ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
-    if absent := [key for key in needed if key not in weights]:
-        raise ValueError(
-            f"model.pretrained: {name} is not a Vision Transformer with timm's names: it has no "
-            f"{absent[0]}; if it is another model of timm, add --model.name timm:NAME"
+    settings["no_embed_class"] = not prefix_has_positions
+    settings |= {"norm_eps": config.norm_eps, "act_layer": config.act_layer}
+    side = grid * settings["patch_size"]
+    assumed = UNKNOWN[1:] if settings["qk_norm"] else UNKNOWN
+    return settings, (weights["patch_embed.proj.weight"].shape[1], side, side), assumed
+
+
+def num_prefix_tokens(settings: Mapping[str, Any]) -> int:
+    """Return the number of tokens before the patches."""
+    return int(settings["class_token"] + settings["reg_tokens"])
+
+
+def check_vit(
+    weights: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    input_size: tuple[int, int, int],
+    name: str,
+) -> None:
+    """Check that weights have the names and shapes of our VisionTransformer with these settings.
+
+    Args:
+        weights: By name, on any device.
+        settings: Fields of `ModelConfig`.
+        input_size: Channels, height and width of its images.
+        name: For messages.
+
+    Raises:
+        ValueError: They do not; the message names the first difference.
+    """
+    with torch.device("meta"):
+        model = VisionTransformer(
+            in_chans=input_size[0], img_size=input_size[1:], num_classes=1, **settings
         )
-    if (dimensions := weights[needed[0]].ndim) != 4:
+    expected = model.state_dict()
+    advice = "choose other weights, or train them in timm's model: add --model.name timm:NAME"
+    check_names(weights, expected, HEAD, f"{name} does not fit our VisionTransformer", advice)
+    for key, value in weights.items():
+        if key not in HEAD and value.shape != expected[key].shape:
+            raise ValueError(
+                f"model.pretrained: {name} does not fit our VisionTransformer: {key} is "
+                f"{list(value.shape)}, not {list(expected[key].shape)}; {advice}"
+            )
+
+
+def check_names(
+    weights: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    head: Collection[str],
+    problem: str,
+    advice: str,
+) -> None:
+    """Check that weights have the names of a model's tensors, but for those of the head.
+
+    Raises:
+        ValueError: They do not; the message names the first of each kind.
+    """
+    unknown = [f"{key} has no place in it" for key in weights if key not in {*expected, *head}]
+    missing = [
+        f"{key} is missing"
+        for key in expected
+        if key not in {*weights, *head} and not key.endswith(COUNTER)
+    ]
+    if differences := [*unknown[:1], *missing[:1]]:
+        more = len(unknown) + len(missing) - len(differences)
         raise ValueError(
-            f"model.pretrained: {name} has {needed[0]} with {dimensions} dimensions instead of 4; "
-            "reshape it to (width, channels, rows, columns of a patch)"
+            f"model.pretrained: {problem}: {', and '.join(differences)}"
+            + (f" ({more} more)" if more else "")
+            + f"; {advice}"
         )
 
 
-def _square_grid(positions: int, num_prefix: int, name: str) -> tuple[tuple[int, int], bool]:
-    """Find the square grid of position embeddings, and whether the prefix tokens have none."""
-    for patches in (positions - num_prefix, positions):
-        side = math.isqrt(max(patches, 0))
-        if side and side * side == patches:
-            return (side, side), patches == positions and num_prefix > 0
-    raise ValueError(
-        f"model.pretrained: {name} has {positions} position embeddings for {num_prefix} prefix "
-        "tokens and a grid that is not square, so its sides are not known; pass a folder as timm "
-        "saves it, with config.json"
-    )
+def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelConfig:
+    """Take the architecture of pretrained weights into a config.
+
+    Args:
+        config: The settings of the user. Those that differ from the defaults must agree with the
+            pretrained weights, except for patch_size, to which the patch embedding is resampled,
+            and the arguments of a timm model, which replace those of the weights.
+        settings: The architecture of the weights.
+        name: For messages.
+
+    Raises:
+        ValueError: A setting contradicts the weights.
+    """
+    if config.name != "vit":
+        arguments = {**(settings["timm_args"] or {}), **(config.timm_args or {})}
+        return dataclasses.replace(config, timm_args=arguments or None)
+    defaults = ModelConfig()
+    for key, theirs in settings.items():
+        ours = getattr(config, key)
+        if key == "patch_size":
+            if ours not in (None, theirs) and settings["stem"] == "conv":
+                raise ValueError(
+                    f"model.patch_size: {ours} is not allowed; {name} has a convolutional stem for "
+                    f"patches of {theirs}, which cannot be resampled; leave the key out"
+                )
+        elif ours != getattr(defaults, key) and not _agree(key, ours, theirs):
+            raise ValueError(
+                f"model.{key}: {json.dumps(ours)} is not allowed; {name} has {json.dumps(theirs)}; "
+                "leave the key out to use that, or train without model.pretrained"
+            )
+    patch_size = config.patch_size or settings["patch_size"]
+    adopted = dataclasses.replace(config, **{**settings, "patch_size": patch_size})
+    dataclasses.replace(adopted, pretrained=None)  # checks the rules between the fields
+    return adopted
+
+
+def _agree(key: str, ours: Any, theirs: Any) -> bool:
+    if key == "init_values":  # the weights replace the value
+        return (ours is None) == (theirs is None)
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-3)
+    return bool(ours == theirs)

@@ -5,13 +5,12 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from vit.data.preprocess import Preprocess
-from vit.model.config import ModelConfig
-from vit.pretrained.adapt import ARCHITECTURE, Pretrained, Source, adopt
-from vit.pretrained.sources import LOCAL, TIMM, find_source
-from vit.pretrained.timm import TimmSource, adopt_arguments, fit
+from vit.model.config import TIMM
+from vit.pretrained.adapt import Pretrained, fit
+from vit.pretrained.architecture import adopt, settings_of_config
+from vit.pretrained.sources import LOCAL, find_source
 from vit.run.checkpoint import Checkpoint, checkpoint_paths
 from vit.run.folder import stored_config
 from vit.training.config import Config, from_dict
@@ -41,24 +40,15 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrai
     run = Path(config.out)
     stored = stored_config(run) if checkpoint_paths(run) and not overwrite else None
     if stored is not None and stored["model"].get("pretrained") == name:
-        return dataclasses.replace(config, model=_adopt_stored(config.model, stored)), None
+        before, model = from_dict(stored).model, config.model
+        if before.name == model.name:  # else `vit.run.resume` refuses the config
+            model = adopt(model, settings_of_config(before), name)
+        return dataclasses.replace(config, model=model), None
     _check_place(name, run)
     source = find_source(name, config.model)
-    if isinstance(source, Source):
-        return dataclasses.replace(config, model=adopt(config.model, source.settings, name)), source
-    assert isinstance(source, TimmSource)
-    model, images = adopt_arguments(config.model, source.arguments), config.data.spec
-    fitted = fit(source, model, images.image_size, images.channels)
-    return dataclasses.replace(config, model=model), fitted
-
-
-def _adopt_stored(model: ModelConfig, stored: dict[str, Any]) -> ModelConfig:
-    """Take the architecture of pretrained weights from the config of the run that they started."""
-    before = from_dict(stored).model
-    if model.name != "vit":
-        return adopt_arguments(model, before.timm_args or {})
-    settings = {key: getattr(before, key) for key in ARCHITECTURE}
-    return adopt(model, settings, str(model.pretrained))
+    config = dataclasses.replace(config, model=adopt(config.model, source.settings, name))
+    images = config.data.spec
+    return config, fit(source, config.model, images.image_size, images.channels)
 
 
 def _check_place(name: str, run: Path) -> None:

@@ -1,7 +1,7 @@
 """Reading pretrained weights: from timm's hub, folders, files, and models of this project.
 
-Each place can hold weights for our VisionTransformer or for a model of timm; `ModelConfig.name`
-says for which.
+Each place can hold weights for our VisionTransformer or for a timm model; `ModelConfig.name` says
+for which.
 """
 
 import difflib
@@ -11,18 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.model.config import ModelConfig
-from vit.model.timm_model import architecture_of
-from vit.model.vit import VisionTransformer
-from vit.model_file import SavedModel, bundled_models, is_own_file, load_model
-from vit.pretrained.adapt import ARCHITECTURE, Pretrained, Source, check_weights
-from vit.pretrained.architecture import settings_of_timm, settings_of_weights
-from vit.pretrained.timm import TimmSource, own_arguments
+from vit.model.config import TIMM, ModelConfig
+from vit.model.timm_model import FROM_DATA, REFUSED
+from vit.model_file import bundled_models, is_own_file, load_model
+from vit.pretrained.adapt import Pretrained
+from vit.pretrained.architecture import (
+    check_vit,
+    settings_of_config,
+    settings_of_file,
+    settings_of_timm,
+)
 from vit.settings import shorten
 
-TIMM = "timm:"
 LOCAL = "local-dir:"  # before a folder, in timm's names
 TIMM_CONFIG = "config.json"  # in a folder that timm saved
+LEFT_OUT = FROM_DATA + REFUSED  # arguments that images and classes determine, or about loading
+USUAL_WIDTH = 64  # of an attention head
 
 
 def find_source(name: str, model: ModelConfig) -> Pretrained:
@@ -37,79 +41,40 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
         ValueError: There are no such weights, they cannot be read or fetched, or our
             VisionTransformer lacks a part of their model.
     """
-    path, ours = Path(name), model.name == "vit"
-    source: Pretrained
-    if name.startswith(TIMM) or (path / TIMM_CONFIG).is_file():
-        timm_name = name.removeprefix(TIMM) if name.startswith(TIMM) else f"{LOCAL}{name}"
-        source = (
-            _ours_from_timm(name, timm_name)
-            if ours
-            else _theirs_from_timm(name, timm_name, architecture_of(model.name).partition(".")[0])
-        )
-    elif path.is_file() and not is_own_file(path):
-        weights = _read_file(name, path)
-        source = _ours_from_file(name, weights, model) if ours else TimmSource(name, {}, weights)
-    elif path.exists() or name in bundled_models():
-        saved = _read_own(name)
-        source = _ours_from_own(name, saved) if ours else _theirs_from_own(name, saved, model)
-    else:
-        raise ValueError(
-            f"model.pretrained: {name} does not exist; it must be timm:NAME, a .safetensors or "
-            f".pth file, a folder as timm saves it, a run folder, or one of "
-            f"{', '.join(bundled_models())}{_did_you_mean(name)}"
-        )
-    if isinstance(source, Source):
-        check_weights(source)  # those for timm are checked by `fit`
-    return source
-
-
-def _did_you_mean(name: str) -> str:
+    path = Path(name)
+    if name.startswith(TIMM):
+        return _from_timm(name, name.removeprefix(TIMM), model)
+    if (path / TIMM_CONFIG).is_file():
+        return _from_timm(name, f"{LOCAL}{name}", model)
+    if path.is_file() and not is_own_file(path):
+        return _from_file(name, model)
+    if path.exists() or name in bundled_models():
+        return _from_own(name, model)
     import timm
 
-    is_name = not set(name) & set(r"/\:") and timm.is_model(name)
-    return f"; did you mean {TIMM}{name}?" if is_name else ""
-
-
-# Models of this project.
-
-
-def _read_own(name: str) -> SavedModel:
-    """Read a run folder, a model file, a checkpoint or a bundled model."""
-    try:
-        return load_model(name, "cpu", "float32")
-    except ValueError as error:
-        raise ValueError(f"model.pretrained: {error}") from None
-
-
-def _ours_from_own(name: str, saved: SavedModel) -> Source:
-    model, preprocess = saved.classifier.model, saved.classifier.preprocess
-    if not isinstance(model, VisionTransformer):
-        raise ValueError(
-            f"model.pretrained: {name} is a model of timm; add --model.name "
-            f"{saved.config.model.name}"
-        )
-    return Source(
-        name,
-        {key: getattr(saved.config.model, key) for key in ARCHITECTURE},
-        model.state_dict(),
-        model.patch_embed.grid_size,
-        mean=preprocess.mean,
-        std=preprocess.std,
-        classes=saved.classifier.classes,
-        progress=saved.progress,
+    is_model = not set(name) & set(r"/\:") and timm.is_model(name)
+    raise ValueError(
+        f"model.pretrained: {name} does not exist; it must be timm:NAME, a .safetensors or "
+        f".pth file, a folder as timm saves it, a run folder, or one of "
+        f"{', '.join(bundled_models())}" + (f"; did you mean {TIMM}{name}?" if is_model else "")
     )
 
 
-def _theirs_from_own(name: str, saved: SavedModel, model: ModelConfig) -> TimmSource:
-    preprocess = saved.classifier.preprocess
-    if saved.config.model.name == "vit":
+def _from_own(name: str, model: ModelConfig) -> Pretrained:
+    """Read a run folder, a model file, a checkpoint or a bundled model."""
+    try:
+        saved = load_model(name, "cpu", "float32")
+    except ValueError as error:
+        raise ValueError(f"model.pretrained: {error}") from None
+    kind, preprocess = saved.config.model.name, saved.classifier.preprocess
+    if (kind == "vit") != (model.name == "vit"):
         raise ValueError(
-            f"model.pretrained: {name} is a VisionTransformer of this project, not {model.name}; "
-            "leave out model.name, or choose other weights"
+            f"model.pretrained: {name} is a model with model.name={kind}, not {model.name}; add "
+            f"--model.name {kind}, or choose other weights"
         )
-    return TimmSource(
+    return Pretrained(
         name,
-        own_arguments(saved.config.model.timm_args or {}),
+        settings_of_config(saved.config.model),
         saved.classifier.model.state_dict(),
         (preprocess.channels, *preprocess.image_size),
         mean=preprocess.mean,
@@ -119,43 +84,36 @@ def _theirs_from_own(name: str, saved: SavedModel, model: ModelConfig) -> TimmSo
     )
 
 
-# Models that timm finds or has saved.
-
-
-def _ours_from_timm(name: str, timm_name: str) -> Source:
+def _from_timm(name: str, timm_name: str, config: ModelConfig) -> Pretrained:
+    """Let timm fetch a model from the hub, or read it from a folder."""
     _require_weights(timm_name)
-    with torch.device("meta"):  # the architecture is checked before anything large is fetched
-        empty = _create(name, timm_name, pretrained=False)
-    settings = settings_of_timm(empty, name)
+    if config.name == "vit":
+        with torch.device("meta"):  # the architecture is checked before anything large is fetched
+            empty = _create(name, timm_name, pretrained=False)
+        settings, stem = settings_of_timm(empty, name), empty.patch_embed
+        rows, columns = (count * settings["patch_size"] for count in stem.grid_size)
+        input_size = (stem.proj.in_channels, rows, columns)
+        check_vit(empty.state_dict(), settings, input_size, name)
     model = _create(name, timm_name, pretrained=True)
-    return Source(name, settings, model.state_dict(), model.patch_embed.grid_size, **_about(model))
-
-
-def _theirs_from_timm(name: str, timm_name: str, architecture: str) -> TimmSource:
-    _require_weights(timm_name)
-    model = _create(name, timm_name, pretrained=True)
-    arguments, about = model.pretrained_model_args, model.pretrained_cfg
-    same = about["architecture"] == architecture
-    size = arguments.get("img_size", about["input_size"][1:])
-    rows, columns = (size, size) if isinstance(size, int) else size
-    return TimmSource(
-        name,
-        own_arguments(arguments) if same else {},  # those of another model may not exist
-        model.state_dict(),
-        (arguments.get("in_chans", about["input_size"][0]), rows, columns),
-        **_about(model),
-    )
-
-
-def _about(model: Any) -> dict[str, Any]:
-    """Return what timm knows about the images and classes of a pretrained model."""
     about = model.pretrained_cfg
+    if config.name != "vit":
+        arguments = model.pretrained_model_args
+        size = arguments.get("img_size", about["input_size"][1:])
+        rows, columns = (size, size) if isinstance(size, int) else size
+        input_size = (arguments.get("in_chans", about["input_size"][0]), rows, columns)
+        if about["architecture"] != config.name.removeprefix(TIMM).partition(".")[0]:
+            arguments = {}  # those of another model may not exist
+        settings = {"timm_args": {k: v for k, v in arguments.items() if k not in LEFT_OUT}}
     classes = about.get("label_names")
-    return {
-        "mean": tuple(about["mean"]),
-        "std": tuple(about["std"]),
-        "classes": None if classes is None else tuple(classes),
-    }
+    return Pretrained(
+        name,
+        settings,
+        model.state_dict(),
+        input_size,
+        mean=tuple(about["mean"]),
+        std=tuple(about["std"]),
+        classes=None if classes is None else tuple(classes),
+    )
 
 
 def _require_weights(timm_name: str) -> None:
@@ -174,7 +132,7 @@ def _require_weights(timm_name: str) -> None:
 
 
 def _create(name: str, timm_name: str, pretrained: bool) -> Any:
-    """Build one of timm's models, with its weights from the hub or from a folder."""
+    """Build a timm model, with its weights from the hub or from a folder."""
     import timm
 
     try:
@@ -192,15 +150,12 @@ def _create(name: str, timm_name: str, pretrained: bool) -> Any:
         ) from None
 
 
-# State dicts.
-
-
-def _read_file(name: str, path: Path) -> dict[str, Tensor]:
+def _from_file(name: str, model: ModelConfig) -> Pretrained:
     """Read a state dict with timm's names; nothing in the file is ever executed."""
     from timm.models import load_state_dict  # unwraps {"state_dict": ...} and strips "module."
 
     try:
-        content = load_state_dict(str(path), weights_only=True)
+        content = load_state_dict(name, weights_only=True)
     except Exception:  # foreign and damaged files raise all kinds of errors
         raise ValueError(
             f"model.pretrained: {name} is damaged, or not a .safetensors or .pth file of tensors "
@@ -215,9 +170,18 @@ def _read_file(name: str, path: Path) -> dict[str, Tensor]:
             "state_dict, model, state_dict_ema and model_ema: if they are under another key, save "
             "that state dict by itself"
         )
-    return weights
-
-
-def _ours_from_file(name: str, weights: dict[str, Tensor], model: ModelConfig) -> Source:
-    settings, grid, assumed = settings_of_weights(weights, model, name)
-    return Source(name, settings, weights, grid, assumed=assumed)
+    if model.name != "vit":
+        return Pretrained(name, {"timm_args": {}}, weights)
+    settings, input_size, assumed = settings_of_file(weights, model, name)
+    check_vit(weights, settings, input_size, name)
+    notes = [
+        "not in the file, from the config: " + ", ".join(f"{k}={settings[k]}" for k in assumed)
+    ]
+    heads, rest = divmod(settings["embed_dim"], USUAL_WIDTH)
+    if "num_heads" in assumed and settings["num_heads"] != heads and not rest:
+        notes.append(
+            f"warning: heads are {settings['embed_dim'] // settings['num_heads']} wide with "
+            f"num_heads={settings['num_heads']}; in most models they are {USUAL_WIDTH} wide, which "
+            f"is --model.num_heads {heads}"
+        )
+    return Pretrained(name, settings, weights, input_size, notes=tuple(notes))

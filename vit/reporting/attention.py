@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.console import counted
-from vit.data.datasets import ImageSet
-from vit.data.splits import balanced_subset
+from vit.data.images import ImageSet
+from vit.data.sampling import balanced_subset
 from vit.explain.canvas import report_boxes
 from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS
@@ -27,7 +27,7 @@ from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, left_out_text
 from vit.reporting.config import MapsConfig
-from vit.reporting.loading import load_run, load_test, results_folder
+from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
 from vit.run.tracker import picture_tag
@@ -104,13 +104,9 @@ def _empty_folder(folder: Path) -> None:
     Raises:
         ValueError: The folder contains other files.
     """
-    if folder.exists() and any(folder.iterdir()):
-        try:
-            index = json.loads((folder / INDEX_FILE).read_text())
-        except (OSError, ValueError):
-            index = None
-        if not isinstance(index, dict) or not {"readout", "maps", "images"} <= index.keys():
-            raise ValueError(f"out: {folder} contains files other than maps; use another --out")
+    ours = is_ours(folder / INDEX_FILE, {"readout", "maps", "images"})
+    if not ours and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"out: {folder} contains files other than maps; use another --out")
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in set(ATTENTION_FILES) - {TABLE_FILE}:
         for path in folder.glob(pattern):
@@ -133,27 +129,43 @@ def _write_maps(
     logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
     explained = logits.argmax(dim=1).cpu() if aims is None else aims
     names = [f"image_{index:05d}" for index in indices.tolist()]
-    entries = [
-        {
-            "row": row,
-            **test.entry(index),
-            **_predicted(chosen, logits, row),
-            "explained_class": classes[explained[row]],
-            "sheet": f"{names[row]}.png",
-        }
-        for row, index in enumerate(indices.tolist())
-    ]
+    probabilities, predicted = logits.softmax(dim=1).max(dim=1)
+    content = {
+        "data": saved.config.data.name,
+        "split": "test",
+        "readout": readout_of(require_attention(saved.classifier.model)),
+        "rollout": rollout,
+        "maps": {
+            kind: {
+                "file": f"{kind}.npy",
+                "class_specific": ALL_KINDS[kind].class_specific,
+                "unit": ALL_KINDS[kind].unit,
+            }
+            for kind in maps
+        },
+        "images": [
+            {
+                "row": row,
+                **test.entry(index),
+                "label": classes[chosen.labels[row]],
+                "prediction": classes[predicted[row]],
+                "probability": probabilities[row].item(),
+                "explained_class": classes[explained[row]],
+                "sheet": f"{names[row]}.png",
+            }
+            for row, index in enumerate(indices.tolist())
+        ],
+    }
     # Written first, because it marks the folder as one that the next call may empty.
-    content = _index(saved, rollout, list(maps)) | {"images": entries}
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
     captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
         _write_records(writer, saved, chosen, names, target, rollout, levels)
         for row, name in enumerate(names):
             sheet = attention_picture(
-                chosen.pixels()[row].expand(len(maps), -1, -1, -1),
+                chosen.pixels()[row],
                 [found[row] for found in maps.values()],
-                [captions[row]] * len(maps),
+                captions[row],
                 [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
                 [bar_of(kind) for kind in maps],
             )
@@ -163,35 +175,6 @@ def _write_maps(
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")
     for kind, found in maps.items():
         np.save(folder / f"{kind}.npy", found.cpu().numpy())
-
-
-def _predicted(images: ImageSet, logits: Tensor, row: int) -> dict[str, Any]:
-    """Return the label and the prediction of an image for the index."""
-    probability, predicted = logits[row].softmax(dim=0).max(dim=0)
-    return {
-        "label": images.classes[images.labels[row]],
-        "prediction": images.classes[predicted],
-        "probability": probability.item(),
-    }
-
-
-def _index(saved: SavedModel, rollout: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return what the index says of all images."""
-    signed = [kind for kind, entry in ALL_KINDS.items() if entry.signed]
-    means = [k for k, e in ALL_KINDS.items() if e.unit != "uniform" and not e.signed]
-    return {
-        "data": saved.config.data.name,
-        "split": "test",
-        "readout": readout_of(require_attention(saved.classifier.model)),
-        "rollout": rollout,
-        "unit": "1 is the value of every token under uniform attention; "
-        f"{' and '.join(means)}: the mean of all patches; {', '.join(signed)}: that of the "
-        "absolute values",
-        "maps": {
-            kind: {"file": f"{kind}.npy", "class_specific": ALL_KINDS[kind].class_specific}
-            for kind in kinds
-        },
-    }
 
 
 def _write_records(

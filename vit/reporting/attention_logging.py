@@ -10,16 +10,16 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.data.datasets import ImageSet, choose_probes
+from vit.data.datasets import choose_probes
+from vit.data.images import ImageSet
 from vit.evaluation import Setup
-from vit.explain.charts import heads_chart
-from vit.explain.colours import bar_of
+from vit.explain.colours import SIGNED
 from vit.explain.faithfulness import faithfulness, hiding_curves, with_baselines
 from vit.explain.figures import (
+    attention_picture,
     captions_of,
     filmstrip_picture,
     heads_picture,
-    overlays_picture,
     rollout_picture,
 )
 from vit.explain.maps import map_title, readout_of
@@ -89,18 +89,14 @@ class AttentionLogging:
         attention = joined([batch for batch, _ in batches])
         records = [record for _, batch in batches for record in batch]
         yield from self._records(records, step)
-        statistics = self._statistics(classifier, attention.weights)
-        layers = {name: values.mean(dim=1) for name, values in statistics.items()}
-        prefix = require_attention(classifier.model).num_prefix_tokens
-        layers["patch_norm"] = largest_patch_norm(attention.tokens, prefix)
-        for name, values in layers.items():
+        for name, values in self._statistics(classifier, attention).items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
         if attention.finite:
             yield from _measured(records)
             yield from self._baselines(classifier, attention, threads)
         maps = self._save(attention.map("rollout").cpu(), step)
-        yield from self._draw(classifier, attention, statistics, maps)
+        yield from self._draw(classifier, attention, maps)
         if attention.finite:
             yield from self._draw_relevance(attention)
 
@@ -117,15 +113,16 @@ class AttentionLogging:
             warn(left_out_text(weighted, len(records)))
             self._said = True
 
-    def _statistics(self, classifier: Classifier, weights: list[Tensor]) -> dict[str, Tensor]:
-        """Measure the heads, (L, H) each, as the mean over the probes."""
-        model = require_attention(classifier.model)
+    def _statistics(self, classifier: Classifier, attention: Attention) -> dict[str, Tensor]:
+        """Measure the layers, (L,) each, as the mean over heads and probes."""
+        model, weights = require_attention(classifier.model), attention.weights
         grid = model.patch_embed.grid(*self.probes.images.shape[-2:])
         size, prefix = model.patch_embed.patch_size, model.num_prefix_tokens
         return {
-            "entropy": attention_entropy(weights),
-            "distance": attention_distance(weights, grid, size, prefix),
-            "sink": sink_mass(weights),
+            "entropy": attention_entropy(weights).mean(dim=1),
+            "distance": attention_distance(weights, grid, size, prefix).mean(dim=1),
+            "sink": sink_mass(weights).mean(dim=1),
+            "patch_norm": largest_patch_norm(attention.tokens, prefix),
         }
 
     def _baselines(
@@ -145,19 +142,12 @@ class AttentionLogging:
             yield f"faithfulness/{kind}", value
 
     def _draw(
-        self,
-        classifier: Classifier,
-        attention: Attention,
-        statistics: dict[str, Tensor],
-        maps: dict[int, np.ndarray],
+        self, classifier: Classifier, attention: Attention, maps: dict[int, np.ndarray]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Draw statistics, heads, rollout, and the maps of all steps so far."""
+        """Draw heads, rollout, and the maps of all steps so far."""
         model, pixels, weights = (
             require_attention(classifier.model), self.probes.pixels(), attention.weights
         )  # fmt: skip
-        titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
-        chart = heads_chart(dict(zip(titles, statistics.values(), strict=True)))
-        yield "attention/statistics", chart
         heads = head_maps(
             [layer[:1] for layer in weights], readout=readout_of(model),
             num_prefix_tokens=model.num_prefix_tokens,
@@ -174,16 +164,14 @@ class AttentionLogging:
         yield "attention/filmstrip", filmstrip_picture(pixels, strip, list(maps))
 
     def _draw_relevance(self, attention: Attention) -> Iterator[tuple[str, np.ndarray]]:
-        """Draw rollout and the layer-wise relevance for the predicted class side by side."""
-        kinds, classes, pixels = ("rollout", "lrp"), self.probes.classes, self.probes.pixels()
+        """Draw the layer-wise relevance for the predicted class."""
+        classes, pixels = self.probes.classes, self.probes.pixels()
         captions = captions_of(attention.logits, self.probes.labels, classes)
-        maps = torch.stack([attention.map(kind) for kind in kinds], dim=1)
-        for number, guess in enumerate(attention.logits.argmax(dim=1).tolist()):
-            yield RELEVANCE_TAG.format(number), overlays_picture(
-                pixels[number], maps[number], captions[number],
-                [map_title(kind, classes[guess]) for kind in kinds],
-                [bar_of(kind) for kind in kinds],
-            )  # fmt: skip
+        guesses, maps = attention.logits.argmax(dim=1).tolist(), attention.map("lrp")
+        for number, (caption, guess) in enumerate(zip(captions, guesses, strict=True)):
+            title = map_title("lrp", classes[guess])
+            picture = attention_picture(pixels[number], [maps[number]], caption, [title], [SIGNED])
+            yield RELEVANCE_TAG.format(number), picture
 
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:
         """Save the maps of a step; return the maps of all steps so far.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import printable
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.explain.colours import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
 from vit.explain.lens import logit_lens
@@ -30,13 +30,11 @@ from vit.tensorboard_plugin.records import (
     LENS_CLASSES,
     MAX_WEIGHTS,
     TOP_CLASSES,
-    Details,
     Lens,
     Map,
     Record,
-    image_url,
 )
-from vit.tensorboard_plugin.summary import image_statistics
+from vit.tensorboard_plugin.summary import make_details
 
 BATCH_SIZE = 4  # images whose graph each core keeps; a part of the probes for each of them
 ALL_CLASSES = 10  # up to so many classes, each is explained
@@ -249,38 +247,22 @@ def _records(
 ) -> list[Record | None]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
-    lens = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
+    readings, shares = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
     num_tokens = attention.tokens[0].shape[1]
-    alone = lens.classes.shape[2] == 1 + num_tokens
-    heads = attention.weights[0].shape[1]
+    alone = readings.shape[2] == 1 + num_tokens  # whether each token can be read
     grid = model.patch_embed.grid(*images.pixels().shape[-2:])
     best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))
     records: list[Record | None] = []
     for row, image in enumerate(images.pixels()):
-        pixels = as_pixels(image)
-        size = pixels.shape[0], pixels.shape[1]
         weights = [layer[row] for layer in attention.weights]
-        details = Details(
-            image=image_url(pixels),
-            name=printable(images.name(row)),
-            image_size=size,
-            grid=grid,
-            prefix=prefix_names(classifier.model),
-            layers=len(weights),
-            heads=heads,
-            readout=readout_of(model),
-            classes=list(classes),
+        lens = Lens(classes=readings[:, row].tolist(), probabilities=shares[:, row].tolist())
+        details = make_details(
+            as_pixels(image), weights, grid, prefix_names(classifier.model),
+            name=printable(images.name(row)), readout=readout_of(model), classes=list(classes),
             label=int(images.labels[row]),
             top=list(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)),
-            statistics=image_statistics(weights, grid, model.num_prefix_tokens, size),
-            maps=_maps(attention, scores, row, rollout),
-            lens=Lens(
-                classes=lens.classes[:, row].tolist(),
-                probabilities=lens.probabilities[:, row].tolist(),
-            )
-            if alone
-            else None,
-        )
+            maps=_maps(attention, scores, row, rollout), lens=lens if alone else None,
+        )  # fmt: skip
         stored = torch.stack(weights).float().cpu().numpy() if row < weighted else None
         records.append(Record(details=details, weights=stored))
     return records

@@ -5,7 +5,6 @@ Shapes: N test images, C classes.
 
 import dataclasses
 import json
-import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import printable
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.data.splits import balanced_subset
+from vit.data.sampling import balanced_subset
 from vit.evaluation import mcnemar, report
 from vit.explain.figures import comparison_picture
 from vit.hardware import describe
@@ -31,7 +30,6 @@ from vit.model_file import SavedModel
 from vit.reporting.comparison_table import as_markdown, as_text
 from vit.reporting.config import CompareConfig
 from vit.reporting.loading import load_run, load_test, require_not_trained_on, results_folder
-from vit.settings import flatten
 
 SUMMED_AT_ONCE = 500  # images; limits peak memory
 LONGEST_NAME = 20  # characters of a model's name
@@ -92,7 +90,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     content = {
         "data": models[0].config.data.name,
         "images": len(test),
-        "command": _command(run, options),
+        "options": dataclasses.asdict(options),
         "hardware": f"{describe(classifier.device)}, "
         f"{str(classifier.precision).removeprefix('torch.')}",
         "batch_size": options.batch_size,
@@ -140,8 +138,8 @@ def _short_names(names: Sequence[str]) -> list[str]:
 
 def _folder_name(names: Sequence[str]) -> str:
     """Return the name of the folder for a comparison with some models."""
-    whole = f"compare_{'_'.join(names)}"
-    return whole.encode()[:LONGEST_FOLDER].decode(errors="ignore")
+    name = f"compare_{'_'.join(names)}"
+    return name.encode()[:LONGEST_FOLDER].decode(errors="ignore")
 
 
 def _resize(
@@ -308,14 +306,3 @@ def _draw(test: ImageSet, drawn: Tensor, measured: Sequence[Measured]) -> np.nda
             titles.append([each.name, *(f"{each.name}: {name}" for name in predicted)])
     pixels = torch.cat([average[None], chosen.pixels()])
     return comparison_picture(pixels, _on_one_grid(maps), titles, captions)
-
-
-def _command(run: str, options: CompareConfig) -> str:
-    """Return the command that makes the comparison."""
-    plain = CompareConfig(others=options.others)
-    defaults, given = (flatten(dataclasses.asdict(each)) for each in (plain, options))
-    words = ["python", "eval.py", run, "compare", *options.others]
-    for key, value in given.items():
-        if value != defaults[key]:
-            words += [f"--{key}", *map(str, value if isinstance(value, tuple) else [value])]
-    return shlex.join(words)

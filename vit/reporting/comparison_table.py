@@ -1,14 +1,12 @@
-"""The comparison of models as text: a table and a sentence about each pair, in Markdown or plain.
+"""The comparison of models as text: a table and a sentence about each pair, in Markdown.
 
-Both are made from the contents of comparison.json, see `vit.reporting.comparison.compare_runs`.
+It is made from the contents of comparison.json, see `vit.reporting.comparison.compare_runs`.
 """
 
 from typing import Any
 
 from vit.console import counted
 from vit.evaluation import text_columns
-
-LEFT, RIGHT = "left", "right"
 
 
 def as_markdown(content: dict[str, Any], picture: str | None) -> str:
@@ -19,76 +17,52 @@ def as_markdown(content: dict[str, Any], picture: str | None) -> str:
         picture: File name of the picture; None if there is none.
     """
     names = [model["name"] for model in content["models"]]
-    head, *rows = _cells(content)
-    table = [
-        [title for title, _ in head],
-        ["--:" if align == RIGHT else "---" for _, align in head],
-        *rows,
-    ]
     corrected = "" if len(names) == 2 else ", not corrected for the number of comparisons"
-    lines = [
+    parts = [
         f"# Comparison of {', '.join(names[:-1])} and {names[-1]}",
-        "",
-        f"{content['images']:,} test images of {content['data']}. p is that of McNemar's exact "
-        f"test against {names[0]}{corrected}. Speed is the median over batches of "
-        f"{content['batch_size']:,}, in which the models take turns: {content['hardware']}.",
-        "",
-        *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in table),
-        "",
-        *(f"- {sentence}." for sentence in _sentences(content)),
-        "",
-        f"```bash\n{content['command']}\n```",
+        as_text(content),
+        f"p is that of McNemar's exact test against {names[0]}{corrected}. Speed is the median "
+        f"over batches of {content['batch_size']:,}, in which the models take turns: "
+        f"{content['hardware']}.",
     ]
     if picture is not None:
-        lines += ["", f"![Attention rollout of {', '.join(content['drawn'])}]({picture})"]
-    return "\n".join(lines) + "\n"
+        parts.append(f"![Attention rollout of {', '.join(content['drawn'])}]({picture})")
+    return "\n\n".join(parts) + "\n"
 
 
 def as_text(content: dict[str, Any]) -> str:
-    """Format a comparison for a terminal: a heading, the aligned table and the sentences."""
-    head, *rows = _cells(content)
-    table = [[title for title, _ in head], *rows]
-    widths = [max(map(text_columns, column)) for column in zip(*table, strict=True)]
-    lines = [f"{content['data']}: {content['images']:,} test images"]
-    for row in table:
-        cells = []
-        for (_, align), cell, width in zip(head, row, widths, strict=True):
-            space = " " * (width - text_columns(cell))
-            cells.append(f"{space}{cell}" if align == RIGHT else f"{cell}{space}")
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return "\n".join([*lines, "", *_sentences(content)])
+    """Format what a terminal shows of a comparison: heading, aligned table and sentences."""
+    rows = _cells(content)
+    widths = [max(map(text_columns, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = [f"{content['data']}: {content['images']:,} test images", ""]
+    for row in rows:
+        cells = [f"{c}{' ' * (w - text_columns(c))}" for c, w in zip(row, widths, strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {sentence}." for sentence in _sentences(content))])
 
 
-def _cells(content: dict[str, Any]) -> list[list[Any]]:
-    """Return the columns' titles with their alignments, followed by a row of texts per model."""
+def _cells(content: dict[str, Any]) -> list[list[str]]:
+    """Return the titles of the columns, followed by a row of texts per model."""
     balanced = "balanced_accuracy" in content["models"][0]
-    head = [
-        ("model", LEFT),
-        ("architecture", LEFT),
-        ("parameters", RIGHT),
-        ("training", LEFT),
-        ("accuracy (95% interval)", LEFT),
-        *([("balanced", RIGHT)] if balanced else []),
-        (f"p against {content['models'][0]['name']}", RIGHT),
-        ("images/s", RIGHT),
-    ]
-    p_values = ["–", *(f"{_p_value(pair['mcnemar_p'])}" for pair in content["pairs"])]
-    rows = []
+    head = ["model", "architecture", "parameters", "training", "accuracy (95% interval)"]
+    head += ["balanced"] if balanced else []
+    rows = [[*head, f"p against {content['models'][0]['name']}", "images/s"]]
+    p_values = ["–", *(_p_value(pair["mcnemar_p"]) for pair in content["pairs"])]
     for model, p_value in zip(content["models"], p_values, strict=True):
         low, high = model["accuracy_95"]
-        rows.append(
-            [
-                model["name"],
-                model["architecture"],
-                f"{model['parameters']:,}",
-                _training(model),
-                f"{model['accuracy']:.2%} ({low:.2%} to {high:.2%})",
-                *([f"{model['balanced_accuracy']:.2%}"] if balanced else []),
-                p_value,
-                f"{model['images_per_second']:,.0f}",
-            ]
-        )
-    return [head, *rows]
+        row = [
+            model["name"],
+            model["architecture"],
+            f"{model['parameters']:,}",
+            _training(model),
+            f"{model['accuracy']:.2%} ({low:.2%} to {high:.2%})",
+            *([f"{model['balanced_accuracy']:.2%}"] if balanced else []),
+            p_value,
+            f"{model['images_per_second']:,.0f}",
+        ]
+        rows.append(row)
+    return [[cell.replace("|", "\\|") for cell in row] for row in rows]
 
 
 def _training(model: dict[str, Any]) -> str:

@@ -56,10 +56,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     print(saved.describe(), flush=True)
     images, source = _images_to_check(saved, options.data.root)
     for name, target in targets.items():
-        _export(saved, name, target, images, source)
-        reader = _reader_of(name, target)
-        write_atomically(reader, program)
-        print(f"wrote {target} and {reader}")
+        _export(saved, name, target, program, images, source)
     return list(targets.values())
 
 
@@ -69,21 +66,24 @@ def _reader_of(name: str, target: Path) -> Path:
 
 
 def _require_replaceable(name: str, target: Path, program: bytes) -> None:
-    """Check that what an export would replace is an export of the same kind.
+    """Check that what an export would replace is an export of this model: preprocess.py says so.
 
     Raises:
         ValueError: It is not.
     """
-    if target.exists() and not FORMATS[name].is_export(target):
-        raise ValueError(f"out: {target} exists and is not an export; use another --out")
     reader = _reader_of(name, target)
     settings = program[program.rindex(b"\nload = ") :]
-    if reader.exists() and not reader.read_bytes().endswith(settings):
-        raise ValueError(f"out: {reader} is not that of this model; use another folder with --out")
+    if reader.exists():
+        if not reader.read_bytes().endswith(settings):
+            raise ValueError(f"out: {reader} is not that of this model; use another --out")
+    elif target.exists():
+        raise ValueError(f"out: {target} exists and is not an export; use another --out")
 
 
-def _export(saved: SavedModel, name: str, target: Path, images: Tensor, source: str) -> None:
-    """Write a model in a format, if its logits of some images are those of the model.
+def _export(
+    saved: SavedModel, name: str, target: Path, program: bytes, images: Tensor, source: str
+) -> None:
+    """Write a model in a format, and preprocess.py, if its logits of images are the model's.
 
     Raises:
         ValueError: The format cannot represent the model, or a logit differs by more than 1e-4.
@@ -100,8 +100,13 @@ def _export(saved: SavedModel, name: str, target: Path, images: Tensor, source: 
         )
         if not difference <= TOLERANCE:  # also if it is NaN
             raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
-        _move(draft, target)
-    print(compared)
+        reader = _reader_of(name, target)
+        reader.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(reader, program)  # first, because it marks what the next call may replace
+        for file in sorted(draft.iterdir()) if draft.is_dir() else [draft]:
+            place = target / file.name if draft.is_dir() else target
+            write_atomically(place, file.read_bytes())
+    print(f"{compared}\nwrote {target} and {reader}")
 
 
 def preprocess_program(preprocess: Preprocess) -> bytes:
@@ -152,12 +157,3 @@ def _require_packages(name: str, kind: Format) -> None:
             f"export: {name} needs {', '.join(missing)}, not installed here; run "
             'pip install "vit-from-scratch[export]", or pip install ".[export]" in a checkout'
         )
-
-
-def _move(draft: Path, target: Path) -> None:
-    """Put a file, or the files of a folder, in its place; each is complete or not there."""
-    files = sorted(draft.iterdir()) if draft.is_dir() else [draft]
-    for file in files:
-        place = target / file.name if draft.is_dir() else target
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, file.read_bytes())

@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import inspect
 import json
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from vit.model.timm_model import complete_arguments
 from vit.settings import shorten
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
-METADATA_KEYS = ("classes", "preprocess", "input")
 TIMM_FILES = ("config.json", "model.safetensors")
 # Two of timm's Vision Transformers, by the epsilon of their layer norms, which is no argument. All
 # arguments are replaced by those of the model.
@@ -51,14 +49,12 @@ class Format:
         runtime: Package that loads it.
         write: Writes a classifier with the config of its model to a path.
         load: Loads what `write` has written.
-        is_export: Tells whether a path holds a model that `write` has written.
     """
 
     packages: tuple[str, ...]
     runtime: str
     write: Callable[[Classifier, ModelConfig, Path], None]
     load: Callable[[Path], Runner]
-    is_export: Callable[[Path], bool]
 
 
 # timm.
@@ -164,15 +160,6 @@ def load_timm(folder: Path) -> Runner:
     return torch.no_grad()(model.eval())
 
 
-def is_timm(folder: Path) -> bool:
-    """Tell whether a folder holds a model for timm and neither of its files is something else."""
-    try:
-        content = json.loads((folder / TIMM_FILES[0]).read_text())
-    except (OSError, ValueError):
-        return not any((folder / name).exists() for name in TIMM_FILES)
-    return isinstance(content, dict) and {"architecture", "pretrained_cfg"} <= content.keys()
-
-
 # ONNX and torch.export.
 
 
@@ -199,17 +186,6 @@ def load_onnx(path: Path) -> Runner:
     return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
 
-def is_onnx(path: Path) -> bool:
-    """Tell whether a path is an ONNX file of this project."""
-    import onnx
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception:  # what protobuf raises for another file
-        return False
-    return {entry.key for entry in model.metadata_props} >= set(METADATA_KEYS)
-
-
 def write_torch(classifier: Classifier, _: ModelConfig, path: Path) -> None:
     """Write a program for `torch.export.load` with a dynamic batch, and metadata as extra files."""
     torch.export.save(_trace(classifier), path, extra_files=metadata(classifier))
@@ -218,15 +194,6 @@ def write_torch(classifier: Classifier, _: ModelConfig, path: Path) -> None:
 def load_torch(path: Path) -> Runner:
     """Load a program of torch.export."""
     return torch.no_grad()(torch.export.load(path).module())
-
-
-def is_torch(path: Path) -> bool:
-    """Tell whether a path is a program of torch.export of this project."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        inside = {name.partition("/extra/")[2] for name in archive.namelist()}
-    return inside >= set(METADATA_KEYS)
 
 
 def metadata(classifier: Classifier) -> dict[str, str]:
@@ -269,9 +236,7 @@ def _portable(model: nn.Module) -> nn.Module:
 
 
 FORMATS = {
-    "timm": Format((), "timm", write_timm, load_timm, is_timm),
-    "onnx": Format(
-        ("onnx", "onnxscript", "onnxruntime"), "onnxruntime", write_onnx, load_onnx, is_onnx
-    ),
-    "torch": Format((), "torch", write_torch, load_torch, is_torch),
+    "timm": Format((), "timm", write_timm, load_timm),
+    "onnx": Format(("onnx", "onnxscript", "onnxruntime"), "onnxruntime", write_onnx, load_onnx),
+    "torch": Format((), "torch", write_torch, load_torch),
 }

@@ -1,10 +1,11 @@
 """Inputs of eval.py: the model, its test images, and the folder for results."""
 
 import dataclasses
+import json
 from pathlib import Path
 
-from vit.data.datasets import ImageSet, load_test_images
-from vit.data.stream import Decoder
+from vit.data.datasets import load_test_images
+from vit.data.images import ImageSet
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -34,6 +35,15 @@ def results_folder(saved: SavedModel, out: str | None, name: str = EVAL_FOLDER) 
     return folder
 
 
+def is_ours(path: Path, keys: set[str]) -> bool:
+    """Tell whether a file is one of ours: JSON, an object with some keys."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and keys <= content.keys()
+
+
 def load_test(saved: SavedModel, root: str | None = None, download: bool = True) -> ImageSet:
     """Load the test images of the data set that a model was trained on.
 
@@ -49,8 +59,6 @@ def load_test(saved: SavedModel, root: str | None = None, download: bool = True)
     test = load_test_images(
         dataclasses.replace(data, root=root or data.root, download=download),
         saved.classifier.preprocess,
-        Decoder(data.workers),
-        report=root is not None,
     )
     root = root or data.root
     if test.classes != classes:

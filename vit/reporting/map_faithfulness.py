@@ -7,16 +7,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.explain.faithfulness import (
     LEVELS,
     mask_iou,
     mean_interval,
     pointing_game,
     score_maps,
+    to_patches,
     with_baselines,
 )
-from vit.explain.filling import to_patches
 from vit.model.attention_model import require_attention
 from vit.registry import ALL_KINDS
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 from vit.classifier import PHOTO_KINDS
 from vit.console import printable, warn
-from vit.data.photo_files import find_photos
-from vit.data.photos import to_photo
+from vit.data.photos import find_photos, to_photo
 from vit.explain.canvas import report_boxes
-from vit.explain.colours import SCALE
 from vit.model.attention_model import no_maps_text
-from vit.registry import ALL_KINDS
 from vit.reporting.config import PhotoConfig
 from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import PHOTOS_FOLDER, SHEET_SUFFIX
@@ -67,16 +64,7 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
         raise ValueError(f"photo: none of the files ({len(paths):,}) can be read as an image")
     report_boxes()
     print(f"\nclassified {count:,} of {len(paths):,} files")
-    if has_maps:
-        low, high = SCALE
-        scales = {
-            False: f"{low:g} to {high:g} × uniform attention",
-            True: f"signed maps {-high:g} to {high:g} × their mean size, red for the class, blue "
-            "against it",
-        }
-        drawn = dict.fromkeys(ALL_KINDS[kind].signed for kind in kinds)
-        print(f"colour scale: {'; '.join(scales[signed] for signed in drawn)}")
-    else:
+    if not has_maps:
         print(f"no sheets: {no_maps_text(classifier.model)}")
 
 

@@ -8,10 +8,10 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,19 +19,15 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import printable, warn
-from vit.data.photo_files import find_photos
-from vit.data.photos import pillow_warnings
+from vit.data.photos import find_photos, pillow_warnings
 from vit.files import write_table
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
-COLUMNS = "file,class,probability"  # of every table, before those of the top classes
+COLUMNS = r"file,class,probability(,class_\d+,probability_\d+)*"  # a pattern
 MAX_THREADS = 8  # that decode image files
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -56,7 +52,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     saved = load_run(run, options, options.flip)
     table = Path(options.out) if options.out else saved.run / EVAL_FOLDER / PHOTOS_FILE
     results_folder(saved, str(table.parent))  # raises where it is a file
-    require_own_table(table, COLUMNS, "image files")
+    _require_own_table(table)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
     with (
@@ -101,7 +97,8 @@ def _decode(
 ) -> Iterator[tuple[Path, Tensor]]:
     """Read files in worker threads; yield path and image (channels, H, W) uint8, in order.
 
-    Pillow decodes and resizes without the interpreter's lock, so threads are enough.
+    At most `ahead` files are read in advance. Pillow decodes and resizes without the interpreter's
+    lock, so threads are enough.
     """
     preprocess = classifier.preprocess
 
@@ -112,8 +109,13 @@ def _decode(
             return error
 
     workers = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    running: deque[Future[Tensor | ValueError]] = deque()
+    remaining = iter(paths)
     try:
-        for path, image in zip(paths, _map_ahead(workers, read, paths, ahead), strict=True):
+        for path in paths:
+            for later in itertools.islice(remaining, 1 + ahead - len(running)):
+                running.append(workers.submit(read, later))
+            image = running.popleft().result()
             bar.update()
             if isinstance(image, ValueError):
                 warn(printable(f"skipped: {str(image).removeprefix('predict: ')}"))
@@ -123,21 +125,8 @@ def _decode(
         workers.shutdown(cancel_futures=True)
 
 
-def _map_ahead(
-    workers: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], ahead: int
-) -> Iterator[R]:
-    """Apply a function to items in worker threads, in order, at most `ahead` items in advance."""
-    running: deque[Future[R]] = deque()
-    for item in items:
-        running.append(workers.submit(function, item))
-        if len(running) > ahead:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
-
-
-def require_own_table(path: Path, columns: str, of: str) -> None:
-    """Check that a file that would be replaced is a table with some columns, a pattern.
+def _require_own_table(path: Path) -> None:
+    """Check that a file that would be replaced is a table of predictions.
 
     Raises:
         ValueError: It is not.
@@ -146,8 +135,8 @@ def require_own_table(path: Path, columns: str, of: str) -> None:
         return
     with path.open("rb") as file:
         header = file.readline(10_000).decode(errors="replace").strip()
-    if not re.fullmatch(columns + r"(,class_\d+,probability_\d+)*", header):
+    if not re.fullmatch(COLUMNS, header):
         raise ValueError(
-            f"out: {path} exists and is not a table of predictions for {of}; rename it, or use "
-            "another --out"
+            f"out: {path} exists and is not a table of predictions for image files; rename it, or "
+            "use another --out"
         )

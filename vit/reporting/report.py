@@ -13,28 +13,23 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.data.augment import shrink
-from vit.data.datasets import ImageSet, choose_probes
+from vit.data.datasets import choose_probes
+from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.colours import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.config import ReportConfig
-from vit.reporting.loading import load_run, load_test, results_folder
-from vit.reporting.predictions import TOP, columns_of, require_own_table
+from vit.reporting.loading import is_ours, load_run, load_test, results_folder
+from vit.reporting.predictions import TOP, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
 
 MISTAKES = 16  # images in the gallery
-COLUMNS = "index(,file)?,label,prediction,probability"  # before those of the top classes
-PROJECTED = 1000  # images in TensorBoard's projector
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
-FRAME = 4  # pixels around a thumbnail in the projector
-THUMBNAIL = 64  # largest side of a thumbnail without its frame, in pixels
-PROJECTED_AT_ONCE, RANKED_AT_ONCE = 250, 1000  # limit peak memory
+RANKED_AT_ONCE = 1000  # images; limits peak memory
 
 
 def write_report(
@@ -52,12 +47,12 @@ def write_report(
         classifier: The model.
         images: The test images, with labels.
         folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves
-            and a projector of the features. Files of an earlier report are replaced.
+            predictions.csv, probes/*.png and TensorBoard events, including precision-recall
+            curves. Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
-        seed: Seed of the choice of these images and of those in the projector.
+        seed: Seed of the choice of these images.
 
     Returns:
         The report, see `vit.evaluation.report`, with the most confident mistakes.
@@ -96,7 +91,6 @@ def write_report(
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, shares[:, number], step
             )
-        _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
     return result
 
 
@@ -197,46 +191,6 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     return maps / maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
 
 
-def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
-    """Write the features and thumbnails of images for TensorBoard's projector."""
-    features = [classifier.features(part).cpu() for part in images.parts(PROJECTED_AT_ONCE)]
-    writer.add_embedding(
-        torch.cat(features), [images.classes[label] for label in images.labels],
-        class_frames(images) / 255, step, "features",
-    )  # fmt: skip
-
-
-def class_frames(images: ImageSet) -> Tensor:
-    """Make thumbnails of images, framed in the colours of their classes.
-
-    The projector cannot be configured to colour its points, but it shows thumbnails. They have to
-    be square.
-
-    Returns:
-        (N, 3, side, side) uint8: images whose larger side is at most THUMBNAIL pixels, with a frame
-        that is FRAME pixels wide at the larger side.
-    """
-    import matplotlib  # late because it is slow
-
-    count = len(images.classes)
-    name = "tab10" if count <= 10 else "tab20" if count <= 20 else "hsv"
-    numbers = np.arange(count) if count <= 20 else np.arange(count) / count
-    colours = torch.from_numpy(matplotlib.colormaps[name](numbers, bytes=True)[:, :3].copy())
-    height, width = images.images.shape[-2:]
-    scale = min(1.0, THUMBNAIL / max(height, width))
-    rows, columns = (max(1, round(scale * n)) for n in (height, width))
-    side = max(rows, columns) + 2 * FRAME
-    top, left = (side - rows) // 2, (side - columns) // 2
-    framed = colours[images.labels.cpu()][:, :, None, None].repeat(1, 1, side, side)
-    for part, frames in zip(
-        images.parts(PROJECTED_AT_ONCE), framed.split(PROJECTED_AT_ONCE), strict=True
-    ):
-        pixels = torch.from_numpy(as_rgb(part.cpu().movedim(1, -1).numpy())).movedim(-1, 1)
-        small = shrink(pixels.float(), (rows, columns)).round().to(torch.uint8)
-        frames[:, :, top : top + rows, left : left + columns] = small
-    return framed
-
-
 def report_files(folder: Path) -> list[Path]:
     """List the files of a report in a folder, except report.json."""
     return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
@@ -249,13 +203,9 @@ def _require_own_report(folder: Path) -> None:
         ValueError: They are not.
     """
     path = folder / REPORT_FILE
-    require_own_table(folder / PREDICTIONS_FILE, COLUMNS, "test images")
-    try:
-        content = json.loads(path.read_text()) if path.exists() else None
-    except (OSError, ValueError):
-        content = {}
-    ours = isinstance(content, dict) and {"accuracy", "confusion_matrix", "ece"} <= content.keys()
-    if not ours and (path.exists() or report_files(folder)):
+    if is_ours(path, {"accuracy", "confusion_matrix", "ece"}):
+        return
+    if path.exists() or report_files(folder):
         raise ValueError(f"out: {folder} contains files other than a report; use another --out")
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from vit.data.datasets import ImageSet, open_images
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
 from vit.files import write_atomically, write_table
 from vit.registry import ALL_KINDS
 from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete

@@ -10,8 +10,6 @@ Shapes: L layers, H heads, N tokens.
 import base64
 import io
 import json
-import math
-import struct
 import zipfile
 import zlib
 from typing import Any, Literal
@@ -34,6 +32,7 @@ from vit.tensorboard_plugin.records import (
 
 PLUGIN_NAME = "attention"
 MAX_DETAILS = 2**26  # bytes of JSON
+MAX_NPZ = 5 * MAX_WEIGHTS + 2**12  # bytes of weights, of at most as many scales, and of headers
 
 Part = Literal["details", "weights"]
 
@@ -145,16 +144,19 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            codes = _member(archive, "weights.npy", np.uint8, np.int8)
-            scale = _member(archive, "scale.npy", np.float32)
-    except (
-        zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, EOFError, OSError,
-        RuntimeError,  # also NotImplementedError: encrypted, or compressed in another way
-    ) as error:  # fmt: skip
+            if sum(file.file_size for file in archive.infolist()) > MAX_NPZ:
+                raise ValueError(f"more than {MAX_NPZ} bytes")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            codes, scale = (np.asarray(arrays[name]) for name in ("weights", "scale"))
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
         line = " ".join(str(error).split())
         raise ValueError(f"the weights of the record are damaged: {line}") from None
-    if codes.ndim != 4 or codes.shape[2] != codes.shape[3] or scale.shape != codes.shape[:3]:
-        raise ValueError(f"the weights of the record are damaged: {codes.shape}, {scale.shape}")
+    found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
+    square = codes.ndim == 4 and codes.shape[2] == codes.shape[3] and scale.shape == codes.shape[:3]
+    if not square or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
+        raise ValueError(f"the weights of the record are damaged: {found}")
+    if not 0 < codes.size <= MAX_WEIGHTS:
+        raise ValueError(f"the weights of the record are damaged: {codes.size} of them")
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise ValueError("the weights of the record are damaged: scale is negative or not finite")
     return codes, scale
@@ -171,7 +173,8 @@ def thumbnail(details: Details, side: int = 96) -> str:
     from PIL import Image
 
     try:
-        image = Image.open(io.BytesIO(_png_bytes(details.image)), formats=["PNG"]).convert("RGB")
+        png = io.BytesIO(base64.b64decode(details.image.removeprefix(PNG_URL)))
+        image = Image.open(png, formats=["PNG"]).convert("RGB")
     except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG file
         raise ValueError(f"the image cannot be decoded: {error}") from None
     image.thumbnail((side, side))
@@ -197,26 +200,6 @@ def _value(tag: str, part: Part, data: bytes) -> Summary.Value:
         ),
         tensor=TensorProto(dtype=DT_STRING, string_val=[data], tensor_shape=TensorShapeProto()),
     )
-
-
-def _member(archive: zipfile.ZipFile, name: str, *dtypes: type[np.generic]) -> np.ndarray:
-    """Read an array from an npz file without trusting the sizes it claims."""
-    with archive.open(name) as file:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError(f"{name} is of another version")
-        shape, fortran_order, found = np.lib.format.read_array_header_1_0(file)
-        if found not in dtypes or fortran_order or min(shape, default=0) < 1:
-            raise ValueError(f"{name} is {shape} {found}")
-        if (count := math.prod(shape)) > MAX_WEIGHTS:
-            raise ValueError(f"{name} has {count} numbers, more than {MAX_WEIGHTS}")
-        content = file.read(count * found.itemsize + 1)
-    if len(content) != count * found.itemsize:
-        raise ValueError(f"{name} is not as long as it claims")
-    return np.frombuffer(content, found).reshape(shape)
-
-
-def _png_bytes(url: str) -> bytes:
-    return base64.b64decode(url.removeprefix(PNG_URL))
 
 
 def _rounded(value: Any) -> Any:

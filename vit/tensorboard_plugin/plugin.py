@@ -17,7 +17,7 @@ from tensorboard.data.provider import RunTagFilter, TensorDatum, TensorTimeSerie
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from vit.explain.colours import INFERNO, RED_BLUE
+from vit.explain.colours import SIGNED, UNIFORM, table_of
 from vit.tensorboard_plugin.encoding import (
     PLUGIN_NAME,
     decode_details,
@@ -236,8 +236,12 @@ def _static_file(name: str) -> Any:
 
 def _palettes(_: wrappers.Request) -> Answer:
     """Return the colour tables of maps as a script."""
-    tables = {"INFERNO": INFERNO, "RED_BLUE": RED_BLUE}
-    return "".join(f'export const {name} = "{table}";\n' for name, table in tables.items()).encode()
+    tables = {"INFERNO": UNIFORM[0], "RED_BLUE": SIGNED[0]}
+    lines = [
+        f'export const {key} = "{table_of(name).tobytes().hex()}";\n'
+        for key, name in tables.items()
+    ]
+    return "".join(lines).encode()
 
 
 def _suffix(name: str) -> str:

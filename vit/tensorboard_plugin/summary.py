@@ -100,54 +100,51 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         )
     records = []
     for number, image in enumerate(pixels):
-        own = [layer[number] for layer in layers]
-        details = Details(
-            image=image_url(image),
-            image_size=image.shape[:2],
-            grid=grid,
-            prefix=names,
-            layers=depth,
-            heads=heads,
-            readout=readout,
-            classes=predictions.classes,
-            label=predictions.labels[number],
-            top=predictions.top[number],
-            statistics=image_statistics(own, grid, num_prefix_tokens, image.shape[:2]),
-            maps=shown[number],
+        alone = [layer[number] for layer in layers]
+        details = make_details(
+            image, alone, grid, names, readout=readout, classes=predictions.classes,
+            label=predictions.labels[number], top=predictions.top[number], maps=shown[number],
             lens=None,
-        )
-        kept = np.stack([layer.numpy() for layer in own]) if stored else None
+        )  # fmt: skip
+        kept = np.stack([layer.numpy() for layer in alone]) if stored else None
         records.append(Record(details=details, weights=kept))
     for number, record in enumerate(records):
         add_record(writer, tag if len(records) == 1 else f"{tag}_{number:02d}", record, step)
 
 
-def image_statistics(
+def make_details(
+    pixels: np.ndarray,
     weights: "Sequence[Tensor]",
     grid: tuple[int, int],
-    num_prefix_tokens: int,
-    image_size: tuple[int, int],
-) -> Statistics:
-    """Compute the statistics of every head for one image.
+    prefix: Sequence[str],
+    **values: Any,
+) -> Details:
+    """Make the details of an image, with the statistics of every head.
 
     Args:
+        pixels: The image, (height, width, 3) uint8. Distances need square patches.
         weights: L attention weights (H, N, N), rows summing to 1.
         grid: Rows and columns of patches.
-        num_prefix_tokens: Tokens before the patches.
-        image_size: Height and width in pixels. Distances need square patches.
+        prefix: Names of the tokens before the patches.
+        **values: The other fields of `Details`.
     """
     from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 
     batches = [layer[None] for layer in weights]
-    height, width = image_size[0] / grid[0], image_size[1] / grid[1]
+    size = pixels.shape[0], pixels.shape[1]
+    height, width = size[0] / grid[0], size[1] / grid[1]
     distance = None
     if height == width:
-        distance = (attention_distance(batches, grid, 1, num_prefix_tokens) * height).tolist()
-    return Statistics(
+        distance = (attention_distance(batches, grid, 1, len(prefix)) * height).tolist()
+    statistics = Statistics(
         entropy=attention_entropy(batches).tolist(),
         distance=distance,
         sink=sink_mass(batches).tolist(),
     )
+    return Details(
+        image=image_url(pixels), image_size=size, grid=grid, prefix=[*prefix],
+        layers=len(weights), heads=weights[0].shape[0], statistics=statistics, **values,
+    )  # fmt: skip
 
 
 class _Predictions(NamedTuple):

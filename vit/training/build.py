@@ -10,9 +10,8 @@ from torch import nn
 
 from vit.classifier import Classifier
 from vit.console import is_out_of_memory, say
-from vit.data.balance import class_weights
-from vit.data.batches import divide_epoch
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
+from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded, replicate
 from vit.model.attention_model import size_unit
@@ -243,7 +242,7 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
-        ahead = step.world.agree(AHEAD * training.images.decoder.workers)
+        ahead = step.world.agree(AHEAD * training.images.num_workers)
         warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
     schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
     trial = dataclasses.replace(step, schedule=schedule)

@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import say, warn
-from vit.data.balance import balanced_batches
-from vit.data.batches import epoch_batches
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
+from vit.data.sampling import balanced_batches, epoch_batches
 from vit.distributed.stop import Diverged, Stopped, StopRequest
 from vit.distributed.watch import observe, processes_text
 from vit.distributed.world import under_torchrun

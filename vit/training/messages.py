@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.console import counted
 from vit.data.config import DataConfig
-from vit.data.datasets import ImageSet
-from vit.data.sources import read_source
-from vit.data.splits import describe_counts
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
+from vit.data.sampling import describe_counts
 from vit.data.stream import ImageFiles
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
@@ -89,14 +89,14 @@ def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     if not data.spec.own_files or data.on_bad_image == "skip":  # some may not be readable
         text += "; the test images are used once, at the end"
     else:
-        test = read_source(data, train=False)
+        test = open_images(data, train=False)
         counts = _counts(test.classes, test.labels)
-        text += f"; the {len(test.labels):,} test images ({counts}) are used once, at the end"
+        text += f"; the {len(test):,} test images ({counts}) are used once, at the end"
     if data.spec.own_files and data.image_size is None:
         rows, columns = data.spec.image_size
         text += f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
     if isinstance(images.images, ImageFiles):
-        gigabytes, workers = images.images.nbytes / 1e9, images.images.decoder.workers
+        gigabytes, workers = images.images.nbytes / 1e9, images.images.num_workers
         how = f"by {counted(workers, 'worker')}" if workers else "in this process"
         text += f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
     return text

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from vit.console import is_out_of_memory, note
 from vit.data.preprocess import Preprocess
-from vit.data.stream import Decoder
 from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
 from vit.distributed.world import World, join_world, under_torchrun
 from vit.hardware import choose_device, choose_precision, cores_to_use
@@ -39,14 +38,12 @@ class Environment:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         world: The processes that train together.
         stop: Whether a signal has asked the run to stop.
-        decoder: Decodes image files.
     """
 
     device: torch.device
     precision: torch.dtype
     world: World
     stop: StopRequest
-    decoder: Decoder = field(default_factory=Decoder)
 
     def describe(self, model: ModelConfig) -> dict[str, Any]:
         """Return what must not change when a run is resumed, besides its config.
@@ -186,9 +183,7 @@ def start_environment(config: Config) -> Iterator[Environment]:
         try:
             with world.main_first():
                 check_processes(config, world.size)
-            decoder = Decoder(config.data.workers, pin_memory=device.type == "cuda")
-            with contextlib.closing(decoder):
-                yield Environment(device, precision, world, stop, decoder)
+            yield Environment(device, precision, world, stop)
         except Stopped:
             saved = checkpoint_steps(Path(config.out))
             note(

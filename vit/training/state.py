@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from vit.classifier import build_model
 from vit.console import say
-from vit.data.datasets import ImageSet
+from vit.data.images import ImageSet
 from vit.distributed.shard import choose_parallel, device_mesh, gathered, own, shard
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
-from vit.pretrained.adapt import HEAD, Pretrained
+from vit.pretrained.adapt import Pretrained
+from vit.pretrained.architecture import HEAD
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
@@ -180,7 +181,7 @@ def build_state(
         whiten(first, run.preprocess.normalize(sample))
     if weights is not None:  # without those of the head, it keeps its random ones
         loaded = network.load_state_dict(weights, strict=False)
-        # `vit.pretrained.timm.fit` knows the names of the head of a timm model.
+        # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
         missing = [k for k in loaded.missing_keys if config.model.name == "vit" and k not in HEAD]
         if differing := [*loaded.unexpected_keys, *missing]:
             raise ValueError(
@@ -228,7 +229,7 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
     config, checkpoint = run.config, run.checkpoint
     weights, sample = None, None
     if source is not None and checkpoint is None:
-        weights, account = source.adapted(config.model, run.preprocess, training.classes)
+        weights, account = source.adapted(training.classes)
         if run.env.world.main:
             say(account)
     elif config.train.whiten and checkpoint is None:  # pretrained weights bring their own kernels

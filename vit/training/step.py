@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vit.data.augment import augment, shrink
 from vit.data.config import AugmentConfig
-from vit.data.datasets import ImageSet
 from vit.data.draws import Draws
+from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.distributed.shard import averages_gradients, synchronize, whole
 from vit.distributed.world import World
@@ -48,7 +48,7 @@ class TrainingStep:
         precision: Precision of matrix products.
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
-        class_weights: (C,) weights of the classes in the loss, see `vit.data.balance`, or None.
+        class_weights: (C,) weights of the classes in the loss, see `vit.data.sampling`, or None.
         compilation: Whether `forward` is compiled.
         features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
             is the same in every epoch; None computes it from the images at each step.

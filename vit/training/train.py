@@ -18,7 +18,8 @@ import yaml
 
 from vit.classifier import Classifier
 from vit.console import say
-from vit.data.datasets import ImageSet, load_test_images, load_training
+from vit.data.datasets import load_test_images, load_training
+from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded
 from vit.evaluation import Evaluator, Setup
@@ -121,7 +122,7 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
         training, held_out = load_training(
             data, config.train.seed, run.preprocess,
             run.preprocess.stored() if config.augment.crop == "resized" else None,
-            env.decoder, check=env.world.main and checkpoint is None,  # once a run
+            check=env.world.main and checkpoint is None,  # once a run
             find_unreadable=find_unreadable,
         )  # fmt: skip
     if checkpoint is not None:
@@ -197,9 +198,7 @@ def finish_run(
         SystemExit: With 1 if the last checkpoint could not be written.
     """
     config, folder = run.config, run.folder
-    test = load_test_images(
-        dataclasses.replace(config.data, download=False), classifier.preprocess, run.env.decoder
-    )
+    test = load_test_images(dataclasses.replace(config.data, download=False), classifier.preprocess)
     result = resolve_name(f"vit.{REPORT}")(
         classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )

@@ -1,4 +1,4 @@
-"""torchvision's data sets: tiny files of the same form, downloaded from a real server."""
+"""Published data sets: tiny files of the same form, downloaded from a real server; digits."""
 
 import contextlib
 import dataclasses
@@ -21,13 +21,14 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
+from sklearn.datasets import load_digits
 from torchvision import datasets as tv
 
 from vit.cli import parse_train
-from vit.data import installed
+from vit.data import published
 from vit.data.config import DataConfig
-from vit.data.datasets import load_training
-from vit.data.sources import Source, read_source
+from vit.data.datasets import load, load_training, open_images
+from vit.data.images import ImageSet
 from vit.registry import DATASETS
 
 TRAINED, TESTED = [2, 0, 1, 2], [1, 2, 0]  # labels
@@ -197,7 +198,7 @@ def config(name: str, root: Path, download: bool = True) -> DataConfig:
     return DataConfig(name=name, root=str(root), download=download)
 
 
-def assert_complete(name: str, train: Source, test: Source) -> None:
+def assert_complete(name: str, train: ImageSet, test: ImageSet) -> None:
     assert sorted(train.labels.tolist()) == sorted(TRAINED)
     assert sorted(test.labels.tolist()) == sorted(TESTED)
     for source, first in ((train, 0), (test, 4)):
@@ -205,14 +206,14 @@ def assert_complete(name: str, train: Source, test: Source) -> None:
             assert source.classes == CLASSES
         assert source.labels.dtype == torch.int64 and source.masks is None
         if name in IMAGES_IN_FILES:
-            assert all(path.is_file() for path in source.pictures)
-            assert len(source.pictures) == len(source.labels)
+            assert all(Path(path).is_file() for path in source.images.paths)
+            assert len(source.images) == len(source.labels)
             continue
         shape = (28, 28) if name == "fashion_mnist" else (32, 32, 3)
         expected = np.stack([picture(first + n, shape) for n in range(len(source.labels))])
         expected = expected[:, None] if name == "fashion_mnist" else expected.transpose(0, 3, 1, 2)
-        assert source.pictures.dtype == torch.uint8 and source.pictures.is_contiguous()
-        assert torch.equal(source.pictures, torch.from_numpy(expected.copy()))
+        assert source.images.dtype == torch.uint8 and source.images.is_contiguous()
+        assert torch.equal(source.images, torch.from_numpy(expected.copy()))
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -225,18 +226,18 @@ def test_a_set_is_downloaded_once_and_read(name, tmp_path, monkeypatch, capsys):
         with pytest.raises(
             ValueError, match=rf"^data\.root: {name} .*data\.download=false"
         ) as info:
-            read_source(config(name, root, download=False), train=True)
+            open_images(config(name, root, download=False), train=True)
         assert "\n" not in str(info.value) and not root.exists()
-        train = read_source(config(name, root), train=True)
+        train = open_images(config(name, root), train=True)
         assert f"{name} is not in {root}" in capsys.readouterr().out
-        test = read_source(config(name, root), train=False)
+        test = open_images(config(name, root), train=False)
     assert_complete(name, train, test)
-    again = read_source(config(name, root, download=False), train=True)  # without the server
+    again = open_images(config(name, root, download=False), train=True)  # without the server
     assert torch.equal(again.labels, train.labels) and again.classes == train.classes
     if name in IMAGES_IN_FILES:
-        again.pictures[1].unlink()
+        Path(again.images.paths[1]).unlink()
         with pytest.raises(ValueError, match="incomplete: 1 of 4 images are missing, such as /"):
-            read_source(config(name, root), train=True)
+            open_images(config(name, root), train=True)
 
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "svhn"])
@@ -247,14 +248,14 @@ def test_training_downloads_the_test_images_too(name, tmp_path, monkeypatch):
     with serving(site) as url:
         MAKERS[name](site, url, monkeypatch)
         load_training(dataclasses.replace(data, val_size=0), seed=0)
-    test = read_source(config(name, tmp_path / "data", download=False), train=False)
+    test = open_images(config(name, tmp_path / "data", download=False), train=False)
     assert sorted(test.labels.tolist()) == sorted(TESTED)
 
 
 def refused(data: DataConfig) -> str:
     """Return the line that says why a data set cannot be read, and what to do."""
     with pytest.raises(ValueError) as info:
-        read_source(data, train=True)
+        open_images(data, train=True)
     error, message = info.value, str(info.value)
     assert error.__suppress_context__ or error.__context__ is None  # one traceback, not three
     assert (
@@ -288,9 +289,7 @@ def test_an_unreachable_server_is_one_line(name, tmp_path, monkeypatch):
     ],
     ids=["lost connection", "not HTTP"],
 )
-def test_what_a_failed_download_leaves_does_not_count_as_whole(
-    name, method, answer, words, tmp_path, monkeypatch
-):
+def test_an_incomplete_download_is_repeated(name, method, answer, words, tmp_path, monkeypatch):
     site, root = tmp_path / "site", tmp_path / "data"
     site.mkdir()
     monkeypatch.setenv("no_proxy", "*")
@@ -300,7 +299,7 @@ def test_what_a_failed_download_leaves_does_not_count_as_whole(
             patch.setattr(Handler, method, answer)
             assert words in refused(config(name, root))
         assert "data.download=false" in refused(config(name, root, download=False))
-        assert_complete(name, *(read_source(config(name, root), part) for part in (True, False)))
+        assert_complete(name, *(open_images(config(name, root), part) for part in (True, False)))
 
 
 # An archive beside which nothing needs to be downloaded.
@@ -326,25 +325,25 @@ def test_an_archive_is_unpacked_without_a_network(archive, download, monkeypatch
     for folder in ("cat", "dog"):  # into images of one's own, only downloading is refused
         (root / folder).mkdir()
         (root / folder / "1.jpg").write_bytes(jpeg(1))
-    test = read_source(config(name, Path("~/data"), download), train=False)
+    test = open_images(config(name, Path("~/data"), download), train=False)
     expected = f"{name} is not in {root}, or damaged: unpacking {archive}\n"
     assert capsys.readouterr().out == expected
     archive.unlink()
-    assert_complete(name, read_source(config(name, root, download), train=True), test)
+    assert_complete(name, open_images(config(name, root, download), train=True), test)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("archive", ["cifar10"], indirect=True)
 def test_an_archive_in_a_folder_that_only_data_root_names_is_read(archive):
     data = parse_train(["--data.root", str(archive.parent)])[0].data
-    assert_complete("cifar10", *(read_source(data, part) for part in (True, False)))
+    assert_complete("cifar10", *(open_images(data, part) for part in (True, False)))
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "half"])
 def test_damaged_files_are_refused_or_replaced(archive, damage):
-    root, whole = archive.parent, archive.read_bytes()
+    root, packed = archive.parent, archive.read_bytes()
     data = config(name_of(archive), root, download=False)
-    read_source(data, train=True)
+    open_images(data, train=True)
     files = [path for path in root.rglob("*") if path.is_file() and path != archive]
     for file in files:
         content = file.read_bytes()
@@ -352,10 +351,10 @@ def test_damaged_files_are_refused_or_replaced(archive, damage):
             file.unlink()
         else:
             file.write_bytes(b"x" + content[1:] if damage == "changed" else content[:-9])
-        archive.write_bytes(whole[:-9])
+        archive.write_bytes(packed[:-9])
         assert "data.download=false" in refused(data)
-        archive.write_bytes(whole)
-        assert_complete(data.name, *(read_source(data, part) for part in (True, False)))
+        archive.write_bytes(packed)
+        assert_complete(data.name, *(open_images(data, part) for part in (True, False)))
         assert file.read_bytes() == content
 
 
@@ -365,10 +364,10 @@ def test_damaged_files_are_downloaded_again(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with serving(site) as url:
         MAKERS["cifar10"](site, url, monkeypatch)
-        read_source(data, train=True)
+        open_images(data, train=True)
         for path in [path for path in (tmp_path / "data").rglob("*") if path.is_file()]:
             path.write_bytes(b"x")
-        assert_complete("cifar10", *(read_source(data, part) for part in (True, False)))
+        assert_complete("cifar10", *(open_images(data, part) for part in (True, False)))
 
 
 def test_classes_are_named():
@@ -380,9 +379,9 @@ def test_classes_are_named():
     ("name", "package"), [("svhn", "scipy"), ("flowers102", "scipy"), ("digits", "scikit-learn")]
 )
 def test_a_missing_package_is_named(name, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(published.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError) as info:
-        read_source(config(name, tmp_path), train=True)
+        open_images(config(name, tmp_path), train=True)
     assert str(info.value) == (
         f"data.name: {name} needs {package}, which is not installed; "
         f"install it with `pip install {package}`"
@@ -396,5 +395,25 @@ def test_nothing_is_downloaded_into_a_folder_of_images(name, tmp_path):
             (tmp_path / part / kind).mkdir(parents=True)
             (tmp_path / part / kind / "1.jpg").write_bytes(jpeg(1))
     with pytest.raises(ValueError, match=r"images of your own.*use --data\.name folder to train"):
-        read_source(config(name, tmp_path), train=True)
+        open_images(config(name, tmp_path), train=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
+
+
+def test_digits_are_those_of_scikit_learn(tmp_path):
+    training, test = (load("digits", tmp_path, train=part) for part in (True, False))
+    original = load_digits()
+    expected = np.round(original.images * 255 / 16).astype(np.uint8)
+    images = torch.cat([training.images, test.images])
+    assert (len(training), len(test)) == (1438, 359)
+    assert sorted(map(bytes, images.flatten(1).numpy())) == sorted(
+        map(bytes, expected.reshape(-1, 64))
+    )
+    assert training.images.shape[1:] == (1, 8, 8) and training.images.max() == 255
+    assert training.classes == test.classes == tuple("0123456789")
+    labels = dict(zip(map(bytes, expected.reshape(-1, 64)), original.target, strict=True))
+    for part in (training, test):
+        assert part.labels.tolist() == [labels[bytes(x)] for x in part.images.flatten(1).numpy()]
+        per_class = part.labels.bincount()
+        assert per_class.max() - per_class.min() <= 8  # as there are 174 to 183 of each
+    assert torch.equal(load("digits", tmp_path, train=False).images, test.images)
+    assert list(tmp_path.iterdir()) == []

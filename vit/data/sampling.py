@@ -1,5 +1,6 @@
-"""Choosing images at random: subsets and splits as pure functions of labels and a seed."""
+"""Which images are used when: subsets, splits and batches, as pure functions of seed and epoch."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,8 @@ from vit.seeding import generator
 MAX_LISTED = 20  # classes whose image counts are listed one by one
 LARGE_SET = 10_000  # images from which on `HELD_OUT` are held out by default
 HELD_OUT, HELD_OUT_FRACTION = 1000, 0.1
-TEST_FRACTION = 0.2
+MANY_BATCHES = 50  # in a set; complete batches leave out less than 2% of it
+COMMON = 8  # images; with a multiple of them, 1, 2 or 4 processes train on the same batches
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
@@ -76,32 +78,6 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
     return order[turn < number].sort().values
 
 
-def split_off_test(labels: Tensor, fraction: float | None) -> Tensor:
-    """Choose the test images of a set that names none; they do not depend on the run's seed.
-
-    Args:
-        labels: (N,) int64.
-        fraction: Fraction of each class; None is `TEST_FRACTION`.
-
-    Returns:
-        (N,) bool, True for the test images.
-    """
-    chosen = fraction_per_class(labels, fraction or TEST_FRACTION, 0, "data.test_fraction")
-    return torch.zeros(len(labels), dtype=torch.bool).index_fill(0, chosen, True)
-
-
-def require_classes(key: str, place: object, classes: Sequence[str]) -> None:
-    """Check that there is something to tell apart.
-
-    Raises:
-        ValueError: There are less than two classes.
-    """
-    if len(classes) < 2:
-        raise ValueError(
-            f"{key}: {place} has a single class, {classes[0]}; a classifier needs at least two"
-        )
-
-
 def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: int) -> Tensor:
     """Choose the images to hold out from training, stratified by class.
 
@@ -164,3 +140,99 @@ def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
     if len(classes) > MAX_LISTED:
         return f"{low:,} to {high:,} in each of {len(classes)} classes"
     return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))
+
+
+# Batches.
+
+
+def divide_epoch(
+    num_images: int, batch_size: int, parts: int = 1, steps: int | None = None
+) -> tuple[int, int]:
+    """Choose the number of steps in an epoch and of images in each.
+
+    In a set of at least 50 batches, an epoch leaves out the rest. In a smaller one, batches have
+    fewer images if necessary, so that an epoch uses all of them.
+
+    Args:
+        num_images: Number of training images.
+        batch_size: Largest number of images per step, a multiple of `parts`.
+        parts: Number of equal parts that a batch is divided into.
+        steps: The number of steps that a run began with; None chooses it.
+
+    Returns:
+        Steps, and images per step: a multiple of `parts`, and of twice as many if `batch_size` is.
+    """
+    if steps is None:
+        large = num_images >= MANY_BATCHES * batch_size
+        steps = num_images // batch_size if large else -(-num_images // batch_size)
+    if steps * batch_size <= num_images:
+        return steps, batch_size
+    unit = math.lcm(math.gcd(batch_size, COMMON), parts * math.gcd(batch_size // parts, 2))
+    return steps, unit * -(-num_images // (steps * unit))
+
+
+def epoch_batches(num_images: int, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
+    """Shuffle the indices of all images and divide them into batches.
+
+    Where these have room for more images, the last one is filled up with images of the first.
+
+    Returns:
+        int64 indices of the given shape: steps, and images per step, see `divide_epoch`.
+    """
+    order = torch.randperm(num_images, generator=generator(seed, "epoch", epoch))
+    return order[torch.arange(math.prod(shape)) % num_images].view(shape)
+
+
+def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
+    """Draw an epoch in which every class is equally frequent, and divide it into batches.
+
+    The epoch is as long as one of `epoch_batches`. It is a sequence of rounds,
+    each with one image of every class in random order, so every batch is balanced too, up to two
+    images per class. A class takes its images in random order, and starts again in another order
+    when all have been taken: small classes are repeated, large ones are not seen completely.
+
+    Args:
+        labels: (N,) int64, on any device.
+        shape: Steps and images per step, see `divide_epoch`.
+        seed: Seed of the run.
+        epoch: Number of the epoch; the result is a function of it and the seed.
+
+    Returns:
+        Indices into labels of the given shape, int64, on the CPU.
+    """
+    draw = generator(seed, "balanced epoch", epoch)
+    labels = labels.cpu()
+    counts = labels.bincount()
+    members = labels.argsort(stable=True).split(counts[counts > 0].tolist())
+    rounds = -(-math.prod(shape) // len(members))
+    columns = []
+    for images in members:
+        repeats = -(-rounds // len(images))
+        order = torch.rand(repeats, len(images), generator=draw).argsort(dim=1)
+        columns.append(images[order.flatten()[:rounds]])
+    chosen = torch.stack(columns, dim=1)  # (rounds, classes)
+    shuffled = chosen.gather(1, torch.rand(chosen.shape, generator=draw).argsort(dim=1))
+    return shuffled.flatten()[: math.prod(shape)].view(shape)
+
+
+def class_weights(counts: Sequence[int]) -> Tensor:
+    """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
+
+    With N images, C classes and n_c images of class c, its weight is N / (C n_c). Its mean over the
+    training images is 1, so the loss keeps its scale. Given to
+    `torch.nn.functional.cross_entropy` with probabilities q as targets, the loss of B images is
+
+        -1/B Σ_b Σ_c weight_c q_bc log p_bc.
+
+    It is divided by the number of images, not by the sum of their weights, so the mean over
+    micro-batches or processes is that of the whole batch. With mixup, cutmix and label smoothing,
+    the weights apply to each class's part of a target.
+
+    Args:
+        counts: Number of training images of each of the C classes, at least 1.
+
+    Returns:
+        (C,) float32.
+    """
+    images = torch.tensor(counts, dtype=torch.float32)
+    return images.sum() / (len(counts) * images)

@@ -12,15 +12,11 @@ bool, that returns the images with new values at the hidden pixels and nowhere e
 Shapes: B images, H x W pixels.
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from vit.explain.faithfulness import Filling, mean_colour
 from vit.seeding import generator
-
-Filling = Callable[[Tensor, Tensor], Tensor]
 
 FILLINGS = {
     "mean": "mean colour",
@@ -57,22 +53,6 @@ def make_filling(name: str, images: Tensor, seed: int = 0) -> Filling:
     noise = NOISE * torch.randn(images.shape, generator=generator(seed, "imputation"))
     noise = noise.to(images.device)
     return lambda images, hidden: impute(images, hidden) + noise * hidden
-
-
-def to_pixels(patches: Tensor, size: Sequence[int]) -> Tensor:
-    """Enlarge values of patches (B, rows, columns) to a height and width: (B, 1, H, W)."""
-    tall = patches.repeat_interleave(size[0] // patches.shape[1], dim=1)
-    return tall.repeat_interleave(size[1] // patches.shape[2], dim=2)[:, None]
-
-
-def to_patches(maps: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Average maps of pixels (B, height, width) over each patch; leave (B, rows, columns) as is."""
-    return F.adaptive_avg_pool2d(maps[:, None], grid)[:, 0]
-
-
-def mean_colour(images: Tensor, hidden: Tensor) -> Tensor:
-    """Replace hidden pixels by the mean colour of the training images."""
-    return images.masked_fill(hidden, 0.0)
 
 
 def blurred(images: Tensor) -> Tensor:

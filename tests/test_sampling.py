@@ -1,0 +1,312 @@
+"""Subsets, splits and batches of images; the batches and the loss of classes of different sizes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor
+
+from small_runs import StopAt, make_loop, make_step, small
+from vit.data.sampling import (
+    MANY_BATCHES,
+    balanced_batches,
+    balanced_subset,
+    class_weights,
+    describe_counts,
+    divide_epoch,
+    epoch_batches,
+    held_out,
+    stratified_subset,
+)
+from vit.distributed.stop import Stopped
+from vit.distributed.world import World
+from vit.training.step import TrainingStep
+
+property_test = settings(max_examples=100)
+COUNTS = (60, 30, 8, 2)
+LABELS = torch.arange(4).repeat_interleave(torch.tensor(COUNTS))[
+    torch.randperm(100, generator=torch.Generator().manual_seed(0))
+]
+
+
+# Subsets.
+
+
+def labels_of(sizes: list[int], seed: int = 0) -> Tensor:
+    """Return shuffled labels with so many images of each class."""
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
+
+
+@property_test
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), st.data())
+def test_a_subset_is_as_even_as_the_classes_allow(sizes, data):
+    labels = labels_of(sizes)
+    count = data.draw(st.integers(0, len(labels)))
+    chosen = balanced_subset(labels, count, data.draw(st.integers(0, 99)), "test")
+    assert chosen.shape == (count,) and chosen.dtype == torch.int64
+    assert (chosen.diff() > 0).all()
+    taken = torch.bincount(labels[chosen], minlength=len(sizes)).tolist()
+    most = max(taken)
+    for number, size in zip(taken, sizes, strict=True):
+        assert number <= size
+        assert number >= min(size, most - 1)  # less than the others only where there are no more
+
+
+@property_test
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
+def test_stratified_subset_is_rounded_by_webster_and_leaves_one_of_each(sizes, data):
+    """No image has a better claim, (number in its class + 1/2) / size, than one that is taken."""
+    labels = labels_of(sizes)
+    count = data.draw(st.integers(0, len(labels) - len(sizes)))
+    chosen = stratified_subset(labels, count, data.draw(st.integers(0, 99)), "test")
+    assert chosen.shape == (count,) and (chosen.diff() > 0).all()
+    taken = torch.bincount(labels[chosen], minlength=len(sizes)).tolist()
+    pairs = list(zip(taken, sizes, strict=True))
+    assert all(number < size for number, size in pairs)
+    last = max([(number - 0.5) / size for number, size in pairs if number], default=0)
+    following = min([(n + 0.5) / size for n, size in pairs if n < size - 1], default=1)
+    assert last <= following + 1e-6
+
+
+def test_more_than_there_are_cannot_be_chosen():
+    with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
+        balanced_subset(labels_of([10, 10, 10]), 31, 0, "probes")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "expected"),
+    [
+        ([100, 40, 1], None, [10, 4, 0]),  # a tenth
+        ([3, 2, 14], None, [1, 1, 1]),  # at least one, but not the last
+        ([3333, 3333, 3333], None, [333, 333, 333]),
+        ([4000, 4000, 2000], None, [400, 400, 200]),  # 1,000 of 10,000 or more
+        ([20, 30, 40], 0.25, [5, 8, 10]),
+        ([20, 2, 1], 0.99, [19, 1, 0]),
+        ([20, 30, 40], 9, [2, 3, 4]),
+        ([20, 30, 40], 0, [0, 0, 0]),
+    ],
+)
+def test_held_out_images_are_a_count_a_fraction_or_what_suits(sizes, size, expected):
+    labels = labels_of(sizes)
+    held = held_out(labels, ["a", "b", "c"], size, seed=0)
+    assert (held.diff() > 0).all()
+    assert torch.bincount(labels[held], minlength=3).tolist() == expected
+    assert torch.equal(held_out(labels, ["a", "b", "c"], size, seed=0), held)
+
+
+def test_counts_are_listed_or_summarized():
+    assert describe_counts(["a", "b"], [3, 3]) == "3 in each of 2 classes"
+    assert describe_counts(["a", "b"], [3000, 1]) == "a 3,000, b 1"
+    assert describe_counts([str(n) for n in range(21)], [*range(5, 26)]) == (
+        "5 to 25 in each of 21 classes"
+    )
+
+
+# Batches.
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_an_epoch_takes_all_images_of_a_small_set_and_whole_batches_of_a_large_one(data):
+    parts = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    batch_size = parts * data.draw(st.integers(1, 40))
+    num_images = data.draw(st.integers(1, (MANY_BATCHES + 2) * batch_size))
+    seed, epoch = data.draw(st.integers(0, 2**31)), data.draw(st.integers(0, 1000))
+    steps, size = shape = divide_epoch(num_images, batch_size, parts)
+    batches = epoch_batches(num_images, shape, seed, epoch)
+    times = torch.bincount(batches.flatten(), minlength=num_images)
+    assert batches.dtype == torch.int64 and batches.shape == shape and len(times) == num_images
+    if num_images >= MANY_BATCHES * batch_size:
+        assert shape == (num_images // batch_size, batch_size)
+        assert times.max() == 1
+        return
+    assert times.min() >= 1 and times.max() - times.min() <= 1
+    assert size <= batch_size and (steps - 1) * batch_size < num_images
+    assert size % parts == 0  # and pairs can be mixed within a part
+    assert batch_size // parts % 2 or size // parts % 2 == 0
+    # As few images as possible are repeated; powers of two of processes see the same batches.
+    rounding = parts * 2 if parts in (3, 6) else max(8, parts * 2)
+    assert steps * size - num_images < steps * max(rounding, 24)
+    assert all(len(batch.unique()) == len(batch) for batch in batches if steps > 1)
+    if batch_size % 16 == 0 and parts == 1:
+        assert {divide_epoch(num_images, batch_size, processes) for processes in (2, 4)} == {shape}
+    assert divide_epoch(num_images, batch_size, parts, steps) == shape  # a resumed run
+
+
+def test_epochs_and_seeds_differ_and_calls_repeat():
+    shape = (10, 100)
+    torch.manual_seed(0)
+    first = epoch_batches(1000, shape, seed=0, epoch=0)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert torch.equal(first, epoch_batches(1000, shape, seed=0, epoch=0))
+    assert torch.equal(torch.get_rng_state(), state)
+    for seed, epoch in ((0, 1), (1, 0), (1, 1)):
+        same = (first == epoch_batches(1000, shape, seed, epoch)).sum()
+        assert same < 10  # chance leaves 1 of 1000 in place
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 4)])  # two images are left over, or repeated
+def test_every_image_has_its_turn_at_every_place(shape):
+    epochs = torch.stack([epoch_batches(10, shape, seed=0, epoch=e).flatten() for e in range(2000)])
+    for place in epochs.T:
+        counts = torch.bincount(place, minlength=10)
+        assert ((counts - 200) ** 2 / 200).sum() < 35  # chi-square, 9 degrees of freedom
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_small_run_goes_on_with_the_batches_it_began_with(tmp_path: Path, early: bool) -> None:
+    """Early versions left the end of each epoch out, and did not write down its length."""
+
+    def run(name: str, stop_at: int = 0, begin: int = 0) -> dict[str, object]:
+        train = {"batch_size": 48, "epochs": 2}
+        config = small(tmp_path / name, data={"val_size": 0}, track={"probes": 0}, train=train)
+        Path(config.out).mkdir(exist_ok=True)
+        stop = StopAt(stop_at)
+        loop = make_loop(config, stop=stop)
+        stop.state = loop.step.state
+        if early:
+            loop.saver.about["environment"].pop("steps_per_epoch")  # type: ignore[attr-defined]
+        assert loop.step.schedule.steps_per_epoch == (6 if early else 7)
+        assert loop.step.state.step == begin
+        loop.run()
+        return loop.step.state.state_dict()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if early:
+            patch.setattr("vit.training.build.divide_epoch", lambda n, b, *_: (n // b, b))
+        alone = run("alone")
+        with pytest.raises(Stopped):
+            run("stopped", stop_at=4)
+    resumed = run("stopped", begin=4)
+    for part in ("model", "optimizers", "points", "step"):
+        torch.testing.assert_close(resumed[part], alone[part], rtol=0, atol=0)
+
+
+# Balanced batches.
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_classes_and_the_images_of_a_class_are_equally_frequent(data):
+    labels = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=200)))
+    batch_size = data.draw(st.integers(1, len(labels)))
+    shape = divide_epoch(len(labels), batch_size)
+    seed, epoch = data.draw(st.integers(0, 2**31)), data.draw(st.integers(0, 1000))
+    batches = balanced_batches(labels, shape, seed, epoch)
+    assert batches.dtype == torch.int64
+    assert batches.shape == shape
+    present = labels.unique()
+    for part in (*batches, batches.flatten()):
+        classes = torch.bincount(labels[part], minlength=7)[present]
+        assert classes.max() - classes.min() <= (1 if part.numel() == batches.numel() else 2)
+    for label in present:
+        of_class = labels == label
+        times = torch.bincount(batches.flatten(), minlength=len(labels))[of_class]
+        assert times.max() - times.min() <= 1
+
+
+def test_balanced_epochs_and_seeds_differ_and_calls_repeat():
+    first = balanced_batches(LABELS, (5, 20), seed=0, epoch=0)
+    state = torch.get_rng_state()
+    assert torch.equal(first, balanced_batches(LABELS, (5, 20), seed=0, epoch=0))
+    assert torch.equal(torch.get_rng_state(), state)
+    for seed, epoch in ((0, 1), (1, 0), (1, 1)):
+        other = balanced_batches(LABELS, (5, 20), seed, epoch)
+        assert (first == other).sum() < 25  # the class with two images is often the same
+
+
+def test_every_image_of_a_large_class_has_its_turn():
+    epochs = torch.stack([balanced_batches(LABELS, (5, 20), 0, e).flatten() for e in range(500)])
+    times = torch.bincount(epochs.flatten(), minlength=100)[LABELS == 0].double()
+    expected = 500 * 25 / 60
+    assert ((times - expected) ** 2 / expected).sum() < 90  # chi-square, 59 degrees of freedom
+    places = torch.bincount(LABELS[epochs[:, 0]], minlength=4)
+    assert ((places - 125) ** 2 / 125).sum() < 16  # 3 degrees of freedom
+
+
+def test_weights_are_scikit_learn_s():
+    expected = compute_class_weight("balanced", classes=np.arange(4), y=LABELS.numpy())
+    weights = class_weights(COUNTS)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
+    assert weights[LABELS].mean().item() == pytest.approx(1)
+
+
+# The loss in a step.
+
+
+def make_weighted_step(accumulate: int = 1, label_smoothing: float = 0.1) -> TrainingStep:
+    """Build a step with weights whose result does not depend on how a batch is divided."""
+    dropout = dict.fromkeys(
+        ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0.0
+    )
+    config = small(
+        Path("unused"),
+        data={"balance": "loss", "train_size": 128},
+        model={"stem": "linear", "zero_init": False, **dropout},
+        optim={"ema_decay": None, "name": "adamw", "clip_grad": None},
+        train={"accumulate": accumulate, "whiten": False},
+    )
+    step = make_step(config)
+    assert step.class_weights is not None
+    weights = class_weights(range(10, 110, 10))
+    return replace(step, class_weights=weights, label_smoothing=label_smoothing)
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    """Return random images and their classes; large classes are more frequent."""
+    random = torch.Generator().manual_seed(0)
+    images = torch.randn(16, 3, 32, 32, generator=random)
+    return images, torch.multinomial(torch.arange(10.0), 16, True, generator=random)
+
+
+def gradients(step: TrainingStep, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of a batch and all gradients of the weights."""
+    step.state.model.zero_grad()
+    loss = step.backward(images, targets)[0]
+    return loss, torch.cat([p.grad.flatten() for p in step.state.model.parameters()])
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_is_torch_s_weighted_cross_entropy_over_the_number_of_images(label_smoothing):
+    step = make_weighted_step(label_smoothing=label_smoothing)
+    images, labels = make_batch()
+    loss, _ = gradients(step, images, F.one_hot(labels, 10).float())
+    with torch.no_grad():
+        logits = step.state.model(images)
+    expected = F.cross_entropy(
+        logits, labels, step.class_weights, reduction="sum", label_smoothing=label_smoothing
+    )
+    assert loss.item() == pytest.approx(expected.item() / 16, rel=1e-5)
+    plain = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+    assert abs(loss.item() - plain.item()) > 0.05
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_loss_is_the_same_in_parts_and_processes(mixed):
+    images, labels = make_batch()
+    targets = F.one_hot(labels, 10).float()
+    if mixed:
+        targets = 0.3 * targets + 0.7 * targets.flip(0)
+    loss, gradient = gradients(make_weighted_step(), images, targets)
+    in_parts = gradients(make_weighted_step(accumulate=4), images, targets)
+    torch.testing.assert_close(in_parts, (loss, gradient), rtol=1e-4, atol=1e-6)
+    halves = []
+    for rank in range(2):
+        parts = (World(rank, 2).part(values) for values in (images, targets))
+        halves.append(gradients(make_weighted_step(), *parts))
+    mean = tuple(torch.stack(pair).mean(dim=0) for pair in zip(*halves, strict=True))
+    torch.testing.assert_close(mean, (loss, gradient), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("balance", ["none", "sampler"])
+def test_only_the_balanced_loss_has_weights(balance):
+    config = small(Path("unused"), data={"balance": balance, "train_size": 64})
+    assert make_step(config).class_weights is None

@@ -1,0 +1,181 @@
+"""Sets of labelled images, in memory or in their files.
+
+Shapes: N images, B batch, C classes, H height, W width.
+"""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.data.config import DataConfig
+from vit.data.preprocess import Preprocess
+from vit.data.sampling import fraction_per_class
+from vit.data.stream import ImageFile, ImageFiles
+
+TEST_FRACTION = 0.2
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images with labels.
+
+    Attributes:
+        images: (N, channels, H, W) uint8, or files that are decoded when they are needed.
+        labels: (N,) int64, 0 to C - 1.
+        classes: The C class names.
+        masks: (N, H, W) bool, True on the object, or None if the data set has no masks.
+        origins: The image files, or indices in a published data set; () means 0 to N - 1.
+        folder: The folder that names of files are relative to.
+        fingerprint: Identifies the user's files, see `user_files`; "" for published data sets.
+        split: Whether data.test_fraction decides which of these files are for testing.
+    """
+
+    images: Tensor | ImageFiles
+    labels: Tensor
+    classes: tuple[str, ...]
+    masks: Tensor | None = None
+    origins: tuple[ImageFile | int, ...] = ()
+    folder: str = ""
+    fingerprint: str = ""
+    split: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images are, or are moved to when they are decoded."""
+        return self.images.device
+
+    def select(self, indices: Tensor) -> "ImageSet":
+        """Return the images at `indices` (n,), in that order; files stay files."""
+        return dataclasses.replace(
+            self,
+            images=self.images[indices],
+            labels=self.labels[indices],
+            masks=None if self.masks is None else self.masks[indices],
+            origins=tuple((self.origins or range(len(self)))[i] for i in indices.tolist()),
+        )
+
+    def name(self, index: int) -> str:
+        """Return what an image is called: its file, relative to the folder, or "no. 17"."""
+        origin = self.origins[index] if self.origins else index
+        if isinstance(origin, int):
+            return f"no. {origin}"
+        path = origin if isinstance(origin, str) else f"{origin.shard}{os.sep}{origin.name}"
+        return path.removeprefix(f"{self.folder}{os.sep}")
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """Return what a table or a JSON file calls an image: its index, and its file if any."""
+        return {"index": index} | ({"file": self.name(index)} if self.fingerprint else {})
+
+    def to(self, device: torch.device) -> "ImageSet":
+        """Return the set with its images and labels on a device."""
+        return dataclasses.replace(
+            self, images=self.images.to(device), labels=self.labels.to(device)
+        )
+
+    def resized(self, preprocess: Preprocess) -> "ImageSet":
+        """Return the set with images and masks of a model's size; itself if nothing changes."""
+        if isinstance(self.images, ImageFiles):
+            files = dataclasses.replace(self.images, preprocess=preprocess)
+            return dataclasses.replace(self, images=files)
+        images = self.images.cpu()
+        resized = preprocess.resize_all(images)
+        if resized is images:
+            return self
+        masks = None if self.masks is None else preprocess.resize_masks(self.masks)
+        return dataclasses.replace(self, images=resized.to(self.images.device), masks=masks)
+
+    def pixels(self) -> Tensor:
+        """Return all images as (N, channels, H, W) uint8; meant for sets that fit into memory.
+
+        Raises:
+            ValueError: A file cannot be read.
+        """
+        return self.images if isinstance(self.images, Tensor) else self.images.read()
+
+    def in_memory(self) -> "ImageSet":
+        """Return the set with all images decoded."""
+        return dataclasses.replace(self, images=self.pixels())
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """Yield the images in their order, at most `size` at a time: (n, channels, H, W) uint8.
+
+        Raises:
+            ValueError: A file cannot be read any more.
+        """
+        if isinstance(self.images, Tensor):
+            yield from self.images.split(size)
+        else:
+            yield from self.images.batches(torch.arange(len(self)).split(size))
+
+    def batches(self, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the images and labels of batch after batch, on the set's device.
+
+        Args:
+            indices: (steps, B) int64.
+
+        Yields:
+            Images (B, channels, H, W) uint8 and labels (B,) int64.
+
+        Raises:
+            ValueError: A file cannot be read any more.
+        """
+        rows = indices.to(self.device)
+        if isinstance(self.images, Tensor):
+            for row in rows:
+                yield self.images[row], self.labels[row]
+        else:
+            for row, images in zip(rows, self.images.batches(indices), strict=True):
+                yield images, self.labels[row]
+
+    def class_counts(self) -> list[int]:
+        """Count the images of each class."""
+        return torch.bincount(self.labels, minlength=len(self.classes)).tolist()
+
+
+def user_files(
+    data: DataConfig,
+    folder: Path,
+    paths: Sequence[ImageFile],
+    labels: Tensor,
+    classes: Sequence[str],
+    train: bool | None = None,
+    listed: bytes | None = None,
+) -> ImageSet:
+    """Return a user's files as a set, or one of the parts that `data.test_fraction` makes of them.
+
+    The fingerprint is the SHA-256 of the fraction, if it is used, and of all files and labels.
+
+    Args:
+        data: The data set.
+        folder: The folder that names of files are relative to, which may be moved.
+        paths: The N files.
+        labels: (N,) int64, 0 to C - 1.
+        classes: The C class names.
+        train: Whether to take a part, the training images or the test images; None takes all.
+        listed: What identifies the files and labels; None means their names.
+    """
+    if listed is None:
+        pairs = zip(paths, labels.tolist(), strict=True)
+        lines = (f"{os.path.relpath(str(path), folder)}\0{label}\n" for path, label in pairs)
+        listed = "".join(lines).encode(errors="surrogateescape")
+    fraction = None if train is None else data.test_fraction or TEST_FRACTION
+    fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
+    images = ImageSet(
+        ImageFiles.from_config(paths, data), labels, tuple(classes), origins=tuple(paths),
+        folder=str(folder), fingerprint=fingerprint, split=train is not None,
+    )  # fmt: skip
+    if fraction is None:
+        return images
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    test[fraction_per_class(labels, fraction, 0, "data.test_fraction")] = True
+    return images.select((~test if train else test).nonzero().squeeze(1))
