@@ -17,7 +17,7 @@ from vit.model.embed import image_conv
 from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
 from vit.model.variants import check_attention, load_attention
 from vit.registry import OPTIMIZERS
-from vit.settings import require, shorten
+from vit.settings import check, require, shorten
 from vit.training.config import Config
 from vit.training.schedule import scaled_size
 
@@ -100,41 +100,33 @@ def check_timm(config: Config) -> None:
             "'{patch_size: 4}'"
         )
     small = scaled_size(image_size, train.small_scale, size_unit(model))
-    for key, value, allowed, instead in (
-        (
-            "train.small_share",
-            train.small_share,
-            train.small_share == 0 or _problem_with(model, small, channels) is None,
-            f"0 with model.name={name}, which takes images of {_by(image_size)} pixels but not of "
-            f"{_by(small)}",
-        ),
-        (
-            "train.whiten",
-            train.whiten,
-            not train.whiten or image_conv(model, channels) is not None,
-            f"false with model.name={name}, which does not begin with a convolution of the image",
-        ),
-        (
-            "optim.name",
-            config.optim.name,
-            not OPTIMIZERS[config.optim.name].muon or attention_model(model) is not None,
-            f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",
-        ),
-        (
-            "train.freeze",
-            train.freeze,
-            train.freeze == "none" or _is_head_whole(model, config),
-            f"none with model.name={name}, which classifies with more layers than timm's "
-            "classifier",
-        ),
-        (
-            "train.checkpoint_blocks",
-            train.checkpoint_blocks,
-            not train.checkpoint_blocks or _can_checkpoint(model),
-            f"false with model.name={name}, for which timm does not offer it",
-        ),
-    ):
-        require(allowed, key, value, instead)
+    sizes = f"{_by(image_size)} pixels but not of {_by(small)}"
+    fits = train.small_share == 0 or _problem_with(model, small, channels) is None
+    check(train, "small_share", fits, f"0 with model.name={name}, which takes images of {sizes}")
+    check(
+        train,
+        "whiten",
+        not train.whiten or image_conv(model, channels) is not None,
+        f"false with model.name={name}, which does not begin with a convolution of the image",
+    )
+    check(
+        config.optim,
+        "name",
+        not OPTIMIZERS[config.optim.name].muon or attention_model(model) is not None,
+        f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",
+    )
+    check(
+        train,
+        "freeze",
+        train.freeze == "none" or _is_head_whole(model, config),
+        f"none with model.name={name}, which classifies with more layers than timm's classifier",
+    )
+    check(
+        train,
+        "checkpoint_blocks",
+        not train.checkpoint_blocks or _can_checkpoint(model),
+        f"false with model.name={name}, for which timm does not offer it",
+    )
 
 
 def _is_head_whole(model: nn.Module, config: Config) -> bool:
