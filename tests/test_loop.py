@@ -15,7 +15,6 @@ from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, sma
 from vit.classifier import Classifier
 from vit.data.sampling import balanced_batches
 from vit.distributed.stop import Stopped
-from vit.distributed.world import World
 from vit.run import saver
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
@@ -237,18 +236,3 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
     assert tried == [5, 10, 15] and loop.save_error is None
     errors = capsys.readouterr().err
     assert errors.count("No space left on device") == 2 and "checkpoint of step 10" in errors
-
-
-def test_processes_wait_for_the_first_ones_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
-    waited: list[int] = []
-    monkeypatch.setattr(World, "agree", lambda world, value: waited.append(loop.step.state.step))
-
-    class Due:
-        steps = (0, 3, 10)
-
-    loop.evaluators = [Due()]  # type: ignore[list-item]
-    loop.run()
-    assert waited == [0, 3, 10]
