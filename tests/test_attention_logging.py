@@ -76,7 +76,7 @@ def test_records_come_first_then_numbers_then_pictures(classifier, tmp_path):
             for layer in range(2)
         ),
         *(f"faithfulness/{kind}" for kind in ("rollout", "relevance", "lrp", "random", "centred")),
-        "attention/heads/probe_00",
+        "attention/statistics", "attention/heads/probe_00",
         *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
         *(f"attention/lrp/probe_{number:02d}" for number in range(3)),
     ]  # fmt: skip

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchvision import datasets as torchvision_datasets
-from torchvision.transforms.functional import pil_to_tensor
 
 from vit.data.config import DataConfig
 from vit.data.datasets import hold_out, load, load_training
@@ -31,21 +29,6 @@ def load_real(name: str, train: bool) -> ImageSet:
 # What is in them.
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, "shapes"])
-@pytest.mark.parametrize(("train", "cifar", "shapes"), [(True, 50_000, 10_000),
-                                                        (False, 10_000, 2_000)])  # fmt: skip
-def test_sizes_and_types(name, train, cifar, shapes):
-    data = load_real(name, train)
-    count = shapes if name == "shapes" else cifar
-    assert data.images.shape == (count, 3, 32, 32) and data.images.dtype == torch.uint8
-    assert data.labels.shape == (count,) and data.labels.dtype == torch.int64
-    assert data.images.is_contiguous()
-    assert len(data) == count
-    assert (data.masks is not None) == (name == "shapes")
-    per_class = torch.bincount(data.labels)
-    assert per_class.tolist() == [count // len(data.classes)] * len(data.classes)
-
-
 @pytest.mark.parametrize("name", [*FOLDERS, "shapes", "digits"])
 def test_normalization_is_that_of_the_training_images(name):
     images = load_real(name, train=True).images
@@ -56,16 +39,6 @@ def test_normalization_is_that_of_the_training_images(name):
     std = (shares * (values - mean[:, None]) ** 2).sum(1).sqrt()
     assert mean.tolist() == pytest.approx(DATASETS[name].mean, abs=1e-4)
     assert std.tolist() == pytest.approx(DATASETS[name].std, abs=1e-4)
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_cifar10_equals_what_torchvision_converts(train):
-    data = load_real("cifar10", train)
-    original = torchvision_datasets.CIFAR10(ROOT, train=train)
-    for index in (0, 1, 4_999, len(data) - 1):
-        picture, label = original[index]
-        assert torch.equal(data.images[index], pil_to_tensor(picture))
-        assert data.labels[index] == label
 
 
 def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):

@@ -31,12 +31,6 @@ def test_a_part_gets_the_numbers_that_it_has_in_the_whole_batch(
         assert torch.equal(method(part_of_batch), expected.narrow(dim, part[0], part[1] - part[0]))
 
 
-@with_methods
-def test_draws_are_a_function_of_the_seed(dim: int, method: Callable[[Draws], Tensor]) -> None:
-    assert torch.equal(method(Draws(7, 100)), method(Draws(7, 100)))
-    assert not torch.equal(method(Draws(7, 100)), method(Draws(8, 100)))
-
-
 def test_calls_draw_what_torchs_generator_draws() -> None:
     """Runs of earlier versions, and those that augment in the same way, keep their numbers."""
     draws, generator = Draws(3, 50), torch.Generator().manual_seed(3)
@@ -54,19 +48,3 @@ def test_noise_is_normal_and_different_in_each_image() -> None:
     assert noise.mean().abs() < 0.02 and (noise.std() - 1).abs() < 0.02
     correlations = torch.corrcoef(noise.flatten(1)).fill_diagonal_(0)
     assert correlations.abs().max() < 0.2  # 5.5 standard deviations
-
-
-@pytest.mark.parametrize(("part", "blocks"), [((64, 96), 1), ((31, 33), 2)])
-def test_noise_is_drawn_for_the_blocks_of_the_part_only(
-    part: tuple[int, int], blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = []
-    randn = torch.randn
-
-    def counted(*shape: int, **options: torch.Generator) -> Tensor:
-        drawn.append(shape[0])
-        return randn(*shape, **options)
-
-    monkeypatch.setattr(torch, "randn", counted)
-    Draws(0, 4096, slice(*part)).noise((3,))
-    assert drawn == [32] * blocks

@@ -28,6 +28,7 @@ from vit.explain.figures import (
     gallery_picture,
     heads_picture,
     named,
+    statistics_picture,
 )
 from vit.explain.maps import MAP_KINDS, map_title
 
@@ -138,6 +139,14 @@ def test_heads_picture_has_layers_as_rows_and_heads_as_columns() -> None:
         for first, layer in zip((as_pixels(image), blank), maps, strict=True)
     ]
     assert_cells(picture, cells, (44, 52), (102, 102), 96)
+
+
+def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
+    values = torch.zeros(3, 2)
+    values[2, 0] = 1.0
+    picture = statistics_picture({"one": values, "tenfold": 10 * values.flip(0, 1)})
+    cells = [[colour_map(3 * values), colour_map(3 * values.flip(0, 1))]]
+    assert_cells(picture, cells, (42, 6), (0, 214), 208)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

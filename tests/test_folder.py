@@ -1,9 +1,8 @@
 """Image folders: reading, unreadable files, wrong layouts, and a complete run."""
 
+import io
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,27 +92,18 @@ def test_training_images_are_the_pictures_mixed_always_alike(root):
 # Broken pictures.
 
 
-def cut(form: str) -> Callable[[Path], Any]:
-    def save(path: Path) -> None:
-        picture(0, (64, 64)).save(path, format=form)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-
-    return save
-
-
+stream = io.BytesIO()
+picture(0, (64, 64)).save(stream, "jpeg")
+encoded = stream.getvalue()
 BROKEN: dict[str, Callable[[Path], Any]] = {
-    "cut.jpg": cut("jpeg"),
-    "cut.png": cut("png"),
+    "cut.jpg": lambda path: path.write_bytes(encoded[: len(encoded) // 2]),
     "text.png": lambda path: path.write_text("I am a picture.\n"),
-    "empty.png": Path.touch,
     "huge.png": Image.new("1", (9500, 9500)).save,  # at which Pillow only warns
-    "enormous.png": Image.new("1", (14000, 14000)).save,
     "nowhere.png": lambda path: path.symlink_to("none.png"),
 }
-with_half = pytest.mark.parametrize("half", ["train", "test"])
 
 
-@pytest.mark.parametrize(("name", "half"), [*zip(BROKEN, 4 * ("train", "test"), strict=False)])
+@pytest.mark.parametrize(("name", "half"), [*zip(BROKEN, 2 * ("train", "test"), strict=True)])
 def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
     intact = load("folder", root, train=half == "train")
     path = root / half / "dog" / name
@@ -144,29 +134,16 @@ def test_at_most_ten_of_those_left_out_are_named(root, capsys):
 # Wrong layouts.
 
 
-def clear(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
-
-
-def class_of_other_files(root: Path) -> None:
-    clear(root / "test" / "dog")
-    (root / "test" / "dog" / "notes.txt").touch()
-
-
-def class_of_bad_pictures(root: Path) -> None:
-    clear(root / "test" / "dog")
-    (root / "test" / "dog" / "bad.png").touch()
+def other_files(root: Path, name: str) -> None:
+    shutil.rmtree(root / "test" / "dog")
+    (root / "test" / "dog").mkdir()
+    (root / "test" / "dog" / name).touch()
 
 
 WRONG = {
     "no root": (
         lambda root: root.rename(root.with_name("moved")),
         ["no class folders (it does not exist)", "images in train/<class>/ and test/<class>/, or"],
-    ),
-    "root is a file": (
-        lambda root: (shutil.rmtree(root), root.touch()),
-        ["ROOT has no class folders (it is a file)"],
     ),
     "no train": (
         lambda root: (root / "train").rename(root / "training"),
@@ -176,20 +153,16 @@ WRONG = {
         lambda root: (root / "test").rename(root / "tests"),
         ["ROOT has no test/ (it contains tests, train)", "--data.root at ROOT/train to split it"],
     ),
-    "one level too high": (
-        lambda root: [(root / half / "deep").mkdir() for half in ("train", "test")],
-        ["ROOT/train/deep contains no readable image (it contains nothing)"],
-    ),
     "other classes": (
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
         ["same classes", "only train/ has dog and only test/ has wolf", "rename, add or delete"],
     ),
     "class of other files": (
-        class_of_other_files,
-        ["ROOT/test/dog contains no readable image (it contains notes.txt)", ".jpg, .jpeg, .png"],
+        lambda root: other_files(root, "notes.txt"),
+        ["class dog has 0 test images in ROOT, and needs at least 1 (.jpg, .jpeg, .png"],
     ),
     "class of bad pictures": (
-        class_of_bad_pictures,
+        lambda root: other_files(root, "bad.png"),
         ["no image of class dog in ROOT can be read (test/dog/bad.png); replace them, or delete"],
     ),
 }  # fmt: skip
@@ -258,7 +231,6 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
 
 
-@pytest.mark.slow
 def test_files_of_other_types_are_reported(root, capsys):
     for name in ("a.svg", "b.mov", "c.MOV"):
         (root / "train" / "dog" / name).write_bytes(b"an image of a type that is not read")
@@ -269,37 +241,6 @@ def test_files_of_other_types_are_reported(root, capsys):
     assert "(.mov, .svg); supported are .jpg" in printed
     assert len(load("folder", root, train=False)) == 12
     assert capsys.readouterr().err == ""
-
-
-def test_no_class_loses_all_its_training_images(root, tmp_path, capsys):
-    for path in sorted((root / "train" / "owl").iterdir())[3:]:
-        path.unlink()
-    training, held_out = load_training(folder(root, val_size=8), seed=0)
-    assert training.class_counts()[2] == 2 and held_out.class_counts()[2] == 1
-    train(small(root, tmp_path / "run", val_size=8))
-    assert re.search(
-        r"11 training images \((cat \d, dog \d), owl 2\), 8 held", capsys.readouterr().out
-    )
-    words = r"^data\.val_size: 17 .* at most 16, .* \(cat 8, dog 8, owl 3\)$"
-    with pytest.raises(ValueError, match=words):
-        train(small(root, tmp_path / "other", val_size=17))
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.slow
-@with_half
-def test_a_broken_picture_ends_a_run_in_one_line_before_a_file_is_written(root, tmp_path, half):
-    path = root / half / "cat" / "huge.png"
-    BROKEN["huge.png"](path)
-    command = [
-        sys.executable, str(ROOT / "train.py"), "--data.name", "folder", "--data.root", str(root),
-        "--data.val_size", "3", "--out", str(tmp_path / "run"),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: data.root: {path} cannot be read")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
 
 
 # One folder of class folders.
@@ -369,7 +310,7 @@ def test_a_fraction_beside_test_images_is_refused(root):
 def test_classes_of_which_nothing_can_be_split_are_refused(classes_only):
     for path in sorted((classes_only / "rød").iterdir())[1:]:
         path.unlink()
-    words = r"rød contains 1 readable image \(it contains 00\.png\); every class needs at least one"
+    words = r"class rød has 1 images in .*, and needs at least 2 .*; add some, or delete the class"
     with pytest.raises(ValueError, match=words):
         read_folder(classes_only, train=True)
     for name in ("rød", "猫"):
@@ -409,16 +350,12 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, classes_only, tmp_
     for words, name, out in (
         (["--data.root", str(root)], "folder", "runs/pictures"),
         (["--data.root", str(classes_only)], "folder", "runs/flowers and more"),
-        (["--data.root", f"{root}/", "--out", "mine"], "folder", "mine"),
         (["--data.root", str(root), "--data.name", "cifar10"], "cifar10", "runs/quick"),
         (["--data.root", str(tmp_path / "sets")], "cifar10", "runs/quick"),
-        (["--data.root", str(tmp_path), "--data.name", "cifar10"], "cifar10", "runs/quick"),
         (["--data.root", "data"], "cifar10", "runs/quick"),  # the default, which is created
         (["--data.name", "folder", "--data.root", str(root)], "folder", "runs/pictures"),
-        (["--data.name", "shapes"], "shapes", "runs/shapes"),
         (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
         (["--config", "quick", "--data.root", str(root)], "folder", "runs/quick"),
-        (["--config", "cifar10", "--data.root", str(root)], "cifar10", "runs/cifar10"),
         (["--data.name", "folder", "--data.root", "/"], "folder", "runs/folder"),
     ):
         config, _ = parse_train(words)

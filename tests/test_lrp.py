@@ -349,7 +349,7 @@ def test_maps_by_rules_of_a_model(variant):
 # Models of timm.
 
 
-@pytest.mark.parametrize("name", ["respost", "rms_norm", "parallel", "clip", "qk_norm"])
+@pytest.mark.parametrize("name", ["respost", "rms_norm", "clip", "qk_norm"])
 def test_timm_models_conserve_relevance(name):
     import timm
     from timm.models import vision_transformer as vits
@@ -357,7 +357,6 @@ def test_timm_models_conserve_relevance(name):
     arguments = {
         "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
         "rms_norm": {"norm_layer": "rmsnorm", "act_layer": "silu"},
-        "parallel": {"block_fn": vits.ParallelThingsBlock},
         "clip": {"act_layer": "quick_gelu", "pre_norm": True, "global_pool": "map"},
         "qk_norm": {"qk_norm": True, "class_token": False, "global_pool": "avg"},
     }[name]

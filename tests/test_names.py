@@ -75,7 +75,7 @@ def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, la
     data = rearrange(make_pictures(tmp_path), layout)
     folder = Path(data.root).parent if layout == "table" else Path(data.root)
     for train_part in (True, False):
-        images = open_images(data, train_part, Preprocess((16, 16), (0.5,) * 3, (0.5,) * 3))
+        images = open_images(data, train_part).resized(Preprocess((16, 16), (0.5,) * 3, (0.5,) * 3))
         parts = [images, images.in_memory(), *hold_out(images, 0.2, 0)]
         for part in [*parts, parts[1].select(torch.tensor([4, 1, 4]))]:
             for index, pixels in enumerate(part.pixels()):

@@ -118,25 +118,12 @@ def test_arrays_and_images_are_converted_too() -> None:
         to_photo(Image.fromarray(draw(3)), 5)
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 5])
-def test_bands_are_one_rgb_image_or_a_grey_one_for_each_channel(channels: int) -> None:
-    pixels = draw(channels)
-    bands = to_bands(pixels, channels)
-    assert [band.mode for band in bands] == (["RGB"] if channels == 3 else ["L"] * channels)
-    np.testing.assert_array_equal(to_photo(pixels, channels), pixels)
-
-
 def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
     registered: list[bool] = []
     package = SimpleNamespace(register_heif_opener=lambda: registered.append(True))
     monkeypatch.setitem(sys.modules, "pillow_heif", package)
     runpy.run_path(vit.data.pixels.__file__)
     assert registered == [True]
-
-
-def test_an_image_that_needs_no_conversion_is_not_copied() -> None:
-    image = Image.fromarray(draw(3))
-    assert to_bands(image)[0] is image
 
 
 @pytest.mark.parametrize("suffix", IMG_EXTENSIONS)

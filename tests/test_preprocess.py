@@ -15,7 +15,6 @@ from torchvision.transforms.v2 import functional as tv
 from vit.data.config import DataConfig
 from vit.data.pixels import LONGEST
 from vit.data.preprocess import Preprocess
-from vit.registry import DATASETS
 
 CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 WIDE = Preprocess((16, 64), (0.5,), (0.25,))
@@ -29,14 +28,6 @@ def photo(height: int, width: int, channels: int = 3) -> np.ndarray:
 
 def by_torchvision(pixels: np.ndarray, *transforms: v2.Transform) -> torch.Tensor:
     return v2.Compose([*transforms, v2.PILToTensor()])(Image.fromarray(pixels))
-
-
-def test_every_data_set_has_its_preprocessing() -> None:
-    for name, spec in DATASETS.items():
-        preprocess = Preprocess.from_config(DataConfig(name=name))
-        assert preprocess.image_size == spec.image_size
-        assert preprocess.channels == spec.channels == len(spec.std)
-        assert (preprocess.mean, preprocess.std) == (spec.mean, spec.std)
 
 
 def test_the_config_sets_size_fit_and_channels() -> None:
@@ -141,12 +132,6 @@ def test_a_file_an_image_and_an_array_give_the_same(channels: int, tmp_path: Pat
 # Channels.
 
 
-def test_model_with_one_channel_gets_grey() -> None:
-    grey = Image.fromarray(photo(100, 100)).convert("L")
-    expected = by_torchvision(np.asarray(grey), v2.Resize(64, BICUBIC), v2.CenterCrop((16, 64)))
-    assert torch.equal(WIDE.resize(photo(100, 100)), expected)
-
-
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 def test_each_of_many_channels_is_treated_like_a_grey_image(fit: str) -> None:
     pixels = photo(50, 80, 5)
@@ -161,39 +146,11 @@ def test_channels_that_cannot_be_converted_are_refused() -> None:
     five = Preprocess((32, 32), (0.5,) * 5, (0.25,) * 5)
     with pytest.raises(ValueError, match="3 channels, but the model takes 5"):
         five.resize(photo(32, 32))
-    with pytest.raises(ValueError, match=r"^image: an array .* \(32, 32, 5\) is not allowed"):
+    with pytest.raises(ValueError, match=r"^image: the array .* \(32, 32, 5\) is not allowed"):
         CIFAR10.resize(photo(32, 32, 5), "image")
 
 
 # The part of a photo that the model sees.
-
-
-@pytest.mark.parametrize(
-    ("preprocess", "size", "rows", "columns"),
-    [
-        (CIFAR10, (40, 100), (0, 40), (30, 70)),
-        (CIFAR10, (101, 40), (30, 71), (0, 40)),
-        (CIFAR10, (32, 32), (0, 32), (0, 32)),
-        (WIDE, (100, 100), (38, 63), (0, 100)),
-        (WIDE, (20, 500), (0, 20), (210, 290)),
-        (dataclasses.replace(CIFAR10, crop_pct=0.5), (100, 200), (25, 75), (75, 125)),
-        (dataclasses.replace(CIFAR10, fit="pad"), (40, 100), (0, 40), (0, 100)),
-        (dataclasses.replace(CIFAR10, fit="squash"), (40, 100), (0, 40), (0, 100)),
-    ],
-)
-def test_crop_is_what_the_model_sees(
-    preprocess: Preprocess, size: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
-) -> None:
-    assert preprocess.crop(*size) == (slice(*rows), slice(*columns))
-
-
-def test_padding_makes_the_view_square() -> None:
-    pad = dataclasses.replace(CIFAR10, fit="pad")
-    (above, below), (left, right) = pad.padding(50, 100)
-    assert (above, below, left, right) == (25, 25, 0, 0)
-    (above, below), (left, right) = pad.padding(100, 60)
-    assert (above, below) == (0, 0) and abs(left + right - 40) <= 3 and abs(left - right) <= 4
-    assert CIFAR10.padding(50, 100) == ((0, 0), (0, 0))
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
@@ -254,9 +211,3 @@ def test_normalize_is_the_formula_per_channel(preprocess: Preprocess) -> None:
     result = preprocess.normalize(images)
     assert result.dtype == torch.float32
     np.testing.assert_allclose(result.numpy(), expected, atol=2e-6)
-
-
-def test_constants_are_moved_to_a_device_once() -> None:
-    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device="meta")
-    assert CIFAR10.normalize(images).is_meta and CIFAR10.normalize(images).is_meta
-    assert CIFAR10.normalize(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).device.type == "cpu"

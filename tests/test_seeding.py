@@ -21,6 +21,13 @@ KEYS = [
     (0, 1, 2),
     (0, 2, 1),
     (1, 0, 2),
+    (7, "a"),
+    (7, "a", 0),
+    (7,),
+    (7, 0),
+    (7, 0, 0),
+    (7 + 2**32,),
+    (7, 1),
     (0, "1", 2),
 ]
 
@@ -30,14 +37,6 @@ def test_same_key_same_seed_and_other_keys_other_seeds():
     assert seeds == [fold_in(*key) for key in KEYS]
     assert len(set(seeds)) == len(KEYS)
     assert all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [((7, "a"), (7, "a", 0)), ((7,), (7, 0)), ((7, 0), (7, 0, 0)), ((7 + 2**32,), (7, 1))],
-)
-def test_keys_of_different_length_do_not_meet(one, other):
-    assert fold_in(*one) != fold_in(*other)
 
 
 @pytest.mark.slow
@@ -60,15 +59,6 @@ def test_seeds_of_consecutive_steps_collide_no_more_than_chance(seed):
     assert count - len(seeds.unique()) <= 1
     bits = (seeds[:, None] >> torch.arange(32)) & 1
     assert (bits.double().mean(0) - 0.5).abs().max() < 5 * 0.5 / count**0.5
-
-
-def test_first_draws_of_consecutive_steps_are_uniform_and_independent():
-    drawn = torch.stack([torch.rand(2, generator=generator(0, "augment", n)) for n in range(4000)])
-    for column in drawn.T:
-        counts = torch.histc(column, bins=20, min=0, max=1)
-        assert ((counts - 200) ** 2 / 200).sum() < 50  # chi-square, 19 degrees of freedom
-    pairs = torch.stack([drawn[1:, 0], drawn[:-1, 0], drawn[1:, 1]])
-    assert torch.corrcoef(pairs).fill_diagonal_(0).abs().max() < 0.08
 
 
 def test_generator_depends_on_its_key_alone():

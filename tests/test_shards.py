@@ -16,20 +16,15 @@ import pytest
 import torch
 from PIL import Image
 
-from small_runs import ROOT, StopAt, make_loop, small
+from small_runs import ROOT
 from vit.cli import parse_train
 from vit.data.config import DataConfig
-from vit.data.datasets import load, load_training, open_images
+from vit.data.datasets import load, load_training
 from vit.data.images import ImageSet
 from vit.data.layout import recognize
 from vit.data.photos import TarMember
-from vit.data.sampling import epoch_batches
 from vit.data.shards import list_shards
 from vit.data.stream import ImageFiles
-from vit.distributed.stop import Stopped
-from vit.distributed.world import World
-from vit.training.config import Config
-from vit.training.loop import Loop
 
 CLASSES = ("cat", "dog", "owl")
 
@@ -131,50 +126,6 @@ def load_test(root: Path) -> Any:
     return load(config_of(root).name, root, train=False)
 
 
-def test_batches_are_those_of_a_folder_also_in_workers(both: tuple[Path, Path]) -> None:
-    kept, _ = load_training(config_of(both[0], memory_gb=1), 0)
-    rows = epoch_batches(len(kept), (len(kept) // 12, 12), seed=0, epoch=1)
-    streamed, _ = load_training(config_of(both[1], workers=2), 0)
-    assert isinstance(streamed.images, ImageFiles)
-    for found, right in zip(streamed.batches(rows), kept.batches(rows), strict=True):
-        assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
-
-
-def run_config(out: Path, root: Path, **data: Any) -> Config:
-    name = config_of(root, **data).name
-    values = {"name": name, "root": str(root), "val_size": 9, "train_size": None, **data}
-    return small(
-        out,
-        data={"memory_gb": 0, **values},
-        train={"epochs": 2, "batch_size": 12},
-        track={"probes": 0},
-    )
-
-
-def run(config: Config, stop_at: int = 0) -> Loop:
-    """Run a config, resumed if it has a checkpoint."""
-    Path(config.out).mkdir(exist_ok=True)
-    stop = StopAt(stop_at)
-    loop = make_loop(config, stop=stop)
-    stop.state = loop.step.state
-    loop.run()
-    return loop
-
-
-def test_a_run_stopped_in_mid_epoch_is_that_of_a_folder(
-    both: tuple[Path, Path], tmp_path: Path
-) -> None:
-    folder, shards = both
-    expected = run(run_config(tmp_path / "folder", folder, memory_gb=1)).step.state.state_dict()
-    config = run_config(tmp_path / "shards", shards)
-    with pytest.raises(Stopped):
-        run(config, stop_at=2)
-    found = run(config).step.state.state_dict()
-    for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(found[part], expected[part], rtol=0, atol=0)
-    assert found["step"] == 8
-
-
 def test_the_documented_way_to_make_shards_keeps_the_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,42 +148,6 @@ def test_the_documented_way_to_make_shards_keeps_the_order(
 # What is read.
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of all members that are read from here on."""
-    found: list[str] = []
-    read_member = TarMember.open
-
-    def noted(member: TarMember) -> io.BytesIO:
-        found.append(member.name)
-        return read_member(member)
-
-    monkeypatch.setattr(TarMember, "open", noted)
-    return found
-
-
-def test_processes_read_parts_that_together_are_the_batches(
-    both: tuple[Path, Path], reads: list[str]
-) -> None:
-    training = open_images(config_of(both[1]), train=True)
-    assert isinstance(training.images, ImageFiles) and not reads
-    every = training.images.paths
-    rows = epoch_batches(len(training), (len(training) // 12, 12), seed=0, epoch=0)[
-        1:
-    ]  # as after a stop at step 1
-    expected = torch.stack([images for images, _ in training.batches(rows)])
-    of_batch = reads.copy()
-    assert of_batch == [every[n].name for n in rows.flatten()]  # type: ignore[union-attr]
-    parts = []
-    for rank in range(2):
-        reads.clear()
-        part = training.batches(World(rank, 2).part(rows.T).T)
-        parts.append((torch.stack([images for images, _ in part]), set(reads)))
-        assert len(reads) == len(of_batch) / 2
-    assert torch.equal(torch.cat([images for images, _ in parts], dim=1), expected)
-    assert not parts[0][1] & parts[1][1] and parts[0][1] | parts[1][1] == set(of_batch)
-
-
 def test_a_shard_that_changes_is_read_again(root: Path) -> None:
     first, again = read(root), read(root)
     assert paths(again) == paths(first) and again.fingerprint == first.fingerprint
@@ -251,7 +166,7 @@ def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
     assert read(root).classes == read(root, train=False).classes == ("0", "1", "2")
     with_more = labelled(200, 3) | labelled(201, 3)
     write_shard(root / "train/more.tar", with_more)
-    with pytest.raises(ValueError, match=r"class 3 \(label 3\) has 0 images in .*/test, and needs"):
+    with pytest.raises(ValueError, match=r"class 3 has 0 test images in .*, and needs"):
         read(root, train=False)
     write_shard(root / "test/more.tar", with_more)
     assert read(root, train=False).classes == ("0", "1", "2", "3")
@@ -314,18 +229,14 @@ def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
         "./a/1.Json": b'{"label": "0"}', "./a/1.txt": b"a caption", "./a/1.jpeg": picture,
         "./README": b"", "./.hidden.jpg": b"", "./__MACOSX/2.jpg": b"", "note.txt": b"",
     }  # fmt: skip
-    more = {f"x/y.z/{n}\u00e9 {'long' * 30}.png": picture for n in (4, 5)}
-    more |= {name.replace("png", "cls"): b"%d" % n for n, name in enumerate(more)}
+    long = f"x/y.z/4\u00e9 {'long' * 30}"
+    more = {f"{long}.png": picture, f"{long}.cls": b"0", "5.png": picture, "5.cls": b"1"}
     write_shard(tmp_path / "0.tar", members | more)
     parts = [read(tmp_path, part) for part in (True, False)]
     found = dict(
         pair for part in parts for pair in zip(names(part), part.labels.tolist(), strict=True)
     )
-    assert found == {
-        "./b/1.JPG": 1,
-        "./a/1.jpeg": 0,
-        **dict(zip(list(more)[:2], (0, 1), strict=True)),
-    }
+    assert found == {"./b/1.JPG": 1, "./a/1.jpeg": 0, f"{long}.png": 0, "5.png": 1}
     assert paths(parts[0])[0].open().read() == picture
 
 
@@ -364,23 +275,12 @@ def add_link(root: Path) -> None:
         tar.addfile(info)
 
 
-def add_again(root: Path) -> None:
-    with tarfile.open(root / "train/001.tar", "a") as tar:
-        tar.addfile(tarfile.TarInfo("0010.png"))
-
-
-def damage_header(content: bytes) -> bytes:
-    where = content.index(b"0014.webp")
-    return content[:where] + b"X" + content[where + 1 :]
-
-
 def classes_txt(content: bytes) -> Callable[[Path], Any]:
     return lambda root: (root / "classes.txt").write_bytes(content)
 
 
 SHARD = r"ROOT/train/001\.tar"
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no root": (shutil.rmtree, r"ROOT contains no shards \(it does not exist\); data\.name=shards"),
     "no test": (
         lambda root: shutil.rmtree(root / "test"),
         r"ROOT has no test/ \(it contains classes\.txt, train\); add test/\*\.tar .* ROOT/train to",
@@ -399,7 +299,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         SHARD + r": cut or damaged after 0019\.png, byte .* \(unexpected end of data\); copy or",
     ),
     "damaged header": (
-        on_bytes(damage_header), SHARD + r": cut or damaged after 0013\.json, .*a damaged header",
+        on_bytes(lambda content: content.replace(b"0014.webp", b"X014.webp", 1)),
+        SHARD + r": cut or damaged after 0013\.json, .*a damaged header",
     ),
     "joined by cat": (
         on_bytes(lambda content: 2 * content), SHARD + r": cut or .* another tar file joined to it",
@@ -412,22 +313,15 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         rewrite(lambda members: members.pop("0012.jpg")),
         SHARD + r": 0012\.cls has no image; expected is 0012\.jpg or another of \.jpg, ",
     ),
-    "dots in names": (
-        add({"my.cat.jpg": b"", "my.cat.cls": b"0"}),
-        SHARD + r": my\.cat\.jpg has no image; expected is my\.jpg .* up to the first dot belong",
-    ),
     "two images": (
         add({"0012.png": b""}),
         SHARD + r": 0012\.jpg and 0012\.png are of one example, .*; keep one, or rename",
     ),
-    "the same name twice": (add_again, SHARD + r": 0010\.png and 0010\.png are of one exam"),
     "a link": (add_link, SHARD + r": 0900\.jpg is a link or sparse, .* tar --dereference"),
     "text as label": (
         add({"0012.cls": b"cat"}),
         SHARD + r": the label in 0012\.cls is 'cat'; it must be a whole number, 0 or more$",
     ),
-    "fraction as label": (add({"0013.json": b'{"label": 1.5}'}), SHARD + r": .*13\.json is '1\.5'"),
-    "long label": (add({"0012.cls": b"9" * 5000}), SHARD + r": the label in 0012\.cls is '9{60}\."),
     "no JSON": (
         add({"0013.json": b"{"}),
         SHARD + r': 0013\.json is not a JSON object with a "label"$',
@@ -440,18 +334,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda root: ((root / "classes.txt").unlink(), add({"0012.cls": b"999999999"})(root)),
         r"no image has the label 3, but others have labels up to 999999999; number",
     ),
-    "a class without images": (
-        classes_txt(b"cat\ndog\nowl\nemu"),
-        r"class emu \(label 3\) has 0 images in ROOT/train, and needs at least 1; add some, or",
-    ),
-    "one class": (classes_txt(b"cat"), r"ROOT has a single class, cat; a classifier needs at"),
-    "a class twice": (classes_txt(b"a\nb\na"), r"ROOT/classes\.txt, line 3: a is already in line"),
     "an empty line": (classes_txt(b"a\n\nb"), r"ROOT/classes\.txt, line 2: the name of a class"),
-    "not UTF-8": (classes_txt(b"a\xff"), r"ROOT/classes\.txt is not UTF-8 text \("),
-    "an image that cannot be read": (
-        add({"0012.jpg": b"I am a picture."}),
-        r"0012\.jpg in " + SHARD + r" cannot be read as an image: unknown format; replace",
-    ),
 }  # fmt: skip
 
 

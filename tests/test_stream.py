@@ -321,13 +321,6 @@ def test_few_files_are_decoded_in_this_process(
     assert images[torch.arange(47)].num_workers == 0
 
 
-def test_default_number_of_workers_leaves_a_core_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, processes, expected in ((1, 1, 1), (2, 1, 1), (8, 1, 7), (8, 2, 3), (64, 1, 16)):
-        monkeypatch.setattr(stream, "usable_cores", lambda cores=cores: cores)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-        assert default_workers() == expected
-
-
 def test_a_worker_that_is_killed_ends_the_run_in_one_line(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

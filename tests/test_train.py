@@ -134,7 +134,7 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
         assert first != last
         for encoded in (first, last):
             assert pixels(encoded).std() > 20  # not blank
-    for drawn, size in ((tags, (706, 256)), (signed, (620, 208))):
+    for drawn, size in ((tags, (706, 256)), (signed, (706, 256))):
         for tag in drawn:
             assert {(p.width, p.height) for p in accumulator.Images(tag)} == {size}
 
@@ -181,7 +181,7 @@ def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, st
     names = (tensors.parent / "metadata.tsv").read_text().split()
     assert {name: names.count(name) for name in names} == dict.fromkeys(KINDS, 100)
     with Image.open(tensors.parent / "sprite.png") as sprite:
-        assert sprite.size == (32 * 40, 32 * 40)  # thumbnails with a frame of 4 pixels
+        assert sprite.size == (32 * 32, 32 * 32)
     shown = choose_probes(load("shapes", ".", train=False), 1000, 0)
     assert names == [KINDS[label] for label in shown.labels]
     model = load_model(finished[0], device="cpu").classifier.model

@@ -19,7 +19,7 @@ from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
 from vit.model.config import ModelConfig
-from vit.model.variants import source_digest
+from vit.model.variants import attention_digest
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
@@ -48,7 +48,7 @@ class SavedModel:
         total_steps: Optimizer steps of the whole run; None if the file does not say.
         path: The file.
         fingerprint: Identifies the user's files it was trained on, see
-            `vit.data.source.Source`; "" for published data sets and old files.
+            `vit.data.images.user_files`; "" for published data sets and old files.
     """
 
     classifier: Classifier
@@ -209,8 +209,8 @@ def save_model(
 
 
 def attention_code(model: ModelConfig) -> str:
-    """Identify the code of a model's attention, see `source_digest`; "" for a timm model."""
-    return source_digest(model.attention) if model.name == "vit" else ""
+    """Identify the code of a model's attention, see `attention_digest`; "" for a timm model."""
+    return attention_digest(model.attention) if model.name == "vit" else ""
 
 
 def _read_model(path: Path) -> dict[str, Any]:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from vit.data.config import DataConfig
+from vit.data.layout import IMAGE_SUFFIXES
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFile, ImageFiles
+from vit.settings import shorten
 
 TEST_FRACTION = 0.2
 
@@ -144,35 +146,52 @@ class ImageSet:
 
 def user_files(
     data: DataConfig,
+    train: bool,
+    split: bool,
     folder: Path,
     paths: Sequence[ImageFile],
     labels: Tensor,
     classes: Sequence[str],
-    train: bool | None = None,
     listed: bytes | None = None,
 ) -> ImageSet:
-    """Return a user's files as a set, or one of the parts that `data.test_fraction` makes of them.
+    """Return a user's files as a set.
 
     The fingerprint is the SHA-256 of the fraction, if it is used, and of all files and labels.
 
     Args:
         data: The data set.
+        train: Whether the set is for training rather than for testing.
+        split: Whether to take only the part of the files that `data.test_fraction` decides on.
         folder: The folder that names of files are relative to, which may be moved.
         paths: The N files.
         labels: (N,) int64, 0 to C - 1.
         classes: The C class names.
-        train: Whether to take a part, the training images or the test images; None takes all.
         listed: What identifies the files and labels; None means their names.
+
+    Raises:
+        ValueError: There are too few classes, or images of a class.
     """
+    if len(classes) < 2:
+        raise ValueError(
+            f"data.root: {folder} has a single class, {classes[0]}; a classifier needs at least two"
+        )
+    least, part = (2, "") if split else (1, "training " if train else "test ")
+    counts = labels.bincount(minlength=len(classes)).tolist()
+    for name, count in zip(classes, counts, strict=True):
+        if count < least:
+            raise ValueError(
+                f"data.root: class {shorten(name)} has {count} {part}images in {folder}, and needs "
+                f"at least {least} ({', '.join(IMAGE_SUFFIXES)}); add some, or delete the class"
+            )
     if listed is None:
         pairs = zip(paths, labels.tolist(), strict=True)
         lines = (f"{os.path.relpath(str(path), folder)}\0{label}\n" for path, label in pairs)
         listed = "".join(lines).encode(errors="surrogateescape")
-    fraction = None if train is None else data.test_fraction or TEST_FRACTION
+    fraction = (data.test_fraction or TEST_FRACTION) if split else None
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
     images = ImageSet(
         ImageFiles.from_config(paths, data), labels, tuple(classes), origins=tuple(paths),
-        folder=str(folder), fingerprint=fingerprint, split=train is not None,
+        folder=str(folder), fingerprint=fingerprint, split=split,
     )  # fmt: skip
     if fraction is None:
         return images

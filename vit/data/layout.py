@@ -86,18 +86,6 @@ def report_ignored(folder: Path, files: Sequence[str]) -> None:
         )
 
 
-def require_classes(place: Path, classes: Sequence[str]) -> None:
-    """Check that there are at least two classes.
-
-    Raises:
-        ValueError: There are less than two classes.
-    """
-    if len(classes) < 2:
-        raise ValueError(
-            f"data.root: {place} has a single class, {classes[0]}; a classifier needs at least two"
-        )
-
-
 def recognize(root: Path) -> str | None:
     """Return the value of data.name for images of the user's own, or None for anything else."""
     if root.suffix.lower() in TABLE_SUFFIXES and root.is_file():

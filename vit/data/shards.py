@@ -9,7 +9,6 @@ import functools
 import json
 import re
 import tarfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +33,6 @@ from vit.data.layout import (
     is_shard,
     is_visible,
     report_unused,
-    require_classes,
     some,
 )
 from vit.data.photos import TarMember
@@ -85,13 +83,17 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
         classes = _read_classes(root / CLASSES_FILE)
     else:
         classes = _count_classes([index_shards(_find(part)) for part in parts])
-    require_classes(root, classes)
-    _check_labels(root, members, labels, classes, least=1 if divided else 2)
+    highest = max(labels)
+    if highest >= len(classes):
+        raise ValueError(
+            f"data.root: {members[labels.index(highest)]} has the label {highest}, but "
+            f"{root / CLASSES_FILE} names {len(classes)} classes, 0 to {len(classes) - 1}; add "
+            "names, or correct the labels"
+        )
     numbers = torch.tensor(labels)
     names = "".join(f"{shard.name}\0{shard.stat().st_size}\n" for shard in shards)
     listed = f"{names}{len(labels)}\n".encode() + numbers.numpy().tobytes()
-    split = None if divided else train
-    return user_files(data, root, members, numbers, classes, split, listed)
+    return user_files(data, train, not divided, root, members, numbers, classes, listed)
 
 
 def _refuse_mixed(root: Path) -> None:
@@ -153,31 +155,6 @@ def _count_classes(parts: Sequence[tuple[Sequence[TarMember], Sequence[int]]]) -
             f"number the classes from 0 without gaps, or name them all in {CLASSES_FILE}"
         )
     return tuple(map(str, range(gap)))
-
-
-def _check_labels(
-    root: Path,
-    members: Sequence[TarMember],
-    labels: Sequence[int],
-    classes: Sequence[str],
-    least: int,
-) -> None:
-    """Check that every label has a name and every class enough images."""
-    highest = max(labels)
-    if highest >= len(classes):
-        raise ValueError(
-            f"data.root: {members[labels.index(highest)]} has the label {highest}, but "
-            f"{root / CLASSES_FILE} names {len(classes)} classes, 0 to {len(classes) - 1}; add "
-            "names, or correct the labels"
-        )
-    counts = Counter(labels)
-    for label, name in enumerate(classes):
-        if counts[label] < least:
-            folder = Path(members[0].shard).parent
-            raise ValueError(
-                f"data.root: class {name} (label {label}) has {counts[label]} images in {folder}, "
-                f"and needs at least {least}; add some, or leave out the class and its label"
-            )
 
 
 def index_shards(shards: Sequence[Path]) -> tuple[tuple[TarMember, ...], tuple[int, ...]]:

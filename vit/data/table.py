@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import TEST, TRAIN, VALIDATION, content, report_unused, require_classes, some
+from vit.data.layout import TEST, TRAIN, VALIDATION, content, report_unused, some
 from vit.settings import shorten
 
 PATH, LABEL, SPLIT = "path", "label", "split"
@@ -52,17 +51,12 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     labels = {row.label for row in rows}
     numeric = all(label.isdecimal() for label in labels)
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
-    require_classes(file, classes)
-    if rows[0].split is None:
-        _require(file, rows, classes, least=2)
-        chosen = rows
-    else:
-        chosen = _part(file, rows, classes, data, train)
-    numbers = {name: label for label, name in enumerate(classes)}
+    split = rows[0].split is None
+    chosen = rows if split else _part(file, rows, data, train)
+    numbers = {label: number for number, label in enumerate(classes)}
     targets = torch.tensor([numbers[row.label] for row in chosen])
     paths = [str(row.path) for row in chosen]
-    split = train if rows[0].split is None else None
-    return user_files(data, file.parent, paths, targets, classes, split)
+    return user_files(data, train, split, file.parent, paths, targets, classes)
 
 
 def _read(file: Path) -> list[_Row]:
@@ -140,9 +134,7 @@ def _check_paths(file: Path, rows: list[_Row]) -> None:
         raise _problem(file, missing[0].line, what)
 
 
-def _part(
-    file: Path, rows: list[_Row], classes: list[str], data: DataConfig, train: bool
-) -> list[_Row]:
+def _part(file: Path, rows: list[_Row], data: DataConfig, train: bool) -> list[_Row]:
     """Return the rows of the training or test images of a table with a column "split"."""
     if data.test_fraction is not None:
         raise ValueError(
@@ -153,29 +145,15 @@ def _part(
     unused = [row for row in rows if row.split == VALIDATION[0]]
     if not parts[TEST]:
         parts[TEST], unused = unused, []
-    for name, example in ((TEST, f"{TEST} or {VALIDATION[0]}"), (TRAIN, TRAIN)):
-        if parts[name]:
-            _require(file, parts[name], classes, least=1)
-        elif name == TEST or train:  # test images alone can be evaluated
+    for name in (TEST, TRAIN) if train else (TEST,):  # test images alone can be evaluated
+        if not parts[name]:
             raise ValueError(
-                f"data.root: {file} has no rows with {SPLIT} {example}; add some, or delete the "
+                f"data.root: {file} has no rows with {SPLIT} {name}; add some, or delete the "
                 f"column {SPLIT} to use data.test_fraction"
             )
     if train and unused:
         report_unused(f"{len(unused):,} rows of {file} with {SPLIT} {VALIDATION[0]}")
     return parts[TRAIN if train else TEST]
-
-
-def _require(file: Path, rows: list[_Row], classes: list[str], least: int) -> None:
-    """Check that every class has enough images."""
-    counts, split = Counter(row.label for row in rows), rows[0].split
-    for name in classes:
-        if counts[name] < least:
-            part = f" with {SPLIT} {split}" if split else ""
-            raise ValueError(
-                f"data.root: {file}: class {shorten(name)} has {counts[name]} images{part}, and "
-                f"needs at least {least}; add some, or delete the class"
-            )
 
 
 def _problem(file: Path, line: int, what: str) -> ValueError:

@@ -25,7 +25,7 @@ from vit.explain.canvas import (
     shorten,
     text_width,
 )
-from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map
+from vit.explain.colours import SCALE, SIGNED, UNIFORM, Bar, as_pixels, colour_map
 from vit.explain.maps import map_title
 
 DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
@@ -125,6 +125,24 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
     words = "attention of each head (class-agnostic)"
     return _sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
+
+
+def statistics_picture(statistics: dict[str, Tensor]) -> np.ndarray:
+    """Draw statistics of all heads side by side, layers as rows and heads as columns.
+
+    Each has a colour scale of its own, from its least to its greatest value, which are written.
+
+    Args:
+        statistics: Values (L, H) by title.
+    """
+    row = []
+    for title, values in statistics.items():
+        low, high = values.min().item(), values.max().item()
+        # Values that are equal to the digits that are written have equal colours.
+        span = max(high - low, 0.05 * abs(high), 1e-9)
+        colours = colour_map(SCALE[1] * (values - low) / span)
+        row.append(Panel(colours, f"{title}\n{low:.2g} to {high:.2g}; layers ↓, heads →"))
+    return _panels([row], [], side=208, head=48)
 
 
 def gallery_picture(

@@ -1,14 +1,18 @@
 """Whether torch's fused attention kernel may take the place of attention as it is written.
 
-The kernel is faster, but computes one thing only: softmax(Q Kᵀ / √d) V. Before it is used, it has
-to agree with the written function on random inputs; so an edited function runs as it is.
+The kernel is faster, but computes only softmax(Q Kᵀ / √d) V. The released function does, too, which
+the tests check; an edited one has to agree with the kernel on random inputs, or runs as it is.
 """
 
+import ast
 import functools
+import hashlib
+import inspect
+import textwrap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,8 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 # Largest difference, relative to the largest value. Kernels round intermediate results differently;
 # in float64, functions that compute the same agree to the last digits.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+# Of `scaled_dot_product_attention` and `masked_softmax` as they are released, see `source_digest`.
+RELEASED = ["c417820a4565f357", "e12720dbf233a7cf"]
 MOST_TOKENS = 640  # that are compared: the memory of the written function grows with their square
 
 _lock = threading.Lock()  # evaluation runs a model in several threads
@@ -39,10 +45,9 @@ class Kind(NamedTuple):
 def agrees_with_fused_kernel(attention: Attend, kind: Kind) -> bool:
     """Return whether a function computes what torch's fused kernel computes; say so if not.
 
-    Outputs and gradients are compared in float64 on the CPU, in training and in evaluation, and
-    then in the dtype and on the device of the inputs. This happens once per process and kind of
-    input, and again if a global that the function names is replaced. It leaves the global random
-    generator as it is.
+    The code of the released function is known on a CPU. Else outputs and gradients are compared in
+    float64 on the CPU, in training and in evaluation, and then in the dtype and on the device of
+    the inputs; once per process and kind of input, and again if a global that it names is replaced.
 
     Args:
         attention: The function, see `vit.model.attention.scaled_dot_product_attention`.
@@ -56,15 +61,30 @@ def agrees_with_fused_kernel(attention: Attend, kind: Kind) -> bool:
 
 @functools.cache
 def _compare_once(attention: Attend, kind: Kind, _: tuple[int, ...]) -> bool:
+    names = getattr(attention, "__globals__", {})
+    digests = [source_digest(each) for each in (attention, names.get("masked_softmax"))]
+    if digests == RELEASED and kind.device.type in ("cpu", "meta"):  # where the tests compare them
+        return True
     # None of the caller's contexts apply in a new thread: autocast, no_grad, tracing for an export,
     # rules that replace gradients.
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+    with ThreadPoolExecutor(1) as thread:
         agrees = thread.submit(_compare, attention, kind).result()
-    torch.set_num_threads(threads)
     if not agrees:
         _say_that_it_differs()
     return agrees
+
+
+def source_digest(code: Any) -> str:
+    """Hash a function or class without comments and layout, and without what it calls.
+
+    Returns:
+        16 hexadecimal digits; "" if Python has no source of it.
+    """
+    try:  # __code__ is that of a wrapper, not of the function that it wraps
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(code, "__code__", code))))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
 @functools.cache

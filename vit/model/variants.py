@@ -7,12 +7,8 @@ of its own. docs/variants.md shows how to write, train and compare one.
 Shapes: B batch, H heads, N queries, M keys, d head width.
 """
 
-import ast
-import hashlib
 import importlib.util
-import inspect
 import math
-import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.model.attention import Attention, masked_softmax, scaled_dot_product_attention
+from vit.model.fused_kernel import source_digest
 from vit.settings import suggest
 
 Dropout = Callable[[Tensor], Tensor]
@@ -146,22 +143,9 @@ def load_attention(name: str) -> Attention | None:
     return ATTENTION[Path(name).name]
 
 
-def source_digest(name: str) -> str:
-    """Identify the code of a variant, so that a change since training is noticed.
-
-    Args:
-        name: As for `find_attention`.
-
-    Returns:
-        A hash of the function or class without its comments and layout; functions that it calls
-        are not included. "" if Python has no source of it.
-    """
-    variant = find_attention(name) or scaled_dot_product_attention
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(variant)))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+def attention_digest(name: str) -> str:
+    """Hash the code of a variant, see `source_digest`, so that a later change is noticed."""
+    return source_digest(find_attention(name) or scaled_dot_product_attention)
 
 
 def check_attention(name: str, num_heads: int, tokens: int, head_dim: int) -> None:

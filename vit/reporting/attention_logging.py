@@ -21,6 +21,7 @@ from vit.explain.figures import (
     filmstrip_picture,
     heads_picture,
     rollout_picture,
+    statistics_picture,
 )
 from vit.explain.maps import map_title, readout_of
 from vit.explain.rollout import head_maps
@@ -89,13 +90,20 @@ class AttentionLogging:
         attention = joined([batch for batch, _ in batches])
         records = [record for _, batch in batches for record in batch]
         yield from self._records(records, step)
-        for name, values in self._statistics(classifier, attention).items():
+        heads = self._statistics(classifier, attention.weights)
+        layers = {name: values.mean(dim=1) for name, values in heads.items()}
+        prefix = require_attention(classifier.model).num_prefix_tokens
+        layers["patch_norm"] = largest_patch_norm(attention.tokens, prefix)
+        for name, values in layers.items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
         if attention.finite:
             yield from _measured(records)
             yield from self._baselines(classifier, attention, threads)
         maps = self._save(attention.map("rollout").cpu(), step)
+        titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
+        chart = statistics_picture(dict(zip(titles, heads.values(), strict=True)))
+        yield "attention/statistics", chart
         yield from self._draw(classifier, attention, maps)
         if attention.finite:
             yield from self._draw_relevance(attention)
@@ -113,16 +121,15 @@ class AttentionLogging:
             warn(left_out_text(weighted, len(records)))
             self._said = True
 
-    def _statistics(self, classifier: Classifier, attention: Attention) -> dict[str, Tensor]:
-        """Measure the layers, (L,) each, as the mean over heads and probes."""
-        model, weights = require_attention(classifier.model), attention.weights
+    def _statistics(self, classifier: Classifier, weights: list[Tensor]) -> dict[str, Tensor]:
+        """Measure the heads, (L, H) each, as the mean over the probes."""
+        model = require_attention(classifier.model)
         grid = model.patch_embed.grid(*self.probes.images.shape[-2:])
         size, prefix = model.patch_embed.patch_size, model.num_prefix_tokens
         return {
-            "entropy": attention_entropy(weights).mean(dim=1),
-            "distance": attention_distance(weights, grid, size, prefix).mean(dim=1),
-            "sink": sink_mass(weights).mean(dim=1),
-            "patch_norm": largest_patch_norm(attention.tokens, prefix),
+            "entropy": attention_entropy(weights),
+            "distance": attention_distance(weights, grid, size, prefix),
+            "sink": sink_mass(weights),
         }
 
     def _baselines(

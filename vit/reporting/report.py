@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
+from vit.data.augment import shrink
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
+from vit.explain.colours import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
@@ -29,7 +32,9 @@ from vit.run.tracker import picture_tag
 
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
-RANKED_AT_ONCE = 1000  # images; limits peak memory
+PROJECTED = 1000  # images in TensorBoard's projector
+THUMBNAIL = 64  # largest side of an image in the projector, in pixels
+PROJECTED_AT_ONCE, RANKED_AT_ONCE = 250, 1000  # limit peak memory
 
 
 def write_report(
@@ -47,12 +52,12 @@ def write_report(
         classifier: The model.
         images: The test images, with labels.
         folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            predictions.csv, probes/*.png and TensorBoard events, including precision-recall
-            curves. Files of an earlier report are replaced.
+            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves
+            and a projector of the features. Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
-        seed: Seed of the choice of these images.
+        seed: Seed of the choice of these images and of those in the projector.
 
     Returns:
         The report, see `vit.evaluation.report`, with the most confident mistakes.
@@ -91,6 +96,7 @@ def write_report(
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, shares[:, number], step
             )
+        _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
     return result
 
 
@@ -189,6 +195,27 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     ]
     maps = torch.stack(found, dim=1)
     return maps / maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
+
+
+def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
+    """Write the features and thumbnails of images for TensorBoard's projector."""
+    parts = list(images.parts(PROJECTED_AT_ONCE))
+    writer.add_embedding(
+        torch.cat([classifier.features(part).cpu() for part in parts]),
+        [images.classes[label] for label in images.labels],
+        torch.cat([_thumbnails(part.cpu()) for part in parts]) / 255, step, "features",
+    )  # fmt: skip
+
+
+def _thumbnails(images: Tensor) -> Tensor:
+    """Shrink images (B, channels, H, W) uint8 to squares (B, 3, side, side), with white around."""
+    pixels = torch.from_numpy(as_rgb(images.movedim(1, -1).numpy())).movedim(-1, 1).float()
+    scale = min(1.0, THUMBNAIL / max(pixels.shape[-2:]))
+    rows, columns = (max(1, round(scale * n)) for n in pixels.shape[-2:])
+    side = max(rows, columns)
+    top, left = (side - rows) // 2, (side - columns) // 2
+    around = (left, side - columns - left, top, side - rows - top)
+    return F.pad(shrink(pixels, (rows, columns)).round(), around, value=255).to(torch.uint8)
 
 
 def report_files(folder: Path) -> list[Path]:
