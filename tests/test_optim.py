@@ -21,8 +21,8 @@ RATES = {
 }  # fmt: skip
 
 VARIANTS = {
-    "class token": {},
-    "fixed positions": {"pos_embed": "sincos", "mlp_conv": True},
+    "class_token": {},
+    "fixed_positions": {"pos_embed": "sincos", "mlp_conv": True},
     "all": {
         "stem": "conv",
         "reg_tokens": 1,
