@@ -179,7 +179,7 @@ def test_number_of_processes_and_threads_are_written_down(pair: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everyone", [True, False], ids=["Ctrl-C", "SIGTERM to the first"])
+@pytest.mark.parametrize("everyone", [True, False], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     pair: Path, tmp_path: Path, everyone: bool
 ) -> None:

@@ -91,7 +91,7 @@ def wait_for_the_next_second() -> None:
 @pytest.mark.parametrize(
     "rest",
     ["", '{"step": 9, "lo', '{"step": 3, "loss": 1', "{", '{"step": 9, "loss": 9.0}'],
-    ids=["whole", "cut beyond", "cut before", "brace", "no line end"],
+    ids=["whole", "cut_beyond", "cut_before", "brace", "no_line_end"],
 )
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path, rest):
     metrics = tmp_path / "metrics.jsonl"
