@@ -35,7 +35,7 @@ from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
 from vit.run.tracker import Tracker
-from vit.training.budget import mean_step_seconds
+from vit.training.build import mean_step_seconds
 from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.start import Run

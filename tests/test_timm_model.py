@@ -33,7 +33,7 @@ from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, MapsConfig, PhotoConfig, ReportConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
-from vit.training.checks import check_config, check_processes
+from vit.training.checks import check_config
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
@@ -232,17 +232,6 @@ def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
 def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_config(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
-def test_batch_norm_needs_two_images(name: str) -> None:
-    run = Config(model={"name": f"timm:{name}"}, train={"batch_size": 4, "accumulate": 2})  # type: ignore[arg-type]
-    check_processes(run, processes=1)
-    if name == "test_vit":
-        check_processes(run, processes=2)
-        return
-    with pytest.raises(ValueError, match=r"batch norm of model.name=timm:test_resnet needs"):
-        check_processes(run, processes=2)
 
 
 def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def train_main() -> None:
         # Imported late, because it imports torch: a mistyped flag is answered at once.
         import_quickly("vit.training.train")
         from vit.distributed.launch import launched
-        from vit.training.train import on_all_cores, train
+        from vit.training.start import on_all_cores
+        from vit.training.train import train
 
         config = on_all_cores(config, options["overwrite"])
         with launched(config.train.processes or 1, train, config, *options.values()):
