@@ -107,7 +107,8 @@ def first_failure(copy: Path, tests: list[str]) -> str | None:
     process.join()
     if process.exitcode in (0, 5):  # 5: all tests of the files are slow
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", Path(f"{copy}.log").read_text(), re.MULTILINE)
+    log = Path(f"{copy}.log").read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
     return failed[1] if failed else f"exit code {process.exitcode}"
 
 

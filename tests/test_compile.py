@@ -51,10 +51,6 @@ def test_a_run_goes_on_as_it_began() -> None:
     assert choose(True, began=False) and not choose(False, began=True)
 
 
-def test_auto_does_not_compile_float32_on_a_cpu() -> None:
-    assert not choose_compilation("auto", None, CPU, torch.float32, MANY_STEPS).used
-
-
 def test_without_a_compiler_auto_does_not_compile_and_says_so(no_compiler: None) -> None:
     found = choose_compilation("auto", None, CPU, torch.bfloat16, MANY_STEPS)
     assert found.describe() == "not compiled: a C++ compiler was not found"

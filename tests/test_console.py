@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.console import counted, is_out_of_memory, say, warn
-
-
-def test_texts_go_where_they_belong(capsys: pytest.CaptureFixture[str]) -> None:
-    say("this")
-    warn("that")
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("this\n", "warning: that\n")
+from vit.console import counted, is_out_of_memory
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

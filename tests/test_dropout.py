@@ -189,16 +189,6 @@ def test_parts_of_a_batch_give_parts_of_its_logits(rates: tuple[str, ...]) -> No
     assert (other - whole).abs().max() > 1e-3
 
 
-def test_names_of_the_weights_stay_timms() -> None:
-    dropped = build(**dict.fromkeys(RATES, 0.1))
-    with keyed_dropout(dropped, image_keys(0, 0, 2)):
-        assert list(dropped.state_dict()) == list(build().state_dict())
-        assert len(list(dropped.buffers())) == 0
-    for block in dropped.blocks:
-        for module in (block.attn.attn_drop, block.attn.proj_drop, block.mlp.drop1):
-            assert isinstance(module, Dropout)
-
-
 def test_recomputed_activations_are_dropped_alike() -> None:
     model, images, keys = build(**dict.fromkeys(RATES, 0.3)), draw_images(6), image_keys(0, 0, 6)
     logits, gradient = run(model, images, keys)

@@ -1,7 +1,5 @@
 """The encoder block compared with timm's and with a direct computation."""
 
-from itertools import product
-
 import pytest
 import torch
 from timm.models.vision_transformer import Block as TimmBlock
@@ -9,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from vit.model.attention import causal_mask
-from vit.model.encoder import EncoderBlock, LayerScale, NeighbourConv
+from vit.model.encoder import EncoderBlock, NeighbourConv
 
 VARIANTS = {
     "plain": {},
@@ -61,51 +59,6 @@ def test_block_in_training_equals_timm_at_the_same_seed(rate, kernel):
 
     assert_close(output, expected, rtol=0, atol=1e-12)
     assert (output - ours.eval()(x, GRID)).abs().max() > 1e-3
-
-
-@with_variants
-def test_asking_for_weights_does_not_change_the_output(variant, kernel):
-    mask = causal_mask(5)
-    block = draw_block(**variant)
-    x = draw_tokens()
-
-    output, weights = block(x, GRID, mask, need_weights=True)
-
-    assert_close(output, block(x, GRID, mask), rtol=0, atol=1e-12)
-    _, expected = block.attn(block.norm1(x), mask, need_weights=True)
-    assert_close(weights, expected, rtol=0, atol=0)
-
-
-def test_drop_path_drops_whole_branches_per_image():
-    torch.manual_seed(3)
-    rate, images = 0.25, 2000
-    block = draw_block(drop_path=rate)
-    x = draw_tokens(batch=1)
-
-    def outcome(attention_kept: bool, mlp_kept: bool) -> Tensor:
-        """What an image becomes when it keeps these branches, which then count 1 / (1 - rate)."""
-        y = x + attention_kept / (1 - rate) * block.attn(block.norm1(x))
-        return y + mlp_kept / (1 - rate) * block.mlp(block.norm2(y), GRID)
-
-    outputs = block.train()(x.expand(images, -1, -1), GRID)
-
-    shares = []
-    for attention_kept, mlp_kept in product([True, False], repeat=2):
-        expected = outcome(attention_kept, mlp_kept)
-        same = (outputs - expected).abs().amax(dim=(1, 2)) < 1e-9
-        shares.append(same.double().mean().item())
-    assert sum(shares) == pytest.approx(1)
-    expected_shares = [0.75**2, 0.75 * 0.25, 0.25 * 0.75, 0.25**2]
-    assert shares == pytest.approx(expected_shares, abs=5 * 0.5 / images**0.5)
-
-
-def test_layer_scale_starts_from_its_value_for_each_channel():
-    scale = LayerScale(12, 0.25)
-    x = draw_tokens().float()
-    assert_close(scale(x), 0.25 * x, rtol=0, atol=0)
-    with torch.no_grad():
-        scale.gamma[3] = 2
-    assert_close(scale(x)[..., 3], 2 * x[..., 3], rtol=0, atol=0)
 
 
 # --- the convolution in the MLP ---

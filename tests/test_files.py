@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.files import seal, sync_folder, unseal, write_atomically
+from vit.files import seal, unseal, write_atomically
 
 
 @pytest.mark.parametrize("broken", ["open", "fsync", "replace"])
@@ -45,14 +45,6 @@ def test_order_of_what_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "replace", watched_replace)
     write_atomically(tmp_path / "file", b"new")
     assert order == ["content", "name", *(["folder"] if os.name != "nt" else [])]
-
-
-def test_windows_is_not_asked_to_flush_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "name", "nt")
-    monkeypatch.delattr(os, "open")
-    sync_folder(tmp_path)
 
 
 def test_seal_breaks_with_any_bit() -> None:

@@ -21,10 +21,8 @@ from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker
-from vit.training import muon as muon_module
 from vit.training.config import Config, OptimConfig, from_dict
-from vit.training.muon import Muon
-from vit.training.optim import build_optimizers, set_lr
+from vit.training.optim import build_optimizers
 from vit.training.step import TrainingStep
 from vit.training.train import train
 
@@ -105,44 +103,6 @@ def test_muon_and_its_adamw_both_have_rates_by_layer():
         for key, group in names(model, optimizer.param_groups).items():
             assert group["initial_lr"] / lr == pytest.approx(expected[key][0] / 0.01), key
             assert group["weight_decay"] == (0.75 if lr == 0.02 else expected[key][1]), key
-
-
-def test_muon_updates_all_layers_together_each_at_its_rate(monkeypatch):
-    """Two steps equal those of a Muon for each layer; one call for each shape of matrix."""
-    calls = []
-
-    def counted(matrices: Tensor) -> Tensor:
-        calls.append(matrices.shape)
-        return orthogonalize(matrices)
-
-    orthogonalize = muon_module.orthogonalize
-    monkeypatch.setattr(muon_module, "orthogonalize", counted)
-    together, apart = build_vit(), build_vit()
-    _, muon = build_optimizers(together, OptimConfig(name="muon", **RATES, layer_decay=0.5))
-    _, whole = build_optimizers(apart, OptimConfig(name="muon", **RATES))
-    set_lr([muon], 1.0)
-    assert isinstance(muon, Muon) and isinstance(whole, Muon)
-    alone = {
-        key: Muon([{"params": [value]}], {value: whole.numbers[value]}, lr, 0.75, 0.9)
-        for key, value in apart.named_parameters()
-        if value in whole.numbers
-        for lr in [names(together, muon.param_groups)[key]["initial_lr"]]
-    }
-    for step in range(2):
-        for model in (together, apart):
-            torch.manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn_like(parameter)
-        calls.clear()
-        muon.step()
-        shapes = {shape[1:] for shape in calls}
-        assert len(calls) == len(shapes)
-        for optimizer in alone.values():
-            optimizer.step()
-    weights = dict(apart.named_parameters())
-    for key, value in together.named_parameters():
-        if key in alone:
-            torch.testing.assert_close(value, weights[key], rtol=1e-2, atol=2e-4, msg=key)
 
 
 def frozen(out: Path, **changes):
@@ -264,20 +224,6 @@ def test_checkpointed_blocks_give_the_same_gradients_from_less_memory(precision)
         assert torch.equal(gradient, checkpointed[key]), key
     assert torch.equal(drawn, drawn_too)  # random numbers go on where they were
     assert little < much / 2
-
-
-def test_blocks_are_checkpointed_if_asked_and_only_for_training(tmp_path):
-    step = make_step(small(tmp_path, train={"checkpoint_blocks": True}))
-    plain = make_step(small(tmp_path))
-    assert step.state.model.grad_checkpointing and not plain.state.model.grad_checkpointing
-    for one, other in zip(train_steps(step, 2), train_steps(plain, 2), strict=True):
-        assert torch.equal(one, other)
-    weights = plain.state.model.state_dict()
-    for key, value in step.state.model.state_dict().items():
-        assert torch.equal(value, weights[key]), key
-    with torch.no_grad():
-        images = torch.randn(2, 3, 32, 32)
-        assert torch.equal(step.state.evaluated()(images), plain.state.evaluated()(images))
 
 
 @pytest.mark.slow

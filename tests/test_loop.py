@@ -13,14 +13,11 @@ from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches
 from vit.distributed.stop import Stopped
-from vit.distributed.world import World
 from vit.run import saver
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
-from vit.training.checks import check_processes
 from vit.training.config import Config
 from vit.training.loop import Diverged, Loop
 from vit.training.messages import clock as clock_text
@@ -86,7 +83,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("vit.training.loop.time", clock)
-    monkeypatch.setattr("vit.distributed.activity.time", clock)
+    monkeypatch.setattr("vit.distributed.watch.time", clock)
     update = TrainingStep.update
 
     def one_second(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
@@ -118,15 +115,6 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
         f"{clock_text(1055)}, {clock_text(left)} left", f"{clock_text(1110)}, 0:00 left"
     ]  # fmt: skip
     assert loop.step.state.seconds - before == pytest.approx(10 * (1 + 10))
-
-
-def test_seconds_add_up_over_interruptions(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", **BARE)
-    with pytest.raises(Stopped):
-        run(config, stop_at=7)
-    before = make_loop(config).step.state.seconds
-    assert before > 0
-    assert run(config).step.state.seconds > before
 
 
 def image(state: TrainState) -> dict[str, Any]:
@@ -248,64 +236,3 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
     assert tried == [5, 10, 15] and loop.save_error is None
     errors = capsys.readouterr().err
     assert errors.count("No space left on device") == 2 and "checkpoint of step 10" in errors
-
-
-def test_images_are_whole_at_the_end_where_it_is_asked_for(tmp_path: Path) -> None:
-    augment = {"erasing": 0, "mixup": 1.0, "cutmix": 0, "mix_share": 0.6}
-    loop = make_loop(small(tmp_path, **{**BARE, "augment": augment}))
-    ((images, labels),) = loop.training.batches(torch.arange(64)[None])
-    step = loop.step
-    mixed = []
-    for number in range(15):
-        step.state.step = number
-        targets = step.prepare(images, labels)[1]
-        assert torch.allclose(targets.sum(dim=1), torch.ones(64))
-        mixed.append(bool((targets.max(dim=1).values < 1).any()))
-    assert mixed == [True] * 9 + [False] * 6
-
-
-@pytest.mark.parametrize(
-    ("batch", "processes", "words"),
-    [
-        (12, 2, r"batch_size: 12 .* 2 processes .* multiple of 8"),
-        (12, 3, r"batch_size: 12 in 12 parts .* one image at a time"),
-    ],
-)
-def test_batch_that_cannot_be_shared_out_is_refused(
-    tmp_path: Path, batch: int, processes: int, words: str
-) -> None:
-    config = small(tmp_path, train={"batch_size": batch, "accumulate": 4})
-    with pytest.raises(ValueError, match=words):
-        check_processes(config, processes)
-
-
-def test_processes_wait_for_the_first_ones_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
-    waited: list[int] = []
-    monkeypatch.setattr(World, "agree", lambda world, value: waited.append(loop.step.state.step))
-
-    class Due:
-        steps = (0, 3, 10)
-
-    loop.evaluators = [Due()]  # type: ignore[list-item]
-    loop.run()
-    assert waited == [0, 3, 10]
-
-
-def test_processes_agree_on_the_step_in_which_one_is_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
-    activity, seen, batches = loop.step.world.activity, [], ImageSet.batches
-
-    def watched(images: ImageSet, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in batches(images, numbers):
-            seen.append((activity.now, activity.step))
-            yield batch
-
-    monkeypatch.setattr(ImageSet, "batches", watched)
-    loop.run()
-    assert seen == [("reading images", step) for step in range(10)]
-    assert activity.step == 10

@@ -82,8 +82,10 @@ def test_folder_without_images_and_missing_file_are_refused(tmp_path):
 # The table.
 
 
-@pytest.mark.parametrize("batch_size", [3, 500])
-def test_table_holds_what_predict_says(call, photos, tmp_path, batch_size):
+@pytest.mark.parametrize(("batch_size", "at_once"), [(3, 2), (500, 32)])
+def test_table_holds_what_predict_says(call, photos, tmp_path, monkeypatch, batch_size, at_once):
+    for module in ("data.stream", "reporting.predictions"):
+        monkeypatch.setattr(f"vit.{module}.AT_ONCE", at_once)  # with and without workers
     table = tmp_path / "new" / "table.csv"
     ended = call("predict", photos, "--out", table, "--batch_size", batch_size, *SAME)
     assert ended.code == 0

@@ -35,14 +35,6 @@ from vit.training.config import Config
 
 pytestmark = pytest.mark.slow
 
-PLAIN = {  # nothing random, so that processes that share a batch compute what one would
-    "model": {
-        "stem": "linear", "drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0,
-        "drop_path_rate": 0,
-    },
-    "augment": {"crop_padding": 0, "flip": False, "erasing": 0, "mixup": 0, "cutmix": 0},
-}  # fmt: skip
-
 
 def with_torchrun(words: list[str], processes: int = 2) -> list[str]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -114,45 +106,6 @@ def test_a_process_that_waits_for_others_to_start_can_be_ended(tmp_path: Path) -
     assert process.wait(timeout=20) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_saves_after_the_step_and_the_run_goes_on_from_there(
-    alone: Path, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    run = tmp_path / "run"
-    words = command(small(run), tmp_path / "config")
-    process = start(words)
-    wait(lambda: steps_logged(run) >= 6, process)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    (*_, last) = checkpoint_steps(run)
-    assert f"stopped by {number.name}: rerun the command to resume after step {last}" in errors
-    assert "Traceback" not in errors
-    assert last >= 6 and not (run / ".lock").exists()
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
-    assert f"resuming after step {last}" in done.stdout
-    assert_same(run, alone)
-
-
-def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
-    slow = {"embed_dim": 192, "depth": 12, "stem": "linear"}  # a step takes seconds
-    config = small(
-        tmp_path / "run", model=slow, data={"train_size": 500}, track={"probes": 0},
-        train={"batch_size": 500, "accumulate": 1},
-    )  # fmt: skip
-    process = start(command(config, tmp_path / "config"))
-    wait(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
-    time.sleep(1)  # into the first step
-    process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    assert process.stderr.readline() == "\n"
-    assert "press Ctrl-C again to stop immediately" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGINT
-    assert checkpoint_steps(tmp_path / "run") == []
-
-
 def test_processes_stop_at_the_same_step_and_go_on_bit_for_bit(trio: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = with_torchrun(command(small(run, **SHARED), tmp_path / "config"), 3)
@@ -170,32 +123,6 @@ def test_processes_stop_at_the_same_step_and_go_on_bit_for_bit(trio: Path, tmp_p
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
     assert f"resuming after step {last}" in done.stdout and done.stdout.count("resuming") == 1
     assert_same(run, trio)
-
-
-def test_processes_that_share_a_batch_learn_what_one_would(tmp_path: Path) -> None:
-    """Losses of later steps are alike only if all learned from the gradient of the whole batch."""
-    losses = []
-    for name, count in {"one": 1, "two": 2}.items():
-        shared = {"epochs": 2, "processes": count}
-        config = small(
-            tmp_path / name, **PLAIN, optim={"name": "adamw"}, train=shared, track=SPARING
-        )
-        words = command(config, tmp_path / f"{name}_config")
-        subprocess.run(words, capture_output=True, check=True, timeout=200)
-        rows = metrics(tmp_path / name)
-        losses.append([row[key] for row in rows for key in row if key.endswith("/loss")])
-    assert len(losses[0]) == 8
-    assert losses[0] == pytest.approx(losses[1], rel=2e-5)
-
-
-def test_batch_that_processes_cannot_share_is_refused_in_one_line(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", train={"batch_size": 45, "accumulate": 3, "processes": 2})
-    words = command(config, tmp_path / "config")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert "train.batch_size: 45" in line and "multiple of 6" in line
-    assert not (tmp_path / "run").exists()
 
 
 def test_processes_all_end_when_the_first_finds_no_data(tmp_path: Path) -> None:
@@ -310,39 +237,6 @@ def test_no_command_runs_what_is_in_a_checkpoint(begun: Path, tmp_path: Path) ->
     assert proof.exists()  # it would have run
 
 
-def test_two_processes_do_not_write_into_one_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = command(small(run, train={"epochs": 100}), tmp_path / "config")
-    first = start(words)
-    try:
-        wait(lambda: bool(checkpoint_steps(run)), first)
-        second = subprocess.run(words, capture_output=True, text=True, timeout=100)
-        assert second.returncode == 2
-        assert f"is being written by process {first.pid} on {os.uname().nodename}" in second.stderr
-        assert first.poll() is None
-    finally:
-        first.kill()
-    first.communicate()
-    assert (run / ".lock").exists()  # of a dead process
-    third = start(words)
-    try:
-        last = steps_logged(run)
-        wait(lambda: steps_logged(run) > last, third)
-    finally:
-        third.kill()
-        third.communicate()
-
-
-def test_deterministic_runs_log_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        short = {"epochs": 2, "precision": "bfloat16"}
-        config = small(tmp_path / name, train=short, track=SPARING)
-        words = [*command(config, tmp_path / f"{name}_config"), "--deterministic", "true"]
-        subprocess.run(words, capture_output=True, check=True, timeout=200)
-    assert (tmp_path / "one/metrics.jsonl").read_bytes()
-    assert_same(tmp_path / "one", tmp_path / "two")
-
-
 def test_changes_are_allowed_when_they_are_asked_for(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(command(small(run, train={"epochs": 100}), tmp_path / "config"))
@@ -364,10 +258,7 @@ def test_changes_are_allowed_when_they_are_asked_for(tmp_path: Path) -> None:
     assert "lr: 0.0001" in (run / "config.yaml").read_text()
     rates = [row["train/lr"] for row in metrics(run) if row["step"] > last and "train/lr" in row]
     assert rates and max(rates) <= 1e-4  # it is not only said
-    deeper = command(small(run, model={"depth": 3}), tmp_path / "config")
     (run / "model.safetensors").unlink()
-    done = subprocess.run([*deeper, "--resume.allow_changes"], **allowed)
-    assert done.returncode == 2 and "model.depth: 2 -> 3" in done.stderr
     shorter = small(run, train={"epochs": 1}, optim={"lr": 1e-4})
     words = command(shorter, tmp_path / "config")
     done = subprocess.run([*words, "--resume.allow_changes"], **allowed)

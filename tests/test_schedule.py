@@ -26,13 +26,6 @@ def test_small_images_come_first_and_both_sizes_take_their_fraction() -> None:
     assert schedule.work(0) == 0
 
 
-@pytest.mark.parametrize(("fraction", "size"), [(0, (32, 32)), (1, (24, 24))])
-def test_phase_without_steps_is_left_out(fraction: float, size: tuple[int, int]) -> None:
-    schedule = make(10, small_fraction=fraction)
-    assert schedule.phases() == [Phase(0, 1, size)]
-    assert {schedule.image_size(step) for step in range(10)} == {size}
-
-
 def test_every_combination_of_size_and_mixing_is_a_phase() -> None:
     schedule = make(100, small_fraction=0.6, mix_fraction=0.8)
     phases = schedule.phases()
@@ -45,12 +38,6 @@ def test_every_combination_of_size_and_mixing_is_a_phase() -> None:
     assert [schedule.mixes(phase.start) for phase in phases] == [True, True, False]
 
 
-@pytest.mark.parametrize(("fraction", "mixed"), [(0, 0), (0.75, 15), (1, 20)])
-def test_images_are_mixed_at_first(fraction: float, mixed: int) -> None:
-    schedule = make(20, mix_fraction=fraction)
-    assert [schedule.mixes(step) for step in range(20)] == [True] * mixed + [False] * (20 - mixed)
-
-
 def test_rates_by_hand() -> None:
     """They rise over the warmup and fall to zero after the last step."""
     linear = [1 / 4, 2 / 4, 3 / 4, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]
@@ -60,10 +47,6 @@ def test_rates_by_hand() -> None:
     assert [lr_at(step, 6, 2, "cosine") for step in range(7)] == pytest.approx(cosine, abs=1e-12)
     schedule = make(20, warmup=0.1)
     assert [schedule.lr_factor(step) for step in range(4)] == [1 / 3, 2 / 3, 1, 17 / 18]
-
-
-def test_last_epoch_may_be_cut_short() -> None:
-    assert [make(steps).epochs for steps in (1, 10, 11, 20)] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(

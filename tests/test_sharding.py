@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from small_runs import StopAt, small
 from vit.distributed.shard import choose_parallel, own, replicate, whole
@@ -286,47 +284,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     damage(older / SUMS_FILE)
     with pytest.raises(ValueError, match="none of its checkpoints can be read"):
         latest_checkpoint(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_other_files_do_not_belong_to_a_checkpoint(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "run")
-    newest = checkpoint_paths(tmp_path / "run")[-1]
-    shutil.copy(newest / STATE_FILE, newest / "shard-00003.safetensors")
-    with pytest.raises(ValueError, match=r"shard-00003.* does not match"):
-        read_checkpoint(newest)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_does_not_fit(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "run")
-    other = short(tmp_path / "run", model={"embed_dim": 28})
-    with pytest.raises(ValueError, match="does not fit the run"), loop_of(other, World()):
-        pass
-
-
-def count_exchanges(world: World, config: Config) -> None:
-    """A step with several micro-batches averages its gradients once."""
-    with loop_of(config, world) as loop:
-        step, exchanges = dataclasses.replace(loop.step, forward=replicate(loop.step.forward)), []
-
-        def record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            exchanges.append(bucket.buffer().numel())
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        assert isinstance(step.forward, DistributedDataParallel)
-        step.forward.register_comm_hook(None, record)
-        (batch,) = loop.training.batches(torch.arange(16)[None])
-        step(*batch)
-        learned = sum(p.numel() for p in step.state.model.parameters())
-        assert step.accumulate == 2 and sum(exchanges) == learned
-
-
-@pytest.mark.slow
-def test_micro_batches_are_accumulated_without_an_exchange(tmp_path: Path) -> None:
-    in_world(2, tmp_path, count_exchanges, short(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

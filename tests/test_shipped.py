@@ -60,13 +60,3 @@ def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(t
     (written,) = (tmp_path / "runs/cifar10_quick/eval/photos").iterdir()
     assert f"wrote {written.relative_to(tmp_path)}" in done.stdout
     assert sorted(BUNDLED.iterdir()) == before
-
-
-@pytest.mark.slow
-def test_unknown_name_is_refused_with_those_that_are_known(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "eval.py", "cifar10_quik"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2 and "cifar10_quick" in done.stderr
-    assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []

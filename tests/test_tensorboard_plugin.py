@@ -46,7 +46,7 @@ from attention_tab import (
 )
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
-from vit.tensorboard_plugin import add_attention, encoding, records, summary
+from vit.tensorboard_plugin import add_attention, encoding, summary
 from vit.tensorboard_plugin.encoding import (
     decode_details,
     decode_weights,
@@ -652,8 +652,7 @@ def test_too_many_weights_are_left_out_with_a_warning(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (records, summary):
-        monkeypatch.setattr(module, "MAX_WEIGHTS", 1000)
+    monkeypatch.setattr(summary, "MAX_WEIGHTS", 1000)
     add_attention(**arguments)
     arguments["writer"].close()
     assert "2 x 3 x 13 x 13 attention weights are more than 1000" in capsys.readouterr().err

@@ -1,8 +1,6 @@
 """Models of timm: built, trained, resumed, evaluated; attention weights against timm's own."""
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from models import PLAIN
 from small_runs import CPU, make_loop, make_state
 from vit.classifier import Classifier, build_model
-from vit.cli import parse_eval, parse_train
+from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
@@ -35,7 +33,7 @@ from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, MapsConfig, PhotoConfig, ReportConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
-from vit.training.checks import check_config, check_processes
+from vit.training.checks import check_config
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.optim import build_optimizers
 from vit.training.train import train
@@ -236,17 +234,6 @@ def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str
         check_config(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
-def test_batch_norm_needs_two_images(name: str) -> None:
-    run = Config(model={"name": f"timm:{name}"}, train={"batch_size": 4, "accumulate": 2})  # type: ignore[arg-type]
-    check_processes(run, processes=1)
-    if name == "test_vit":
-        check_processes(run, processes=2)
-        return
-    with pytest.raises(ValueError, match=r"batch norm of model.name=timm:test_resnet needs"):
-        check_processes(run, processes=2)
-
-
 def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
     expected = {"depth": 2, "drop_rate": 1e-3, "qkv_bias": False, "act_layer": "silu", "x": [1, 2]}
     text = "{depth: 2, drop_rate: 1e-3, qkv_bias: false, act_layer: silu, x: [1, 2]}"
@@ -327,85 +314,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_model_file_holds_timms_weights(runs: Path) -> None:
+def test_a_model_without_maps_is_evaluated_all_the_same(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = load_file(runs / "resnet/model.safetensors")
     timm.create_model("test_resnet", num_classes=10).load_state_dict(weights, strict=True)
-    saved = load_model(runs / "vit", device="cpu", precision="float32")
-    assert saved.config.model.timm_args == TINY
-    assert saved.classifier.has_maps
-
-
-@pytest.mark.slow
-def test_evaluation_gives_the_numbers_of_the_run(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    lines = [json.loads(x) for x in (runs / "resnet/metrics.jsonl").read_text().splitlines()]
+    assert not any("attention/" in tag or "faithfulness/" in tag for x in lines for tag in x)
     expected = json.loads((runs / "resnet/eval/report.json").read_text())
     options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32", probes=2)
-    result = evaluate_run(str(runs / "resnet"), options)
-    assert result["loss"] == pytest.approx(expected["loss"])
+    assert evaluate_run(str(runs / "resnet"), options)["loss"] == pytest.approx(expected["loss"])
     assert NO_MAPS in capsys.readouterr().out
-    for folder, probes in ((tmp_path, 0), (runs / "vit/eval", 2)):
-        assert (folder / "mistakes.png").exists()
-        assert len(list(folder.glob("probes/*.png"))) == probes
-
-
-@pytest.mark.slow
-def test_logging_follows_attention_only_where_there_is_any(runs: Path) -> None:
-    tags = {
-        name: {key for line in (runs / name / "metrics.jsonl").read_text().splitlines()
-               for key in json.loads(line)}
-        for name in ("resnet", "vit")
-    }  # fmt: skip
-    assert {"faithfulness/rollout", "attention/entropy/layer_01"} <= tags["vit"]
-    assert not any(tag.startswith(("attention/", "faithfulness/")) for tag in tags["resnet"])
-    assert "val/accuracy" in tags["resnet"]
-
-
-@pytest.mark.slow
-def test_photos_are_classified_with_and_without_sheets(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    with pytest.raises(ValueError, match=NO_MAPS):
+        explain_run(str(runs / "resnet"), MapsConfig(out=str(tmp_path / "maps"), device="cpu"))
     photo = tmp_path / "photo.png"
     Image.new("RGB", (40, 50), (200, 30, 30)).save(photo)
     for name in ("resnet", "vit"):
         out = tmp_path / name
-        classify_photos(
-            str(runs / name), PhotoConfig(photos=(str(photo),), out=str(out), device="cpu")
-        )
+        options = PhotoConfig(photos=(str(photo),), out=str(out), device="cpu")
+        classify_photos(str(runs / name), options)
         shown = capsys.readouterr().out
         assert shown.count("%") == 5
         assert (f"no sheets: {NO_MAPS}" in shown) == (name == "resnet")
         assert len(list(out.glob("photos/photo_*_sheet.png"))) == (name == "vit")
-
-
-@pytest.mark.slow
-def test_attention_is_drawn_or_refused(runs: Path, tmp_path: Path) -> None:
-    options = MapsConfig(probes=1, faithfulness=2, out=str(tmp_path), device="cpu")
-    with pytest.raises(ValueError, match=NO_MAPS):
-        explain_run(str(runs / "resnet"), options)
-    assert not list(tmp_path.iterdir())
-    explain_run(str(runs / "vit"), options)
-    assert len(list((tmp_path / "attention").glob("*.npy"))) == len(MAP_KINDS)
-
-
-@pytest.mark.slow
-def test_two_runs_are_compared_with_and_without_maps(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for names, folder in {
-        ("vit", "vit"): "compare_vit_2",
-        ("vit", "resnet"): "compare_resnet",
-        ("resnet", "resnet"): "compare_resnet_2",
-    }.items():
-        compare_runs(str(runs / names[0]), compare_with(tmp_path, runs / names[1]))
-        shown, with_maps = capsys.readouterr().out, names.count("vit")
-        content = json.loads((tmp_path / folder / "comparison.json").read_text())
-        (pair,) = content["pairs"]
-        assert 0 <= pair["mcnemar_p"] <= 1
-        assert ("moved_attention" in pair) == (with_maps == 2)
-        drawn = tmp_path / folder / "comparison.png"
-        assert drawn.exists() == (str(drawn) in shown) == (with_maps > 0)
-        assert shown.count(NO_MAPS) == (with_maps < 2)  # one line, even for two models
 
 
 def compare_with(out: Path, *others: Path) -> CompareConfig:
@@ -441,17 +372,14 @@ def test_three_runs_are_compared_with_the_first(
         assert "moved_attention" not in pair  # the first has no maps
     # The same table in the file and on the terminal.
     table = (folder / "comparison.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
-    assert [row[0] for row in rows] == ["model", "---", "resnet", "vit", "other"]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert all(line in shown for line in lines)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in rows if "--" not in row[0]] == ["model", "resnet", "vit", "other"]
     assert [row[1] for row in rows[2:]] == [
         "timm:test_resnet", "timm:vit_tiny_patch16_224 with timm_args",
         "vit, depth 1, width 24, patch 8",
     ]  # fmt: skip
-    for row in (rows[0], *rows[2:]):
-        assert re.search(" {2,}".join(map(re.escape, row)), shown)
-    command = next(line for line in table.splitlines() if line.startswith("python eval.py "))
-    again = parse_eval(shlex.split(command)[2:])
-    assert again[1:] == (str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
     assert "](comparison.png)" in table and "CPU with" in table
     with Image.open(folder / "comparison.png") as picture:
         assert picture.height == 3 * (176 + 48)  # the mean and two images

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -85,38 +84,6 @@ def classes(number: int) -> tuple[str, ...]:
     return tuple(f"class {index}" for index in range(number))
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("test_resnet", "bare.safetensors"),
-        ("swin_tiny_patch4_window7_224", "bare.pth"),
-        ("deit_tiny_distilled_patch16_224", "folder"),
-    ],
-)
-def test_logits_are_timms_where_nothing_changes(name: str, form: str, tmp_path: Path) -> None:
-    model = draw(name, num_classes=10, **own_size(name))
-    if form == "folder":
-        save(model, tmp_path / form, name, num_classes=10, **own_size(name))
-    elif form == "bare.pth":
-        torch.save({"state_dict": model.state_dict()}, tmp_path / form)
-    else:
-        save_file(model.state_dict(), tmp_path / form)
-    run, source = fitted(config(name, tmp_path / form))
-    weights, account = source.adapted(classes(10))
-    assert source.notes == () and "adapted" not in account and "nothing is new" in account
-    preprocess = Preprocess.from_config(run.data)
-    ours = build_model(run.model, preprocess, 10).eval()
-    ours.load_state_dict(weights, strict=True)
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        expected = model(images)
-        assert_close(ours(images), expected, rtol=1e-4, atol=1e-4)
-    assert expected.std() > 0.01
-    assert (source.mean is None) == (form != "folder")
-    assert ("images are normalized as for these weights" in account) == (form == "folder")
-    assert ("not in the file: mean and std" in account) == (form != "folder")
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # in timm's resampling of relative positions
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
@@ -145,6 +112,9 @@ def test_weights_are_fitted_as_timm_does(
     assert ("new: a random head, because there are 7 classes instead of 10" in account) == (
         number == 7
     )
+    assert (source.mean is None) == (form != "folder")
+    assert ("images are normalized as for these weights" in account) == (form == "folder")
+    assert ("not in the file: mean and std" in account) == (form != "folder")
     assert build_model(run.model, Preprocess.from_config(run.data), number)
 
 
@@ -283,15 +253,6 @@ def test_a_bad_source_is_one_line(pretrained: str, message: str, tmp_path: Path)
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         resolve_pretrained(config("test_resnet", name), overwrite=False)
     assert "\n" not in str(error.value)
-
-
-def test_an_unknown_model_or_argument_is_named_first(tmp_path: Path) -> None:
-    torch.save(draw("test_resnet").state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=r"^model\.name: timm:resnet81 is not a model of timm"):
-        resolve_pretrained(config("resnet81", tmp_path / "w.pth"), overwrite=False)
-    wrong = config("test_resnet", tmp_path / "w.pth", model={"timm_args": {"pretrained": True}})
-    with pytest.raises(ValueError, match=r"weights are named by model\.pretrained$"):
-        resolve_pretrained(wrong, overwrite=False)
 
 
 def test_channels_that_timm_cannot_adapt_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -99,12 +98,14 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS and Windows
         return os.cpu_count() or 1
-    quotas = [
-        quota
-        for folder, version in _control_groups(root, "cpu")
-        for quota in _cores_of_group(folder, version)
-    ]
-    return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
+    limits = [len(os.sched_getaffinity(0))]
+    for folder, version in _control_groups(root, "cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        with contextlib.suppress(OSError):  # there is no such group, or it has no limit
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if quota not in ("max", "-1"):
+                limits.append(math.ceil(int(quota) / int(period)))
+    return max(1, min(limits))
 
 
 def local_processes() -> int:
@@ -129,30 +130,6 @@ def cores_of_all_processes() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Return the most memory that this process has used, in bytes.
-
-    Args:
-        device: An accelerator, whose memory counts, or the CPU.
-
-    Returns:
-        0 where the system does not tell (Windows, MPS).
-    """
-    if device.type != "cpu":
-        most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-        return most(device) if most else 0
-    # On Linux, getrusage includes the program that started this one.
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    try:
-        import resource
-    except ImportError:
-        return 0
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
-
-
 def free_memory(root: Path = Path("/")) -> int:
     """Return the memory that is free for this process, in bytes; limits of containers count.
 
@@ -168,13 +145,19 @@ def free_memory(root: Path = Path("/")) -> int:
         names: dict[str, int] = getattr(os, "sysconf_names", {})
         pages = next((p for p in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if p in names), None)
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else 8 * 10**9
-    available = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    left = [
-        free
-        for folder, version in _control_groups(root, "memory")
-        for free in _free_in_group(folder, version)
-    ]
-    return min([1024 * int(available), *left])
+    free = [1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))]
+    for folder, version in _control_groups(root, "memory"):
+        limit, used, cache = {
+            1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            2: ("memory.max", "memory.current", "inactive_file"),
+        }[version]
+        with contextlib.suppress(OSError):  # there is no such group, or it has no limit
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            reclaimable = int(dict(pairs).get(cache, 0))
+            if most != "max":
+                free.append(max(0, int(most) - now + reclaimable))
+    return min(free)
 
 
 def _control_groups(root: Path, controller: str) -> list[tuple[Path, int]]:
@@ -200,28 +183,3 @@ def _control_groups(root: Path, controller: str) -> list[tuple[Path, int]]:
         parts = (group, *group.parents)
         groups += [(folder, version) for folder in parts if folder.is_relative_to(base)]
     return groups
-
-
-def _cores_of_group(folder: Path, version: int) -> list[float]:
-    """Return the cores whose time a group may use; [] without a limit."""
-    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
-    try:
-        quota, period = " ".join((folder / name).read_text() for name in names).split()
-    except OSError:  # there is no such group, or it has no limit
-        return []
-    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
-
-
-def _free_in_group(folder: Path, version: int) -> list[int]:
-    """Return a group's limit minus what it uses, apart from files in the cache; [] without one."""
-    limit, used, cache = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("memory.max", "memory.current", "inactive_file"),
-    }[version]
-    try:
-        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-        pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        reclaimable = int(dict(pairs).get(cache, 0))
-    except OSError:  # there is no such group, or it has no limit
-        return []
-    return [] if most == "max" else [max(0, int(most) - now + reclaimable)]

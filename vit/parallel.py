@@ -5,9 +5,9 @@ small models the waiting costs more than the division saves, above all when anot
 one of the cores busy. Threads that each classify their own images wait once, at the end.
 """
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -31,13 +31,12 @@ def one_core() -> Iterator[int]:
 def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
     """Apply a function to items, as many at a time as there are threads.
 
-    A thread takes the next item when it has finished one, so at most `threads` items are in memory
-    and a thread on a busy core takes fewer. Operations of torch run on one core in each thread.
+    At most two items per thread are in memory. Operations of torch run on one core in each thread.
     Its modes (`no_grad`, autocast) belong to a thread: `work` sets those that it needs.
 
     Args:
         work: The function; it is called by several threads at once.
-        items: The items; an iterator is advanced by one thread at a time.
+        items: The items, which this thread takes from an iterator.
         threads: Number of threads, at least 1. A single one is the calling thread, in which torch
             divides operations among the cores as usual.
 
@@ -46,30 +45,14 @@ def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> li
     """
     if threads == 1:
         return [work(item) for item in items]
-    numbered: Iterator[tuple[int, T]] = enumerate(items)
-    results: dict[int, R] = {}
-    turn, stop = threading.Lock(), threading.Event()
-
-    def take_items() -> None:
-        torch.set_num_threads(1)  # of this thread, and of those that start from now on
-        try:
-            while not stop.is_set():
-                with turn:
-                    number, item = next(numbered)
-                results[number] = work(item)
-        except StopIteration:
-            return
-        finally:
-            stop.set()  # no items are left, or an error ends the work of all
-
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                for done in [pool.submit(take_items) for _ in range(threads)]:
-                    done.result()
-            finally:
-                stop.set()  # after Ctrl-C; the threads finish their items
-    finally:
-        torch.set_num_threads(before)
-    return [results[number] for number in range(len(results))]
+    results: list[R] = []
+    pending: deque[Future[R]] = deque()
+    with (
+        one_core(),
+        ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        for item in items:
+            if len(pending) == 2 * threads:
+                results.append(pending.popleft().result())
+            pending.append(pool.submit(work, item))
+        return results + [future.result() for future in pending]

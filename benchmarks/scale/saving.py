@@ -26,7 +26,7 @@ from benchmarks.tables import spread
 from benchmarks.timing import timed
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, join_world
-from vit.run.saver import ShardedSaver
+from vit.run.saver import Saver
 from vit.training.build import build_step
 from vit.training.config import Config, from_dict
 from vit.training.start import Environment, Run
@@ -68,7 +68,7 @@ def measure(
         env = Environment(CPU, torch.float32, world, StopRequest())
         training, _ = load_data(Run.begin(settings, env))
         step = build_step(Run.begin(settings, env), training)
-        saver = ShardedSaver(run, step.state, {}, world)
+        saver = Saver(run, step.state, {}, world, sharded=True)
         ((images, labels),) = training.batches(torch.arange(BATCH)[None])
         train = partial(step, images, labels)
         train()
@@ -80,7 +80,7 @@ def measure(
             print(f"{name:42} {spread([row[name] for row in rows], '.3f')} s")
 
 
-def one_round(train: Callable[[], object], saver: ShardedSaver) -> dict[str, float]:
+def one_round(train: Callable[[], object], saver: Saver) -> dict[str, float]:
     """Time a step, a checkpoint that is written while training goes on, and one that is not."""
     alone = statistics.median(timed(train) for _ in range(3))
     pause, begin, during = timed(saver.save), time.perf_counter(), []

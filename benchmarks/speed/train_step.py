@@ -36,8 +36,7 @@ from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
-from vit.training.budget import mean_step_seconds
-from vit.training.build import build_step
+from vit.training.build import build_step, mean_step_seconds
 from vit.training.config import Config
 from vit.training.start import Environment, Run
 from vit.training.step import TrainingStep

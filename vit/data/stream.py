@@ -144,7 +144,7 @@ class ImageFiles:
             ValueError: A file cannot be read.
         """
         pixels = torch.empty(self.shape, dtype=torch.uint8)
-        for start, images, problems in self._decode_all("reading images"):
+        for start, images, problems in self.decode_all("reading images"):
             _require_readable(problems)
             pixels[start : start + len(images)] = images
         return pixels.to(self.device)
@@ -155,15 +155,15 @@ class ImageFiles:
         Raises:
             ValueError: A file cannot be read.
         """
-        for _, _, problems in self._decode_all("checking images"):
+        for _, _, problems in self.decode_all("checking images"):
             _require_readable(problems)
 
     def unreadable(self) -> list[int]:
         """Decode all images and return the indices of those that cannot be read."""
-        found = self._decode_all("checking images")
+        found = self.decode_all("checking images")
         return [start + position for start, _, problems in found for position in problems]
 
-    def _decode_all(self, what: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
+    def decode_all(self, what: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
         """Decode all images in parts, with a progress bar; yield also each part's first index."""
         starts = range(0, len(self), AT_ONCE)
         tasks = [self.paths[start : start + AT_ONCE] for start in starts]

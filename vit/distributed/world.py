@@ -19,8 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
-from vit.distributed.activity import Activity
-from vit.distributed.watch import Watch
+from vit.distributed.watch import Activity, Watch
 
 T = TypeVar("T")
 
@@ -118,11 +117,6 @@ class World:
             self.agree(shared)
 
 
-def world_size() -> int:
-    """Return the number of processes that train together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def under_torchrun() -> bool:
     """Tell whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -151,7 +145,7 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     Raises:
         ConnectionLost: On leaving, if the code inside failed because another process did.
     """
-    size = world_size()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield World()
         return
@@ -166,10 +160,15 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     timeout = timedelta(minutes=timeout_minutes)
+    # The store that torchrun keeps for processes has the addresses of those before a restart
+    # (https://github.com/pytorch/pytorch/issues/135712). The count of restarts differs between
+    # hosts, so it only helps if there is one.
+    one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
     meeting = os.environ.get(MEETING, "env://")
     store: Store = next(rendezvous(meeting, rank(), size, timeout=timeout))[0]
     store.set_timeout(timeout)
-    store = PrefixStore(f"start {_number_of_restarts()}", store)
+    store = PrefixStore(f"start {restarts}", store)
     world = World(rank(), size)
     watch = Watch(world.rank, size, PrefixStore("watch", store), world.activity)
     watch.start()
@@ -191,31 +190,14 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _number_of_restarts() -> str:
-    """Return how often torchrun has restarted the processes.
-
-    The store that torchrun keeps for them has the addresses of those that have ended
-    (https://github.com/pytorch/pytorch/issues/135712). The count differs between hosts, so it only
-    helps if there is one.
-    """
-    one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
-
-
 def _connection_lost(
     failure: tuple[int, str, str] | None, in_time: bool, timeout_minutes: float
 ) -> ConnectionLost:
-    """Return an error that tells what is known.
-
-    Args:
-        failure: Rank, host and error of a process that has failed, or None.
-        in_time: Whether the connection was lost before the time was up.
-        timeout_minutes: How long this process has waited otherwise.
-    """
+    """Return an error that names the process that has failed, if it is known, or the limit."""
     if failure is not None:
         number, host, reason = failure
         text = f"process {number} on {host}: {reason}"
-        return ConnectionLost(text, host == socket.gethostname())
+        return ConnectionLost(text, reported=host == socket.gethostname())
     if in_time:
         text = "another process of the run has ended, or its machine; rerun the command to resume"
     else:

@@ -109,10 +109,14 @@ def text_width(line: str) -> float:
     return font_of(line, FONT_SIZE).getlength(line)
 
 
-@functools.lru_cache(maxsize=1000)
 def font_of(words: str, size: float) -> ImageFont.FreeTypeFont:
     """Load the font for a text, see `font_file`, in a size in points."""
-    return ImageFont.truetype(font_file(words), size * DPI / 72)
+    return _load_font(font_file(words), size)
+
+
+@functools.cache
+def _load_font(file: str, size: float) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(file, size * DPI / 72)
 
 
 @functools.lru_cache(maxsize=1000)
@@ -127,16 +131,17 @@ def font_file(words: str) -> str:
     default = str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf")
     if words.isascii():
         return default
-    from matplotlib.font_manager import findfont, fontManager, get_font
-
-    installed = {*fontManager.get_font_names()} & {*EAST_ASIAN}
-    files = [default, *(str(findfont(name)) for name in EAST_ASIAN if name in installed)]
+    from matplotlib import font_manager
 
     def count_lacking(file: str) -> int:
-        font = get_font(file)
+        font = font_manager.get_font(file)
         return sum(not font.get_char_index(ord(letter)) for letter in words if letter != "\n")
 
-    best = min(files, key=count_lacking)
+    if count_lacking(default) == 0:
+        return default
+    installed = {*font_manager.fontManager.get_font_names()} & {*EAST_ASIAN}
+    others = [str(font_manager.findfont(name)) for name in EAST_ASIAN if name in installed]
+    best = min([default, *others], key=count_lacking)
     if count_lacking(best):
         _boxes.add(words)
     return best

@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.explain.canvas import (
+    FONT_SIZE,
     GAP,
     LINE,
+    SMALL_FONT,
     Text,
+    enlarge,
+    font_of,
     framed,
     overlay,
     paper,
@@ -25,7 +30,7 @@ from vit.explain.canvas import (
     shorten,
     text_width,
 )
-from vit.explain.colours import SCALE, SIGNED, UNIFORM, Bar, as_pixels, colour_map
+from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour, colour_map
 from vit.explain.maps import map_title
 
 DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
@@ -130,19 +135,38 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
 def statistics_picture(statistics: dict[str, Tensor]) -> np.ndarray:
     """Draw statistics of all heads side by side, layers as rows and heads as columns.
 
-    Each has a colour scale of its own, from its least to its greatest value, which are written.
+    Each has a colour scale of its own, from its least to its greatest value.
 
     Args:
         statistics: Values (L, H) by title.
     """
-    row = []
-    for title, values in statistics.items():
-        low, high = values.min().item(), values.max().item()
-        # Values that are equal to the digits that are written have equal colours.
-        span = max(high - low, 0.05 * abs(high), 1e-9)
-        colours = colour_map(SCALE[1] * (values - low) / span)
-        row.append(Panel(colours, f"{title}\n{low:.2g} to {high:.2g}; layers ↓, heads →"))
-    return _panels([row], [], side=208, head=48)
+    charts = [_statistic(title, values.cpu().numpy()) for title, values in statistics.items()]
+    return np.concatenate(charts, axis=1)
+
+
+def _statistic(title: str, values: np.ndarray) -> np.ndarray:
+    layers, heads = values.shape
+    width, height, left, top, below = max(48, 150 // heads), 30, 52, 26, 26  # pixels
+    # Values that are equal to the digits that are written have equal colours.
+    span = max(values.max() - values.min(), 0.05 * np.abs(values).max(), 1e-9)
+    low, high = values.min(), values.min() + span
+    shown = colour(values, ("Blues", (low, high), title))
+    cells = enlarge(shown, (height * layers, width * heads))
+    decimals = max(0, 1 - math.floor(math.log10(max(abs(low), abs(high)))))
+    canvas = paper(top + len(cells) + below, left + cells.shape[1] + GAP)
+    canvas[top : top + len(cells), left : left + cells.shape[1]] = cells
+    picture = Image.fromarray(canvas)
+    draw, small = ImageDraw.Draw(picture), font_of(title, SMALL_FONT)
+    draw.text((left + width * heads / 2, top - 6), title, "black", font_of(title, FONT_SIZE), "ms")
+    for (layer, head), value in np.ndenumerate(values):
+        place = left + (head + 0.5) * width, top + (layer + 0.5) * height
+        ink = "white" if value > low + 0.5 * span else "black"
+        draw.text(place, f"{value:.{decimals}f}", ink, small, "mm")
+        if layer == layers - 1:
+            draw.text((place[0], canvas.shape[0] - 10), f"head {head}", "black", small, "ms")
+        if head == 0:
+            draw.text((left - 4, place[1]), f"layer {layer}", "black", small, "rm")
+    return np.array(picture)
 
 
 def gallery_picture(

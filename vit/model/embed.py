@@ -92,14 +92,6 @@ class PatchEmbed(nn.Module):
         images = images.contiguous(memory_format=torch.channels_last)
         return rearrange(self.proj(images), "b d h w -> b (h w) d"), grid
 
-    def whiten(self, images: Tensor) -> None:
-        """Initialise the first convolution to whiten the patches it sees, see `whiten`.
-
-        Args:
-            images: (B, C, height, width), normalized like the training images.
-        """
-        whiten(next(m for m in self.proj.modules() if isinstance(m, nn.Conv2d)), images)
-
 
 def image_conv(model: nn.Module, in_chans: int) -> nn.Conv2d | None:
     """Return the first convolution of a model if it reads the image; else None."""

@@ -3,7 +3,6 @@
 timm is imported in the functions that need it, because importing it takes seconds.
 """
 
-import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from vit.model.config import TIMM
-from vit.settings import shorten
+from vit.settings import shorten, suggest
 
 # Arguments of timm.create_model that come from the data set, or that this project does not offer.
 FROM_DATA = ("in_chans", "img_size", "num_classes")
@@ -79,14 +78,12 @@ def complete_arguments(
 def _require_known(name: str) -> None:
     import timm
 
-    known = timm.list_models()
-    architecture = name.removeprefix(TIMM)
-    if architecture not in known:
-        near = difflib.get_close_matches(architecture.partition(".")[0], known, n=3)
-        hint = f"did you mean {' or '.join(TIMM + other for other in near)}? " if near else ""
+    names = [TIMM + name for name in timm.list_models()]
+    if name not in names:
         raise ValueError(
-            f"model.name: {shorten(name)} is not a model of timm {timm.__version__}; {hint}"
-            'all names: python -c "import timm; print(*timm.list_models())"'
+            f"model.name: {shorten(name)} is not a model of timm {timm.__version__}"
+            f"{suggest(name.partition('.')[0], names)}; all names: "
+            'python -c "import timm; print(*timm.list_models())"'
         )
 
 

@@ -116,15 +116,14 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
         num_positions = self.num_pos_prefix + self.patch_embed.num_patches
+        positions = torch.zeros(1, num_positions, embed_dim)
         self.pos_embed: Tensor | None
         if pos_embed == "learned":
-            self.pos_embed = nn.Parameter(torch.zeros(1, num_positions, embed_dim))
+            self.pos_embed = nn.Parameter(positions)
         elif pos_embed == "sincos":
-            fixed = torch.zeros(1, num_positions, embed_dim)
-            fixed[0, self.num_pos_prefix :] = sincos_pos_embed(
-                self.patch_embed.grid_size, embed_dim
-            )
-            self.register_buffer("pos_embed", fixed)
+            grid = self.patch_embed.grid_size
+            positions[0, self.num_pos_prefix :] = sincos_pos_embed(grid, embed_dim)
+            self.register_buffer("pos_embed", positions)
         elif pos_embed == "none":
             self.pos_embed = None
         else:

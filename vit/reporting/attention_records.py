@@ -248,8 +248,7 @@ def _records(
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
     readings, shares = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
-    num_tokens = attention.tokens[0].shape[1]
-    alone = readings.shape[2] == 1 + num_tokens  # whether each token can be read
+    alone = readings.shape[2] > 1  # whether each token can be read
     grid = model.patch_embed.grid(*images.pixels().shape[-2:])
     best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))
     records: list[Record | None] = []
@@ -287,13 +286,7 @@ def _maps(attention: Attention, scores: Tensor, row: int, rollout: dict[str, Any
 
 
 def images_with_weights(num_weights: int, count: int, steps: int = 1) -> int:
-    """Return how many of `count` images can have their attention weights logged at so many steps.
-
-    Args:
-        num_weights: Of an image, L * H * N * N.
-        count: Number of images.
-        steps: Number of steps.
-    """
+    """Return how many images can have their weights, L * H * N * N each, logged at all steps."""
     if num_weights > MAX_WEIGHTS:
         return 0
     return min(count, WEIGHT_BYTES // (num_weights * steps))

@@ -91,8 +91,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         "data": models[0].config.data.name,
         "images": len(test),
         "options": dataclasses.asdict(options),
-        "hardware": f"{describe(classifier.device)}, "
-        f"{str(classifier.precision).removeprefix('torch.')}",
+        "hardware": f"{describe(classifier.device)}, {str(classifier.precision)[len('torch.') :]}",
         "batch_size": options.batch_size,
         "models": [_describe(each, test) for each in measured],
         "pairs": [_compare(measured[0], other, test, options.probes) for other in measured[1:]],
@@ -109,15 +108,14 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     without = [each.saved.classifier.model for each in measured if each.maps is None]
     for line in dict.fromkeys(map(no_maps_text, without)):
         print(line)
-    pictures = f"{picture}, " if mapped else ""
-    print(f"\nwrote {pictures}{table}, {folder / 'comparison.json'}")
+    print(f"\nwrote {f'{picture}, ' if mapped else ''}{table}, {folder / 'comparison.json'}")
 
 
 def _require_same_classes(first: SavedModel, second: SavedModel) -> None:
     data, classes = first.config.data.name, first.classifier.classes
-    if second.config.data.name != data:
+    if (other := second.config.data.name) != data:
         raise ValueError(
-            f"compare: {second.path} was trained on {second.config.data.name}, not on {data} like "
+            f"compare: {second.path} was trained on {other}, not on {data} like "
             f"{first.path}; only models of the same data set can be compared"
         )
     if second.classifier.classes != classes:
@@ -193,11 +191,9 @@ def _map_all(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor 
     """Return the rollout of all test images, (N, rows, columns); None if there are no maps."""
     if not classifier.has_maps:
         return None
-    parts = [
-        classifier.maps(part, precision=classifier.precision)[1]["rollout"].cpu()
-        for part in test.parts(batch_size)
-    ]
-    return torch.cat(parts)
+    parts = test.parts(batch_size)
+    maps = (classifier.maps(part, precision=classifier.precision)[1]["rollout"] for part in parts)
+    return torch.cat([found.cpu() for found in maps])
 
 
 def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
@@ -240,12 +236,8 @@ def _compare(first: Measured, other: Measured, test: ImageSet, probes: int) -> d
     labels = test.labels.cpu()
     right, right_other = first.guesses == labels, other.guesses == labels
     only = [int((right & ~right_other).sum()), int((right_other & ~right).sum())]
-    pair = {
-        "first": first.name,
-        "other": other.name,
-        "only_right": only,
-        "mcnemar_p": mcnemar(*only),
-    }
+    names = {"first": first.name, "other": other.name}
+    pair = {**names, "only_right": only, "mcnemar_p": mcnemar(*only)}
     if first.maps is None or other.maps is None:
         return pair
     moved = _moved(first.maps, other.maps)

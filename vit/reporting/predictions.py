@@ -4,22 +4,19 @@ Shapes: N images, C classes.
 """
 
 import itertools
-import os
 import re
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from vit.classifier import Classifier
 from vit.console import printable, warn
-from vit.data.photos import find_photos, pillow_warnings
+from vit.data.photos import find_photos
+from vit.data.stream import AT_ONCE, ImageFiles, default_workers
 from vit.files import write_table
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
@@ -27,7 +24,6 @@ from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
 COLUMNS = r"file,class,probability(,class_\d+,probability_\d+)*"  # a pattern
-MAX_THREADS = 8  # that decode image files
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -55,17 +51,12 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     _require_own_table(table)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
-    with (
-        pillow_warnings(),  # for all threads that read files
-        # disable=None shows the bar on terminals only.
-        tqdm(total=len(paths), desc="predict", unit="image", leave=False, disable=None) as bar,
-    ):
-        rows = _rank_files(saved.classifier, paths, options.batch_size, bar)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
-        table.parent.mkdir(parents=True, exist_ok=True)
-        count = write_table(table, itertools.chain([first], rows))
+    rows = _rank_files(saved.classifier, paths, options.batch_size)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
+    table.parent.mkdir(parents=True, exist_ok=True)
+    count = write_table(table, itertools.chain([first], rows))
     speed = count / (time.perf_counter() - start)
     print(f"classified {count:,} of {len(paths):,} files, {speed:,.0f} files/s; wrote {table}")
     return table
@@ -81,10 +72,10 @@ def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
 
 
 def _rank_files(
-    classifier: Classifier, paths: list[Path], batch_size: int, bar: "tqdm[NoReturn]"
+    classifier: Classifier, paths: list[Path], batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
-    decoded = _decode(classifier, paths, batch_size, bar)
+    decoded = _decode(classifier, paths)
     while batch := list(itertools.islice(decoded, batch_size)):
         found, images = zip(*batch, strict=True)
         ranked = classifier.rank(torch.stack(images), TOP, batch_size)
@@ -92,37 +83,17 @@ def _rank_files(
             yield {"file": path} | columns_of("class", ranking)
 
 
-def _decode(
-    classifier: Classifier, paths: list[Path], ahead: int, bar: "tqdm[NoReturn]"
-) -> Iterator[tuple[Path, Tensor]]:
-    """Read files in worker threads; yield path and image (channels, H, W) uint8, in order.
-
-    At most `ahead` files are read in advance. Pillow decodes and resizes without the interpreter's
-    lock, so threads are enough.
-    """
-    preprocess = classifier.preprocess
-
-    def read(path: Path) -> Tensor | ValueError:
-        try:
-            return preprocess.resize(path, "predict")
-        except ValueError as error:
-            return error
-
-    workers = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-    running: deque[Future[Tensor | ValueError]] = deque()
-    remaining = iter(paths)
-    try:
-        for path in paths:
-            for later in itertools.islice(remaining, 1 + ahead - len(running)):
-                running.append(workers.submit(read, later))
-            image = running.popleft().result()
-            bar.update()
-            if isinstance(image, ValueError):
-                warn(printable(f"skipped: {str(image).removeprefix('predict: ')}"))
+def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
+    """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
+    workers = default_workers() if len(paths) > AT_ONCE else 0
+    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess, workers)
+    for start, images, problems in files.decode_all("predict"):
+        for number, image in enumerate(images):
+            if number in problems:
+                problem = problems[number].removeprefix("data.root: ")
+                warn(printable(f"skipped: {problem}"))
             else:
-                yield path, image
-    finally:
-        workers.shutdown(cancel_futures=True)
+                yield paths[start + number], image
 
 
 def _require_own_table(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The run folder: its layout, its lock and its config."""
 
 import contextlib
+import dataclasses
 import os
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from vit.files import write_atomically
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
+from vit.files import write_atomically, write_table
 from vit.registry import ALL_KINDS
 from vit.run.checkpoint import CHECKPOINT_FOLDER, FOLDER_PATTERN, delete
 from vit.settings import changed_keys
@@ -209,3 +212,17 @@ def finish_extension(run: Path) -> None:
     """Let the config of an extension take the place of that of the run, if there is one."""
     if (run / EXTENSION_FILE).exists():
         (run / EXTENSION_FILE).replace(run / CONFIG_FILE)
+
+
+def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:
+    """Write split.csv: which of the user's files a run trains on, holds out and tests on."""
+    listed = dataclasses.replace(config.data, on_bad_image="error")  # so that no file is read
+    parts = {"train": training, "val": held_out, "test": open_images(listed, train=False)}
+    rows = (
+        {"file": images.name(index), "label": images.classes[label], "part": part}
+        for part, images in parts.items()
+        for _, index, label in sorted(
+            zip(images.origins, range(len(images)), images.labels.tolist(), strict=True)
+        )
+    )
+    write_table(Path(config.out) / SPLIT_FILE, rows)

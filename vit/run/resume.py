@@ -1,8 +1,6 @@
 """The decision to start, resume, extend or refuse a run, from what its folder contains."""
 
 import dataclasses
-import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,7 @@ def check_run(
         return None
     if (run / MODEL_FILE).exists() and not extend:
         raise ValueError(
-            f"out: {run} contains a finished run{_extension_text(run, stored)}; evaluate it with "
+            f"out: {run} contains a finished run; evaluate it with "
             f"`python eval.py {run}`, extend it with --resume.extend and more --train.epochs, "
             f"train in another folder with --out, or delete it and start over with --overwrite"
         )
@@ -86,44 +84,37 @@ def _compare(
     allow_changes: bool,
     extend: bool,
 ) -> None:
-    """Check that a run can be resumed with another config.
+    """Check that a run can be resumed with another config; arguments and errors as above.
 
     Args:
-        config: As for `check_run`, like the following.
         newest: The checkpoint to resume from.
         stored: The config of the run in the folder.
-        environment: What else the results depend on.
-        allow_changes: Whether settings that are not in `FIXED` may differ.
-        extend: Whether the run is extended.
-
-    Raises:
-        ValueError: It cannot.
     """
-    run, kind = Path(config.out), "a run" if extend else "an unfinished run"
-    if extend:
-        if epochs := _extension_epochs(stored, newest):
+    kind = "a run" if extend else "an unfinished run"
+    if extend:  # it must agree with the config of its newest checkpoint
+        epochs = _extension_epochs(stored, newest)
+        stored = with_defaults(newest.config)
+        if epochs is None:  # that of the finished run, whose length is another
+            length = {"epochs": config.train.epochs, "restarts": config.train.restarts}
+            stored["train"] = {**stored["train"], **length}
+        else:
             kind = f"an interrupted extension to {epochs} epochs"
-        stored = _before_extension(stored, newest, config)
-    began = newest.environment
     # Checkpoints of earlier versions do not identify the code of the attention.
-    began = {"attention_code": environment.get("attention_code"), **began}
+    began = {"attention_code": environment.get("attention_code"), **newest.environment}
     before = {**lasting(stored), **{key: began.get(key) for key in environment}}
     given = to_dict(config)
     if config.train.compile == "auto":  # the run goes on as it began
         given["train"]["compile"] = stored["train"].get("compile")
     changes = changed_keys(before, {**lasting(given), **environment})
-    own = _own_values(lasting(stored), lasting(given))
-    if any(change.startswith(FIXED) for change in changes):
+    fixed = any(change.startswith(FIXED) for change in changes)
+    if changes and (fixed or not allow_changes):
+        what, allowed = "another config", " or with the new ones by --resume.allow_changes,"
+        if fixed:
+            what, allowed = "other data or another model, seed, optimizer, batch size or budget", ""
         raise ValueError(
-            f"out: {run} contains {kind} with other data or another model, seed, optimizer, batch "
-            f"size or time budget ({'; '.join(changes)}); resume it with its own values{own}, "
-            "train in another folder with --out, or start over with --overwrite"
-        )
-    if changes and not allow_changes:
-        raise ValueError(
-            f"out: {run} contains {kind} with another config ({'; '.join(changes)}); "
-            f"resume it with its own values{own}, or with the new ones by --resume.allow_changes, "
-            f"train in another folder with --out, or start over with --overwrite"
+            f"out: {config.out} contains {kind} with {what} ({'; '.join(changes)}); resume it with "
+            f"its own values,{allowed} train in another folder with --out, or start over with "
+            "--overwrite"
         )
 
 
@@ -158,52 +149,12 @@ def extend_config(config: Config) -> Config:
         raise ValueError(
             f"train.epochs: {config.train.epochs} is not allowed; with --resume.extend it must be "
             f"more than the {finished.epochs} epochs of the finished run in {run}"
-            f"{_extension_text(run, stored)}"
         )
     restarts = (*finished.restarts, finished.epochs)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, restarts=restarts))
-
-
-def _extension_text(run: Path, stored: dict[str, Any]) -> str:
-    """Tell of an interrupted extension of a finished run; empty if there is none."""
-    try:
-        newest = latest_checkpoint(run)
-    except ValueError:  # none can be read
-        return ""
-    epochs = None if newest is None else _extension_epochs(stored, newest)
-    if epochs is None:
-        return ""
-    return (
-        f" (its interrupted extension to {epochs} epochs is resumed with "
-        f"--train.epochs {epochs} --resume.extend)"
-    )
 
 
 def _extension_epochs(stored: dict[str, Any], newest: Checkpoint) -> int | None:
     """Return the epochs of an extension that has begun but is not finished; None if none has."""
     epochs = with_defaults(newest.config)["train"]["epochs"]
     return epochs if epochs != stored["train"].get("epochs") else None
-
-
-def _before_extension(stored: dict[str, Any], newest: Checkpoint, config: Config) -> dict[str, Any]:
-    """Return what the config of an extension must agree with: that of its newest checkpoint.
-
-    The first checkpoint is that of the finished run, from which it differs in its length.
-    """
-    latest = with_defaults(newest.config)
-    if _extension_epochs(stored, newest) is None:
-        length = {"epochs": config.train.epochs, "restarts": config.train.restarts}
-        latest["train"] = {**latest["train"], **length}
-    return latest
-
-
-def _own_values(stored: dict[str, Any], given: dict[str, Any]) -> str:
-    """List the flags that give a run its own values where the command gives others."""
-    flags = []
-    for group in (name for name, values in given.items() if isinstance(values, dict)):
-        for key, value in stored.get(group, {}).items():
-            words = value if isinstance(value, list | tuple) else [value]
-            if words and key in given[group] and value != given[group][key]:
-                texts = [word if isinstance(word, str) else json.dumps(word) for word in words]
-                flags.append(f"--{group}.{key} {shlex.join(texts)}")
-    return f" ({' '.join(flags)})" if flags else ""

@@ -23,18 +23,11 @@ from vit.files import write_atomically
 from vit.run.folder import METRICS_FILE
 
 ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
-CURVES = ("train/", "val/", "test/")  # scalars that TensorBoard shows first
+# Scalars that TensorBoard shows first: it sorts tags by name, and all others begin with vit/.
+CURVES = ("train/", "val/", "test/")
 
 # A number, a picture (height, width, 3) uint8, or anything else for TensorBoard, with its own tag.
 Logged = float | np.ndarray | Summary
-
-
-def scalar_tag(tag: str) -> str:
-    """Return the tag under which TensorBoard shows a number.
-
-    TensorBoard sorts tags by name; the prefix vit/ puts all others after loss and accuracy.
-    """
-    return tag if tag.startswith(CURVES) else f"vit/{tag}"
 
 
 def picture_tag(tag: str) -> str:
@@ -96,7 +89,7 @@ class Tracker:
 
         def write(writer: SummaryWriter) -> None:
             for tag, value in values.items():
-                writer.add_scalar(scalar_tag(tag), value, step)
+                writer.add_scalar(tag if tag.startswith(CURVES) else f"vit/{tag}", value, step)
 
         self._show(write)
 

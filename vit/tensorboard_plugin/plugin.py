@@ -8,6 +8,8 @@ JSON that says what to do.
 import re
 from collections.abc import Callable
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
 from typing import Any
 
 import grpc
@@ -56,9 +58,9 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """Return the applications that answer requests, by path."""
         # Only the names listed here can be requested.
         static = {
-            f"/{file.name}": _static_file(file.name)
+            f"/{file.name}": _application(_reader(file), content_type)
             for file in STATIC.iterdir()
-            if _suffix(file.name) in STATIC_TYPES
+            if (content_type := STATIC_TYPES.get(PurePath(file.name).suffix))
         }
         return {
             **static,
@@ -157,21 +159,16 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         return steps[step]
 
     def _list_run(self, request: wrappers.Request, run: str) -> dict[str, TensorTimeSeries]:
-        found = self._list(request, RunTagFilter(runs=[run])).get(run)
+        found = self._list(request, run_tag_filter=RunTagFilter(runs=[run])).get(run)
         if not found:
             raise UnknownError(f"no run {run!r} with attention; reload the page")
         return found
 
     def _list(
-        self, request: wrappers.Request, names: RunTagFilter | None = None
+        self, request: wrappers.Request, **names: Any
     ) -> dict[str, dict[str, TensorTimeSeries]]:
         """Return what TensorBoard knows about every tag of every run."""
-        listed = self._provider.list_tensors(
-            plugin_util.context(request.environ),
-            experiment_id=plugin_util.experiment_id(request.environ),
-            plugin_name=PLUGIN_NAME,
-            run_tag_filter=names,
-        )
+        listed = self._provider.list_tensors(**_place(request), **names)
         # A tag whose steps were all written again by a resumed run is listed without any.
         kept = {
             run: {tag: series for tag, series in tags.items() if series.max_step is not None}
@@ -187,15 +184,22 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """
         try:
             found = self._provider.read_tensors(
-                plugin_util.context(request.environ),
-                experiment_id=plugin_util.experiment_id(request.environ),
-                plugin_name=PLUGIN_NAME,
+                **_place(request),
                 downsample=EVERYTHING,
                 run_tag_filter=RunTagFilter(runs=[run], tags=[tag]),
             )
         except TypeError as error:
             raise ValueError(f"{tag!r} is damaged: {error}") from None
         return sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
+
+
+def _place(request: wrappers.Request) -> dict[str, Any]:
+    """Return the arguments of all requests to the data provider."""
+    return {
+        "ctx": plugin_util.context(request.environ),
+        "experiment_id": plugin_util.experiment_id(request.environ),
+        "plugin_name": PLUGIN_NAME,
+    }
 
 
 def _application(answer: Callable[[wrappers.Request], Answer], content_type: str) -> Any:
@@ -229,9 +233,9 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:1000]
 
 
-def _static_file(name: str) -> Any:
-    """Return an application that serves a file of static/."""
-    return _application(lambda _: (STATIC / name).read_bytes(), STATIC_TYPES[_suffix(name)])
+def _reader(file: Traversable) -> Callable[[wrappers.Request], Answer]:
+    """Return a function that answers with a file."""
+    return lambda _: file.read_bytes()
 
 
 def _palettes(_: wrappers.Request) -> Answer:
@@ -242,10 +246,6 @@ def _palettes(_: wrappers.Request) -> Answer:
         for key, name in tables.items()
     ]
     return "".join(lines).encode()
-
-
-def _suffix(name: str) -> str:
-    return name[name.rfind(".") :]
 
 
 def _text(request: wrappers.Request, name: str) -> str:

@@ -181,11 +181,6 @@ class Record:
             raise ValueError(f"weights are {self.weights.shape}; the details say {shape}")
 
 
-def fits(layers: int, heads: int, tokens: int) -> bool:
-    """Tell whether the weights of an image are few enough to be stored."""
-    return layers * heads * tokens**2 <= MAX_WEIGHTS
-
-
 def image_url(pixels: np.ndarray) -> str:
     """Return an image, (height, width, 3) uint8, as a PNG file in a data URL."""
     from PIL import Image  # TensorBoard starts without it

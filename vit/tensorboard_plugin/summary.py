@@ -5,7 +5,7 @@ Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from vit.tensorboard_plugin.records import (
     Map,
     Record,
     Statistics,
-    fits,
     image_url,
 )
 
@@ -89,10 +88,10 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     layers = _layers(weights, len(pixels), grid, num_prefix_tokens)
     _check_target(writer, tag, step)
     names = _prefix_names(prefix_names, num_prefix_tokens, readout)
-    predictions = _predictions(len(pixels), classes, labels, logits)
+    class_names, true, top = _predictions(len(pixels), classes, labels, logits)
     shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
     depth, (_, heads, tokens, _) = len(layers), layers[0].shape
-    stored = fits(depth, heads, tokens)
+    stored = depth * heads * tokens**2 <= MAX_WEIGHTS
     if not stored:
         warn(
             f"{tag}: {depth} x {heads} x {tokens} x {tokens} attention weights are more than "
@@ -102,9 +101,8 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     for number, image in enumerate(pixels):
         alone = [layer[number] for layer in layers]
         details = make_details(
-            image, alone, grid, names, readout=readout, classes=predictions.classes,
-            label=predictions.labels[number], top=predictions.top[number], maps=shown[number],
-            lens=None,
+            image, alone, grid, names, readout=readout, classes=class_names, label=true[number],
+            top=top[number], maps=shown[number], lens=None,
         )  # fmt: skip
         kept = np.stack([layer.numpy() for layer in alone]) if stored else None
         records.append(Record(details=details, weights=kept))
@@ -145,14 +143,6 @@ def make_details(
         image=image_url(pixels), image_size=size, grid=grid, prefix=[*prefix],
         layers=len(weights), heads=weights[0].shape[0], statistics=statistics, **values,
     )  # fmt: skip
-
-
-class _Predictions(NamedTuple):
-    """Names of the classes, and the label and most probable classes of each image."""
-
-    classes: list[str]
-    labels: list[int | None]
-    top: list[list[tuple[int, float]]]
 
 
 def _check_target(writer: Any, tag: str, step: int) -> None:
@@ -235,7 +225,8 @@ def _predictions(
     classes: Sequence[str],
     labels: "Tensor | Sequence[int] | None",
     logits: "Tensor | None",
-) -> _Predictions:
+) -> tuple[list[str], list[int | None], list[list[tuple[int, float]]]]:
+    """Return the names of the classes, and the label and most probable classes of each image."""
     import torch
 
     if logits is not None:
@@ -258,7 +249,7 @@ def _predictions(
             list(zip(row.tolist(), values.tolist(), strict=True))
             for row, values in zip(best.indices, best.values, strict=True)
         ]
-    return _Predictions(names, [*indices] if labels is not None else [None] * batch, top)
+    return names, [*indices] if labels is not None else [None] * batch, top
 
 
 def _maps(

@@ -1,31 +1,36 @@
-"""Building a run's training step: model, optimizers, schedule, and where its weights come from."""
+"""Building a run's training step: its state, its length, and compilation."""
 
+import copy
 import dataclasses
 import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vit.classifier import Classifier
 from vit.console import is_out_of_memory, say
 from vit.data.images import ImageSet
-from vit.data.preprocess import Preprocess
 from vit.data.sampling import class_weights, divide_epoch
+from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded, replicate
 from vit.model.attention_model import size_unit
 from vit.pretrained.adapt import Pretrained
+from vit.seeding import generator
 from vit.settings import shorten
-from vit.training.budget import TRAINING_FRACTION, fit_budget
 from vit.training.compile import Compilation, choose_compilation, compiled
-from vit.training.config import Config
 from vit.training.schedule import Schedule, scaled_size
-from vit.training.start import Environment, Run
-from vit.training.state import TrainState, start_state
+from vit.training.start import Run
+from vit.training.state import start_state
 from vit.training.step import TrainingStep
 
 FEATURE_BATCH = 100  # images per forward pass for the features of a frozen model
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
+TRAINING_FRACTION = 0.96  # of a time budget; the rest is for validation and checkpoints
+LOGGED_IMAGES = 80  # images trained on in the time in which the attention of one is logged
+WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
+AHEAD = 2  # batches that each worker decodes in advance, torch's default
+TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
 
 
 def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -> TrainingStep:
@@ -40,28 +45,25 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         ValueError: The checkpoint is beyond the last step, or the model is to be compiled and what
             torch needs for it is missing.
     """
-    config, checkpoint, env = run.config, run.checkpoint, run.env
-    train, preprocess = config.train, run.preprocess
+    config, env, train = run.config, run.env, run.config.train
     state = start_state(run, training, source)
     model: Any = state.model  # ours or timm's
-    unit = size_unit(state.model)
-    whole = len(training) // train.batch_size  # batches; early versions used no others
-    began = checkpoint.environment.get("steps_per_epoch", whole) if checkpoint else None
-    parts = env.world.size * train.accumulate
-    epoch = divide_epoch(len(training), train.batch_size, parts, began)
-    schedule = build_schedule(config, epoch, preprocess.image_size, unit)
-    fixed = (
-        state.frozen
-        and isinstance(model.get_classifier(), nn.Linear)
-        and not (config.augment.changes_images or schedule.resizes)
-    )
-    forward: nn.Module = model.get_classifier() if fixed else model
+    schedule = build_schedule(run, len(training), size_unit(model))
     begin = time.perf_counter()
-    features = compute_features(state, training, preprocess, env) if fixed else None
+    forward, features = state.model, None
+    head = model.get_classifier()
+    changing = config.augment.changes_images or schedule.resizes
+    if state.frozen and isinstance(head, nn.Linear) and not changing:
+        classifier = Classifier(
+            model.eval(), run.preprocess, training.classes, env.device, env.precision
+        )
+        parts = training.parts(FEATURE_BATCH)
+        forward, features = head, torch.cat([classifier.features(part) for part in parts])
+    weights = class_weights(training.class_counts()) if config.data.balance == "loss" else None
     step = TrainingStep(
         state=state,
         forward=forward,
-        preprocess=preprocess,
+        preprocess=run.preprocess,
         classes=training.classes,
         schedule=schedule,
         augmentation=config.augment,
@@ -71,34 +73,59 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         precision=env.precision,
         seed=train.seed,
         world=env.world,
-        class_weights=(
-            class_weights(training.class_counts()).to(env.device)
-            if config.data.balance == "loss"
-            else None
-        ),
+        class_weights=None if weights is None else weights.to(env.device),
         features=features,
     )
-    if train.budget_minutes is None or state.total_steps:  # a resumed run keeps its steps
-        state.total_steps = state.total_steps if train.budget_minutes else schedule.total_steps
-        step = compile_step(run, step, training, state.total_steps)
-    else:
-        logged = config.track.milestones * config.track.probes
-        end = begin + TRAINING_FRACTION * 60 * train.budget_minutes
-        state.total_steps = fit_budget(step, training, end, logged)
-        fast = compile_step(run, step, training, state.total_steps)
-        if fast.forward is not step.forward:
-            state.total_steps = fit_budget(fast, training, end, logged)
-        step = fast
+    logged = config.track.milestones * config.track.probes
+    end = begin + TRAINING_FRACTION * 60 * (train.budget_minutes or 0)
+    total_steps = state.total_steps  # of a resumed run, which keeps its budget
+    if train.budget_minutes is None:
+        total_steps = schedule.total_steps
+    elif not state.total_steps:
+        total_steps = fit_budget(step, training, end, logged)
+    eager, step = step, compile_step(run, step, training, total_steps)
+    if train.budget_minutes and not state.total_steps and step.forward is not eager.forward:
+        total_steps = fit_budget(step, training, end, logged)
+    state.total_steps = total_steps
     state.seconds += env.world.agree(time.perf_counter() - begin)
-    if state.step > state.total_steps:
+    if state.step > total_steps:
         raise ValueError(
-            f"train.epochs: {train.epochs} are {state.total_steps:,} steps, but the run in "
-            f"{config.out} has already made {state.step:,}; use more epochs"
+            f"train.epochs: {train.epochs} are {total_steps:,} steps, but the run in {config.out} "
+            f"has already made {state.step:,}; use more epochs"
         )
     # The first part of an extended run, so that it is what it was before the extension.
-    shorten_averages(model, (*schedule.restarts, state.total_steps)[0])
-    schedule = dataclasses.replace(step.schedule, total_steps=state.total_steps)
+    shorten_averages(model, (*schedule.restarts, total_steps)[0])
+    schedule = dataclasses.replace(schedule, total_steps=total_steps)
     return dataclasses.replace(step, schedule=schedule)
+
+
+def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
+    """Build the schedule of a run of `train.epochs` epochs.
+
+    Args:
+        run: The run.
+        num_images: Number of training images.
+        unit: Pixels that the sides of smaller images are multiples of.
+    """
+    config, train = run.config, run.config.train
+    began = None
+    if run.checkpoint is not None:  # early versions used whole batches only
+        whole = num_images // train.batch_size
+        began = run.checkpoint.environment.get("steps_per_epoch", whole)
+    parts = run.env.world.size * train.accumulate
+    per_epoch, batch_size = divide_epoch(num_images, train.batch_size, parts, began)
+    return Schedule(
+        total_steps=train.epochs * per_epoch,
+        steps_per_epoch=per_epoch,
+        batch_size=batch_size,
+        full_size=run.preprocess.image_size,
+        small_size=scaled_size(run.preprocess.image_size, train.small_scale, unit),
+        small_fraction=train.small_share,
+        mix_fraction=config.augment.mix_share,
+        warmup=config.optim.warmup,
+        decay=config.optim.schedule,
+        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
+    )
 
 
 def compile_step(run: Run, step: TrainingStep, training: ImageSet, steps: int) -> TrainingStep:
@@ -125,32 +152,26 @@ def compile_step(run: Run, step: TrainingStep, training: ImageSet, steps: int) -
     compilation = env.world.agree(compilation)
     exchanges = env.world.size > 1 and env.device.type != "cpu"  # during the backward pass
     sharded = is_sharded(step.forward)
-    step = dataclasses.replace(step, compilation=compilation)
     if compilation.used:
-        step, error = _try_compiled(step, training, by_block=exchanges or sharded)
-        if error is not None and (choice != "auto" or began):
-            with env.world.main_first():
-                raise ValueError(
-                    f"train.compile: torch.compile failed ({error}); train without it by "
-                    f"--train.compile false{' --resume.allow_changes' if began else ''}"
-                )
+        if env.world.main:
+            say("compiling the model, which takes a minute or two the first time")
+        forward = compiled(step.forward, by_block=exchanges or sharded)
+        fast = dataclasses.replace(step, forward=forward)
+        error = try_sizes(fast, training)
+        if not env.world.largest(torch.tensor(float(error is not None))):
+            step = fast
+        else:
+            error = shorten(error or "in another process", 200)
+            compilation = Compilation(False, f"it failed ({error})")
+            if choice != "auto" or began:
+                with env.world.main_first():
+                    raise ValueError(
+                        f"train.compile: torch.compile failed ({error}); train without it by "
+                        f"--train.compile false{' --resume.allow_changes' if began else ''}"
+                    )
     if exchanges and not sharded:
         step = dataclasses.replace(step, forward=replicate(step.forward))
-    return step
-
-
-def _try_compiled(
-    step: TrainingStep, training: ImageSet, by_block: bool
-) -> tuple[TrainingStep, str | None]:
-    """Return the compiled step and None; or, if a process cannot compile it, the step and why."""
-    if step.world.main:
-        say("compiling the model, which takes a minute or two the first time")
-    fast = dataclasses.replace(step, forward=compiled(step.forward, by_block))
-    error = try_sizes(fast, training)
-    if not step.world.largest(torch.tensor(float(error is not None))):
-        return fast, None
-    error = shorten(error or "in another process", 200)
-    return dataclasses.replace(step, compilation=Compilation(False, f"it failed ({error})")), error
+    return dataclasses.replace(step, compilation=compilation)
 
 
 def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
@@ -186,6 +207,63 @@ def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
     return None
 
 
+def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
+    """Benchmark each phase of a run and return the number of steps that end in time.
+
+    The effect of the benchmark on the weights is undone.
+
+    Args:
+        step: The training step. The phases of its schedule are timed; its state is restored.
+        training: The training images.
+        end: When training has to end, in seconds as `time.perf_counter` counts them.
+        logged: How many times the attention of an image is logged until then.
+
+    Returns:
+        Number of steps, at least 1, the same in all processes.
+    """
+    before = copy.deepcopy(step.state.state_dict())
+    seconds_per_step = mean_step_seconds(step, training)
+    step.state.load_state_dict(before)
+    steps = (end - time.perf_counter()) / seconds_per_step
+    steps -= LOGGED_IMAGES * logged / step.schedule.batch_size
+    return int(step.world.agree(max(1, int(steps))))
+
+
+def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
+    """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
+
+    Where images are decoded during training and this is slower than the step, it sets the time.
+
+    This changes the state: weights, optimizers and counts.
+
+    Args:
+        step: The training step.
+        training: The training images.
+    """
+    warmup, timed = WARMUP_STEPS, TIMED_STEPS
+    if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
+        ahead = step.world.agree(AHEAD * training.images.num_workers)
+        warmup, timed = max(warmup, ahead + 1), max(timed, ahead)
+    schedule = dataclasses.replace(step.schedule, total_steps=TRIAL_LENGTH)
+    trial = dataclasses.replace(step, schedule=schedule)
+    draw = generator(step.seed, "trial")
+    seconds = 0.0
+    for phase in schedule.phases():
+        trial.state.step = phase.start
+        shape = (warmup + timed, schedule.batch_size)
+        batches = torch.randint(len(training), shape, generator=draw)
+        for number, (images, labels) in enumerate(
+            step.inputs(training).batches(step.world.part(batches.T).T), start=1
+        ):
+            result = trial(images, labels)
+            if number == warmup:
+                result.sum().item()  # waits for the device
+                begin = time.perf_counter()
+        result.sum().item()
+        seconds += phase.fraction * (time.perf_counter() - begin) / timed
+    return seconds
+
+
 def shorten_averages(model: nn.Module, total_steps: int) -> None:
     """Let the running statistics of batch norm forget their initial values in a short run.
 
@@ -200,40 +278,3 @@ def shorten_averages(model: nn.Module, total_steps: int) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
             least = min(1.0, 1 / (MEMORY * total_steps))
             module.momentum = max(module.momentum, least)
-
-
-def compute_features(
-    state: TrainState, images: ImageSet, preprocess: Preprocess, env: Environment
-) -> Tensor:
-    """Return what the head gets for each image, (N, D) float32."""
-    model, classes = state.model.eval(), images.classes
-    classifier = Classifier(model, preprocess, classes, env.device, env.precision)
-    parts = images.parts(FEATURE_BATCH)
-    return torch.cat([classifier.features(part) for part in parts])
-
-
-def build_schedule(
-    config: Config, epoch: tuple[int, int], image_size: tuple[int, int], unit: int
-) -> Schedule:
-    """Build the schedule of a run of `train.epochs` epochs.
-
-    Args:
-        config: The run.
-        epoch: Steps in an epoch, and images per step.
-        image_size: Height and width of the images, in pixels.
-        unit: Pixels that the sides of smaller images are multiples of.
-    """
-    train = config.train
-    per_epoch, batch_size = epoch
-    return Schedule(
-        total_steps=train.epochs * per_epoch,
-        steps_per_epoch=per_epoch,
-        batch_size=batch_size,
-        full_size=image_size,
-        small_size=scaled_size(image_size, train.small_scale, unit),
-        small_fraction=train.small_share,
-        mix_fraction=config.augment.mix_share,
-        warmup=config.optim.warmup,
-        decay=config.optim.schedule,
-        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
-    )

@@ -6,19 +6,18 @@ values, so that building it and passing images through it takes no time.
 
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from vit.data.layout import has_parts
 from vit.model.attention_model import attention_model, size_unit
-from vit.model.config import ModelConfig
 from vit.model.embed import image_conv
 from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
 from vit.model.variants import check_attention, load_attention
 from vit.registry import OPTIMIZERS
-from vit.settings import require, shorten
+from vit.settings import check, require, shorten
 from vit.training.config import Config
 from vit.training.schedule import scaled_size
 
@@ -32,31 +31,22 @@ def check_config(config: Config) -> None:
         ValueError: The run is inside the data, a timm model does not fit the run, or the attention
             cannot be used.
     """
-    check_out(config)
-    model, image_size = config.model, config.data.spec.image_size
-    if model.name != "vit":
-        check_timm(config, image_size, config.data.spec.channels)
-    elif model.attention != "dot":
-        load_attention(model.attention)
-        if model.patch_size is not None:  # otherwise the pretrained model decides
-            prefix = model.class_token + model.reg_tokens
-            patches = math.prod(image_size) // model.patch_size**2
-            width = model.head_dim or model.embed_dim // model.num_heads
-            check_attention(model.attention, model.num_heads, prefix + patches, width)
-
-
-def check_out(config: Config) -> None:
-    """Check that the run is not written among class folders, where it would be taken for a class.
-
-    Raises:
-        ValueError: It would be.
-    """
     out, root = Path(config.out).resolve(), Path(config.data.root).expanduser().resolve()
     if config.data.name == "folder" and out.is_relative_to(root) and not has_parts(root):
         raise ValueError(
             f"out: {config.out} is inside data.root={config.data.root}, where every folder is a "
             "class; choose another --out"
         )
+    model = config.model
+    if model.name != "vit":
+        check_timm(config)
+    elif model.attention != "dot":
+        load_attention(model.attention)
+        if model.patch_size is not None:  # otherwise the pretrained model decides
+            prefix = model.class_token + model.reg_tokens
+            patches = math.prod(config.data.spec.image_size) // model.patch_size**2
+            width = model.head_dim or model.embed_dim // model.num_heads
+            check_attention(model.attention, model.num_heads, prefix + patches, width)
 
 
 def check_processes(config: Config, processes: int) -> None:
@@ -64,8 +54,7 @@ def check_processes(config: Config, processes: int) -> None:
 
     Raises:
         ValueError: Another number was started, a batch cannot be divided among the processes and
-            `train.accumulate` parts, or a part has too few images for batch norm or an odd number
-            of images to be mixed in pairs.
+            `train.accumulate` parts, or a part has an odd number of images to be mixed in pairs.
     """
     train = config.train
     require(
@@ -87,94 +76,68 @@ def check_processes(config: Config, processes: int) -> None:
             f"{processes} processes, but augment.mixup and augment.cutmix mix pairs; it must be a "
             f"multiple of {processes * math.lcm(2, train.accumulate)}"
         )
-    if train.batch_size == parts and (owner := _batch_norm_of(config.model)):
-        raise ValueError(
-            f"train.batch_size: {train.batch_size} in {parts} parts (train.accumulate, "
-            f"processes) is one image at a time; the batch norm of {owner} needs two"
-        )
 
 
-def _batch_norm_of(model: ModelConfig) -> str:
-    """Return the setting because of which a model has batch norm; "" if it has none."""
-    if model.name != "vit":
-        return f"model.name={model.name}" if has_batch_norm(model) else ""
-    return "model.stem=conv" if model.stem == "conv" else ""
-
-
-def check_timm(config: Config, image_size: tuple[int, int], channels: int) -> None:
-    """Check that a model of timm can be built and trained as the config says.
-
-    Args:
-        config: The run.
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
+def check_timm(config: Config) -> None:
+    """Check that a timm model can be built and trained as the config says.
 
     Raises:
         ValueError: timm does not have the model or cannot build it, or it does not accept the
             images, the smaller images at the beginning, Muon, whitening, a frozen backbone, or
             checkpointing.
     """
-    model = _outline(config.model, image_size, channels)
+    name, arguments, train = config.model.name, config.model.timm_args or {}, config.train
+    image_size, channels = config.data.spec.image_size, config.data.spec.channels
+    with torch.device("meta"):
+        model = build_timm_model(name, arguments, image_size, channels, CLASSES).eval()
     problem = _problem_with(model, image_size, channels)
     if problem is not None:
-        _refuse_size(config.model, model, image_size, problem)
-    name, train = config.model.name, config.train
+        made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
+        raise ValueError(
+            f"model.name: {name} does not take the images of this data set, {_by(image_size)} "
+            f"pixels ({shorten(problem, 150)}); {timm_name(model)} is made for {_by(made_for)} "
+            "pixels, and some models can be fitted to others with --model.timm_args, e.g. "
+            "'{patch_size: 4}'"
+        )
     small = scaled_size(image_size, train.small_scale, size_unit(model))
-    require(
-        train.small_share == 0 or _problem_with(model, small, channels) is None,
-        "train.small_share",
-        train.small_share,
-        f"0 with model.name={name}, which takes images of {_by(image_size)} pixels but not of "
-        f"{_by(small)}",
-    )
-    require(
+    sizes = f"{_by(image_size)} pixels but not of {_by(small)}"
+    fits = train.small_share == 0 or _problem_with(model, small, channels) is None
+    check(train, "small_share", fits, f"0 with model.name={name}, which takes images of {sizes}")
+    check(
+        train,
+        "whiten",
         not train.whiten or image_conv(model, channels) is not None,
-        "train.whiten",
-        train.whiten,
         f"false with model.name={name}, which does not begin with a convolution of the image",
     )
-    require(
+    check(
+        config.optim,
+        "name",
         not OPTIMIZERS[config.optim.name].muon or attention_model(model) is not None,
-        "optim.name",
-        config.optim.name,
         f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",
     )
-    require(
-        train.freeze == "none" or _is_head_whole(config.model, model, image_size, channels),
-        "train.freeze",
-        train.freeze,
+    check(
+        train,
+        "freeze",
+        train.freeze == "none" or _is_head_whole(model, config),
         f"none with model.name={name}, which classifies with more layers than timm's classifier",
     )
-    require(
+    check(
+        train,
+        "checkpoint_blocks",
         not train.checkpoint_blocks or _can_checkpoint(model),
-        "train.checkpoint_blocks",
-        train.checkpoint_blocks,
         f"false with model.name={name}, for which timm does not offer it",
     )
 
 
-def has_batch_norm(config: ModelConfig) -> bool:
-    """Tell whether a model of timm contains batch norm."""
-    model = _outline(config, (224, 224), 3)
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-def _outline(config: ModelConfig, image_size: tuple[int, int], channels: int) -> nn.Module:
-    """Build a model of timm without memory, in evaluation mode."""
-    with torch.device("meta"):
-        return build_timm_model(
-            config.name, config.timm_args or {}, image_size, channels, CLASSES
-        ).eval()
-
-
-def _is_head_whole(
-    config: ModelConfig, model: nn.Module, image_size: tuple[int, int], channels: int
-) -> bool:
+def _is_head_whole(model: nn.Module, config: Config) -> bool:
     """Tell whether timm's classifier has all layers that depend on the number of classes."""
-    arguments = complete_arguments(config.name, config.timm_args or {}, image_size, channels)
+    name, spec = config.model.name, config.data.spec
+    arguments = complete_arguments(
+        name, config.model.timm_args or {}, spec.image_size, spec.channels
+    )
     parameters = dict(model.named_parameters())
     trained = {parameter for head in heads(model) for parameter in head.parameters()}
-    names = head_names(config.name, arguments)
+    names = head_names(name, arguments)
     return {parameters[key] for key in names if key in parameters} <= trained
 
 
@@ -195,18 +158,6 @@ def _problem_with(model: nn.Module, image_size: tuple[int, int], channels: int) 
         return str(error) or repr(error)
     shape = getattr(logits, "shape", None)
     return None if shape == (2, CLASSES) else f"it returns {shape or type(logits).__name__}"
-
-
-def _refuse_size(
-    config: ModelConfig, model: nn.Module, image_size: tuple[int, int], problem: str
-) -> NoReturn:
-    about = getattr(model, "pretrained_cfg", {})
-    made_for = about.get("input_size", (3, 224, 224))[1:]
-    raise ValueError(
-        f"model.name: {config.name} does not take the images of this data set, {_by(image_size)} "
-        f"pixels ({shorten(problem, 150)}); {timm_name(model)} is made for {_by(made_for)} pixels, "
-        "and some models can be fitted to others with --model.timm_args, e.g. '{patch_size: 4}'"
-    )
 
 
 def _by(size: tuple[int, ...]) -> str:

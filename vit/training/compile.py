@@ -12,13 +12,10 @@ import sysconfig
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    pass
 
 # Compiling takes half a minute to a minute for each image size and saves about an eighth of a step.
 MANY_STEPS = 5_000  # from which auto compiles

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -18,13 +18,8 @@ from vit.classifier import Classifier
 from vit.console import say, warn
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches, epoch_batches
-from vit.distributed.observe import (
-    Observed,
-    observe,
-    processes_scalars,
-    processes_text,
-)
 from vit.distributed.stop import Diverged, Stopped, StopRequest
+from vit.distributed.watch import observe, processes_text
 from vit.distributed.world import under_torchrun
 from vit.evaluation import Evaluator
 from vit.hardware import cores_of_all_processes
@@ -67,7 +62,7 @@ class Loop:
     _losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LOSSES))
     _since: float = 0.0  # time up to which state.seconds has counted
     _began: tuple[float, float] = (0.0, 0.0)  # seconds and work of the run at the first step here
-    _spent: dict[str, float] = field(default_factory=dict)  # seconds of each evaluator
+    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # in seconds
 
     def run(self) -> None:
         """Train to the end, saving a checkpoint after each epoch.
@@ -83,16 +78,24 @@ class Loop:
         self._since = time.perf_counter()
         self._began = state.seconds, schedule.work(state.step)
         try:
-            with self._progress_bar() as bar, self.stop.deferred():
+            with tqdm(
+                total=schedule.total_steps, initial=state.step, unit="step", dynamic_ncols=True,
+                disable=self.tracker is None or not sys.stderr.isatty(),
+                # Without tqdm's rate, which counts evaluation and logging as training.
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            ) as bar, self.stop.deferred():  # fmt: skip
                 while state.step < schedule.total_steps:
                     with world.activity.doing("computing"):
                         measured = self._train_epoch(bar)
-                    observed = observe(world.activity, self.training.device)
+                    observed = observe(world.activity)
                     speed = world.size * world.activity.images / world.activity.training_seconds()
                     self._save()
                     if self.tracker is not None:
                         say(self._epoch_text(measured.get("val/accuracy"), speed))
-                    self._log_processes(world.collect(observed))
+                    if world.size > 1 and under_torchrun():
+                        lines = processes_text(world.collect(observed))
+                        if world.main:
+                            say(lines)
                     if self.stop.agreed(world):
                         raise Stopped
                 if state.skipped == state.step:  # no step counted, of fewer than max_skipped
@@ -174,49 +177,38 @@ class Loop:
             f"loss {loss:.3f}  acc {accuracy:.1%}  lr {rate:.2g}  {speed:,.0f} images/s"
         )
 
-    def _log_processes(self, observed: Sequence[Observed]) -> None:
-        """Log what each of several processes did in the epoch."""
-        if self.tracker is None or len(observed) == 1:
-            return
-        values = processes_scalars(observed)
-        self.tracker.scalars(self.step.state.step, values, tensorboard_only=True)
-        if under_torchrun():
-            say(processes_text(observed))
-
     def evaluate(self) -> dict[str, float]:
         """Run the evaluators that are due at this step; return the numbers they measured."""
-        step = self.step.state.step
+        step, numbers = self.step.state.step, dict[str, float]()
         due = [evaluator for evaluator in self.evaluators if step in evaluator.steps]
         if not due:
             return {}
-        classifier, numbers = self.classifier(), {}
+        classifier = self.classifier()
         if self.tracker is not None:
             with cores_of_all_processes(), eagerly():
-                numbers = self._run_evaluators(classifier, due, step)
+                for evaluator in due:
+                    numbers |= self._evaluated(self.tracker, evaluator, classifier)
+            if numbers:
+                self.tracker.scalars(step, numbers)
         self.step.world.agree(None)  # so that the others do not seem to compute while they wait
         return numbers
 
-    def _run_evaluators(
-        self, classifier: Classifier, due: Sequence[Evaluator], step: int
+    def _evaluated(
+        self, tracker: Tracker, evaluator: Evaluator, classifier: Classifier
     ) -> dict[str, float]:
-        assert self.tracker is not None
-        numbers: dict[str, float] = {}
-        for evaluator in due:
-            start = time.perf_counter()
-            try:
-                for tag, value in evaluator.run(classifier, step):
-                    if isinstance(value, Summary):
-                        self.tracker.summary(step, value)
-                    elif isinstance(value, np.ndarray) and value.ndim == 3:
-                        self.tracker.picture(step, tag, value)
-                    else:
-                        numbers[tag] = float(value)
-            except OSError as error:  # a full disk must not end the run
-                warn(f"{evaluator.name} at step {step} is incomplete: {error}")
-            spent = self._spent.get(evaluator.name, 0.0) + time.perf_counter() - start
-            self._spent[evaluator.name] = spent
-        if numbers:
-            self.tracker.scalars(step, numbers)
+        """Run an evaluator, log its pictures and summaries, and return its numbers."""
+        step, start, numbers = self.step.state.step, time.perf_counter(), dict[str, float]()
+        try:
+            for tag, value in evaluator.run(classifier, step):
+                if isinstance(value, Summary):
+                    tracker.summary(step, value)
+                elif isinstance(value, np.ndarray) and value.ndim == 3:
+                    tracker.picture(step, tag, value)
+                else:
+                    numbers[tag] = float(value)
+        except OSError as error:  # a full disk must not end the run
+            warn(f"{evaluator.name} at step {step} is incomplete: {error}")
+        self._spent[evaluator.name] += time.perf_counter() - start
         return numbers
 
     def _save(self) -> None:
@@ -246,14 +238,6 @@ class Loop:
                     f"could not write {what} ({error}); keeping the previous checkpoint and "
                     "continuing"
                 )
-
-    def _progress_bar(self) -> "tqdm[NoReturn]":
-        return tqdm(
-            total=self.step.schedule.total_steps, initial=self.step.state.step, unit="step",
-            dynamic_ncols=True, disable=self.tracker is None or not sys.stderr.isatty(),
-            # Without tqdm's rate, which counts evaluation and logging as training.
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-        )  # fmt: skip
 
     def _epoch_text(self, val_accuracy: float | None, speed: float) -> str:
         state, schedule = self.step.state, self.step.schedule

@@ -14,12 +14,12 @@ from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.sampling import describe_counts
+from vit.data.stream import ImageFiles
 from vit.hardware import describe
 from vit.model.attention_model import attention_model, no_maps_text
 from vit.model.config import ModelConfig
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, PREDICTIONS_FILE, REPORT_FILE
 from vit.training.config import Config
-from vit.training.schedule import Schedule
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -28,9 +28,6 @@ BALANCE_TEXTS = {
     "sampler": "; every class is drawn equally often",
     "loss": "; the loss weights classes by their inverse frequency",
 }
-FEW_HELD_OUT = 200  # held-out images below which validation accuracy is coarse
-MANY_TOKENS, FEWER = 1024, range(16, 257)  # on a CPU, and how many patches to suggest instead
-FEW_STEPS, ENOUGH_STEPS = 100, 1000  # from scratch
 
 
 def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: ImageSet) -> str:
@@ -50,30 +47,24 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         number = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         when = "at every step" if step.features is None else "once"
         trained = f"; {number:,} parameters are trained, the head's, on features computed {when}"
-    processes = step.world.size
-    resized = config.data.spec.own_files and config.data.image_size is None
-    hint = f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
+    processes = f"{step.world.size} processes, each on " if step.world.size > 1 else ""
     variant = config.model.attention
     attention = "" if variant == "dot" else f", {variant} attention"
-    has_maps = attention_model(state.model) is not None
-    maps = "" if has_maps else f"maps     {no_maps_text(state.model)}\n"
+    structure = attention_model(state.structure())
+    maps, tokens = f"maps     {no_maps_text(state.model)}\n", ""
+    if structure is not None:
+        count = structure.num_prefix_tokens + math.prod(structure.patch_embed.grid(rows, columns))
+        maps, tokens = "", f", {counted(count, 'token', ',')}"
     return (
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
-        f"{hint if resized else ''}"
-        f"{BALANCE_TEXTS[config.data.balance]}{_streaming_text(images)}\n"
-        f"model    {describe_model(config.model)}, {rows} x {columns} pixels"
-        f"{tokens_text(config.model, step, device)}: {parameters:,} parameters, "
-        f"{forward_flops(step) / 1e9:.3f} GFLOPs per forward pass{trained}\n"
+        f"{BALANCE_TEXTS[config.data.balance]}\n"
+        f"model    {describe_model(config.model)}, {rows} x {columns} pixels{tokens}: "
+        f"{parameters:,} parameters, {forward_flops(step) / 1e9:.3f} GFLOPs per forward pass"
+        f"{trained}\n"
         f"{maps}"
-        f"device   {f'{processes} processes, each on ' if processes > 1 else ''}"
-        f"{describe(device)}, {str(step.precision).removeprefix('torch.')}{attention}"
-        f", {step.compilation.describe()}\n"
-        f"steps    {schedule.total_steps:,} with {_batch_text(config, schedule, len(images))}, "
-        f"{counted(schedule.total_steps / schedule.steps_per_epoch, 'epoch', '.4g')}"
-        f"{_budget_text(config.train.budget_minutes, state)}"
-        f"{restarts_text(schedule)}"
-        f"{f'; resuming after step {state.step:,}' if state.step else ''}"
-        f"{_short_text(config, step)}\n"
+        f"device   {processes}{describe(device)}, {str(step.precision).removeprefix('torch.')}"
+        f"{attention}, {step.compilation.describe()}\n"
+        f"steps    {_steps_text(config, step, len(images))}\n"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
 
@@ -88,85 +79,51 @@ def forward_flops(step: TrainingStep) -> int:
     return counter.get_total_flops()
 
 
-def tokens_text(model: ModelConfig, step: TrainingStep, device: torch.device) -> str:
-    """Count the tokens of an image; if they are many for a CPU, suggest larger patches."""
-    size, readable = step.schedule.full_size, attention_model(step.state.structure())
-    if readable is None:
-        return ""
-    tokens = readable.num_prefix_tokens + math.prod(readable.patch_embed.grid(*size))
-    text = f", {counted(tokens, 'token', ',')}"
-    if tokens <= MANY_TOKENS or device.type != "cpu" or model.name != "vit" or step.state.step:
-        return text
-    for side in range(1, math.gcd(*size) + 1):
-        fits = math.gcd(*size) % side == 0 and (model.stem == "linear" or side.bit_count() == 1)
-        patches = math.prod(size) // side**2
-        if fits and patches in FEWER:
-            return f"{text} (slow on a CPU: --model.patch_size {side} makes {patches})"
-    return text
-
-
-def _budget_text(minutes: float | None, state: TrainState) -> str:
-    if minutes is None:
-        return ""
-    over = state.step == 0 and state.seconds > 60 * minutes
-    late = " (timing a few steps took longer)" if over else ""
-    return f", to fit into {counted(minutes, 'minute', 'g')}{late}"
-
-
-def restarts_text(schedule: Schedule) -> str:
-    """Name the steps after which the schedule starts over, if there are any."""
-    steps = ", ".join(f"{step:,}" for step in schedule.restarts)
-    return f"; the schedule starts over after step {steps}" if steps else ""
-
-
 def _data_text(data: DataConfig, images: ImageSet, held_out: ImageSet) -> str:
     """Count the images of each part; published data sets need no count of their test images."""
-    parts = f"{len(images):,} training images ({_counts(images.classes, images.labels)})"
-    parts += f", {_held_out_text(held_out)}"
+    text = f"{len(images):,} training images ({_counts(images.classes, images.labels)}), "
+    if len(held_out):
+        text += f"{len(held_out):,} held out ({_counts(held_out.classes, held_out.labels)})"
+    else:
+        text += "none held out, so there are no validation curves"
     if not data.spec.own_files or data.on_bad_image == "skip":  # some may not be readable
-        return f"{parts}; the test images are used once, at the end"
-    test = open_images(data, train=False)
-    counts = _counts(test.classes, test.labels)
-    return f"{parts}; the {len(test):,} test images ({counts}) are used once, at the end"
+        text += "; the test images are used once, at the end"
+    else:
+        test = open_images(data, train=False)
+        counts = _counts(test.classes, test.labels)
+        text += f"; the {len(test):,} test images ({counts}) are used once, at the end"
+    if data.spec.own_files and data.image_size is None:
+        rows, columns = data.spec.image_size
+        text += f"; resized to {rows} x {columns} pixels, use --data.image_size for more detail"
+    if isinstance(images.images, ImageFiles):
+        gigabytes, workers = images.images.nbytes / 1e9, images.images.num_workers
+        how = f"by {counted(workers, 'worker')}" if workers else "in this process"
+        text += f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
+    return text
 
 
 def _counts(classes: Sequence[str], labels: Tensor) -> str:
     return describe_counts(classes, torch.bincount(labels, minlength=len(classes)).tolist())
 
 
-def _held_out_text(held_out: ImageSet) -> str:
-    count = len(held_out)
-    if count == 0:
-        return "none held out, so there are no validation curves"
-    coarse = f"; each is {100 / count:.2g}% of validation accuracy" if count < FEW_HELD_OUT else ""
-    return f"{count:,} held out ({_counts(held_out.classes, held_out.labels)}{coarse})"
-
-
-def _batch_text(config: Config, schedule: Schedule, images: int) -> str:
-    fewer = schedule.batch_size < config.train.batch_size and config.data.balance != "sampler"
-    if not fewer:
-        return f"{schedule.batch_size} images each"
-    again = schedule.batch_size * schedule.steps_per_epoch - images
-    twice = f", {again} of them twice" if again else ""
-    return f"{schedule.batch_size} images so that an epoch uses all {images:,}{twice}"
-
-
-def _short_text(config: Config, step: TrainingStep) -> str:
-    """Say that a run from scratch is short."""
-    schedule = step.schedule
-    from_scratch = config.model.pretrained is None and not step.state.frozen
-    if from_scratch and config.train.budget_minutes is None and schedule.total_steps < FEW_STEPS:
-        epochs = -(-ENOUGH_STEPS // schedule.steps_per_epoch)
-        return f"; few for training from scratch: --train.epochs {epochs} makes {ENOUGH_STEPS:,}"
-    return ""
-
-
-def _streaming_text(images: ImageSet) -> str:
-    if isinstance(images.images, Tensor):
-        return ""
-    gigabytes, workers = images.images.nbytes / 1e9, images.images.num_workers
-    how = f"by {counted(workers, 'worker')}" if workers else "in this process"
-    return f"; {gigabytes:.3g} GB, more than data.memory_gb, so files are decoded {how}"
+def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
+    """Describe the length of a run: steps, images in each, epochs and restarts."""
+    schedule, state, minutes = step.schedule, step.state, config.train.budget_minutes
+    batch = f"{schedule.batch_size} images each"
+    if schedule.batch_size < config.train.batch_size and config.data.balance != "sampler":
+        again = schedule.batch_size * schedule.steps_per_epoch - num_images
+        twice = f", {again} of them twice" if again else ""
+        batch = f"{schedule.batch_size} images so that an epoch uses all {num_images:,}{twice}"
+    epochs = counted(schedule.total_steps / schedule.steps_per_epoch, "epoch", ".4g")
+    text = f"{schedule.total_steps:,} with {batch}, {epochs}"
+    if minutes is not None:
+        text += f", to fit into {counted(minutes, 'minute', 'g')}"
+        if state.step == 0 and state.seconds > 60 * minutes:
+            text += " (timing a few steps took longer)"
+    if schedule.restarts:
+        restarts = ", ".join(f"{step:,}" for step in schedule.restarts)
+        text += f"; the schedule starts over after step {restarts}"
+    return f"{text}; resuming after step {state.step:,}" if state.step else text
 
 
 def end_text(

@@ -1,7 +1,6 @@
 """Muon, the optimizer of weight matrices."""
 
 from collections import defaultdict
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -64,17 +63,11 @@ class Muon(Optimizer):
             by_shape.items(), self._orthogonalized(stacks), strict=True
         ):
             updates = stack.split([self.numbers[parameter] for parameter, _ in some])
-            members = [(*member, update) for member, update in zip(some, updates, strict=True)]
-            for _, same in groupby(members, key=lambda member: id(member[1])):
-                parameters, (group, *_), matrices = zip(*same, strict=True)
-                weights = [own(parameter) for parameter in parameters]
-                changes = [
-                    _as_parameter(matrix.flatten(0, 1), parameter)
-                    for matrix, parameter in zip(matrices, parameters, strict=True)
-                ]
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            for (parameter, group), matrices in zip(some, updates, strict=True):
+                weight = own(parameter)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
-                torch._foreach_add_(weights, changes, alpha=-rate)
+                weight.add_(_as_parameter(matrices.flatten(0, 1), parameter), alpha=-rate)
 
     def _ahead(self, parameters: list[nn.Parameter]) -> Tensor:
         """Average gradients and look ahead (Nesterov momentum).

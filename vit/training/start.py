@@ -1,9 +1,9 @@
 """Starting a run: device, processes and signals, the lock on its folder, and what it resumes."""
 
 import contextlib
+import dataclasses
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
-from vit.console import is_out_of_memory, note, rank, say
+from vit.console import is_out_of_memory, note
 from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
-from vit.distributed.world import World, join_world
-from vit.hardware import choose_device, choose_precision
+from vit.distributed.world import World, join_world, under_torchrun
+from vit.hardware import choose_device, choose_precision, cores_to_use
 from vit.model.config import ModelConfig
 from vit.model_file import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
-from vit.run.folder import lock_run
+from vit.run.folder import MODEL_FILE, lock_run, stored_config
 from vit.run.resume import check_run, extend_config
 from vit.training.checks import check_processes
 from vit.training.config import Config
+
+FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,70 @@ class Run:
         return cls(config, env, with_statistics(preprocess, source, checkpoint), checkpoint)
 
 
+def on_all_cores(config: Config, overwrite: bool) -> Config:
+    """Fill in `train.processes`, see `choose_processes`, and check that they can share a batch.
+
+    Args:
+        config: The run.
+        overwrite: Whether an earlier run in the folder is going to be deleted.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if under_torchrun():
+        return config
+    folder = Path(config.out)
+    stored = None if overwrite else stored_config(folder)
+    count, fresh = (choose_processes(config, before, cores_to_use()) for before in (stored, None))
+    if count != fresh and not (folder / MODEL_FILE).exists():
+        note(
+            f"number of processes of the run: {count}, which it keeps when it is resumed; "
+            f"a new run would have {fresh}"
+        )
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
+    check_processes(config, count)
+    return config
+
+
+def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) -> int:
+    """Return how many processes train a run.
+
+    Args:
+        config: The run.
+        stored: The config of the run in its folder, or None if there is none.
+        cores: Number of cores to compute on.
+
+    Returns:
+        `train.processes`, or else that of the stored run, or else the largest number up to `cores`
+        that divides the batch into equal parts of at least `FEWEST_IMAGES`, an even number if they
+        are mixed in pairs. On an accelerator, and where only the head is trained, a single process.
+
+    Raises:
+        ValueError: An accelerator was to be shared by several processes.
+    """
+    settings = config.train
+    on_cpu = choose_device(settings.device).type == "cpu"
+    if settings.processes is not None:
+        if settings.processes > 1 and not on_cpu:
+            raise ValueError(
+                f"train.processes: {settings.processes} is only for a CPU; start a process for "
+                f"each GPU with `torchrun --nproc_per_node {settings.processes} train.py ...`"
+            )
+        return settings.processes
+    if stored is not None and on_cpu:
+        return stored["train"].get("processes") or 1  # which older versions do not name
+    if settings.freeze == "backbone" or not on_cpu:
+        return 1
+    parts = settings.batch_size // settings.accumulate
+    group = 2 if config.augment.mixes else 1  # images that one process needs together
+    fitting = (
+        n
+        for n in range(1, cores + 1)
+        if parts % n == 0 and parts >= FEWEST_IMAGES * n and settings.batch_size // n % group == 0
+    )
+    return max(fitting, default=1)
+
+
 @contextlib.contextmanager
 def start_environment(config: Config) -> Iterator[Environment]:
     """Choose device and precision, connect the processes, and turn signals into exit codes.
@@ -119,12 +185,14 @@ def start_environment(config: Config) -> Iterator[Environment]:
                 check_processes(config, world.size)
             yield Environment(device, precision, world, stop)
         except Stopped:
-            if rank() == 0:
-                say(_stopped_text(Path(config.out), stop.signal), sys.stderr)
+            saved = checkpoint_steps(Path(config.out))
+            note(
+                f"stopped by {signal.Signals(stop.signal).name}: rerun the command to "
+                + (f"resume after step {saved[-1]:,}" if saved else "start over; nothing was saved")
+            )
             raise SystemExit(128 + stop.signal) from None
         except Diverged as error:  # in all processes, with the same numbers
-            if rank() == 0:
-                say(f"error: {error}", sys.stderr)
+            note(f"error: {error}")
             raise SystemExit(3) from None
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -175,12 +243,3 @@ def claim_run(
             torch.set_num_threads(threads)
             note(f"a resumed run keeps its number of threads: {threads} per process, not {now}")
         yield Run.begin(config, env, checkpoint, source)
-
-
-def _stopped_text(run: Path, number: int) -> str:
-    """Describe how to resume a run that was stopped by a signal."""
-    saved = checkpoint_steps(run)
-    name = signal.Signals(number).name
-    if not saved:
-        return f"stopped by {name}; nothing was saved yet; rerun the command to start over"
-    return f"stopped by {name}: rerun the command to resume after step {saved[-1]:,}"

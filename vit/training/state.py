@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,7 @@ from torch.optim import Optimizer
 from vit.classifier import build_model
 from vit.console import say
 from vit.data.images import ImageSet
-from vit.distributed.shard import (
-    choose_parallel,
-    device_mesh,
-    gathered,
-    own,
-    shard,
-)
-from vit.model.config import ModelConfig
+from vit.distributed.shard import choose_parallel, device_mesh, gathered, own, shard
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
 from vit.pretrained.adapt import Pretrained
@@ -103,9 +96,7 @@ class TrainState:
                 group.update(settings)
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"] or state["model"])
-        self.points = list(state["points"].to(next(self.model.parameters()).device))
-        for name in COUNTS:
-            setattr(self, name, state[name])
+        self._load_counts(state)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, the optimizers' by those of their parameters."""
@@ -127,18 +118,18 @@ class TrainState:
         points = torch.stack(self.points).tolist() if self.points else []
         return {**{name: getattr(self, name) for name in COUNTS}, "points": points}
 
-    def load_folder(self, checkpoint: Checkpoint) -> None:
-        """Restore the state from a checkpoint that is a folder; called by all processes.
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Restore the state from a checkpoint; called by all processes.
 
-        The state may be sharded among any number of processes, or whole.
-
-        Args:
-            checkpoint: Without tensors.
+        The state may be sharded among any number of processes if the checkpoint is a folder.
 
         Raises:
-            ValueError: It has other tensors than the state.
+            ValueError: A folder has other tensors than the state.
+            RuntimeError: A file has.
         """
-        assert checkpoint.folder is not None
+        if checkpoint.folder is None:
+            self.load_state_dict(vars(checkpoint))
+            return
         set_lr(self.optimizers, 0.0)
         stepped = checkpoint.step > checkpoint.skipped
         for optimizer in self.optimizers if stepped else ():
@@ -148,9 +139,12 @@ class TrainState:
             optimizer.step()  # moves nothing, but makes the tensors of its state
             optimizer.zero_grad(set_to_none=True)
         read_tensors(checkpoint.folder, self.tensors())
-        self.points = list(checkpoint.points.to(next(self.model.parameters()).device))
+        self._load_counts(vars(checkpoint))
+
+    def _load_counts(self, state: dict[str, Any]) -> None:
+        self.points = list(state["points"].to(next(self.model.parameters()).device))
         for name in COUNTS:
-            setattr(self, name, getattr(checkpoint, name))
+            setattr(self, name, state[name])
 
     def is_finite(self) -> bool:
         """Tell whether all weights and their moving averages are finite, in this process's part."""
@@ -185,8 +179,15 @@ def build_state(
         first = image_conv(network, run.preprocess.channels)
         assert first is not None, "vit.training.checks refuses it"
         whiten(first, run.preprocess.normalize(sample))
-    if weights is not None:
-        _load_pretrained(network, weights, config.model)
+    if weights is not None:  # without those of the head, it keeps its random ones
+        loaded = network.load_state_dict(weights, strict=False)
+        # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
+        missing = [k for k in loaded.missing_keys if config.model.name == "vit" and k not in HEAD]
+        if differing := [*loaded.unexpected_keys, *missing]:
+            raise ValueError(
+                f"model.pretrained: {config.model.pretrained} and the model differ in "
+                f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
+            )
     frozen = config.train.freeze == "backbone"
     # A head is small, and the features are computed without the wrapper of a model.
     choice = "replicate" if frozen else config.train.parallel
@@ -213,18 +214,6 @@ def build_state(
     return TrainState(network, optimizers, ema, frozen=frozen, copy=whole)
 
 
-def _load_pretrained(network: nn.Module, weights: dict[str, Tensor], model: ModelConfig) -> None:
-    """Load pretrained weights; without those of the head, it keeps its random ones."""
-    loaded = network.load_state_dict(weights, strict=False)
-    # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
-    missing = [key for key in loaded.missing_keys if model.name == "vit" and key not in HEAD]
-    if differing := [*loaded.unexpected_keys, *missing]:
-        raise ValueError(
-            f"model.pretrained: {model.pretrained} and the model differ in "
-            f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
-        )
-
-
 def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:
     """Build the state that training starts from: new, pretrained or resumed.
 
@@ -247,24 +236,21 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         first = torch.arange(min(WHITENING_IMAGES, len(training)))
         sample = training.select(first).pixels().cpu()
     state = build_state(run, len(training.classes), sample, weights)
-    model: Any = state.model  # ours or timm's, which have this method
     if config.train.checkpoint_blocks:
-        model.set_grad_checkpointing()
-    if checkpoint is not None and checkpoint.folder is not None:
-        state.load_folder(checkpoint)
-    elif checkpoint is not None:
-        if state.copy is not None:
-            raise ValueError(
-                f"train.parallel: {config.train.parallel} cannot resume the run in {config.out}, "
-                "whose checkpoints are not sharded; resume it with --train.parallel replicate"
-            )
-        try:
-            state.load_state_dict(vars(checkpoint))
-        except RuntimeError as error:
-            reason = shorten(" ".join(str(error).split()), 200)
-            raise ValueError(
-                f"model.attention: the checkpoint of the run in {config.out} does not fit the "
-                f"parameters of {config.model.attention} ({reason}); restore the code it was "
-                "trained with, or train in another folder with --out"
-            ) from None
+        cast(Any, state.model).set_grad_checkpointing()
+    if checkpoint is None:
+        return state
+    if checkpoint.folder is None and state.copy is not None:
+        raise ValueError(
+            f"train.parallel: {config.train.parallel} cannot resume the run in {config.out}, "
+            "whose checkpoints are not sharded; resume it with --train.parallel replicate"
+        )
+    try:
+        state.load_checkpoint(checkpoint)
+    except RuntimeError as error:
+        raise ValueError(
+            f"model.attention: the checkpoint of the run in {config.out} does not fit the "
+            f"parameters of {config.model.attention} ({shorten(error, 200)}); restore the code it "
+            "was trained with, or train in another folder with --out"
+        ) from None
     return state

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -18,15 +17,14 @@ import torch
 import yaml
 
 from vit.classifier import Classifier
-from vit.console import note, say
+from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded
-from vit.distributed.world import under_torchrun
 from vit.evaluation import Evaluator, Setup
 from vit.explain.canvas import report_boxes
-from vit.hardware import choose_device, cores_of_all_processes, cores_to_use
+from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.registry import EVALUATORS, REPORT
@@ -35,14 +33,13 @@ from vit.run.folder import (
     MODEL_FILE,
     finish_extension,
     prepare_run,
-    stored_config,
+    write_split,
 )
-from vit.run.saver import FileSaver, ShardedSaver
-from vit.run.split import write_split
+from vit.run.saver import Saver
 from vit.run.tracker import Tracker
 from vit.settings import flatten
 from vit.training.build import build_step
-from vit.training.checks import check_config, check_processes
+from vit.training.checks import check_config
 from vit.training.compile import eagerly
 from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
@@ -50,8 +47,6 @@ from vit.training.messages import end_text, start_text
 from vit.training.start import Run, claim_run, start_environment
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
-
-FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly overhead
 
 
 def train(
@@ -106,70 +101,6 @@ def train(
                 return None
             with cores_of_all_processes(), eagerly():
                 return finish_run(run, classifier, state, tracker, save_error, fingerprint)
-
-
-def on_all_cores(config: Config, overwrite: bool) -> Config:
-    """Fill in `train.processes`, see `choose_processes`, and check that they can share a batch.
-
-    Args:
-        config: The run.
-        overwrite: Whether an earlier run in the folder is going to be deleted.
-
-    Raises:
-        ValueError: They cannot.
-    """
-    if under_torchrun():
-        return config
-    folder = Path(config.out)
-    stored = None if overwrite else stored_config(folder)
-    count, fresh = (choose_processes(config, before, cores_to_use()) for before in (stored, None))
-    if count != fresh and not (folder / MODEL_FILE).exists():
-        kept = "which it keeps when it is resumed"
-        note(f"number of processes of the run: {count}, {kept}; a new run would have {fresh}")
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
-    check_processes(config, count)
-    return config
-
-
-def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) -> int:
-    """Return how many processes train a run.
-
-    Args:
-        config: The run.
-        stored: The config of the run in its folder, or None if there is none.
-        cores: Number of cores to compute on.
-
-    Returns:
-        `train.processes`, or else that of the stored run, or else the largest number up to `cores`
-        that divides the batch into equal parts of at least `FEWEST_IMAGES`, an even number if they
-        are mixed in pairs. On an accelerator, and where only the head is trained, a single process.
-
-    Raises:
-        ValueError: An accelerator was to be shared by several processes.
-    """
-    settings = config.train
-    on_cpu = choose_device(settings.device).type == "cpu"
-    if settings.processes is not None:
-        if settings.processes > 1 and not on_cpu:
-            raise ValueError(
-                f"train.processes: {settings.processes} is only for a CPU; start a process for "
-                f"each GPU with `torchrun --nproc_per_node {settings.processes} train.py ...`"
-            )
-        return settings.processes
-    if not on_cpu:
-        return 1
-    if stored is not None:
-        return stored["train"].get("processes") or 1  # which older versions do not name
-    if settings.freeze == "backbone":
-        return 1
-    parts = settings.batch_size // settings.accumulate
-    group = 2 if config.augment.mixes else 1  # images that one process needs together
-    fitting = (
-        n
-        for n in range(1, cores + 1)
-        if parts % n == 0 and parts >= FEWEST_IMAGES * n and settings.batch_size // n % group == 0
-    )
-    return max(fitting, default=1)
 
 
 def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
@@ -246,9 +177,7 @@ def build_loop(
             "steps_per_epoch": schedule.steps_per_epoch,
         },
     }
-
-    kind = ShardedSaver if is_sharded(step.state.model) else FileSaver
-    saver = kind(run.folder, step.state, about, env.world)
+    saver = Saver(run.folder, step.state, about, env.world, is_sharded(step.state.model))
     return Loop(
         step, training, evaluators, tracker, saver, env.stop, config.track.every,
         config.train.max_skipped, config.data.balance == "sampler",
@@ -273,7 +202,12 @@ def finish_run(
     result = resolve_name(f"vit.{REPORT}")(
         classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
-    write_hyperparameters(tracker, config, state.step, result)
+    values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
+    # A run killed here writes them again, as the same point.
+    tracker.scalars(state.step, values, tensorboard_only=True)
+    places = ("out", "data.root", "data.download", "data.memory_gb", "data.workers")
+    settings = flatten(to_dict(config))
+    tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
     tracker.flush()
     save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
     finish_extension(folder)
@@ -283,15 +217,3 @@ def finish_run(
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
         raise SystemExit(1)
     return result
-
-
-def write_hyperparameters(
-    tracker: Tracker, config: Config, step: int, result: dict[str, Any]
-) -> None:
-    """Add a finished run to TensorBoard's HParams table."""
-    values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
-    # A run killed here writes them again, as the same point.
-    tracker.scalars(step, values, tensorboard_only=True)
-    settings = flatten(to_dict(config))
-    places = ("out", "data.root", "data.download", "data.memory_gb", "data.workers")
-    tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
