@@ -104,7 +104,8 @@ def test_a_map_is_everywhere(changed: tuple[Path, str]) -> None:
     run, printed = changed
     folder = run / "eval/attention"
     index = json.loads((folder / "index.json").read_text())
-    assert index["maps"][NEW] == {"file": f"{NEW}.npy", "class_specific": True}
+    about = {"file": f"{NEW}.npy", "class_specific": True, "unit": "mean"}
+    assert index["maps"][NEW] == about
     found, other = (np.load(folder / f"{kind}.npy") for kind in (NEW, "relevance"))
     assert found.shape == (2, 7, 7) and np.abs(found - other).max() > 0.01
     np.testing.assert_allclose(found.mean(axis=(1, 2)), 1, rtol=1e-5)
