@@ -108,7 +108,7 @@ def first_failure(copy: Path, tests: list[str]) -> str | None:
     if process.exitcode in (0, 5):  # 5: all tests of the files are slow
         return None
     log = Path(f"{copy}.log").read_text()
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
     return failed[1] if failed else f"exit code {process.exitcode}"
 
 

@@ -122,15 +122,3 @@ def test_class_without_training_images_is_refused_with_the_counts():
         ValueError, match=r"^data\.train_size: 4 leaves a class .*\(circle .* use more"
     ):
         load_training(DataConfig(name="shapes", train_size=4, val_size=0), seed=0)
-
-
-def test_select_takes_images_in_the_order_asked_for():
-    images = numbered_set([10, 10, 10])
-    part = images.select(torch.tensor([25, 3, 3]))
-    assert part.images[:, 0, 0, 0].tolist() == [25, 3, 3]
-    assert part.labels.tolist() == images.labels[[25, 3, 3]].tolist()
-    assert part.masks[:, 0, 0].tolist() == [True, False, False]
-    bare = ImageSet(images.images, images.labels, images.classes)
-    assert bare.select(torch.tensor([1])).masks is None
-    assert bare.to(torch.device("meta")).images.is_meta
-    assert bare.to(torch.device("meta")).labels.is_meta

@@ -322,11 +322,9 @@ EVAL_TYPES = [(name, key) for name, command in COMMANDS.items() for key in keys(
 def test_unknown_keys_for_eval(known: tuple[str, str], strange: str) -> None:
     for wrong in (f"{known[1]}q", f"{known[1]}.{strange}", strange):
         words = ["x", known[0], *(["y"] if known[0] != "export" else ["onnx"]), f"--{wrong}", "1"]
-        refused(
-            words,
-            f"error: {'y' if known[0] in ('report', 'maps') else wrong}: no such key",
-            parse=parse_eval,
-        )
+        alone = known[0] in ("report", "maps", "heads")
+        problem = "y: not expected here" if alone else f"{wrong}: no such key"
+        refused(words, f"error: {problem}", parse=parse_eval)
 
 
 WORDS = st.one_of(

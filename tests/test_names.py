@@ -190,7 +190,7 @@ def test_predictions_that_were_not_written_are_refused(
         vit.load("cifar10_quick").predictions()
     with pytest.raises(ValueError, match=r"split.csv: file not found; train.py writes it, for ima"):
         vit.load("cifar10_quick").split()
-    with pytest.raises(ValueError, match=r"not found; `python eval.py cifar10_quick` writes it$"):
+    with pytest.raises(ValueError, match=r"not found; `vit-eval cifar10_quick` writes it$"):
         vit.load("cifar10_quick").predictions()
     with pytest.raises(ValueError, match=r"^eval/predictions.csv: only for a model that vit.load"):
         dataclasses.replace(vit.load("cifar10_quick"), run=None).predictions()

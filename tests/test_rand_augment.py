@@ -92,13 +92,6 @@ def test_operations_are_drawn_evenly_both_ways() -> None:
     assert chi_square < len(pictures) + 5 * (2 * len(pictures)) ** 0.5
 
 
-def test_several_operations_follow_each_other(images: Tensor) -> None:
-    draws = Draws(0, len(images))
-    step_by_step = rand_augment(rand_augment(images, 1, 9, draws), 1, 9, draws)
-    assert torch.equal(rand_augment(images, 2, 9, Draws(0, len(images))), step_by_step)
-    assert torch.equal(rand_augment(images, 0, 9, draws), images)
-
-
 @pytest.mark.parametrize("shape", [(3, 24, 40), (3, 50, 20), (1, 24, 40)])
 def test_images_that_are_not_square_and_grey_ones_too(shape: tuple[int, ...]) -> None:
     images = torch.randint(256, (4, *shape), dtype=torch.uint8, generator=seeded())

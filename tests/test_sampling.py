@@ -25,7 +25,6 @@ from vit.data.sampling import (
     stratified_subset,
 )
 from vit.distributed.stop import Stopped
-from vit.distributed.world import World
 from vit.training.step import TrainingStep
 
 property_test = settings(max_examples=100)
@@ -153,14 +152,6 @@ def test_epochs_and_seeds_differ_and_calls_repeat():
         assert same < 10  # chance leaves 1 of 1000 in place
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (3, 4)])  # two images are left over, or repeated
-def test_every_image_has_its_turn_at_every_place(shape):
-    epochs = torch.stack([epoch_batches(10, shape, seed=0, epoch=e).flatten() for e in range(2000)])
-    for place in epochs.T:
-        counts = torch.bincount(place, minlength=10)
-        assert ((counts - 200) ** 2 / 200).sum() < 35  # chi-square, 9 degrees of freedom
-
-
 @pytest.mark.parametrize("early", [False, True])
 def test_a_small_run_goes_on_with_the_batches_it_began_with(tmp_path: Path, early: bool) -> None:
     """Early versions left the end of each epoch out, and did not write down its length."""
@@ -211,16 +202,6 @@ def test_classes_and_the_images_of_a_class_are_equally_frequent(data):
         of_class = labels == label
         times = torch.bincount(batches.flatten(), minlength=len(labels))[of_class]
         assert times.max() - times.min() <= 1
-
-
-def test_balanced_epochs_and_seeds_differ_and_calls_repeat():
-    first = balanced_batches(LABELS, (5, 20), seed=0, epoch=0)
-    state = torch.get_rng_state()
-    assert torch.equal(first, balanced_batches(LABELS, (5, 20), seed=0, epoch=0))
-    assert torch.equal(torch.get_rng_state(), state)
-    for seed, epoch in ((0, 1), (1, 0), (1, 1)):
-        other = balanced_batches(LABELS, (5, 20), seed, epoch)
-        assert (first == other).sum() < 25  # the class with two images is often the same
 
 
 def test_every_image_of_a_large_class_has_its_turn():
@@ -287,18 +268,3 @@ def test_loss_is_torch_s_weighted_cross_entropy_over_the_number_of_images(label_
     assert loss.item() == pytest.approx(expected.item() / 16, rel=1e-5)
     plain = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
     assert abs(loss.item() - plain.item()) > 0.05
-
-
-def test_loss_is_the_same_in_parts_and_processes():
-    images, labels = make_batch()
-    targets = F.one_hot(labels, 10).float()
-    targets = 0.3 * targets + 0.7 * targets.flip(0)  # mixed
-    loss, gradient = gradients(make_weighted_step(), images, targets)
-    in_parts = gradients(make_weighted_step(accumulate=4), images, targets)
-    torch.testing.assert_close(in_parts, (loss, gradient), rtol=1e-4, atol=1e-6)
-    halves = []
-    for rank in range(2):
-        parts = (World(rank, 2).part(values) for values in (images, targets))
-        halves.append(gradients(make_weighted_step(), *parts))
-    mean = tuple(torch.stack(pair).mean(dim=0) for pair in zip(*halves, strict=True))
-    torch.testing.assert_close(mean, (loss, gradient), rtol=1e-4, atol=1e-6)

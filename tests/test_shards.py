@@ -176,34 +176,18 @@ def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
 
 def test_a_fraction_of_each_class_is_for_testing(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "classes.txt", root / "train")
-    for fraction, per_class in ((None, [3, 3, 3]), (0.5, [8, 8, 8])):
-        training, test = (read(root / "train", part, fraction) for part in (True, False))
-        assert test.labels.bincount().tolist() == per_class
-        assert sorted(names(training) + names(test)) == sorted(names(read(root)))
-        assert training.classes == CLASSES and training.split
-        assert training.fingerprint == test.fingerprint
+    training, test = (read(root / "train", part, 0.5) for part in (True, False))
+    assert test.labels.bincount().tolist() == [8, 8, 8]
+    assert sorted(names(training) + names(test)) == sorted(names(read(root)))
     moved = (root / "train").rename(tmp_path / "moved")
-    assert read(moved, True, 0.5).fingerprint == training.fingerprint
+    assert read(moved, True, 0.5).fingerprint == training.fingerprint == test.fingerprint
     assert read(moved, True, 0.4).fingerprint != training.fingerprint
     (moved / "000.tar").rename(moved / "other.tar")
     assert read(moved, True, 0.5).fingerprint != training.fingerprint
 
 
-def test_validation_shards_are_for_testing_where_no_others_are(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = names(read(root, train=False))
-    shutil.copytree(root / "test", root / "val")
-    read(root)
-    assert capsys.readouterr().err.startswith(f"not used: {root / 'val'}; ")
-    shutil.rmtree(root / "test")
-    assert names(read(root, train=False)) == expected
-    with pytest.raises(ValueError, match=r"^data\.test_fraction: 0\.3 .* test images in val/$"):
-        read(root, train=True, test_fraction=0.3)
-
-
-@pytest.mark.parametrize("test", ["Validation_0.tar", "test.tar"])
-def test_shards_for_training_and_testing_are_not_mixed(root: Path, test: str) -> None:
+def test_shards_for_training_and_testing_are_not_mixed(root: Path) -> None:
+    test = "Validation_0.tar"
     shutil.copy(root / "classes.txt", root / "train")
     for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
         shard.rename(shard.with_name(f"train-{number}.tar"))
@@ -332,9 +316,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "label beyond a gap": (
         lambda root: ((root / "classes.txt").unlink(), add({"0012.cls": b"999999999"})(root)),
-        r"no image has the label 3, but others have labels up to 999999999; number",
+        r"the images have 4 different labels, up to 999999999; number the classes from 0",
     ),
-    "an empty line": (classes_txt(b"a\n\nb"), r"ROOT/classes\.txt, line 2: the name of a class"),
+    "wrong names": (
+        classes_txt(b"a\n\nb\na"),
+        r"ROOT/classes\.txt must name each class in a line and once, but has a, an empty line",
+    ),
 }  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from vit.data.config import DataConfig
 from vit.data.datasets import fit_into_memory, load_test_images, load_training, open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.data.sampling import epoch_batches
 from vit.data.stream import ImageFiles, default_workers
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
@@ -104,22 +103,6 @@ def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
             some = torch.tensor([4, 0, 4])
             assert torch.equal(one.select(some).pixels(), in_memory(other.select(some)))
             assert torch.equal(torch.cat(list(one.parts(7))), in_memory(other))
-
-
-def test_batches_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
-    kept, _ = load_training(folder(pictures, memory_gb=1), 0)
-    rows = epoch_batches(len(kept), (len(kept) // 12, 12), seed=0, epoch=1)
-    expected = list(kept.batches(rows))
-    assert len(expected) == 3
-    for workers in (0, 2):
-        streamed, _ = load_training(folder(pictures, workers=workers), 0)
-        for found, right in zip(streamed.batches(rows), expected, strict=True):
-            assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
-        # In mid-epoch, and the part of the second of three processes.
-        rest = list(streamed.batches(World(1, 3).part(rows[1:].T).T))
-        assert [len(images) for images, _ in rest] == [4, 4]
-        for found, right in zip(rest, expected[1:], strict=True):
-            assert torch.equal(found[0], right[0][4:8]) and torch.equal(found[1], right[1][4:8])
 
 
 def test_workers_end_with_the_batches_and_leave_the_global_random_numbers_alone(

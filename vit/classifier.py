@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from vit.console import program
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
@@ -162,8 +163,14 @@ class Classifier:
         return max(1, min(parts, torch.get_num_threads())) if self.device.type == "cpu" else 1
 
     @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """Return what the head gets for images (N, channels, H, W) uint8: (N, D) float32."""
+    def features(self, images: Tensor | Photo | Photos) -> Tensor:
+        """Return what the head gets for images: (N, D) float32.
+
+        Args:
+            images: (N, channels, H, W) uint8, or photos as for `predict`.
+        """
+        if not isinstance(images, Tensor):
+            images = self._resize(images)
         with autocast(self.device, self.precision):
             model: Any = self.model  # ours and timm's have both methods
             tokens = model.forward_features(self.normalize(images))
@@ -239,8 +246,12 @@ class Classifier:
             raise ValueError(f"top: {top} is not allowed; it must be at least 1")
         if not photos:
             return []
-        inputs = torch.stack([self.preprocess.resize(photo) for photo in photos])
-        return self.rank(inputs, top)
+        return self.rank(self._resize(photos), top)
+
+    def _resize(self, photos: Photo | Photos) -> Tensor:
+        """Return photos as (N, channels, H, W) uint8."""
+        photos = photos if isinstance(photos, list | tuple) else [photos]
+        return torch.stack([self.preprocess.resize(photo) for photo in photos])
 
     def rank(self, images: Tensor, top: int = 5, batch_size: int = 500) -> list[dict[str, float]]:
         """Return the most probable classes of each image.
@@ -372,7 +383,9 @@ class Classifier:
         Raises:
             ValueError: There is no such file.
         """
-        return self._read(f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`python eval.py {}` writes it")
+        return self._read(
+            f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`" + program("eval") + " {}` writes it"
+        )
 
     def split(self) -> list[dict[str, Any]]:
         """Read split.csv of the run: a row for each of the user's files; errors as above."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from vit.console import is_out_of_memory, printable, rank
+from vit.console import is_out_of_memory, printable, program, rank
 from vit.settings import Switch, describe, is_list, keys, shorten, suggest, unknown
 from vit.startup import import_quickly
 
@@ -118,7 +118,11 @@ def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
     from vit.training.config import Config
 
     usage = "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]"
-    parser = _Parser(usage, "Train a Vision Transformer.", _asks(arguments))
+    about = (
+        "Train a Vision Transformer.\n\nDefaults below are those of a setting that no file names. "
+        "Without --config, the recipe quick\nis read, which names many: --print_config shows them."
+    )
+    parser = _Parser(usage, about, _asks(arguments))
     parser.add_argument(
         "--config",
         action="append",
@@ -186,10 +190,11 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
     for key in given:
         if (old := RENAMED.get(key, key)) in COMMANDS:
-            usage = f"eval.py RUN {old} {COMMANDS[old].words}".strip()
+            usage = f"{program('eval')} RUN {old} {COMMANDS[old].words}".strip()
             raise ValueError(f"{key}: this is a command now: {usage}")
     if run.startswith("-") or (run in COMMANDS and not Path(run).exists()) or not arguments:
-        raise ValueError("run: missing; name a run folder or model file first: eval.py runs/quick")
+        name = f" {run}" if run in COMMANDS else ""
+        raise ValueError(f"run: missing; it comes first: {program('eval')} runs/quick{name}")
     name = words.pop(0) if words and not words[0].startswith("-") else "report"
     if name not in COMMANDS:
         meant = suggest(name, COMMANDS) or f"; it must be one of {', '.join(COMMANDS)}"
@@ -211,7 +216,7 @@ def _list_commands(commands: dict[str, Any]) -> str:
     return (
         "Evaluate a trained Vision Transformer.\n\n"
         "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is\n"
-        "included. Commands, whose settings `eval.py RUN COMMAND --help` lists:\n\n"
+        f"included. Commands, whose settings `{program('eval')} RUN COMMAND --help` lists:\n\n"
         + "".join(lines)
     )
 
@@ -305,12 +310,16 @@ class _Parser(argparse.ArgumentParser):
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
     if word in ("true", "false"):
         return f"{word}: follows a flag that takes no value; leave it out"
-    key = word.removeprefix("--").partition("=")[0]
+    key, _, value = word.removeprefix("--").partition("=")
     if "config" in known:
         from vit.recipes import RECIPES
 
         if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
             return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
+    if not word.startswith("-") and key not in known:
+        return f"{shorten(word) or repr(word)}: not expected here; settings are flags, see --help"
+    if not word.startswith("-"):
+        return f"{shorten(word)}: settings are flags: --{key} {shorten(value) or 'VALUE'}"
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"
     return unknown(key, known)

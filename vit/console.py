@@ -37,6 +37,11 @@ def warn(text: str) -> None:
     say(f"warning: {text}", sys.stderr)
 
 
+def program(name: str) -> str:
+    """Name train or eval as the user calls it: a script of a checkout, or an installed command."""
+    return f"python {name}.py" if sys.argv[0].endswith(".py") else f"vit-{name}"
+
+
 def counted(count: float, noun: str, form: str = "") -> str:
     """Return a number, by a format such as ",", and its noun, in the plural except for 1."""
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"

@@ -6,6 +6,7 @@ it is ever executed.
 
 import hashlib
 import json
+import mimetypes
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import safetensors
 import safetensors.torch
 
 from vit.classifier import Classifier, build_model
-from vit.console import warn
+from vit.console import program, warn
 from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
@@ -28,6 +29,7 @@ from vit.run.checkpoint import (
     read_checkpoint,
 )
 from vit.run.folder import MODEL_FILE
+from vit.settings import suggest
 from vit.training.config import Config, from_dict, to_dict
 
 BUNDLED = Path(__file__).resolve().parent / "weights"  # trained models that come with the package
@@ -152,9 +154,10 @@ def _find_model(path: Path) -> Path:
         bundled = bundled_models()
         if str(path) in bundled:
             return bundled[str(path)]
+        beside = map(str, path.parent.iterdir()) if path.parent.is_dir() else ()
         raise ValueError(
-            f"{path} does not exist; it must be a run folder, a model file, "
-            f"or a bundled model: {', '.join(bundled)}"
+            f"{path} does not exist; it must be a run folder, a model file, or a bundled model: "
+            f"{', '.join(bundled)}{suggest(str(path), [*bundled, *beside])}"
         )
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
@@ -165,6 +168,10 @@ def _find_model(path: Path) -> Path:
         path = checkpoints[-1]
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
+    if (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
+        raise ValueError(
+            f"{path} is an image; the run or model comes first: {program('eval')} RUN photo {path}"
+        )
     return path
 
 

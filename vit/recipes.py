@@ -75,7 +75,7 @@ def read_config(name: str) -> dict[str, Any]:
         recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
         near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
         known = f"the recipes are {', '.join(recipes)}"
-        hint = f"did you mean configs/{near[0]}.yaml?" if near else known
+        hint = f"did you mean {near[0]}?" if near else known
         raise ValueError(f"config not found: {shorten(name)} ({hint})") from None
     except RecursionError:
         raise ValueError(f"config: {shorten(name)}: nested too deeply") from None

@@ -60,11 +60,7 @@ def open_images(
 
 
 def _drop(images: ImageSet, unreadable: Sequence[int]) -> ImageSet:
-    """Leave out the images that cannot be read, and say which they are.
-
-    Raises:
-        ValueError: No image of a class can be read.
-    """
+    """Leave out the images that cannot be read, and say which they are."""
     if not unreadable:
         return images
     names = some([images.name(index) for index in unreadable])
@@ -201,11 +197,7 @@ def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet,
 
 
 def _first(training: ImageSet, count: int) -> ImageSet:
-    """Return the first training images.
-
-    Raises:
-        ValueError: There are fewer, or a class is missing among them.
-    """
+    """Return the first training images, which must contain every class."""
     if count > len(training):
         raise ValueError(
             f"data.train_size: {count} is not allowed; it must be at most {len(training)}, "
@@ -222,10 +214,6 @@ def _first(training: ImageSet, count: int) -> ImageSet:
 
 
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:
-    """Choose images to draw, balanced over the classes; all of them if there are fewer.
-
-    Returns:
-        The images, in memory.
-    """
+    """Load images to draw into memory, balanced over the classes; all if there are fewer."""
     chosen = balanced_subset(images.labels, min(count, len(images)), seed, "track.probes")
     return images.select(chosen).in_memory()

@@ -63,15 +63,7 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
 
 
 def _find(folder: Path, report: bool) -> tuple[list[str], list[str], Tensor]:
-    """List the class names, image files and labels of a folder of class folders.
-
-    Args:
-        folder: The folder.
-        report: Whether to print how many files are not read because of their suffix.
-
-    Raises:
-        ValueError: There are no class folders.
-    """
+    """Return the class names, image files and labels of a folder; report which are not read."""
     classes = sorted(path.name for path in visible_folders(folder))
     if not classes:
         raise ValueError(f"data.root: {folder} has no class folders ({content(folder)}); {LAYOUTS}")

@@ -70,11 +70,7 @@ def read_torchvision(
 
 
 def _made(make: type[Any], kind: dict[str, Any], place: str, data: DataConfig) -> Any:
-    """Make torchvision's data set, unpacking or downloading it if it is missing.
-
-    Raises:
-        ValueError: It is missing or damaged and could not be downloaded.
-    """
+    """Make torchvision's data set, unpacking or downloading it if it is missing or damaged."""
     name, root = data.name, Path(data.root).expanduser()
 
     def no_data(problem: str) -> ValueError:

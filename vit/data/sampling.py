@@ -117,12 +117,7 @@ def held_out_beside(train_size: int, size: float | None) -> int:
 
 
 def _random_turns(labels: Tensor, seed: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Shuffle images; number them within their classes.
-
-    Returns:
-        A permutation (N,), and for each image in that order its number within its class, from 0,
-        and the size of its class.
-    """
+    """Return a permutation (N,), and each image's number within its class and its class's size."""
     order = torch.randperm(len(labels), generator=generator(seed, purpose))
     _, label, sizes = labels[order].unique(return_inverse=True, return_counts=True)
     by_class = label.argsort(stable=True)
@@ -186,16 +181,15 @@ def epoch_batches(num_images: int, shape: tuple[int, int], seed: int, epoch: int
 def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
     """Draw an epoch in which every class is equally frequent, and divide it into batches.
 
-    The epoch is as long as one of `epoch_batches`. It is a sequence of rounds,
-    each with one image of every class in random order, so every batch is balanced too, up to two
-    images per class. A class takes its images in random order, and starts again in another order
-    when all have been taken: small classes are repeated, large ones are not seen completely.
+    It is a sequence of rounds, each with one image of every class in random order, so every batch
+    is balanced too, up to two images per class. A class takes its images in random order, and
+    starts again in another order when all have been taken.
 
     Args:
         labels: (N,) int64, on any device.
         shape: Steps and images per step, see `divide_epoch`.
         seed: Seed of the run.
-        epoch: Number of the epoch; the result is a function of it and the seed.
+        epoch: Number of the epoch.
 
     Returns:
         Indices into labels of the given shape, int64, on the CPU.
@@ -219,14 +213,9 @@ def class_weights(counts: Sequence[int]) -> Tensor:
     """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
 
     With N images, C classes and n_c images of class c, its weight is N / (C n_c). Its mean over the
-    training images is 1, so the loss keeps its scale. Given to
-    `torch.nn.functional.cross_entropy` with probabilities q as targets, the loss of B images is
-
-        -1/B Σ_b Σ_c weight_c q_bc log p_bc.
-
-    It is divided by the number of images, not by the sum of their weights, so the mean over
-    micro-batches or processes is that of the whole batch. With mixup, cutmix and label smoothing,
-    the weights apply to each class's part of a target.
+    training images is 1, so the loss keeps its scale. With probabilities as targets,
+    `torch.nn.functional.cross_entropy` divides by the number of images, not by the sum of their
+    weights, so the mean over micro-batches or processes is that of the whole batch.
 
     Args:
         counts: Number of training images of each of the C classes, at least 1.

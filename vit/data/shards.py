@@ -9,6 +9,7 @@ import functools
 import json
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -97,11 +98,7 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
 
 
 def _refuse_mixed(root: Path) -> None:
-    """Refuse training and test shards in one folder, which would be mixed.
-
-    Raises:
-        ValueError: There are both.
-    """
+    """Refuse training and test shards in one folder, which would be mixed."""
     names = sorted(path.name for path in root.glob(f"*{SHARD_SUFFIX}"))
     training = [name for name in names if name.lower().startswith(TRAIN)]
     others = [name for name in names if name.lower().startswith((TEST, *VALIDATION))]
@@ -134,27 +131,23 @@ def _read_classes(file: Path) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise ValueError(f"data.root: {file} is not UTF-8 text ({error})") from None
     names = [line.strip() for line in text.rstrip().splitlines()] or [""]
-    first: dict[str, int] = {}
-    for line, name in enumerate(names, 1):
-        if not name:
-            raise ValueError(f"data.root: {file}, line {line}: the name of a class is missing")
-        if first.setdefault(name, line) != line:
-            raise ValueError(
-                f"data.root: {file}, line {line}: {name} is already in line {first[name]}"
-            )
+    wrong = [name or "an empty line" for name, n in Counter(names).items() if n > 1 or not name]
+    if wrong:
+        raise ValueError(
+            f"data.root: {file} must name each class in a line and once, but has {some(wrong)}"
+        )
     return tuple(names)
 
 
 def _count_classes(parts: Sequence[tuple[Sequence[TarMember], Sequence[int]]]) -> tuple[str, ...]:
     """Return a name for each label, from 0 to the highest; each must occur."""
     known = {label for _, labels in parts for label in labels}
-    gap = next(label for label in range(len(known) + 1) if label not in known)
-    if gap < len(known):
+    if max(known) >= len(known):
         raise ValueError(
-            f"data.root: no image has the label {gap}, but others have labels up to {max(known)}; "
-            f"number the classes from 0 without gaps, or name them all in {CLASSES_FILE}"
+            f"data.root: the images have {len(known)} different labels, up to {max(known)}; number "
+            f"the classes from 0 without gaps, or name them all in {CLASSES_FILE}"
         )
-    return tuple(map(str, range(gap)))
+    return tuple(map(str, range(len(known))))
 
 
 def index_shards(shards: Sequence[Path]) -> tuple[tuple[TarMember, ...], tuple[int, ...]]:
