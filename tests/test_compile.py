@@ -105,7 +105,7 @@ def test_auto_resumes_a_run_of_either_kind(tmp_path: Path) -> None:
     save_checkpoint(run, Checkpoint(1, to_dict(old), ["a"], {"w": torch.zeros(1)}, environment=how))
     assert check_run(Config(out=str(run)), False, how) is not None
     asked = dataclasses.replace(old, train=with_compile(old, True))
-    with pytest.raises(ValueError, match=r"train\.compile: False -> True.*--train\.compile false"):
+    with pytest.raises(ValueError, match=r"train\.compile: False -> True"):
         check_run(asked, False, how)
 
 

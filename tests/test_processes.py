@@ -241,3 +241,9 @@ def test_processes_learn_what_torchruns_do(pair: Path, tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     subprocess.run([words[0], *launch, *words[1:]], capture_output=True, check=True, timeout=200)
     assert_same(tmp_path / "run", pair)
+
+
+def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path: Path) -> None:
+    config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
+    with pytest.raises(ValueError, match=r"batch_size: 12 .* 2 processes .* multiple of 8"):
+        check_processes(config, 2)
