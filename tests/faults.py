@@ -125,8 +125,10 @@ def catch(fault: Fault, copy: Path, near: bool) -> str | None:
     finally:
         shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
         module.write_text(original)
-    control = [test] if test and "test_" in test else groups[0]
-    if test and first_failure(copy, control):
+    if test is None:
+        return None
+    control = [test] if "test_" in test else groups[0]
+    if first_failure(copy, control):
         raise RuntimeError(
             f"{control[0]} fails without a fault, too: make the fast tests pass first"
         )
