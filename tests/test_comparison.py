@@ -143,8 +143,8 @@ def test_table_says_how_long_models_were_trained_and_from_what():
     assert [re.sub(" +", " ", row) for row in rows[2:]] == [
         r"| a | timm:resnet18 | 1,234,567 | 1 epoch | 50.00% (40.00% to 60.00%) | 25.00% | – "
         r"| 1,234 |",
-        r"| b\|c | timm:resnet18 | 1,234,567 | budget of 2.5 min | 50.00% (40.00% to 60.00%) "
-        r"| 50.00% | < 1e-300 | 1,234 |",
+        r"| b\|c | timm:resnet18 | 1,234,567 | 40 steps, budget of 2.5 min "
+        r"| 50.00% (40.00% to 60.00%) | 50.00% | < 1e-300 | 1,234 |",
         r"| 猫 | timm:resnet18 | 1,234,567 | 3 epochs, pretrained, unfinished: step 40 "
         r"| 50.00% (40.00% to 60.00%) | 100.00% | 0.25 | 1,234 |",
     ]

@@ -68,7 +68,9 @@ def _cells(content: dict[str, Any]) -> list[list[str]]:
 def _training(model: dict[str, Any]) -> str:
     """Say how long a model was to be trained, from what, and whether it was."""
     if model["budget_minutes"] is not None:
-        length = f"budget of {model['budget_minutes']:g} min"
+        length = (
+            f"{counted(model['steps'], 'step', ',')}, budget of {model['budget_minutes']:g} min"
+        )
     else:
         length = counted(model["epochs"], "epoch")
     start = ", pretrained" if model["pretrained"] else ""

@@ -55,8 +55,17 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
         _require_replaceable(name, target, program)
     print(saved.describe(), flush=True)
     images, source = _images_to_check(saved, options.data.root)
-    for name, target in targets.items():
-        _export(saved, name, target, program, images, source)
+    with tempfile.TemporaryDirectory() as drafts:  # nothing is written if one of them fails
+        checked = [_export(saved, name, Path(drafts), images, source) for name in targets]
+        for (name, target), compared in zip(targets.items(), checked, strict=True):
+            reader = _reader_of(name, target)
+            reader.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(reader, program)  # first: it marks what the next call may replace
+            draft = Path(drafts) / EXPORTS[name]
+            for file in sorted(draft.iterdir()) if draft.is_dir() else [draft]:
+                place = target / file.name if draft.is_dir() else target
+                write_atomically(place, file.read_bytes())
+            print(f"{compared}\nwrote {target} and {reader}")
     return list(targets.values())
 
 
@@ -80,33 +89,23 @@ def _require_replaceable(name: str, target: Path, program: bytes) -> None:
         raise ValueError(f"out: {target} exists and is not an export; use another --out")
 
 
-def _export(
-    saved: SavedModel, name: str, target: Path, program: bytes, images: Tensor, source: str
-) -> None:
-    """Write a model in a format, and preprocess.py, if its logits of images are the model's.
+def _export(saved: SavedModel, name: str, drafts: Path, images: Tensor, source: str) -> str:
+    """Write a model in a format, load it, and say how far its logits of images are the model's.
 
     Raises:
         ValueError: The format cannot represent the model, or a logit differs by more than 1e-4.
     """
-    kind = FORMATS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder) / EXPORTS[name]
-        kind.write(saved.classifier, saved.config.model, draft)
-        difference = largest_difference(saved.classifier, kind.load(draft), images)
-        version = importlib.metadata.version(kind.runtime)
-        compared = (
-            f"largest difference of a logit on {len(images)} {source}, "
-            f"{kind.runtime} {version}: {difference:.2g}"
-        )
-        if not difference <= TOLERANCE:  # also if it is NaN
-            raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
-        reader = _reader_of(name, target)
-        reader.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(reader, program)  # first, because it marks what the next call may replace
-        for file in sorted(draft.iterdir()) if draft.is_dir() else [draft]:
-            place = target / file.name if draft.is_dir() else target
-            write_atomically(place, file.read_bytes())
-    print(f"{compared}\nwrote {target} and {reader}")
+    kind, draft = FORMATS[name], drafts / EXPORTS[name]
+    kind.write(saved.classifier, saved.config.model, draft)
+    difference = largest_difference(saved.classifier, kind.load(draft), images)
+    version = importlib.metadata.version(kind.runtime)
+    compared = (
+        f"largest difference of a logit on {len(images)} {source}, "
+        f"{kind.runtime} {version}: {difference:.2g}"
+    )
+    if not difference <= TOLERANCE:  # also if it is NaN
+        raise ValueError(f"export: {name}: {compared}; it must be at most {TOLERANCE:g}")
+    return compared
 
 
 def preprocess_program(preprocess: Preprocess) -> bytes:

@@ -23,6 +23,8 @@ from vit.training.config import Config
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
+MANY_TOKENS = 1024  # of an image, for a CPU
+FEW_STEPS = 200  # to train from scratch
 BALANCE_TEXTS = {
     "none": "",
     "sampler": "; every class is drawn equally often",
@@ -55,6 +57,8 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
     if structure is not None:
         count = structure.num_prefix_tokens + math.prod(structure.patch_embed.grid(rows, columns))
         maps, tokens = "", f", {counted(count, 'token', ',')}"
+        if count > MANY_TOKENS and device.type == "cpu" and config.model.name == "vit":
+            tokens += " (slow on a CPU: a larger --model.patch_size makes fewer)"
     return (
         f"data     {config.data.name}: {_data_text(config.data, images, held_out)}"
         f"{BALANCE_TEXTS[config.data.balance]}\n"
@@ -120,6 +124,9 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
         text += f", to fit into {counted(minutes, 'minute', 'g')}"
         if state.step == 0 and state.seconds > 60 * minutes:
             text += " (timing a few steps took longer)"
+    if schedule.total_steps < FEW_STEPS and config.model.pretrained is None and not state.frozen:
+        key = "epochs" if minutes is None else "budget_minutes"
+        text += f"; few for training from scratch: raise --train.{key}"
     if schedule.restarts:
         restarts = ", ".join(f"{step:,}" for step in schedule.restarts)
         text += f"; the schedule starts over after step {restarts}"
