@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from vit.console import program
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
-from vit.explain.explanation import Explanation
-from vit.explain.maps import attention_maps
 from vit.hardware import autocast, describe
 from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
@@ -27,6 +25,9 @@ from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
 from vit.run.folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
+
+if TYPE_CHECKING:
+    from vit.explain.explanation import Explanation
 
 # Images per forward pass on a CPU. The activations of more do not fit into a core's cache.
 PART = 64
@@ -211,12 +212,12 @@ class Classifier:
         Raises:
             ValueError: The model has no maps, see `has_maps`, or a kind is unknown.
         """
-        parts = []
+        parts, draw = [], _late("explain.maps:attention_maps")
         for start in range(0, len(images), batch_size):
             part = slice(start, start + batch_size)
             aim = None if target is None else target[part].to(self.device)
             inputs = self.normalize(images[part])
-            parts.append(attention_maps(self.model, inputs, kinds, aim, precision, **options))
+            parts.append(draw(self.model, inputs, kinds, aim, precision, **options))
         logits = torch.cat([logits for logits, _ in parts])
         return logits, {kind: torch.cat([maps[kind] for _, maps in parts]) for kind in kinds}
 
@@ -269,17 +270,17 @@ class Classifier:
     @overload
     def explain(
         self, photos: Photo, kinds: str | Sequence[str] = ..., target: str | None = ...
-    ) -> Explanation: ...
+    ) -> "Explanation": ...
     @overload
     def explain(
         self, photos: Photos, kinds: str | Sequence[str] = ..., target: str | None = ...
-    ) -> list[Explanation]: ...
+    ) -> "list[Explanation]": ...
     def explain(
         self,
         photos: Photo | Photos,
         kinds: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
-    ) -> Explanation | list[Explanation]:
+    ) -> "Explanation | list[Explanation]":
         """Map what the model attends to in one photo or in several.
 
         Args:
@@ -303,7 +304,7 @@ class Classifier:
             return [self._explain(photo, kinds, aim) for photo in photos]
         return self._explain(photos, kinds, aim)
 
-    def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> Explanation:
+    def _explain(self, photo: Photo, kinds: list[str], target: Tensor | None) -> "Explanation":
         pixels = to_photo(photo, self.preprocess.channels)
         image = self.preprocess.resize(pixels)[None]
         logits = self.logits(image)  # in the precision of `predict`; maps are made in float32
@@ -311,7 +312,7 @@ class Classifier:
         best = next(iter(probabilities))
         aim = logits.argmax(dim=1) if target is None else target
         _, maps = self.maps(image, kinds, aim)
-        return Explanation(
+        explanation: Explanation = _late("explain.explanation:Explanation")(
             photo=pixels,
             seen=self.preprocess.crop(*pixels.shape[:2]),
             padding=self.preprocess.padding(*pixels.shape[:2]),
@@ -321,6 +322,7 @@ class Classifier:
             target=best if target is None else self.classes[int(target)],
             name=Path(photo).name if isinstance(photo, str | Path) else "photo",
         )
+        return explanation
 
     def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
         """Return what `rank` does, from logits (N, C)."""
@@ -347,10 +349,10 @@ class Classifier:
             ValueError: The images cannot be read, or have other classes.
         """
         if not isinstance(images, ImageSet):
-            saved = _above("model_file:load_model")(self._source(), "cpu")
+            saved = _late("model_file:load_model")(self._source(), "cpu")
             root = None if images is None else str(images)
-            images = _above("reporting.loading:load_test")(saved, root)
-        result: dict[str, Any] = _above("evaluation:evaluate")(self, images, batch_size)[0]
+            images = _late("reporting.loading:load_test")(saved, root)
+        result: dict[str, Any] = _late("evaluation:evaluate")(self, images, batch_size)[0]
         return result
 
     def export(self, name: str, out: str | Path | None = None) -> Path:
@@ -366,10 +368,10 @@ class Classifier:
         Raises:
             ValueError: The format cannot represent the model, or its packages are not installed.
         """
-        options = _above("reporting.config:ExportConfig")(
+        options = _late("reporting.config:ExportConfig")(
             formats=(name,), out=None if out is None else str(out)
         )
-        path: Path = _above("reporting.export:export_run")(self._source(), options)[0]
+        path: Path = _late("reporting.export:export_run")(self._source(), options)[0]
         return path
 
     def _source(self) -> str:
@@ -419,10 +421,6 @@ class Classifier:
         return self.classes.index(name)
 
 
-def _above(name: str) -> Any:
-    """Return what a module above this one defines: it takes classifiers, so it imports this one.
-
-    Args:
-        name: MODULE:NAME in vit; imported when it is called for.
-    """
+def _late(name: str) -> Any:
+    """Import MODULE:NAME of vit when it is called for: it imports this module, or takes time."""
     return resolve_name(f"vit.{name}")

@@ -18,6 +18,7 @@ from vit.data.augment import shrink
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
+from vit.explain.canvas import report_boxes
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.colours import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
@@ -97,6 +98,7 @@ def write_report(
                 f"precision_recall/{name}", images.labels == number, shares[:, number], step
             )
         _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
+    report_boxes()
     return result
 
 

@@ -23,7 +23,6 @@ from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded
 from vit.evaluation import Evaluator, Setup
-from vit.explain.canvas import report_boxes
 from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
@@ -211,7 +210,6 @@ def finish_run(
     tracker.flush()
     save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
     finish_extension(folder)
-    report_boxes()
     say(end_text(folder, result, state.seconds, classifier.has_maps, config.model.attention))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
