@@ -143,11 +143,11 @@ def other_files(root: Path, name: str) -> None:
 WRONG = {
     "no root": (
         lambda root: root.rename(root.with_name("moved")),
-        ["no class folders (it does not exist)", "images in train/<class>/ and test/<class>/, or"],
+        ["does not exist", "images in train/<class>/ and test/<class>/, or"],
     ),
     "no train": (
         lambda root: (root / "train").rename(root / "training"),
-        ["ROOT/train has no class folders (it does not exist)", "--data.root"],
+        ["ROOT/train does not exist", "--data.root"],
     ),
     "no test": (
         lambda root: (root / "test").rename(root / "tests"),

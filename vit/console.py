@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
@@ -39,7 +40,8 @@ def warn(text: str) -> None:
 
 def program(name: str) -> str:
     """Name train or eval as the user calls it: a script of a checkout, or an installed command."""
-    return f"python {name}.py" if sys.argv[0].endswith(".py") else f"vit-{name}"
+    is_script = Path(sys.argv[0]).name in ("train.py", "eval.py")
+    return f"python {name}.py" if is_script else f"vit-{name}"
 
 
 def counted(count: float, noun: str, form: str = "") -> str:

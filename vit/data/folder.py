@@ -13,6 +13,7 @@ from vit.data.layout import (
     find_test_folders,
     has_parts,
     is_image,
+    refuse_loose_images,
     report_ignored,
     report_unused,
     some,
@@ -66,6 +67,9 @@ def _find(folder: Path, report: bool) -> tuple[list[str], list[str], Tensor]:
     """Return the class names, image files and labels of a folder; report which are not read."""
     classes = sorted(path.name for path in visible_folders(folder))
     if not classes:
+        if not folder.exists():
+            raise ValueError(f"data.root: {folder} does not exist; {LAYOUTS}")
+        refuse_loose_images(folder)
         raise ValueError(f"data.root: {folder} has no class folders ({content(folder)}); {LAYOUTS}")
     paths, labels, others = list[str](), list[int](), list[str]()
     for label, name in enumerate(classes):

@@ -110,11 +110,25 @@ def check_default_data(root: Path) -> None:
     download = "add --data.name cifar10 to download CIFAR-10 into it"
     if not root.exists():
         raise ValueError(f"data.root: {root} does not exist; check the path, or {download}")
+    refuse_loose_images(root)
     if not any((root / name).exists() for name in CIFAR10):
         raise ValueError(
             f"data.root: {root} contains neither CIFAR-10 nor images in a layout that is "
             f"recognized ({content(root)}); add --data.name folder, table or shards for images of "
             f"your own (docs/data.md describes them), or {download}"
+        )
+
+
+def refuse_loose_images(root: Path) -> None:
+    """Check that a folder does not contain images beside each other, without classes.
+
+    Raises:
+        ValueError: It does.
+    """
+    if root.is_dir() and _has_image(root):
+        raise ValueError(
+            f"data.root: images lie directly in {root}; each class needs a folder of its own, such "
+            f"as {root}/cat/1.jpg, or a table names the classes (docs/data.md)"
         )
 
 
@@ -166,7 +180,7 @@ def visible_files(folder: Path) -> list[str]:
 def content(folder: Path) -> str:
     """Describe what a folder contains."""
     if not folder.is_dir():
-        return "it is a file" if folder.exists() else "it does not exist"
+        return "it is a file"
     return f"it contains {some(sorted(path.name for path in folder.iterdir())) or 'nothing'}"
 
 

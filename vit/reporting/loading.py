@@ -81,6 +81,6 @@ def require_not_trained_on(test: ImageSet, saved: SavedModel, root: str) -> None
         raise ValueError(
             f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
             "trained, or it was trained on other files or with another data.test_fraction, so it "
-            "may have been trained on some of the test images; restore them, or point --data.root "
-            "at a folder with other images in test/"
+            "may have been trained on some of the test images; restore them, or put other images "
+            "into test/<class>/ of a folder and point --data.root at it"
         )
