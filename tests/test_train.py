@@ -104,7 +104,7 @@ def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
         f"{parameters:,} parameters", "GFLOPs per forward pass",
         f"CPU with {torch.get_num_threads()} thread", f"steps    {STEPS} with 64 images each",
         "6 epochs", "epoch   6/6", "validation ",
-        "95% interval", "of training", f"python eval.py {run}",
+        "95% interval", "of training", f"vit-eval {run}",
         f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000",
     ):  # fmt: skip
         assert part in printed

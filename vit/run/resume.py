@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vit.console import program
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.folder import (
     CONFIG_FILE,
@@ -64,7 +65,7 @@ def check_run(
     if (run / MODEL_FILE).exists() and not extend:
         raise ValueError(
             f"out: {run} contains a finished run; evaluate it with "
-            f"`python eval.py {run}`, extend it with --resume.extend and more --train.epochs, "
+            f"`{program('eval')} {run}`, extend it with --resume.extend and more --train.epochs, "
             f"train in another folder with --out, or delete it and start over with --overwrite"
         )
     newest = latest_checkpoint(run)

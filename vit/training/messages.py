@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit.console import counted
+from vit.console import counted, program
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
 from vit.data.images import ImageSet
@@ -139,7 +139,7 @@ def end_text(
     """Summarize the result, list what was written, and suggest what to do next."""
     flag = f" --model.attention {variant}" if ".py:" in variant else ""
     low, high = result["accuracy_95"]
-    attention = f"         python eval.py {run} maps{flag}\n" if has_maps else ""
+    attention = f"         {program('eval')} {run} maps{flag}\n" if has_maps else ""
     equal = len({values["n"] for values in result["per_class"].values()}) == 1
     balanced = "" if equal else f"balanced accuracy {result['balanced_accuracy']:.2%}, "
     return (
@@ -149,7 +149,7 @@ def end_text(
         f"time     {clock(seconds)} of training\n"
         f"wrote    {run / MODEL_FILE}, {run / EVAL_FOLDER / REPORT_FILE}, "
         f"{run / EVAL_FOLDER / PREDICTIONS_FILE}, {run / EVAL_FOLDER}/*.png\n"
-        f"next     python eval.py {run}{flag}\n"
+        f"next     {program('eval')} {run}{flag}\n"
         f"{attention}"
         f"         {tensorboard_command(run)}"
     )
