@@ -42,6 +42,7 @@ def make_record(
     classes: Sequence[str] = CLASSES,
     label: int | None = 0,
     name: str = "",
+    muted: bool = False,
 ) -> Record:
     """A record of random numbers that agree with each other: maps and statistics of its weights."""
     rng = np.random.default_rng(seed)
@@ -81,6 +82,7 @@ def make_record(
             entropy=entropy.tolist(),
             distance=rng.uniform(0, 20, size=(layers, heads)).tolist(),
             sink=weights.mean(axis=2).max(axis=-1).tolist(),
+            importance=rng.uniform(-0.1, 1, size=(layers, heads)).tolist() if muted else None,
         ),
         maps=[
             Map(

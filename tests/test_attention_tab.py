@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 import shutil
@@ -30,6 +31,8 @@ from attention_tab import (
 )
 from vit.explain.canvas import overlay
 from vit.explain.colours import SIGNED
+from vit.explain.statistics import attention_distance
+from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
 chromium = shutil.which("chromium")
@@ -80,6 +83,14 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run, sharpness in SHARPNESS.items():
         with event_file(folder / run) as writer:
             write_record(writer, TAG, deep_record(sharpness), 0)
+    with event_file(folder / "muted") as writer:
+        for number, step in itertools.product(range(2), (0, 100)):
+            record = make_record(number, **RUNS["square"], muted=step == 100)
+            write_record(writer, f"attention/probe_{number:02d}", record, step)
+    with event_file(folder / "damaged") as writer:
+        summary = summaries(TAG, make_record())
+        summary.value[1].tensor.string_val[0] = b"damaged"
+        writer.add_event(Event(step=0, wall_time=1.7e9, summary=summary))
     with event_file(folder / "signed") as writer:
         record = make_record(**RUNS["square"])
         assert record.weights is not None
@@ -515,6 +526,38 @@ def test_a_signed_map_has_colours_and_a_unit_of_its_own(page: Page, address: str
     expect(lines).not_to_contain_text("red speaks")
 
 
+@pytest.mark.parametrize("statistic", ["distance", "importance"])
+def test_heads_are_sorted_by_a_statistic_over_images(
+    statistic: str, page: Page, address: str
+) -> None:
+    frame = show(page, address, run="muted", statistic=statistic, order="lowest", over="run")
+    each = [make_record(n, **RUNS["square"], muted=True).details.statistics for n in range(2)]
+    note = frame.locator(".heads .note").first
+    uniform = attention_distance([torch.full((1, 1, 64, 64), 1 / 64)], (8, 8), 4, 0).item()
+    said = {
+        "distance": f"mean distance over 2 images. Uniform attention: {uniform:.1f} px.",
+        "importance": "importance, from held-out images.",
+    }
+    expect(note).to_have_text(f"Below each map: layer/head, {said[statistic]}")
+    shown = numbers(frame)["statistics"]
+    for name in ("entropy", "distance", "sink", "importance"):
+        mean = np.mean([getattr(one, name) for one in each], axis=0)
+        np.testing.assert_allclose(shown[name], mean, rtol=1e-3)
+    places = [
+        frame.evaluate(
+            "([l, h]) => window.attentionTab.panes[0].views.heads.place(l, h)",
+            [int(index) // 2, int(index) % 2],
+        )
+        for index in np.argsort(shown[statistic], axis=None)
+    ]
+    assert places == sorted(places, key=lambda place: (place["top"], place["left"]))
+
+
+def test_importance_is_said_to_be_missing_before_the_last_step(page: Page, address: str) -> None:
+    frame = show(page, address, run="muted", step="0", statistic="importance")
+    expect(frame.locator(".heads .note").first).to_contain_text("was not measured at this step")
+
+
 def test_without_weights_the_maps_remain(page: Page, address: str) -> None:
     frame = show(page, address, run=HOSTILE)
     expect(frame.get_by_role("heading", name=HOSTILE)).to_be_visible()
@@ -565,3 +608,147 @@ def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: 
     new_page.goto(f"{address}/#attention")
     shown = new_page.frame_locator("iframe").get_by_text("python train.py --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)
+
+
+def test_a_head_is_enlarged_by_click_and_key(page: Page, address: str) -> None:
+    frame = show(page, address, run="even", image=TAG, layer=2, head=3)
+    stack = frame.locator(".stack").first
+    small = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
+    for key in ("click", "Enter"):
+        if key == "click":  # on the chosen map
+            stack.click(position={"x": small["left"] + 5, "y": small["top"] + 5})
+        else:
+            stack.press("Enter")
+        page.wait_for_function("() => location.hash.includes('p.attention.enlarged=yes')")
+        large = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
+        assert large["zoom"] > 5 * small["zoom"]
+        page.keyboard.press("Escape")
+        page.wait_for_function("() => !location.hash.includes('p.attention.enlarged')")
+    stack.press("Enter")
+    stack.press("ArrowDown")
+    stack.press("ArrowRight")
+    wait_until(frame, "layer", 3)
+    wait_until(frame, "head", 4)
+    stack.press("Escape")
+    for _ in range(8):
+        page.keyboard.press("s")  # the layers scroll along
+    wait_until(frame, "layer", 11)
+    frame.wait_for_function("() => document.querySelector('main').scrollTop > 0")
+    box = frame.locator(".anchor").first.bounding_box()
+    assert box is not None and box["y"] + box["height"] <= VIEWPORT["height"] + 1
+
+
+BOXES = """() => {
+    window.written = [];
+    window.attentionTab.layout();
+    const boxes = window.written.map(({ context, text, x, y }) => {
+        const { left, top } = context.canvas.getBoundingClientRect();
+        const size = context.measureText(text);
+        return { text, left: left + x - size.actualBoundingBoxLeft,
+            right: left + x + size.actualBoundingBoxRight,
+            top: top + y - size.actualBoundingBoxAscent,
+            bottom: top + y + size.actualBoundingBoxDescent };
+    });
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const { currentNode: node } = walker;
+        const { parentElement: parent } = node;
+        if (!node.data.trim() || parent.closest("option, [role=listbox], .unseen") ||
+            !parent.checkVisibility({ visibilityProperty: true })) continue;
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        for (const { left, right, top, bottom } of range.getClientRects())
+            boxes.push({ text: node.data, left, right: Math.min(right,
+                parent.getBoundingClientRect().right), top: top + 2, bottom: bottom - 2 });
+    }
+    return boxes;
+}"""
+RECORD_TEXT = """() => {
+    window.written = [];
+    const { fillText } = CanvasRenderingContext2D.prototype;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (this.canvas.isConnected && text) window.written.push({ context: this, text, x, y });
+        return fillText.call(this, text, x, y);
+    };
+}"""
+
+
+def test_no_labels_overlap_at_any_width(new_page: Page, address: str) -> None:
+    frame = show(new_page, address, run="even")
+    frame.evaluate(RECORD_TEXT)
+    for width in (600, 800, 1280, 2560):
+        new_page.set_viewport_size({"width": width, "height": 900})
+        for state in (
+            {"run2": ""}, {"run2": "sharp", "contrast": "auto"}, {"run2": "", "order": "lowest"},
+            {"contrast": "log", "order": "layer"},
+        ):  # fmt: skip
+            frame.evaluate("state => window.attentionTab.set(state)", state)
+            boxes = frame.evaluate(BOXES)
+            assert len(boxes) > 12 * 12
+            for number, one in enumerate(boxes):
+                for other in boxes[:number]:
+                    apart = (
+                        one["left"] >= other["right"] or other["left"] >= one["right"]
+                        or one["top"] >= other["bottom"] or other["top"] >= one["bottom"]
+                    )  # fmt: skip
+                    assert apart, (width, state, one, other)
+            narrowest = frame.evaluate("() => window.attentionTab.panes[0].views.heads.cellWidth")
+            assert narrowest >= 34
+
+
+def test_damaged_weights_are_asked_for_once(browser: Browser, address: str) -> None:
+    page = browser.new_page(viewport=VIEWPORT)
+    complaints = complaints_of(page)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    frame = show(page, address, run="damaged")
+    expect(frame.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
+    page.wait_for_timeout(3500)  # longer than between two polls
+    assert sum("/weights?" in url for url in asked) == 1
+    assert sum("/runs" in url for url in asked) > 1
+    frame.get_by_role("tab", name="Maps").click()
+    assert wait_until(frame, "view", "maps")["values"] == pytest.approx(
+        make_record().details.maps[0].values, rel=1e-3
+    )
+    assert len(complaints) == 1 and "400" in complaints[0]  # the browser's line for the answer
+    page.close()
+
+
+def test_a_narrow_window_does_not_scroll_sideways(new_page: Page, address: str) -> None:
+    new_page.set_viewport_size({"width": 480, "height": 800})
+    for view in ("heads", "maps", "lens"):
+        for run2 in ("", "rectangle"):
+            frame = show(new_page, address, run="rectangle", view=view, run2=run2)
+            wait_until(frame, "view", view, pane=1 if run2 else 0)
+            expect(frame.locator(".pane").nth(1)).to_be_visible(visible=bool(run2))
+            wider = frame.evaluate(
+                """() => ["html", ".toolbar", ".body", "main"].filter((name) => {
+                    const { scrollWidth, clientWidth } = document.querySelector(name);
+                    return scrollWidth > clientWidth;
+                })"""
+            )
+            assert wider == [], (view, run2)
+
+
+def test_dark_mode_follows_tensorboard(page: Page, address: str) -> None:
+    frame = show(page, address)
+    for theme, colour in (("Dark", "rgb(48, 48, 48)"), ("Light", "rgb(255, 255, 255)")):
+        page.get_by_role("button", name="Menu for changing light or dark theme").click()
+        page.get_by_role("menuitem", name=theme).click()
+        frame.wait_for_function(
+            "theme => document.documentElement.dataset.theme === theme", arg=theme.lower()
+        )
+        assert frame.evaluate("() => getComputedStyle(document.body).backgroundColor") == colour
+
+
+def test_the_python_loader_shows_the_same(
+    new_page: Page, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with serve(logs, tmp_path_factory.mktemp("metadata"), "--load_fast=false") as address:
+        new_page.goto(f"{address}/#attention&p.attention.run=square")
+        expect(new_page.get_by_role("tab", name="Attention")).to_be_visible(timeout=WAIT)
+        frame = ready(new_page)
+        painted = hover(new_page, frame, 4, 4)
+        weights = weights_of(logs, "square", "attention/probe_00")
+        np.testing.assert_allclose(painted["heads"], attention(weights, 36, "to"), rtol=1e-5)
+        expect(frame.locator("output").first).to_have_text("step 100 (10 of 10)")

@@ -153,6 +153,11 @@ def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
             assert (corners[layer, head].mean() < 100) == bool(cells[layer, head])
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1e-12])
+def test_statistics_of_a_broken_model_are_drawn(value: float) -> None:
+    assert statistics_picture({"entropy": torch.full((3, 2), value)}).shape == (142, 208, 3)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_comparison_has_a_map_of_each_model_and_of_two_the_difference(count: int) -> None:
     images, maps = noise(2), [torch.rand(2, 2, 3) * 3 for _ in range(count)]

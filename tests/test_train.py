@@ -104,7 +104,7 @@ def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
         f"{parameters:,} parameters", "GFLOPs per forward pass",
         f"CPU with {torch.get_num_threads()} thread", f"steps    {STEPS} with 64 images each",
         "6 epochs", "epoch   6/6", "validation ",
-        "95% interval", "of training", f"vit-eval {run}",
+        "95% interval", "of training", f"python eval.py {run}",
         f"tensorboard --logdir {run.parent} --samples_per_plugin images=1000",
     ):  # fmt: skip
         assert part in printed
@@ -127,7 +127,9 @@ def test_attention_is_drawn_at_every_milestone_and_changes(finished: tuple[Path,
     tags = [f"vit/attention/rollout/probe_{number:02d}" for number in range(3)]
     signed = [f"vit/attention/lrp/probe_{number:02d}" for number in range(3)]
     others = [f"vit/attention/{name}" for name in ("filmstrip", "heads/probe_00", "statistics")]
-    assert sorted(accumulator.Tags()["images"]) == sorted(tags + signed + others)
+    last = "vit/attention/importance"
+    assert sorted(accumulator.Tags()["images"]) == sorted([*tags, *signed, *others, last])
+    assert [picture.step for picture in accumulator.Images(last)] == [STEPS]
     for tag in tags + signed + others:
         pictures = accumulator.Images(tag)
         assert [picture.step for picture in pictures] == milestones(STEPS, 10)
@@ -359,7 +361,7 @@ def test_stem_starts_from_the_training_images_if_asked(tmp_path: Path, whiten: b
 def test_finished_run_is_refused_and_left_alone(finished: tuple[Path, str]) -> None:
     run, _ = finished
     before = stamps(run)
-    with pytest.raises(ValueError, match=r"finished run.*eval\.py.*--out.*--overwrite"):
+    with pytest.raises(ValueError, match=r"finished run.*vit-eval.*--out.*--overwrite"):
         train(small(run))
     assert stamps(run) == before
 

@@ -146,13 +146,14 @@ def statistics_picture(statistics: dict[str, Tensor]) -> np.ndarray:
 
 def _statistic(title: str, values: np.ndarray) -> np.ndarray:
     layers, heads = values.shape
+    values = np.nan_to_num(values, posinf=0, neginf=0)  # of a model that diverges
     width, height, left, top, below = max(48, 150 // heads), 30, 52, 26, 26  # pixels
     # Values that are equal to the digits that are written have equal colours.
     span = max(values.max() - values.min(), 0.05 * np.abs(values).max(), 1e-9)
     low, high = values.min(), values.min() + span
     shown = colour(values, ("Blues", (low, high), title))
     cells = enlarge(shown, (height * layers, width * heads))
-    decimals = max(0, 1 - math.floor(math.log10(max(abs(low), abs(high)))))
+    decimals = min(max(0, 1 - math.floor(math.log10(max(abs(low), abs(high))))), 4)
     canvas = paper(top + len(cells) + below, left + cells.shape[1] + GAP)
     canvas[top : top + len(cells), left : left + cells.shape[1]] = cells
     picture = Image.fromarray(canvas)

@@ -221,7 +221,7 @@ class AttentionLogging:
 
 
 def _with_importance(record: Record | None, importance: Tensor | None) -> Record | None:
-    if record is None or importance is None:
+    if record is None or importance is None or not importance.isfinite().all():
         return record
     statistics = replace(record.details.statistics, importance=importance.tolist())
     return replace(record, details=replace(record.details, statistics=statistics))
