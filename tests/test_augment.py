@@ -14,9 +14,9 @@ from torchvision.transforms.functional import resize
 
 from vit.data.augment import (
     augment,
-    cutmix_shares,
+    cutmix_weights,
     mix,
-    mixup_shares,
+    mixup_weights,
     random_crop,
     random_erasing,
     random_flip,
@@ -47,8 +47,8 @@ FUNCTIONS: dict[str, Callable[[Draws, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "random_flip": lambda d, x, _: (random_flip(x, d),),
     "rand_augment": lambda d, x, _: (rand_augment(x, 2, 9.0, d),),
     "random_erasing": lambda d, x, _: (random_erasing(x.float(), 0.5, d),),
-    "mixup_shares": lambda d, x, _: (mixup_shares(x.float(), 0.8, d),),
-    "cutmix_shares": lambda d, x, _: (cutmix_shares(x.float(), 1.0, d),),
+    "mixup_weights": lambda d, x, _: (mixup_weights(x.float(), 0.8, d),),
+    "cutmix_weights": lambda d, x, _: (cutmix_weights(x.float(), 1.0, d),),
     "augment": lambda d, x, y: augment(x, y, CIFAR10, d, only(**ALL)),
     "augment with resized crops": lambda d, x, y: augment(
         x, y, CIFAR10, d, only(crop="resized", crop_scale=(0.3, 1), **ALL)
@@ -233,8 +233,8 @@ def test_random_erasing_boxes_have_the_areas_and_shapes_of_the_paper():
 
 
 @pytest.mark.parametrize("alpha", [0.1, 4.0])
-def test_mixup_shares_are_beta_distributed_and_constant(alpha):
-    shares = mixup_shares(torch.zeros(20_000, 3, 2, 3), alpha, draws(20_000))
+def test_mixup_weights_are_beta_distributed_and_constant(alpha):
+    shares = mixup_weights(torch.zeros(20_000, 3, 2, 3), alpha, draws(20_000))
     assert shares.shape == (20_000, 1, 2, 3)
     assert (shares == shares[:, :, :1, :1]).all()
     drawn = shares[:, 0, 0, 0]
@@ -245,9 +245,9 @@ def test_mixup_shares_are_beta_distributed_and_constant(alpha):
     np.testing.assert_allclose(quantiles(drawn), quantiles(expected), rtol=0, atol=0.025)
 
 
-def test_cutmix_shares_are_zero_in_one_box():
+def test_cutmix_weights_are_zero_in_one_box():
     count, size, alpha = 4000, 32, 0.5
-    shares = cutmix_shares(torch.zeros(count, 3, size, size), alpha, draws(count))
+    shares = cutmix_weights(torch.zeros(count, 3, size, size), alpha, draws(count))
     assert shares.shape == (count, 1, size, size)
     assert ((shares == 0) | (shares == 1)).all()
     box = shares[:, 0] == 0
@@ -325,7 +325,7 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
     x = rand_augment(x, 1, 9.0, numbers)
     x = random_erasing(CIFAR10.normalize(x), 0.4, numbers)
     if mixed:
-        shares = (mixup_shares if mixed == "mixup" else cutmix_shares)(x, 0.7, numbers)
+        shares = (mixup_weights if mixed == "mixup" else cutmix_weights)(x, 0.7, numbers)
         x, targets = mix(x, targets, shares)
     assert torch.equal(result, x) and torch.equal(result_targets, targets)
 

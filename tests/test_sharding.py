@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from small_runs import StopAt, small
-from vit.distributed.shard import choose_parallel, own, replicate, whole
+from vit.distributed.shard import choose_parallel, replicate, to_full, to_local
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.model_file import load_model
@@ -77,7 +77,7 @@ def train_and_write(world: World, config: Config, weights: Path, overlap: bool =
         losses = keep_losses(loop)
         loop.run()
         state = loop.step.state
-        tensors = {name: whole(tensor).clone() for name, tensor in state.tensors().items()}
+        tensors = {name: to_full(tensor).clone() for name, tensor in state.tensors().items()}
     if world.main:
         torch.save({"losses": torch.stack(losses), **tensors}, weights)
 
@@ -199,15 +199,15 @@ def save_and_train_on(world: World, config: Config) -> None:
     with loop_of(config, world) as loop:
         saver, state = loop.saver, loop.step.state
         tensors = state.tensors()
-        before = {name: own(tensor).clone() for name, tensor in tensors.items()}
+        before = {name: to_local(tensor).clone() for name, tensor in tensors.items()}
         saver.save()
         for tensor in tensors.values():
-            own(tensor).detach().zero_()
+            to_local(tensor).detach().zero_()
         saver.wait()
     with loop_of(config, world) as resumed:
         found = resumed.step.state.tensors()
         for name, tensor in before.items():
-            assert torch.equal(own(found[name]), tensor), name
+            assert torch.equal(to_local(found[name]), tensor), name
 
 
 @pytest.mark.slow

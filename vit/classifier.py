@@ -328,7 +328,7 @@ class Classifier:
         """Return what `rank` does, from logits (N, C)."""
         best = logits.softmax(dim=1).topk(min(top, len(self.classes)))
         return [
-            {self.classes[index]: share for share, index in zip(*row, strict=True)}
+            {self.classes[index]: probability for probability, index in zip(*row, strict=True)}
             for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
 

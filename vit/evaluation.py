@@ -158,7 +158,7 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
         "top5_accuracy": (top == labels[:, None]).any(dim=1).float().mean().item(),
         "ece": sum(b["n"] * abs(b["accuracy"] - b["confidence"]) for b in bins) / count,
         "per_class": {
-            name: {"recall": _share(hit, n), "precision": _share(hit, g), "n": n}
+            name: {"recall": _ratio(hit, n), "precision": _ratio(hit, g), "n": n}
             for name, hit, n, g in zip(
                 classes, hits.tolist(), true.tolist(), guessed.tolist(), strict=True
             )
@@ -168,20 +168,20 @@ def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str
     }
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: int, total: int) -> float | None:
+    return part / total if total else None
 
 
 def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     """Return the 95% confidence interval of a proportion (Wilson 1927, without correction)."""
     z = 1.959964
-    share = hits / count
-    centre = share + z * z / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    rate = hits / count
+    centre = rate + z * z / (2 * count)
+    spread = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
     low, high = (centre - spread) / scale, (centre + spread) / scale
     # The proportion stays inside despite rounding.
-    return max(0.0, min(low, share)), min(1.0, max(high, share))
+    return max(0.0, min(low, rate)), min(1.0, max(high, rate))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -275,5 +275,5 @@ def text_columns(name: str) -> int:
     return len(name) + wide - sum(map(bool, map(unicodedata.combining, name)))
 
 
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
+def _percent(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{fraction:.1%}"

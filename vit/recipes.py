@@ -133,8 +133,8 @@ def _require_groups(values: dict[str, Any]) -> dict[str, Any]:
 def _default_out(data: DataConfig) -> str:
     """Return the folder of a run that none was given for: named after its data set."""
     root = Path(data.root).expanduser().resolve()
-    own = {"folder": root.name, "shards": root.name, "table": root.stem}
-    return f"runs/{own.get(data.name) or data.name}"
+    names = {"folder": root.name, "shards": root.name, "table": root.stem}
+    return f"runs/{names.get(data.name) or data.name}"
 
 
 def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:

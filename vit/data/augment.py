@@ -62,15 +62,15 @@ def augment(
     if not mixup and not cutmix:
         return images, targets
     if not cutmix:
-        shares = mixup_shares(images, mixup, draws)
+        weights = mixup_weights(images, mixup, draws)
     elif not mixup:
-        shares = cutmix_shares(images, cutmix, draws)
+        weights = cutmix_weights(images, cutmix, draws)
     else:
         one = draws.uniform(0, 1) < 0.5
-        shares = torch.where(
-            one, mixup_shares(images, mixup, draws), cutmix_shares(images, cutmix, draws)
+        weights = torch.where(
+            one, mixup_weights(images, mixup, draws), cutmix_weights(images, cutmix, draws)
         )
-    return mix(images, targets, shares)
+    return mix(images, targets, weights)
 
 
 def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
@@ -225,19 +225,19 @@ def random_erasing(images: Tensor, probability: float, draws: Draws) -> Tensor:
     return torch.where(erased, draws.noise(images.shape[1:]), images)
 
 
-def mixup_shares(images: Tensor, alpha: float, draws: Draws) -> Tensor:
+def mixup_weights(images: Tensor, alpha: float, draws: Draws) -> Tensor:
     """Draw the weight of each image in mixup (arXiv 1710.09412): (B, 1, H, W), constant."""
     return draws.beta(alpha).expand(-1, 1, *images.shape[2:])
 
 
-def cutmix_shares(images: Tensor, alpha: float, draws: Draws) -> Tensor:
+def cutmix_weights(images: Tensor, alpha: float, draws: Draws) -> Tensor:
     """Draw the weights in cutmix (arXiv 1905.04899): (B, 1, H, W), 0 in a random box, else 1."""
     side = (1 - draws.beta(alpha)).sqrt()
     height, width = images.shape[2:]
     return 1 - _box(images, side * height, side * width, draws).float()
 
 
-def mix(images: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+def mix(images: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Blend each image and its target with a neighbour in the batch and its target.
 
     Images are paired two by two, as in timm, and the last of an odd number is mixed with the one
@@ -248,15 +248,15 @@ def mix(images: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor
     Args:
         images: (B, channels, H, W) float.
         targets: (B, C) float.
-        shares: (B, 1, H, W), 0 to 1: weight of the image itself at each pixel.
+        weights: (B, 1, H, W), 0 to 1: weight of the image itself at each pixel.
 
     Returns:
-        Images (B, channels, H, W), and targets (B, C) weighted by the mean of each image's shares.
+        Images (B, channels, H, W), and targets (B, C) weighted by the mean of each image's weights.
     """
     other = torch.arange(len(images), device=images.device) ^ 1
     other = torch.where(other < len(images), other, max(len(images) - 2, 0))
-    share = shares.mean(dim=(1, 2, 3))[:, None]
-    return torch.lerp(images[other], images, shares), torch.lerp(targets[other], targets, share)
+    weight = weights.mean(dim=(1, 2, 3))[:, None]
+    return torch.lerp(images[other], images, weights), torch.lerp(targets[other], targets, weight)
 
 
 def _box(images: Tensor, height: Tensor, width: Tensor, draws: Draws) -> Tensor:

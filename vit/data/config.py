@@ -94,14 +94,14 @@ class DataConfig:
         Other channels than the data set's own have other statistics: RGB as grey, or grey as RGB,
         the average over the registered channels; any other number 0.5 and 0.25 in each.
         """
-        own = DATASETS[self.name]
-        channels, mean, std = self.channels or own.channels, own.mean, own.std
-        if {channels, own.channels} == {1, 3}:
+        spec = DATASETS[self.name]
+        channels, mean, std = self.channels or spec.channels, spec.mean, spec.std
+        if {channels, spec.channels} == {1, 3}:
             mean, std = ((round(sum(v) / len(v), 4),) * channels for v in (mean, std))
-        elif channels != own.channels:
+        elif channels != spec.channels:
             mean, std = (0.5,) * channels, (0.25,) * channels
-        image_size = self.image_size or own.image_size
-        return dataclasses.replace(own, image_size=image_size, mean=mean, std=std)
+        image_size = self.image_size or spec.image_size
+        return dataclasses.replace(spec, image_size=image_size, mean=mean, std=std)
 
 
 @settings("augment")

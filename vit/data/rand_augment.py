@@ -53,14 +53,14 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
     """
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
-    share = magnitude / STRONGEST
+    strength = magnitude / STRONGEST
     which = operations[:, None, None, None]
     # Every operation runs on every image and `where` keeps the right result, so that a GPU does not
     # have to tell the host which image needs which operation.
     planes = images.flatten(0, 1)[:, None]  # torchvision takes one or three channels
     changed = {
-        "posterize": tv.posterize(images, 8 - round(4 * share)),
-        "solarize": tv.solarize(images, 255 * (1 - share)),
+        "posterize": tv.posterize(images, 8 - round(4 * strength)),
+        "solarize": tv.solarize(images, 255 * (1 - strength)),
         "autocontrast": tv.autocontrast(planes).view_as(images),
         "equalize": tv.equalize(images),
     }
@@ -72,23 +72,23 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
         "contrast": grey.mean(dim=(1, 2, 3), keepdim=True),
         "sharpness": tv.adjust_sharpness(planes, 0.0).view_as(images).float(),
     }
-    factors = 1 + 0.9 * share * signs[:, None, None, None]
+    factors = 1 + 0.9 * strength * signs[:, None, None, None]
     for name, other in others.items():
         blended = factors * images + (1 - factors) * other
         changed[name] = blended.clamp(0, 255).to(torch.uint8)
-    result = warp(images, operations, share, signs)
+    result = warp(images, operations, strength, signs)
     for name, values in changed.items():
         result = torch.where(which == OPERATIONS.index(name), values, result)
     return result
 
 
-def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Tensor:
+def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Shear, translate or rotate the images with such an operation, filling with black.
 
     Args:
         images: (B, channels, H, W) uint8.
         operations: (B,) int64, indices into `OPERATIONS`.
-        share: Fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
+        strength: Fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
             rotation by 30 degrees.
         signs: (B,) int64, 1 or -1.
 
@@ -97,9 +97,9 @@ def warp(images: Tensor, operations: Tensor, share: float, signs: Tensor) -> Ten
     """
     height, width = images.shape[2:]
     aspect = height / width
-    shear = 0.3 * share
-    shift_x, shift_y = (2 * int(share * 150 / 331 * side) / side for side in (width, height))
-    turn = math.radians(30 * share)
+    shear = 0.3 * strength
+    shift_x, shift_y = (2 * int(strength * 150 / 331 * side) / side for side in (width, height))
+    turn = math.radians(30 * strength)
     zero = torch.zeros(len(images), device=images.device)
     amounts = {
         name: torch.where(operations == OPERATIONS.index(name), signs, zero)

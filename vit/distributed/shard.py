@@ -154,12 +154,12 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
-def own(tensor: Any) -> Tensor:
+def to_local(tensor: Any) -> Tensor:
     """Return this process's part of a tensor that may be sharded; a view of its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor: Any) -> Tensor:
+def to_full(tensor: Any) -> Tensor:
     """Put a tensor together that may be sharded; all processes have to call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

@@ -36,13 +36,15 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     from matplotlib.font_manager import FontProperties
 
     counts = torch.tensor(confusion, dtype=torch.float64)
-    shares = counts / counts.sum(dim=1, keepdim=True)  # a class without images is nan, drawn grey
+    fractions = counts / counts.sum(
+        dim=1, keepdim=True
+    )  # a class without images is nan, drawn grey
     few = len(classes) <= NUMBERED
     figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
     axis = figure.subplots()
     axis.set_facecolor("0.85")
     # The square root makes rare confusions visible next to the diagonal.
-    shown = axis.imshow(shares.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    shown = axis.imshow(fractions.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     figure.colorbar(shown, ax=axis, label="fraction of the true class")
     axis.set(xlabel="predicted", ylabel="true")
     axis.set_title("confusion, % of each true class", fontsize=10)
@@ -53,10 +55,10 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
         axis.set_xticks(range(len(names)), names, fontproperties=font, **turned)
         axis.set_yticks(range(len(names)), names, fontproperties=font)
     if few:
-        for (row, column), share in np.ndenumerate(shares.numpy()):
-            if share > 0.005:
-                colour = "white" if share > 0.5 else "black"
-                text = f"{share:.0%}".rstrip("%")
+        for (row, column), fraction in np.ndenumerate(fractions.numpy()):
+            if fraction > 0.005:
+                colour = "white" if fraction > 0.5 else "black"
+                text = f"{fraction:.0%}".rstrip("%")
                 axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
     return _pixels_of(figure)
 

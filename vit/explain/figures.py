@@ -54,11 +54,11 @@ def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[
         labels: (B,) int64.
         classes: The C class names.
     """
-    shares, predicted = logits.softmax(dim=1).max(dim=1)
+    probabilities, predicted = logits.softmax(dim=1).max(dim=1)
     return [
-        f"true {classes[label]}\npredicted {classes[guess]} {share:.0%}"
-        for label, guess, share in zip(
-            labels.tolist(), predicted.tolist(), shares.tolist(), strict=True
+        f"true {classes[label]}\npredicted {classes[guess]} {probability:.0%}"
+        for label, guess, probability in zip(
+            labels.tolist(), predicted.tolist(), probabilities.tolist(), strict=True
         )
     ]
 

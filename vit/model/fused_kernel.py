@@ -127,8 +127,8 @@ def _same(attention: Attend, inputs: Tensor, mask: Tensor | None, training: bool
         output, _ = attend(*qkv, mask, dropout)
         return torch.stack([output, *torch.autograd.grad((output * inputs[3]).sum(), qkv)])
 
-    ours, theirs = results(attention), results(_fused)
-    difference, size = ((x.abs().flatten(1).amax(dim=1)) for x in (ours - theirs, theirs))
+    ours, kernel = results(attention), results(_fused)
+    difference, size = ((x.abs().flatten(1).amax(dim=1)) for x in (ours - kernel, kernel))
     return bool((difference <= TOLERANCE[inputs.dtype] * size).all())
 
 

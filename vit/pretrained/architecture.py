@@ -280,17 +280,17 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
         arguments = {**(settings["timm_args"] or {}), **(config.timm_args or {})}
         return dataclasses.replace(config, timm_args=arguments or None)
     defaults = ModelConfig()
-    for key, theirs in settings.items():
+    for key, value in settings.items():
         ours = getattr(config, key)
         if key == "patch_size":
-            if ours not in (None, theirs) and settings["stem"] == "conv":
+            if ours not in (None, value) and settings["stem"] == "conv":
                 raise ValueError(
                     f"model.patch_size: {ours} is not allowed; {name} has a convolutional stem for "
-                    f"patches of {theirs}, which cannot be resampled; leave the key out"
+                    f"patches of {value}, which cannot be resampled; leave the key out"
                 )
-        elif ours != getattr(defaults, key) and not _agree(key, ours, theirs):
+        elif ours != getattr(defaults, key) and not _agree(key, ours, value):
             raise ValueError(
-                f"model.{key}: {json.dumps(ours)} is not allowed; {name} has {json.dumps(theirs)}; "
+                f"model.{key}: {json.dumps(ours)} is not allowed; {name} has {json.dumps(value)}; "
                 "leave the key out to use that, or train without model.pretrained"
             )
     patch_size = config.patch_size or settings["patch_size"]
@@ -299,9 +299,9 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
     return adopted
 
 
-def _agree(key: str, ours: Any, theirs: Any) -> bool:
+def _agree(key: str, ours: Any, value: Any) -> bool:
     if key == "init_values":  # the weights replace the value
-        return (ours is None) == (theirs is None)
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=1e-3)
-    return bool(ours == theirs)
+        return (ours is None) == (value is None)
+    if isinstance(ours, float) and isinstance(value, float):
+        return math.isclose(ours, value, rel_tol=1e-3)
+    return bool(ours == value)

@@ -247,14 +247,14 @@ def _records(
 ) -> list[Record | None]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
-    readings, shares = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
+    readings, probabilities = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
     alone = readings.shape[2] > 1  # whether each token can be read
     grid = model.patch_embed.grid(*images.pixels().shape[-2:])
     best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))
     records: list[Record | None] = []
     for row, image in enumerate(images.pixels()):
         weights = [layer[row] for layer in attention.weights]
-        lens = Lens(classes=readings[:, row].tolist(), probabilities=shares[:, row].tolist())
+        lens = Lens(classes=readings[:, row].tolist(), probabilities=probabilities[:, row].tolist())
         details = make_details(
             as_pixels(image), weights, grid, prefix_names(classifier.model),
             name=printable(images.name(row)), readout=readout_of(model), classes=list(classes),

@@ -64,10 +64,10 @@ def predict_files(run: str, options: PredictConfig) -> Path:
 
 def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
     """Return the columns `best` and probability, then class_1, probability_1, class_2 and so on."""
-    name, share = next(iter(ranking.items()))
-    row = {best: name, "probability": share}
-    for rank, (name, share) in enumerate(ranking.items(), start=1):
-        row |= {f"class_{rank}": name, f"probability_{rank}": share}
+    name, probability = next(iter(ranking.items()))
+    row = {best: name, "probability": probability}
+    for rank, (name, probability) in enumerate(ranking.items(), start=1):
+        row |= {f"class_{rank}": name, f"probability_{rank}": probability}
     return row
 
 

@@ -92,10 +92,10 @@ def write_report(
         for tag, pixels in pictures.items():
             writer.add_image(picture_tag(f"test/{tag}"), pixels, step, dataformats="HWC")
             Image.fromarray(pixels).save(folder / f"{tag}.png")
-        shares = logits.softmax(dim=1)
+        probabilities = logits.softmax(dim=1)
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
-                f"precision_recall/{name}", images.labels == number, shares[:, number], step
+                f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
             )
         _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
     report_boxes()

@@ -152,8 +152,8 @@ class TrainConfig:
         allowed = f"ascending numbers of epochs below train.epochs={self.epochs}"
         check(self, "restarts", ascending, allowed)
         allowed = "auto or replicate with train.freeze=backbone, where there is little to share"
-        shares = self.parallel in ("shard", "hybrid")
-        check(self, "parallel", self.freeze == "none" or not shares, allowed)
+        shards = self.parallel in ("shard", "hybrid")
+        check(self, "parallel", self.freeze == "none" or not shards, allowed)
         has_epochs = not restarts or self.budget_minutes is None
         check(self, "restarts", has_epochs, "empty with train.budget_minutes")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vit.distributed.shard import own, whole
+from vit.distributed.shard import to_full, to_local
 from vit.distributed.world import World
 
 # Coefficients of x, x³ and x⁵ in an iteration that moves values between 0 and 1 close to 1.
@@ -64,7 +64,7 @@ class Muon(Optimizer):
         ):
             updates = stack.split([self.numbers[parameter] for parameter, _ in some])
             for (parameter, group), matrices in zip(some, updates, strict=True):
-                weight = own(parameter)
+                weight = to_local(parameter)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] * max(1, rows / columns) ** 0.5
                 weight.add_(_as_parameter(matrices.flatten(0, 1), parameter), alpha=-rate)
@@ -81,12 +81,12 @@ class Muon(Optimizer):
         gradients, averages = [], []
         for parameter in parameters:
             assert parameter.grad is not None
-            gradient = _as_matrix(own(parameter.grad))
+            gradient = _as_matrix(to_local(parameter.grad))
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = _as_part(torch.zeros_like(gradient), parameter)
             gradients.append(gradient)
-            averages.append(own(state["momentum_buffer"]))
+            averages.append(to_local(state["momentum_buffer"]))
         momentum = self.param_groups[0]["momentum"]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, averages, momentum)
@@ -94,7 +94,7 @@ class Muon(Optimizer):
             [
                 matrix
                 for part, parameter in zip(ahead, parameters, strict=True)
-                for matrix in whole(_as_part(part.to(self.precision), parameter)).chunk(
+                for matrix in to_full(_as_part(part.to(self.precision), parameter)).chunk(
                     self.numbers[parameter]
                 )
             ]
@@ -143,7 +143,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 def _as_part(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return this process's rows of a matrix as what they are: a part, if `parameter` is one."""
-    if own(parameter) is parameter:
+    if to_local(parameter) is parameter:
         return matrix
     from torch.distributed.tensor import DTensor  # late, as in vit.distributed.shard
 
@@ -157,14 +157,14 @@ def _as_part(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def _as_parameter(matrix: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return this process's part of a whole matrix, in the shape of its part of a parameter."""
-    if own(parameter) is not parameter:
+    if to_local(parameter) is not parameter:
         from torch.distributed.tensor import distribute_tensor
 
         sharded: Any = parameter
         parts = distribute_tensor(
             matrix, sharded.device_mesh, sharded.placements, src_data_rank=None
         )
-        matrix = own(parts)
+        matrix = to_local(parts)
     if parameter.ndim == 2:
         return matrix
     _, channels, height, width = parameter.shape

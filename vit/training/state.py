@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from vit.classifier import build_model
 from vit.console import say
 from vit.data.images import ImageSet
-from vit.distributed.shard import choose_parallel, device_mesh, gathered, own, shard
+from vit.distributed.shard import choose_parallel, device_mesh, gathered, shard, to_local
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
 from vit.pretrained.adapt import Pretrained
@@ -149,7 +149,9 @@ class TrainState:
     def is_finite(self) -> bool:
         """Tell whether all weights and their moving averages are finite, in this process's part."""
         modules = [self.model] if self.ema is None else [self.model, self.ema.module]
-        tensors = [own(tensor) for module in modules for tensor in module.state_dict().values()]
+        tensors = [
+            to_local(tensor) for module in modules for tensor in module.state_dict().values()
+        ]
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -200,18 +202,18 @@ def build_state(
         network.requires_grad_(False)
         for head in heads(network):
             head.requires_grad_(True)
-    ema, whole = None, None
+    ema, complete = None, None
     if config.optim.ema_decay is not None:
         from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
-        # Sharded weights and whole buffers cannot be updated in one operation.
+        # Sharded weights and complete buffers cannot be updated in one operation.
         ema = ModelEmaV3(network, config.optim.ema_decay, use_warmup=True, foreach=mesh is None)
     if mesh is not None:
-        whole = copy.deepcopy(network).to("cpu" if env.world.main else "meta")
+        complete = copy.deepcopy(network).to("cpu" if env.world.main else "meta")
         for model_or_average in (network, *([] if ema is None else [ema.module])):
             shard(model_or_average, mesh, env.precision)
     optimizers = build_optimizers(network, config.optim, env.world, env.precision)
-    return TrainState(network, optimizers, ema, frozen=frozen, copy=whole)
+    return TrainState(network, optimizers, ema, frozen=frozen, copy=complete)
 
 
 def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:

@@ -15,7 +15,7 @@ from vit.data.config import AugmentConfig
 from vit.data.draws import Draws
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.distributed.shard import averages_gradients, synchronize, whole
+from vit.distributed.shard import averages_gradients, synchronize, to_full
 from vit.distributed.world import World
 from vit.hardware import autocast
 from vit.model.dropout import image_keys, keyed_dropout
@@ -133,7 +133,7 @@ class TrainingStep:
         result = self.backward(images, targets)
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
         self.world.average([result, *([] if averages_gradients(self.forward) else gradients)])
-        norm = whole(nn.utils.get_total_norm(gradients))
+        norm = to_full(nn.utils.get_total_norm(gradients))
         state.step += 1
         if not torch.isfinite(result[0] + norm):
             for buffer, old in buffers:  # undo the update of batch-norm statistics
