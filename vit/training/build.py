@@ -225,7 +225,7 @@ def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) 
     seconds_per_step = mean_step_seconds(step, training)
     step.state.load_state_dict(before)
     steps = (end - time.perf_counter()) / seconds_per_step
-    steps -= LOGGED_IMAGES * logged / step.schedule.batch_size
+    steps -= min(LOGGED_IMAGES * logged / step.schedule.batch_size, steps / 2)
     return int(step.world.agree(max(1, int(steps))))
 
 
