@@ -14,8 +14,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loads
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
-	@echo "make check  lint and the fast tests, about 4 minutes: run it before every commit"
-	@echo "make test   all tests, about 20 minutes on two cores"
+	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
+	@echo "make test   all tests, about 13 minutes on two cores"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
