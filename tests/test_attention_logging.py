@@ -12,6 +12,7 @@ from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
+from vit.evaluation import Setup
 from vit.explain.colours import SIGNED
 from vit.explain.faithfulness import (
     centred_map,
@@ -20,11 +21,14 @@ from vit.explain.faithfulness import (
     random_maps,
 )
 from vit.explain.figures import attention_picture, captions_of
+from vit.explain.importance import as_grid
 from vit.explain.maps import attention_maps, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting import attention_records as records_module
-from vit.reporting.attention_logging import LEVELS, AttentionLogging
+from vit.reporting.attention_logging import LEVELS, AttentionLogging, attention_logging
+from vit.reporting.heads import measure_groups
 from vit.tensorboard_plugin.encoding import decode_details
+from vit.training.config import Config
 
 IMAGES = load("shapes", ".", train=False, count=60)
 PROBES = choose_probes(IMAGES, 3, 7)
@@ -149,3 +153,29 @@ def test_full_disk_costs_only_the_saved_maps(classifier, tmp_path, capsys, monke
     assert list(yielded) == list(whole)
     np.testing.assert_array_equal(yielded["attention/filmstrip"], whole["attention/filmstrip"])
     assert "maps of step 0 were not saved: [Errno 28]" in capsys.readouterr().err
+
+
+def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(classifier, tmp_path):
+    evaluator = AttentionLogging(tmp_path, PROBES, STEPS, seed=7, held_out=IMAGES)
+    for step in STEPS:
+        shown = dict(evaluator.run(classifier, step))
+        details = decode_details(shown["attention/probe_01"].value[0].tensor.string_val[0])
+        if step == STEPS[-1]:
+            falls = as_grid(measure_groups(classifier, IMAGES)["heads"])
+            np.testing.assert_allclose(details.statistics.importance, falls, rtol=1e-3)
+        else:
+            assert details.statistics.importance is None
+        assert ("attention/importance" in shown) == (step == STEPS[-1])
+
+
+@pytest.mark.parametrize(("steps", "count"), [(1, 0), (20, 38), (1000, 60)])
+def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
+    classifier, tmp_path, steps, count
+):
+    """A forward pass is a third of a step; the model has 4 heads."""
+    config = Config(out=str(tmp_path))
+    setup = Setup(config, classifier.model, classifier.preprocess, IMAGES, IMAGES, (), steps)
+    evaluator = attention_logging(setup)
+    assert evaluator is not None
+    assert len(evaluator.held_out or ()) == count
+    assert count * 4 <= 0.02 * 3 * steps * config.train.batch_size

@@ -1,10 +1,19 @@
 """Muting heads: exact for any model, and the model stays as it is."""
 
+import json
+from pathlib import Path
+
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from vit.classifier import Classifier, build_model
+from vit.data.config import DataConfig
+from vit.data.datasets import load_training
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
 from vit.explain.importance import (
     Effect,
     MutableModel,
@@ -15,7 +24,12 @@ from vit.explain.importance import (
     single_heads,
     true_class,
 )
+from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
+from vit.model_file import load_model, save_model
+from vit.reporting.config import HeadsConfig
+from vit.reporting.heads import measure_run
+from vit.training.config import Config
 
 SMALL = {
     "img_size": 16,
@@ -76,7 +90,7 @@ def test_falls_are_paired_and_by_hand() -> None:
     def classify() -> Tensor:
         return right if weight.any() else wrong
 
-    (effect,) = measure_heads(mutable, classify, labels, [((0, 0),)])
+    (effect,) = measure_heads(mutable, classify, labels, [((0, 0),)], true_class(right, labels))
     spread = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64).std().item()
     half = 1.959964 * spread / 2
     assert effect.accuracy == pytest.approx((0.5, half))
@@ -94,3 +108,41 @@ def test_groups() -> None:
     assert pairs_of_largest(effects, 2) == [((1, 0), (1, 1))]
     assert len(pairs_of_largest(effects, 3)) == 3
     torch.testing.assert_close(as_grid(effects), torch.tensor([[0.1, -0.2], [0.3, 0.2]]))
+
+
+def saved_run(out: Path, val_size: int) -> Path:
+    """A run folder with a small random model of drawn shapes."""
+    data = DataConfig(name="shapes", train_size=40, val_size=val_size)
+    config = Config(out=str(out), data=data, model=ModelConfig(embed_dim=24, depth=2, patch_size=8))
+    preprocess = Preprocess.from_config(data)
+    torch.manual_seed(0)
+    model = build_model(config.model, preprocess, len(KINDS)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
+    out.mkdir()
+    save_model(out / "model.safetensors", classifier, config, 1)
+    return out
+
+
+def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", 20)
+    measure_run(str(run), HeadsConfig(device="cpu", precision="float32", pairs=2))
+    content = json.loads((run / "eval/heads.json").read_text())
+    assert content["images"] == 20
+    assert [len(content[part]) for part in ("heads", "layers", "pairs")] == [6, 2, 1]
+    saved = load_model(run, "cpu", "float32")
+    _, held_out = load_training(saved.config.data, saved.config.train.seed)
+    classifier, labels = saved.classifier, held_out.labels[:, None]
+    before = classifier.logits(held_out.pixels()).softmax(dim=1).gather(1, labels)
+    saved.classifier.model.blocks[1].attn.proj.weight.data[:, 8:16] = 0
+    after = classifier.logits(held_out.pixels()).softmax(dim=1).gather(1, labels)
+    found = next(row for row in content["heads"] if row["heads"] == [[1, 1]])
+    assert found["probability"][0] == pytest.approx((before - after).mean().item(), abs=1e-5)
+    with Image.open(run / "eval/heads.png") as picture:
+        assert picture.width > 300
+
+
+def test_a_run_without_held_out_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no images were held out \(data.val_size=0\)"):
+        measure_run(str(saved_run(tmp_path / "run", 0)), HeadsConfig(device="cpu"))

@@ -62,7 +62,7 @@ def test_a_budget_that_is_over_before_training_is_pointed_out(
     monkeypatch.setattr(quick.state, "seconds", 9.0)
     for minutes, late in ((0.1, " (timing a few steps took longer)"), (0.2, "")):
         text = start_of(quick, 128, 0, train={"budget_minutes": minutes})
-        assert f", to fit into {minutes} minutes{late}; few for training" in text
+        assert f", to fit into {minutes} minutes{late}; too few to train" in text
 
 
 def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:

@@ -156,13 +156,7 @@ def load_training(
             or a class would be left without training images.
     """
     preprocess = preprocess or Preprocess.from_config(data)
-    val_size, count = data.val_size, None
-    if data.spec.drawn and data.train_size is not None:  # as many are drawn as needed
-        val_size = held_out_beside(data.train_size, val_size)
-        count = data.train_size + val_size
-    training, held = hold_out(open_images(data, True, count, find_unreadable), val_size, seed)
-    if data.train_size is not None:
-        training = _first(training, data.train_size)
+    training, held = split_training(data, seed, find_unreadable)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
     unchecked = []
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
@@ -176,6 +170,21 @@ def load_training(
             if isinstance(images.images, ImageFiles):
                 images.images.check()
     return training, held
+
+
+def split_training(
+    data: DataConfig, seed: int, find_unreadable: FindUnreadable = ImageFiles.unreadable
+) -> tuple[ImageSet, ImageSet]:
+    """Divide a data set into training images and held-out images; files are not decoded.
+
+    Arguments and errors as for `load_training`.
+    """
+    val_size, count = data.val_size, None
+    if data.spec.drawn and data.train_size is not None:  # as many are drawn as needed
+        val_size = held_out_beside(data.train_size, val_size)
+        count = data.train_size + val_size
+    training, held = hold_out(open_images(data, True, count, find_unreadable), val_size, seed)
+    return (training if data.train_size is None else _first(training, data.train_size)), held
 
 
 def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet, ImageSet]:

@@ -36,9 +36,7 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     from matplotlib.font_manager import FontProperties
 
     counts = torch.tensor(confusion, dtype=torch.float64)
-    fractions = counts / counts.sum(
-        dim=1, keepdim=True
-    )  # a class without images is nan, drawn grey
+    fractions = counts / counts.sum(dim=1, keepdim=True)  # nan without images, drawn grey
     few = len(classes) <= NUMBERED
     figure = Figure(figsize=(6.4, 5.6) if few else (9, 8), dpi=DPI, layout="constrained")
     axis = figure.subplots()

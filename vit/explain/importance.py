@@ -93,6 +93,7 @@ def measure_heads(
     classify: Callable[[], Tensor],
     labels: Tensor,
     groups: Sequence[Heads],
+    unmuted: tuple[Tensor, Tensor],
 ) -> list[Effect]:
     """Mute groups of heads one after the other, and measure what is lost on the same images.
 
@@ -101,9 +102,9 @@ def measure_heads(
         classify: Classifies the N images with `mutable.model` as it is: logits (N, C).
         labels: Their true classes, (N,) int64.
         groups: G groups of heads.
+        unmuted: What `true_class` returns if no head is muted.
     """
-    probability, hits = true_class(classify(), labels)
-    effects = []
+    (probability, hits), effects = unmuted, []
     for heads in groups:
         with mutable.muted(heads):
             lower, fewer = true_class(classify(), labels)

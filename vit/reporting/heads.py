@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.data.datasets import load_training
+from vit.data.datasets import split_training
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.figures import statistics_picture
@@ -23,6 +23,7 @@ from vit.explain.importance import (
     measure_heads,
     pairs_of_largest,
     single_heads,
+    true_class,
 )
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
@@ -69,8 +70,7 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
     """
     data, root = saved.config.data, options.data.root
     data = replace(data, root=root or data.root)
-    seed, preprocess = saved.config.train.seed, saved.classifier.preprocess
-    training, held_out = load_training(data, seed, preprocess)
+    training, held_out = split_training(data, saved.config.train.seed)
     if saved.fingerprint not in ("", training.fingerprint):
         raise ValueError(
             f"data.root: {data.root} does not contain the images that {saved.path} was trained on, "
@@ -78,6 +78,7 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
         )
     if not len(held_out):
         raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
+    held_out = held_out.resized(saved.classifier.preprocess)
     return choose_held_out(held_out, options.images, options.seed)
 
 
@@ -113,8 +114,10 @@ def measure_groups(
             bar.update()
             return copied.forward(inputs, batch_size)
 
+        unmuted = true_class(classify(), images.labels)
+
         def measure(groups: Sequence[Heads]) -> list[Effect]:
-            return measure_heads(mutable, classify, images.labels, groups) if groups else []
+            return measure_heads(mutable, classify, images.labels, groups, unmuted)
 
         heads = measure(single_heads(mutable.shape))
         if pairs is None:

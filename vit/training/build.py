@@ -109,7 +109,7 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
     """
     config, train = run.config, run.config.train
     began = None
-    if run.checkpoint is not None:  # early versions used full_batches batches only
+    if run.checkpoint is not None:  # early versions used full batches only
         full_batches = num_images // train.batch_size
         began = run.checkpoint.environment.get("steps_per_epoch", full_batches)
     parts = run.env.world.size * train.accumulate

@@ -126,7 +126,7 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
             text += " (timing a few steps took longer)"
     if schedule.total_steps < FEW_STEPS and config.model.pretrained is None and not state.frozen:
         key = "epochs" if minutes is None else "budget_minutes"
-        text += f"; few for training from scratch: raise --train.{key}"
+        text += f"; too few to train from scratch: raise --train.{key}"
     if schedule.restarts:
         restarts = ", ".join(f"{step:,}" for step in schedule.restarts)
         text += f"; the schedule starts over after step {restarts}"

@@ -130,10 +130,8 @@ export class HeadsView {
         return `${name} ${digits(mean)}${name === "distance" ? " px" : ""}`;
       });
     const { images } = statistics;
-    const what =
-      statistic === "importance"
-        ? "importance, from held-out images"
-        : images > 1 ? `mean ${statistic} over ${images} images` : statistic;
+    let what = images > 1 ? `mean ${statistic} over ${images} images` : statistic;
+    if (statistic === "importance") what = "importance, from held-out images";
     const uniform = statistic === "distance" ? uniformDistance(this.record) : null;
     const reference = uniform === null ? "" : ` Uniform attention: ${digits(uniform)} px.`;
     const below =
