@@ -8,14 +8,16 @@ INSTALL := $(PIP) --require-hashes --only-binary :all:
 # Keeps the versions that are in a lock already, where requirements*.txt allow it.
 COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+# Tests that start processes wait for them, so one worker more than there are cores.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo check test lint lock clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
-	@echo "make test   all tests, about 13 minutes on two cores"
+	@echo "make test   all tests, about 12 minutes on two cores"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"

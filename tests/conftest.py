@@ -51,7 +51,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's run folder, created by its command in a minute or two."""
+    """The run folder of the demo, with half of its epochs, created by its command."""
     base, environment = tmp_path_factory.getbasetemp(), dict(os.environ)
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # which the processes of this test run share
@@ -65,6 +65,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 [
                     sys.executable, str(ROOT / "train.py"), "--config",
                     str(ROOT / "configs/shapes.yaml"), "--out", str(run),
+                    "--train.epochs", "4",
                 ],
                 check=True, capture_output=True, env=environment, timeout=900,
             )  # fmt: skip

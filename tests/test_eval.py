@@ -500,7 +500,7 @@ def test_models_with_different_grids_are_compared(call, demo, others, tmp_path, 
     content = read_comparison(folder)
     accuracies, (pair,) = [model["accuracy"] for model in content["models"]], content["pairs"]
     better, lower = accuracies[::-1] if turned else accuracies
-    assert better > 0.9 and lower < 0.3 and pair["mcnemar_p"] < 1e-9
+    assert better > 0.5 and lower < 0.3 and pair["mcnemar_p"] < 1e-9
     assert 0 < pair["moved_attention"] < 1
 
 
