@@ -79,6 +79,27 @@ def test_muting_equals_zeroing_what_the_projection_gets(name: str) -> None:
     assert torch.equal(mutable.model(images), plain)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_muting_all_heads_of_a_layer_removes_its_attention_branch(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    images = torch.randn(4, 3, 16, 16)
+    mutable, plain = MutableModel(model), model(images)
+    for group in layers_of(mutable.shape):
+        attn = model.blocks[group[0][0]].attn
+        handle = attn.register_forward_hook(lambda _, __, output: torch.zeros_like(output))
+        expected = model(images)
+        handle.remove()
+        with mutable.muted((*group, (1 - group[0][0], 2))):  # and a head of the other layer
+            assert not torch.equal(mutable.model(images), expected)
+        with mutable.muted(group):
+            torch.testing.assert_close(mutable.model(images), expected, rtol=0, atol=0)
+        assert torch.equal(mutable.model(images), plain)
+
+
 def test_falls_are_paired_and_by_hand() -> None:
     """A stand-in for a model: muting head (0, 0) turns the logits of two of four images around."""
     mutable = MutableModel(MODELS["ours"]())

@@ -119,6 +119,20 @@ def test_weights_are_those_that_timm_computes(variant: str) -> None:
     assert reader.num_prefix_tokens + 16 == weights[0].shape[-1]
 
 
+@pytest.mark.parametrize("variant", ["class token", "norms inside", "norms after", "naflex"])
+@torch.no_grad()
+def test_mask_is_that_of_timm(variant: str) -> None:
+    model, images = timm_vit(**VARIANTS[variant]), torch.randn(3, 3, 32, 32)
+    reader = attention_model(model)
+    tokens = reader.num_prefix_tokens + 16
+    mask = (torch.rand(3, tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
+    features = model.forward_features(images, attn_mask=mask[:, None])
+    features = features["patches"] if isinstance(features, dict) else features
+    logits, weights, _ = reader.forward_intermediates(images, mask)
+    torch.testing.assert_close(logits, model.forward_head(features), rtol=1e-4, atol=1e-4)
+    assert not torch.stack(weights, dim=2).masked_select(~mask[:, None, None]).any()
+
+
 @pytest.mark.parametrize("variant", ["norms after", "naflex"])
 def test_there_is_a_map_of_every_kind(variant: str) -> None:
     model, images = timm_vit(**VARIANTS[variant]), torch.randn(2, 3, 32, 32)

@@ -2,7 +2,9 @@
 
 Attention weights say where a head looks, not whether the model needs it. A muted head adds nothing
 to its layer's output (arXiv 1905.10650): the columns of the output projection that read it are
-zero. That is exact for any attention function, and what all other heads compute stays.
+zero. That is exact for any attention function, and what all other heads compute stays. The bias of
+the projection belongs to the layer: it is muted with the last of its heads, so that muting all of
+them is the same as removing the layer's attention branch.
 
 Shapes: L layers, H heads, G groups of heads, N images, C classes.
 """
@@ -10,6 +12,7 @@ Shapes: L layers, H heads, G groups of heads, N images, C classes.
 import contextlib
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +56,7 @@ class MutableModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
         blocks: Any = require_attention(self.model).blocks
+        self._biases: list[Tensor | None] = [block.attn.proj.bias for block in blocks]
         self._columns: list[list[Tensor]] = [
             list(block.attn.proj.weight.detach().chunk(block.attn.num_heads, dim=1))
             for block in blocks
@@ -61,15 +65,19 @@ class MutableModel:
 
     @contextlib.contextmanager
     def muted(self, heads: Heads) -> Iterator[None]:
-        """Mute heads within a `with` block."""
-        columns = [self._columns[layer][head] for layer, head in heads]
-        kept = [part.clone() for part in columns]
-        for part in columns:
+        """Mute heads within a `with` block, and the attention of layers that have no others."""
+        parts = [self._columns[layer][head] for layer, head in heads]
+        counts = Counter(layer for layer, _ in heads)
+        for layer, bias in enumerate(self._biases):
+            if counts[layer] == self.shape[1] and bias is not None:
+                parts.append(bias.detach())
+        kept = [part.clone() for part in parts]
+        for part in parts:
             part.zero_()
         try:
             yield
         finally:
-            for part, old in zip(columns, kept, strict=True):
+            for part, old in zip(parts, kept, strict=True):
                 part.copy_(old)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.model.attention import masked_softmax
 from vit.model.timm_model import timm_name
 from vit.model.vit import VisionTransformer
 
@@ -71,17 +72,19 @@ class TimmAttentionModel:
         x = model._pos_embed(model.patch_embed(images))
         return model.norm_pre(model.patch_drop(x)), grid
 
-    def forward_intermediates(self, images: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def forward_intermediates(
+        self, images: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Do what `VisionTransformer.forward_intermediates` does."""
-        return self.forward_tokens(*self.embed(images))
+        return self.forward_tokens(*self.embed(images), mask)
 
     def forward_tokens(
-        self, x: Tensor, grid: tuple[int, int]
+        self, x: Tensor, grid: tuple[int, int], mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Do what `forward_intermediates` does after `embed`; the grid is not used."""
         weights, tokens = [], []
         for block in self.blocks:
-            x, attention = _run_block(block, x)
+            x, attention = _run_block(block, x, mask)
             weights.append(attention)
             tokens.append(x)
         return self._model.forward_head(self._model.norm(x)), weights, tokens
@@ -104,25 +107,29 @@ class TimmAttentionModel:
         return pooled, model.head(model.head_drop(model.fc_norm(normed)))
 
 
-def _run_block(block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def _run_block(block: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Apply a block as its forward does: tokens (B, N, D), and attention weights (B, H, N, N)."""
     if not hasattr(block, "ls1"):  # ResPostBlock
-        output, weights = _attend(block.attn, x)
+        output, weights = _attend(block.attn, x, mask)
         x = x + block.drop_path1(block.norm1(output))
         return x + block.drop_path2(block.norm2(block.mlp(x))), weights
-    output, weights = _attend(block.attn, block.norm1(x))
+    output, weights = _attend(block.attn, block.norm1(x), mask)
     x = x + block.drop_path1(block.ls1(output))
     return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x)))), weights
 
 
-def _attend(attn: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply timm's Attention as its forward does; also return the weights before dropout."""
+def _attend(attn: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Apply timm's Attention as its forward does; also return the weights before dropout.
+
+    The mask is that of our `MultiHeadSelfAttention.forward`, not timm's, which is added.
+    """
     query, key, value = rearrange(
         attn.qkv(x), "b n (three h d) -> three b h n d", three=3, h=attn.num_heads
     )
     query, key = attn.q_norm(query), attn.k_norm(key)
     # As in timm; `scaled_dot_product_attention` may be edited, and these models do not call it.
-    weights = ((query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)).softmax(dim=-1)
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    weights = masked_softmax(scores, None if mask is None else mask.unsqueeze(-3))
     y = attn.norm(rearrange(attn.attn_drop(weights) @ value, "b h n d -> b n (h d)"))
     if getattr(attn, "gate", None) is not None:
         y = y * attn.gate(x).sigmoid()

@@ -1,7 +1,6 @@
 """Export of a model for other programs, checked with the runtime that will load it."""
 
 import importlib.metadata
-import importlib.util
 import inspect
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
-from vit.reporting.export_formats import FORMATS, Format, Runner
+from vit.reporting.export_formats import FORMATS, Runner, require_packages
 from vit.reporting.loading import load_test, results_folder
 from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
@@ -46,7 +45,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
             installed, other files are in the way, or the logits differ by more than 1e-4.
     """
     for name in options.formats:
-        _require_packages(name, FORMATS[name])
+        require_packages(f"export: {name}", FORMATS[name].packages)
     saved = load_model(run, "cpu", "float32")
     folder = results_folder(saved, options.out, EXPORT_FOLDER)
     program = preprocess_program(saved.classifier.preprocess)
@@ -147,12 +146,3 @@ def _images_to_check(saved: SavedModel, root: str | None) -> tuple[Tensor, str]:
         noise = torch.randint(256, size, dtype=torch.uint8, generator=generator(0, "export"))
         return noise, f"images of noise (no test images of {saved.config.data.name} here)"
     return choose_probes(test, CHECKED, seed=0).pixels(), f"test images of {saved.config.data.name}"
-
-
-def _require_packages(name: str, kind: Format) -> None:
-    missing = [package for package in kind.packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ValueError(
-            f"export: {name} needs {', '.join(missing)}, not installed here; run "
-            'pip install "vit-from-scratch[export]", or pip install ".[export]" in a checkout'
-        )

@@ -12,9 +12,10 @@ Shapes: B batch, C classes.
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,24 @@ class Format:
     runtime: str
     write: Callable[[Classifier, ModelConfig, Path], None]
     load: Callable[[Path], Runner]
+
+
+def require_packages(user: str, packages: Sequence[str]) -> None:
+    """Check that packages are installed.
+
+    Args:
+        user: What needs them, in words.
+        packages: Their names.
+
+    Raises:
+        ValueError: One of them is not.
+    """
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"{user} needs {', '.join(missing)}, not installed here; run "
+            'pip install "vit-from-scratch[export]", or pip install ".[export]" in a checkout'
+        )
 
 
 # timm.
@@ -217,11 +236,25 @@ def _trace(classifier: Classifier) -> torch.export.ExportedProgram:
     preprocess = classifier.preprocess
     images = torch.zeros(TRACED_BATCH, preprocess.channels, *preprocess.image_size)
     shapes = ({0: torch.export.Dim("batch", min=1)},)
+    return trace(_portable(classifier.model), (images,), shapes)
+
+
+def trace(
+    module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """Trace a module with torch.export, without the paths of this machine.
+
+    Args:
+        module: A module in evaluation mode.
+        inputs: Its arguments.
+        dynamic_shapes: As for torch.export; None means that all shapes are fixed.
+
+    Raises:
+        ValueError: torch.export does not support the module.
+    """
     try:
         with torch.no_grad():
-            program = torch.export.export(
-                _portable(classifier.model), (images,), dynamic_shapes=shapes
-            )
+            program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)
     except Exception as error:  # of many kinds
         reason = shorten(error, 200)
         raise ValueError(f"export: torch.export does not support this model: {reason}") from error

@@ -1,0 +1,234 @@
+"""Interventions, and their ONNX graph in ONNX Runtime, against attention written out in float64."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import timm
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from vit.classifier import Classifier
+from vit.data.preprocess import Preprocess
+from vit.explain.interventions import Interventions
+from vit.model.attention_model import require_attention
+from vit.model.variants import ATTENTION
+from vit.model.vit import VisionTransformer
+from vit.model_file import load_model
+from vit.reporting import export_formats
+from vit.reporting.live import (
+    GRAPH_FILE,
+    INPUTS,
+    PACKAGES,
+    WEIGHTS_FILE,
+    graph_of,
+    weights_of,
+    write_live,
+)
+
+SMALL = {"img_size": 32, "patch_size": 8, "num_classes": 5, "embed_dim": 48, "num_heads": 3}
+RGB = Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
+NAMES = ("quick", "registers", "timm")
+COUNT = 20  # random interventions for each model
+
+Case = tuple[Tensor, Tensor, Tensor]  # images, gates, keep
+
+
+def ours(**arguments: Any) -> nn.Module:
+    return VisionTransformer(**SMALL, in_chans=3, **arguments)
+
+
+def untrained(name: str) -> nn.Module:
+    """A model whose norms have not been trained: many of its weights are equal."""
+    torch.manual_seed(0)
+    if name == "quick":
+        model = copy.deepcopy(load_model("cifar10_quick", "cpu", "float32").classifier.model)
+        for module in model.modules():
+            if isinstance(module, (nn.LayerNorm, nn.BatchNorm2d, nn.Linear, nn.Conv2d)):
+                module.reset_parameters()
+        return model
+    if name == "registers":
+        return ours(depth=3, reg_tokens=2, qk_norm=True)
+    if name == "timm":
+        return timm.models.VisionTransformer(**SMALL, depth=3, global_pool="avg")
+    return ours(depth=2, attention=name)
+
+
+def trained(name: str) -> nn.Module:
+    """The same architecture at another step."""
+    if name == "quick":
+        return load_model("cifar10_quick", "cpu", "float32").classifier.model
+    model = untrained(name).eval()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def classifier_of(model: nn.Module) -> Classifier:
+    classes = tuple(f"class {number}" for number in range(model.get_classifier().out_features))
+    return Classifier(model.eval(), RGB, classes, torch.device("cpu"), torch.float32)
+
+
+@functools.cache
+def graph(name: str) -> bytes:
+    return graph_of(classifier_of(untrained(name)))
+
+
+def session(content: bytes, weights: bytes) -> onnxruntime.InferenceSession:
+    """Load a graph with float32 weights from memory, as a page does."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    files = [WEIGHTS_FILE], [weights], [len(weights)]
+    options.add_external_initializers_from_files_in_memory(*files)
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def run(loaded: onnxruntime.InferenceSession, case: Case) -> list[Tensor]:
+    inputs = {name: part.float().numpy() for name, part in zip(INPUTS, case, strict=True)}
+    return [torch.from_numpy(output) for output in loaded.run(None, inputs)]
+
+
+def random_case(shape: tuple[int, int], patches: int) -> Case:
+    """Some heads muted, some scaled, in every third case a layer removed; some patches left."""
+    gates = torch.rand(shape) * (torch.rand(shape) < 0.7)
+    gates[torch.rand(shape) < 0.4] = 1
+    if torch.rand(()) < 1 / 3:
+        gates[torch.randint(shape[0], ())] = 0
+    keep = torch.rand(1, patches) < torch.rand(())
+    keep[0, torch.randint(patches, ())] = True
+    return torch.randn(1, 3, 32, 32), gates, keep
+
+
+@torch.no_grad()
+def reference(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
+    """Logits and weights, with attention replaced by hooks, in float64."""
+    images, gates, keep = case
+    model = copy.deepcopy(model).double()
+    prefix = require_attention(model).num_prefix_tokens
+    kept = torch.cat([torch.ones(prefix, dtype=torch.bool), keep[0]])
+    seen: list[Tensor] = []
+    normed: list[Tensor] = []
+
+    def attend(attn: Any, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
+        parts = attn.qkv(inputs[0]).chunk(3, dim=-1)
+        q, k, v = (rearrange(part, "b n (h d) -> b h n d", h=attn.num_heads) for part in parts)
+        scores = attn.q_norm(q) @ attn.k_norm(k).mT / q.shape[-1] ** 0.5
+        weights = torch.where(kept, scores, -torch.inf).softmax(dim=-1)
+        gate = gates[len(seen)].double()
+        seen.append(weights)
+        heads = weights @ v * gate[:, None, None]
+        output = attn.proj(rearrange(heads, "b h n d -> b n (h d)"))
+        return output if gate.any() else torch.zeros_like(output)
+
+    for block in model.blocks:
+        block.attn.register_forward_hook(attend)
+    model.norm.register_forward_hook(lambda _, __, output: normed.append(output))
+    model(images.double())
+    tokens = normed[-1]
+    pooled = (
+        tokens[:, 0] if model.global_pool == "token" else tokens[:, prefix:][:, keep[0]].mean(1)
+    )
+    return model.head(model.fc_norm(pooled)), torch.stack(seen, dim=1)
+
+
+def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float]:
+    """Largest difference of a logit and, in rows of tokens that are kept, of a weight."""
+    model = trained(name)
+    stored = np.frombuffer(weights_of(classifier_of(model), dtype), str(dtype).split(".")[1])
+    loaded = session(graph(name), stored.astype(np.float32).tobytes())
+    readable, interventions = require_attention(model), Interventions(model)
+    rows, columns = readable.patch_embed.grid(32, 32)
+    torch.manual_seed(2)
+    logits, weights = [], []
+    for _ in range(count):
+        case = random_case(interventions.gates_shape, rows * columns)
+        found, expected = run(loaded, case), reference(model, case)
+        kept = torch.cat([torch.ones(readable.num_prefix_tokens, dtype=torch.bool), case[2][0]])
+        logits.append((found[0] - expected[0]).abs().max().item())
+        weights.append((found[1] - expected[1])[..., kept, :].abs().max().item())
+    return max(logits), max(weights)
+
+
+@pytest.mark.parametrize("name", [pytest.param("quick", marks=pytest.mark.slow), *NAMES[1:]])
+def test_graph_with_weights_of_another_step_gives_what_torch_gives(name: str) -> None:
+    full, half = (differences(name, dtype, COUNT) for dtype in (torch.float32, torch.float16))
+    assert max(full) < 1e-4
+    assert 0 < max(half) < 1e-2
+
+
+@pytest.mark.parametrize("name", [*NAMES, *ATTENTION])
+@torch.no_grad()
+def test_ones_change_no_bit_and_gates_equal_hooks(name: str) -> None:
+    model, images = trained(name), torch.randn(2, 3, 32, 32)
+    interventions, readable = Interventions(model), require_attention(model)
+    rows, columns = readable.patch_embed.grid(32, 32)
+    keep, gates = torch.ones(1, rows * columns), torch.ones(interventions.gates_shape)
+    found, weights = interventions(images, gates, keep)
+    expected, by_layer, _ = readable.forward_intermediates(images)
+    assert torch.equal(found, expected) and torch.equal(weights, torch.stack(by_layer, dim=1))
+    gates[0], gates[1, 1] = 0, 0.3
+    before = copy.deepcopy(model.state_dict())
+    found, _ = interventions(images, gates, keep)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    removed, scaled = (block.attn for block in model.blocks[:2])
+    scale = gates[1].repeat_interleave(scaled.proj.in_features // 3)
+    removed.register_forward_hook(
+        lambda _, __, output: (
+            torch.zeros_like(output)
+            if isinstance(output, Tensor)
+            else (torch.zeros_like(output[0]), output[1])
+        )
+    )
+    scaled.proj.register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
+    torch.testing.assert_close(found, model(images))
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@torch.no_grad()
+def test_a_model_without_some_patches_is_one_that_never_had_their_tokens(pool: str) -> None:
+    torch.manual_seed(0)
+    model = ours(depth=3, reg_tokens=2, global_pool=pool, fc_norm=False).eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.2)
+    images, keep = torch.randn(2, 3, 32, 32), torch.rand(2, 16) < 0.5
+    found, _ = Interventions(model)(images, torch.ones(3, 3), keep)
+    tokens, grid = model.embed(images)
+    for image, kept in enumerate(keep):
+        fewer = torch.cat([tokens[image, :3], tokens[image, 3:][kept]])[None]
+        expected, _, _ = model.forward_tokens(fewer, grid)
+        torch.testing.assert_close(found[image], expected[0])
+    nothing_kept, _ = Interventions(model)(images, torch.ones(3, 3), torch.zeros(1, 16))
+    assert nothing_kept.isfinite().all()
+
+
+@torch.no_grad()
+def test_parameters_of_an_attention_variant_are_no_constants_of_the_graph() -> None:
+    model = trained("differential")
+    loaded = session(graph("differential"), weights_of(classifier_of(model), torch.float32))
+    for _ in range(COUNT):
+        case = random_case((2, 3), 16)
+        found, expected = run(loaded, case), Interventions(model)(*case)
+        torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_files_are_read_together_and_the_graph_depends_on_no_weight(tmp_path: Path) -> None:
+    classifier = classifier_of(trained("timm"))
+    write_live(classifier, tmp_path / "live")
+    content = (tmp_path / "live" / GRAPH_FILE).read_bytes()
+    assert content == graph("timm") and len(content) < 100_000 and b".py" not in content
+    loaded = onnxruntime.InferenceSession(tmp_path / "live" / GRAPH_FILE)
+    images = torch.randn(1, 3, 32, 32)
+    logits, _ = run(loaded, (images, torch.ones(3, 3), torch.ones(1, 16)))
+    torch.testing.assert_close(logits, classifier.forward(images), rtol=1e-4, atol=1e-4)
+
+
+def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=f"^the live model needs {', '.join(PACKAGES)}, not .*pip"):
+        graph_of(classifier_of(untrained("timm")))

@@ -1,0 +1,112 @@
+"""What a model would say without some of its heads, or without some patches of the image.
+
+Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, H heads, L layers, C
+classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vit.model.attention_model import require_attention
+
+
+class MaskedModel(nn.Module):
+    """A model that leaves out some patches of its images.
+
+    A patch that is left out is no key in any layer, and does not enter the mean, or maximum, over
+    the patches that the head may read. With timm's attention pooling, or a mean that includes the
+    prefix tokens, the mean of the remaining patches takes its place. Convolutions, those of the
+    stem and of `mlp_conv`, still read it: hide its pixels too if its neighbours are to know nothing
+    of it.
+
+    Args:
+        model: A model whose attention can be read, in evaluation mode. It is not changed.
+
+    Raises:
+        ValueError: The model's attention cannot be read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # In a tuple, because our own model, which is its own reader, must not be registered twice:
+        # `functional_call` would not restore its weights.
+        self._readable = (require_attention(model),)
+
+    def forward(self, images: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """Classify images; arguments and results as for `Interventions`."""
+        (readable,) = self._readable
+        model: Any = self.model
+        kept = keep != 0
+        prefix = kept.new_ones(len(kept), readable.num_prefix_tokens)
+        mask = torch.cat([prefix, kept], dim=1)[:, None]
+        _, weights, tokens = readable.forward_intermediates(images, mask)
+        logits = model.forward_head(_without_patches(model.norm(tokens[-1]), kept))
+        return logits, torch.stack(weights, dim=1)
+
+
+class Interventions(nn.Module):
+    """A model whose heads are scaled, and which leaves out patches, by inputs.
+
+    A gate scales what its head adds to its layer's output, by the columns of the output projection
+    that read the head. The projection's bias stays as long as one head of the layer does, so with
+    all gates 0 the layer has no attention branch.
+
+    Gates and patches of ones change no bit of what `forward_intermediates` returns.
+
+    Args:
+        model: As for `MaskedModel`.
+
+    Attributes:
+        masked: The model without gates.
+        gates_shape: L and H.
+
+    Raises:
+        ValueError: The model's attention cannot be read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.masked = MaskedModel(model)
+        blocks: Any = model.blocks
+        self.gates_shape = len(blocks), int(blocks[0].attn.num_heads)
+
+    def forward(self, images: Tensor, gates: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """Classify images.
+
+        Args:
+            images: (B, channels, height, width), normalized.
+            gates: (L, H) float, 0 to 1: 0 mutes a head, 1 leaves it as it is.
+            keep: (B or 1, P) float or bool: 0 leaves a patch out, all else keeps it.
+
+        Returns:
+            Logits (B, C), and attention weights before dropout, (B, L, H, N, N). The rows of
+            patches that are left out mean nothing.
+        """
+        gated, is_on = {}, gates.amax(dim=1) > 0
+        blocks: Any = self.masked.model.blocks
+        for layer, block in enumerate(blocks):
+            proj, name = block.attn.proj, f"model.blocks.{layer}.attn.proj"
+            width = proj.in_features // block.attn.num_heads
+            gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
+            if proj.bias is not None:
+                gated[f"{name}.bias"] = proj.bias * is_on[layer]
+        result: tuple[Tensor, Tensor] = functional_call(self.masked, gated, (images, keep))
+        return result
+
+
+def _without_patches(tokens: Tensor, kept: Tensor) -> Tensor:
+    """Replace tokens of patches by the mean of those kept, which changes no mean or maximum.
+
+    Args:
+        tokens: (B, N, D).
+        kept: (B or 1, P) boolean. Where no patch is kept, the mean is 0.
+    """
+    prefix, patches = tokens.split([tokens.shape[1] - kept.shape[1], kept.shape[1]], dim=1)
+    inside = kept[..., None]
+    total = patches.masked_fill(~inside, 0.0).sum(dim=1, keepdim=True)
+    mean = total / inside.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.cat([prefix, torch.where(inside, patches, mean)], dim=1)
