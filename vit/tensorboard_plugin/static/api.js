@@ -1,6 +1,7 @@
 // Requests to the server side, and a cache of what it answered.
 
-import { Weights } from "./maths.js";
+import { storedWeights } from "./maths.js";
+import { canvasesOf } from "./raster.js";
 
 const PNG = "data:image/png;base64,";
 const BAD_REQUEST = 400; // for a record that is damaged or of another version, too
@@ -125,7 +126,7 @@ function readWeights(stored, shape) {
   }
   try {
     if (stored instanceof Error) throw stored;
-    return { weights: new Weights(stored, shape), missing: null };
+    return { weights: storedWeights(stored, shape), missing: null };
   } catch (error) {
     const reason = error.message.replace(/\.$/, "");
     const missing = `The attention weights of this step cannot be read: ${reason}.`;
@@ -145,14 +146,8 @@ async function decodeImage(address) {
   const image = new Image();
   image.src = checkedImage(address);
   await image.decode();
-  const colour = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
-  const drawing = colour.getContext("2d");
+  const { naturalWidth: width, naturalHeight: height } = image;
+  const drawing = new OffscreenCanvas(width, height).getContext("2d");
   drawing.drawImage(image, 0, 0);
-  const pixels = drawing.getImageData(0, 0, colour.width, colour.height);
-  for (let at = 0; at < pixels.data.length; at += 4) {
-    pixels.data.fill((pixels.data[at] + pixels.data[at + 1] + pixels.data[at + 2]) / 3, at, at + 3);
-  }
-  const grey = new OffscreenCanvas(colour.width, colour.height);
-  grey.getContext("2d").putImageData(pixels, 0, 0);
-  return { colour, grey };
+  return canvasesOf(drawing.getImageData(0, 0, width, height));
 }

@@ -1,6 +1,7 @@
 // Statistics of the heads: of one image, or the mean over all images of a run.
 
 import { fetchDetails } from "./api.js";
+import { range } from "./maths.js";
 
 /**
  * Return the statistics to show for a record.
@@ -33,6 +34,48 @@ export async function statisticsOf(record, images, over) {
     sink: mean("sink"),
     importance: mean("importance"), // the same in all of them
     images: alike.length,
+  };
+}
+
+/**
+ * Return entropy, distance and sink of every head, as `vit.explain.statistics` defines them.
+ *
+ * @param {Weights} weights
+ * @param {object} record - For the grid, and the size of the patches.
+ */
+export function headStatistics(weights, { rows, columns, details }) {
+  const { layers, heads, tokens, prefix, removed } = weights;
+  const side = details.image_size[0] / rows;
+  const square = side === details.image_size[1] / columns;
+  const place = (token) => [Math.floor((token - prefix) / columns), (token - prefix) % columns];
+  const places = range(tokens).map(place);
+  const between = (a, b) => side * Math.hypot(...places[a].map((at, axis) => at - places[b][axis]));
+  const distances = places.map((_, a) => Float32Array.from(places, (_, b) => between(a, b)));
+  const there = range(tokens).filter((token) => !removed.has(token));
+  const ofHead = (layer, head) => {
+    let [entropy, distance] = [0, 0];
+    const received = new Float64Array(tokens);
+    for (const query of there) {
+      const row = weights.row(layer, head, query);
+      let [far, near] = [0, 0];
+      row.forEach((part, key) => {
+        if (part > 0) entropy -= part * Math.log(part);
+        received[key] += part / there.length;
+        if (query < prefix || key < prefix) return;
+        far += part * distances[query][key];
+        near += part;
+      });
+      if (near > 0) distance += far / near / weights.patches;
+    }
+    const most = Math.log(tokens) || 1;
+    return { entropy: entropy / there.length / most, distance, sink: Math.max(...received) };
+  };
+  const all = range(layers).map((layer) => range(heads).map((head) => ofHead(layer, head)));
+  const table = (name) => all.map((layer) => layer.map((one) => one[name]));
+  return {
+    entropy: table("entropy"),
+    distance: square ? table("distance") : null,
+    sink: table("sink"),
   };
 }
 

@@ -1,0 +1,164 @@
+// The line of the toolbar that changes the model and the image, and what a change did to a pane.
+
+import { describeEdits } from "./edits.js";
+import { make, menu, offer, shortName, write } from "./dom.js";
+import { percent, range } from "./maths.js";
+import { FUSED } from "./state.js";
+
+export const BRUSHES = {
+  point: "point only",
+  mean: "hide: mean colour",
+  blur: "hide: blur",
+  other: "hide: another image's patch",
+  out: "hide: out of attention",
+  move: "move a patch",
+  swap: "swap two patches",
+  restore: "restore",
+};
+const ROWS = 6; // classes that are compared
+const BRUSH = "What a click or a stroke on the picture does to patches (B; H at the kept patch)";
+const PHOTO = "Ask about a photo of your own, also dropped or pasted. It stays in this page.";
+
+/** The line of the toolbar. */
+export class WhatIf {
+  constructor(app) {
+    this.app = app;
+    const button = (text, title, click) => make("button", { type: "button", title, click }, text);
+    this.brush = menu("Brush", (brush) => app.takeBrush(brush), { title: BRUSH });
+    this.other = menu("Image that lends its patches", (other) => app.set({ other }));
+    this.head = button("", "Leave this head out of its layer's output (M)", () => app.mute("head"));
+    this.layer = button("", "Leave out all heads of the layer (L)", () => app.mute("layer"));
+    this.only = button("", "Leave out the other heads of the layer (O)", () => app.mute("others"));
+    this.file = make("input", {
+      type: "file",
+      accept: "image/*",
+      hidden: true,
+      change: () => app.takePhoto(this.file.files[0] ?? null),
+    });
+    this.photo = button("Photo …", PHOTO, () =>
+      app.photo ? app.takePhoto(null) : this.file.click(),
+    );
+    this.undo = button("Undo", "Take back the last change (U)", () => app.undo());
+    this.reset = button("Reset", "Take back all changes (R)", () => app.reset());
+    this.buttons = [this.head, this.layer, this.only];
+    this.tools = make(
+      "div",
+      { class: "group" },
+      ...this.buttons,
+      make("label", {}, "brush ", this.brush),
+      this.other,
+      this.photo,
+      this.file,
+      this.undo,
+      this.reset,
+    );
+    this.note = make("span", { class: "quiet" });
+    this.element = make(
+      "div",
+      { class: "line what-if" },
+      make("strong", {}, "What if"),
+      this.tools,
+      this.note,
+    );
+  }
+
+  render(images) {
+    const { app } = this;
+    const [pane] = app.panes;
+    const { record } = pane;
+    this.element.hidden = !record;
+    if (!record) return;
+    const live = app.panes.some((one) => one.isLive);
+    this.tools.hidden = !live;
+    write(this.note, live ? pane.liveNote : `This step is not live. ${pane.liveNote}`);
+    const { layer, head } = pane.chosen();
+    const { mute, patches } = app.state;
+    const muted = new Set(mute.split(","));
+    const fused = FUSED.includes(head);
+    const name = fused ? "head" : `head ${head}`;
+    const isMuted = (one) => muted.has(`${layer}.${one}`);
+    write(this.head, `Mute ${name}`);
+    write(this.layer, `Mute layer ${layer}`);
+    write(this.only, `Only ${name}`);
+    this.head.disabled = this.only.disabled = fused;
+    this.head.setAttribute("aria-pressed", String(!fused && isMuted(head)));
+    this.layer.setAttribute("aria-pressed", String(range(record.heads).every(isMuted)));
+    offer(this.brush, Object.entries(BRUSHES), app.brush);
+    this.other.hidden = app.brush !== "other" && !patches.includes("other");
+    offer(
+      this.other,
+      images.map(({ tag, label }) => [tag, [shortName(tag), label].filter(Boolean).join(", ")]),
+      app.lender(images)?.tag ?? "",
+    );
+    write(this.photo, app.photo ? "Remove the photo" : "Photo …");
+    this.undo.disabled = app.history.length === 0;
+    this.reset.disabled = !app.isChanged();
+  }
+}
+
+/** Return the heads to mute, [layer, head] each: a head, its layer, or the others of its layer. */
+export function headsOf(what, record, { layer, head }) {
+  if (what === "head") return [[layer, head]];
+  const all = range(record.heads).filter((one) => what === "layer" || one !== head);
+  return all.map((one) => [layer, one]);
+}
+
+/** What a change did: in words, and the classes before and after. */
+export class Change {
+  /** @param {function(number): void} choose - Called with the class that is clicked. */
+  constructor(choose) {
+    this.choose = choose;
+    this.words = make("p", { "aria-live": "polite" });
+    this.logit = make("p", { class: "logit" });
+    this.body = make("tbody", {});
+    const titles = ["class", "before", "after", "logit"].map((text) =>
+      make("th", { scope: "col" }, text),
+    );
+    const table = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), this.body);
+    this.element = make("div", { class: "change", hidden: true }, this.words, this.logit, table);
+  }
+
+  /** @param {object} record - With `change`, see `ask`. @param {object} state */
+  render(record, { mute, patches, target }) {
+    const { change } = record;
+    this.element.hidden = !change?.isChanged;
+    if (this.element.hidden) return;
+    const { before, after } = change;
+    const chosen = target !== null && target < before.logits.length ? target : bestOf(before, 1)[0];
+    const shown = [...new Set([chosen, ...bestOf(before, ROWS), ...bestOf(after, 2)])].slice(
+      0,
+      ROWS + 1,
+    );
+    shown.sort((a, b) => before.logits[b] - before.logits[a]);
+    write(this.words, describeEdits(record, mute, patches));
+    const [was, is] = [before, after].map(({ logits }) => signed(logits[chosen], ""));
+    const by = signed(after.logits[chosen] - before.logits[chosen]);
+    write(this.logit, `${record.className(chosen)}: logit ${was} → ${is} (${by})`);
+    this.body.replaceChildren(
+      ...shown.map((index) =>
+        make(
+          "tr",
+          { "aria-selected": String(index === chosen), click: () => this.choose(index) },
+          make("th", { scope: "row" }, make("button", { type: "button" }, record.className(index))),
+          ...[before, after].map(({ probabilities }) => barOf(probabilities[index])),
+          make("td", { class: "number" }, signed(after.logits[index] - before.logits[index])),
+        ),
+      ),
+    );
+  }
+}
+
+function barOf(probability) {
+  const length = make("i", { style: `transform: scaleX(${probability})` });
+  return make("td", { class: "number" }, length, make("span", {}, percent(probability)));
+}
+
+function bestOf({ logits }, count) {
+  return range(logits.length)
+    .sort((a, b) => logits[b] - logits[a])
+    .slice(0, count);
+}
+
+function signed(value, plus = "+") {
+  return `${value >= 0 ? plus : "−"}${Math.abs(value).toFixed(2)}`;
+}
