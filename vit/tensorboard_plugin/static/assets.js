@@ -1,0 +1,6 @@
+// Where the files of this folder are: beside this module, or in a page that holds them all.
+
+/** Return the address of a file in static/. */
+export function assetOf(name) {
+  return globalThis.attentionFile?.assets[name] ?? new URL(name, import.meta.url).href;
+}
