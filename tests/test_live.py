@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.explain.interventions import Interventions
+from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
 from vit.model.vit import VisionTransformer
@@ -106,14 +107,14 @@ def random_case(shape: tuple[int, int], patches: int) -> Case:
 
 
 @torch.no_grad()
-def reference(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
-    """Logits and weights, with attention replaced by hooks, in float64."""
+def reference(model: nn.Module, case: Case) -> tuple[Tensor, ...]:
+    """Logits, weights and the lens of all classes, with attention replaced by hooks, in float64."""
     images, gates, keep = case
     model = copy.deepcopy(model).double()
     prefix = require_attention(model).num_prefix_tokens
     kept = torch.cat([torch.ones(prefix, dtype=torch.bool), keep[0]])
     seen: list[Tensor] = []
-    normed: list[Tensor] = []
+    layers: list[Tensor] = []
 
     def attend(attn: Any, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
         parts = attn.qkv(inputs[0]).chunk(3, dim=-1)
@@ -128,31 +129,51 @@ def reference(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
 
     for block in model.blocks:
         block.attn.register_forward_hook(attend)
-    model.norm.register_forward_hook(lambda _, __, output: normed.append(output))
+        block.register_forward_hook(
+            lambda _, __, out: layers.append(out if isinstance(out, Tensor) else out[0])
+        )
     model(images.double())
-    tokens = normed[-1]
-    pooled = (
-        tokens[:, 0] if model.global_pool == "token" else tokens[:, prefix:][:, keep[0]].mean(1)
+
+    def read(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        normed = model.norm(tokens)
+        patches = normed[:, prefix:][:, keep[0]]
+        pooled = normed[:, 0] if model.global_pool == "token" else patches.mean(dim=1)
+        return model.head(model.fc_norm(pooled)), model.head(model.fc_norm(normed))
+
+    lens = (part[:, 0] for part in logit_lens(read, layers, k=1000))
+    return read(layers[-1])[0], torch.stack(seen, dim=1), *lens
+
+
+def lens_error(found: list[Tensor], expected: tuple[Tensor, ...], kept: Tensor) -> float:
+    """Largest difference of a probability, of what the head reads and of tokens that are kept."""
+    rows = torch.cat([torch.ones(1, dtype=torch.bool), kept])
+    classes, probabilities = (part[:, rows] for part in found)
+    order, ranked = (part[:, rows] for part in expected)
+    by_class = torch.zeros_like(ranked).scatter(2, order, ranked)
+    assert classes.dtype == torch.int32 and classes.shape[2] == min(3, ranked.shape[2])
+    return max(
+        (probabilities - ranked[..., : classes.shape[2]]).abs().max().item(),
+        (probabilities - by_class.gather(2, classes.long())).abs().max().item(),
     )
-    return model.head(model.fc_norm(pooled)), torch.stack(seen, dim=1)
 
 
-def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float]:
-    """Largest difference of a logit and, in rows of tokens that are kept, of a weight."""
+def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float, float]:
+    """Largest difference of a logit, of a weight (in rows of kept tokens), and of the lens."""
     model = trained(name)
     stored = np.frombuffer(weights_of(classifier_of(model), dtype), str(dtype).split(".")[1])
     loaded = session(graph(name), stored.astype(np.float32).tobytes())
     readable, interventions = require_attention(model), Interventions(model)
     rows, columns = readable.patch_embed.grid(32, 32)
     torch.manual_seed(2)
-    logits, weights = [], []
+    logits, weights, lens = [], [], []
     for _ in range(count):
         case = random_case(interventions.gates_shape, rows * columns)
         found, expected = run(loaded, case), reference(model, case)
         kept = torch.cat([torch.ones(readable.num_prefix_tokens, dtype=torch.bool), case[2][0]])
         logits.append((found[0] - expected[0]).abs().max().item())
         weights.append((found[1] - expected[1])[..., kept, :].abs().max().item())
-    return max(logits), max(weights)
+        lens.append(lens_error(found[2:], expected[2:], kept))
+    return max(logits), max(weights), max(lens)
 
 
 @pytest.mark.parametrize("name", [pytest.param("quick", marks=pytest.mark.slow), *NAMES[1:]])
@@ -169,12 +190,13 @@ def test_ones_change_no_bit_and_gates_equal_hooks(name: str) -> None:
     interventions, readable = Interventions(model), require_attention(model)
     rows, columns = readable.patch_embed.grid(32, 32)
     keep, gates = torch.ones(1, rows * columns), torch.ones(interventions.gates_shape)
-    found, weights = interventions(images, gates, keep)
-    expected, by_layer, _ = readable.forward_intermediates(images)
+    found, weights, *lens = interventions(images, gates, keep)
+    expected, by_layer, tokens = readable.forward_intermediates(images)
     assert torch.equal(found, expected) and torch.equal(weights, torch.stack(by_layer, dim=1))
+    assert all(map(torch.equal, lens, logit_lens(readable.read_tokens, tokens)))
     gates[0], gates[1, 1] = 0, 0.3
     before = copy.deepcopy(model.state_dict())
-    found, _ = interventions(images, gates, keep)
+    found, *_ = interventions(images, gates, keep)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     removed, scaled = (block.attn for block in model.blocks[:2])
     scale = gates[1].repeat_interleave(scaled.proj.in_features // 3)
@@ -197,13 +219,17 @@ def test_a_model_without_some_patches_is_one_that_never_had_their_tokens(pool: s
     for parameter in model.parameters():
         parameter.normal_(std=0.2)
     images, keep = torch.randn(2, 3, 32, 32), torch.rand(2, 16) < 0.5
-    found, _ = Interventions(model)(images, torch.ones(3, 3), keep)
+    found, _, classes, probabilities = Interventions(model)(images, torch.ones(3, 3), keep)
     tokens, grid = model.embed(images)
     for image, kept in enumerate(keep):
         fewer = torch.cat([tokens[image, :3], tokens[image, 3:][kept]])[None]
-        expected, _, _ = model.forward_tokens(fewer, grid)
+        expected, _, layers = model.forward_tokens(fewer, grid)
         torch.testing.assert_close(found[image], expected[0])
-    nothing_kept, _ = Interventions(model)(images, torch.ones(3, 3), torch.zeros(1, 16))
+        rows = torch.cat([torch.ones(4, dtype=torch.bool), kept])  # what is read, then tokens
+        lens = logit_lens(model.read_tokens, layers)
+        assert torch.equal(classes[:, image, rows], lens[0][:, 0])
+        torch.testing.assert_close(probabilities[:, image, rows], lens[1][:, 0])
+    nothing_kept, *_ = Interventions(model)(images, torch.ones(3, 3), torch.zeros(1, 16))
     assert nothing_kept.isfinite().all()
 
 
@@ -214,7 +240,7 @@ def test_parameters_of_an_attention_variant_are_no_constants_of_the_graph() -> N
     for _ in range(COUNT):
         case = random_case((2, 3), 16)
         found, expected = run(loaded, case), Interventions(model)(*case)
-        torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[:2], list(expected[:2]), rtol=1e-4, atol=1e-4)
 
 
 def test_files_are_read_together_and_the_graph_depends_on_no_weight(tmp_path: Path) -> None:
@@ -224,7 +250,7 @@ def test_files_are_read_together_and_the_graph_depends_on_no_weight(tmp_path: Pa
     assert content == graph("timm") and len(content) < 100_000 and b".py" not in content
     loaded = onnxruntime.InferenceSession(tmp_path / "live" / GRAPH_FILE)
     images = torch.randn(1, 3, 32, 32)
-    logits, _ = run(loaded, (images, torch.ones(3, 3), torch.ones(1, 16)))
+    logits, *_ = run(loaded, (images, torch.ones(3, 3), torch.ones(1, 16)))
     torch.testing.assert_close(logits, classifier.forward(images), rtol=1e-4, atol=1e-4)
 
 

@@ -7,6 +7,9 @@ The graph is that of `Interventions` for one image, in float32:
     keep     (1, P) float32, of the patches
     logits   (1, C) float32
     weights  (1, L, H, N, N) float32, of attention
+    lens_classes        (L, 1 + N, k) int32, as in `vit.tensorboard_plugin.records.Lens`; (L, 1, k)
+                        if the head cannot read a token alone
+    lens_probabilities  as many, float32
 
 It has no weights of the model. It refers to them as external data in weights.bin: all tensors of
 floats in the order of the model's state dict, as little-endian float32 without gaps. So one graph
@@ -21,13 +24,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vit.classifier import Classifier
-from vit.explain.interventions import Interventions
+from vit.explain.interventions import Answer, Interventions
 from vit.files import write_atomically
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import require_packages, trace
 
 GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
-INPUTS, OUTPUTS = ("images", "gates", "keep"), ("logits", "weights")  # names in the graph
+INPUTS = "images", "gates", "keep"  # names in the graph
+OUTPUTS = "logits", "weights", "lens_classes", "lens_probabilities"
 PACKAGES = ("onnx", "onnxscript")
 
 
@@ -115,13 +119,13 @@ class _WithWeights(nn.Module):
 
     def forward(
         self, images: Tensor, gates: Tensor, keep: Tensor, weights: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Answer:
         """Do what `Interventions` does, with weights by their names in the model."""
         named = {f"masked.model.{name}": tensor for name, tensor in weights.items()}
-        result: tuple[Tensor, Tensor] = functional_call(
-            self.interventions, named, (images, gates, keep)
-        )
-        return result
+        inputs = images, gates, keep
+        logits, attention, *lens = functional_call(self.interventions, named, inputs)
+        classes, probabilities = (part[:, 0] for part in lens)  # of the only image
+        return logits, attention, classes.int(), probabilities
 
 
 def _named_weights(model: nn.Module) -> dict[str, Tensor]:
