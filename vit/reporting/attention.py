@@ -79,6 +79,15 @@ def explain_run(run: str, options: MapsConfig) -> None:
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
 
 
+def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
+    """Log the test images that `explain_run` chooses by default; errors as there."""
+    test = load_test(saved, root)
+    indices = _choose_images(test, MapsConfig())
+    names = [f"image_{index:05d}" for index in indices.tolist()]
+    with SummaryWriter(str(folder)) as writer:
+        _write_records(writer, saved, test.select(indices).in_memory(), names, None, {}, LEVELS)
+
+
 def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
     """Return the indices of the images to draw: --indices, or a balanced random choice.
 

@@ -7,13 +7,12 @@ const PNG = "data:image/png;base64,";
 const BAD_REQUEST = 400; // for a record that is damaged or of another version, too
 const CACHE_BYTES = 2 ** 28; // 40 records of a ViT-B/16 at 224 pixels
 
-/** Ask the server; an error is one line that says what to do. */
+/** Ask the server, or the page if it is one file; an error is one line that says what to do. */
 async function get(route, parameters, read) {
-  const address = new URL(route, import.meta.url);
-  address.search = new URLSearchParams(parameters);
+  const asked = `${route}?${new URLSearchParams(parameters)}`;
   let response;
   try {
-    response = await fetch(address);
+    response = await (globalThis.attentionFile?.answers[asked] ?? fetchAnswer)(asked);
   } catch {
     throw new Error("TensorBoard does not answer. Is it still running?");
   }
@@ -22,6 +21,8 @@ async function get(route, parameters, read) {
   const reason = answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`;
   throw Object.assign(new Error(reason), { permanent: response.status === BAD_REQUEST });
 }
+
+const fetchAnswer = (asked) => fetch(new URL(asked, import.meta.url));
 
 export const fetchRuns = async () => (await get("runs", {}, "json")).runs;
 export const fetchImages = (run) => get("images", { run }, "json");

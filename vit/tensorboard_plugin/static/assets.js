@@ -1,4 +1,4 @@
-// Where the files of this folder are: beside this module, or in a page that holds them all.
+// Where the files of this folder are: beside this module, or within a page that is one file.
 
 /** Return the address of a file in static/. */
 export function assetOf(name) {
