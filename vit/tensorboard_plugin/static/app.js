@@ -1,7 +1,7 @@
 // The tab as a whole: its state, what it asks the server for, and its panes.
 
 import { fetchImages, fetchRuns } from "./api.js";
-import { classify } from "./asking.js";
+import { cancelAll, classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
 import { differenceOf } from "./comparison.js";
 import { make, write } from "./dom.js";
@@ -274,6 +274,11 @@ export class App {
     const { image, other } = this.state;
     const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
     return images.find(({ tag }) => tag === other) ?? next;
+  }
+
+  /** End the work of the live model; what was shown before stays. */
+  cancel() {
+    cancelAll();
   }
 
   isChanged() {

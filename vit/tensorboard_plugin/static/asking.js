@@ -46,6 +46,11 @@ export function modelAt(run, { spec, steps }, step) {
   return remembered(models, key, load, (model) => model.close());
 }
 
+/** End what the models are doing. */
+export function cancelAll() {
+  for (const one of models.values()) one.then((model) => model.cancel());
+}
+
 /** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
 export async function pixelsOf(record, spec, photo = null) {
   if (photo) return prepare(photo, spec);

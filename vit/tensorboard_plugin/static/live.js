@@ -6,7 +6,7 @@ import { assetOf } from "./assets.js";
 
 const LIMIT = 60; // seconds for one job
 
-const waiting = new Map(); // the last request of each model: {job, resolve, reject}
+const waiting = new Map(); // the last request of each slot: {model, job, resolve, reject}
 let running = null; // a model
 let worker = null;
 let count = 0; // of models
@@ -36,33 +36,38 @@ export class LiveModel {
   }
 
   /**
-   * Classify an image. Of the requests that wait, only the last is answered.
+   * Classify an image. Of the requests in a slot that wait, only the last is answered.
    *
    * @param {Uint8ClampedArray|Uint8Array} pixels - (H, W, 4) RGBA, of spec.image_size. Alpha is
    *   ignored, and only red is read for a model of grey images.
-   * @param {{mute?: [number, number][], hide?: number[]}} options - Heads as [layer, head]; patches
-   *   that are taken out of every layer's attention.
+   * @param {{mute?: [number, number][], hide?: number[], slot?: *}} options - Heads as
+   *   [layer, head]; patches that are taken out of every layer's attention; anything that tells
+   *   requests apart that do not replace each other, by default each model has a slot.
    * @returns {Promise<{logits: Float32Array, probabilities: Float32Array, weights: Float32Array,
    *   lens: ?{classes: number[][][], probabilities: number[][][]}, milliseconds: number}>} Weights
    *   are (L, H, N, N), the lens is (L, 1 + N, k).
    * @throws {Error} One sentence; an AbortError if the request was replaced or cancelled.
    */
-  async classify(pixels, { mute = [], hide = [] } = {}) {
+  async classify(pixels, { mute = [], hide = [], slot = this } = {}) {
     const { spec } = this.#source;
     const inputs = { images: normalize(pixels, spec), ...gatesAndKeep(mute, hide, spec) };
     const request = { id: this.#id, ...inputs };
-    return enqueue(this, async (ask) => {
+    const job = async (ask) => {
       const answer = await ask("run", request);
       if (answer !== null) return answer;
       await ask("load", { id: this.#id, ...this.#source });
       return ask("run", request);
-    });
+    };
+    return enqueue(this, job, slot);
   }
 
   /** Reject what waits or runs for this model. */
   cancel() {
-    waiting.get(this)?.reject(aborted());
-    waiting.delete(this);
+    for (const [slot, { model, reject }] of waiting) {
+      if (model !== this) continue;
+      waiting.delete(slot);
+      reject(aborted());
+    }
     if (running === this) worker.end(aborted());
   }
 
@@ -72,19 +77,19 @@ export class LiveModel {
   }
 }
 
-/** Let a job wait for the worker, in place of the one that waits for the same model. */
-function enqueue(model, job) {
-  waiting.get(model)?.reject(aborted());
+/** Let a job wait for the worker, in place of the one that waits in the same slot. */
+function enqueue(model, job, slot = model) {
+  waiting.get(slot)?.reject(aborted());
   return new Promise((resolve, reject) => {
-    waiting.set(model, { job, resolve, reject });
+    waiting.set(slot, { model, job, resolve, reject });
     work();
   });
 }
 
 async function work() {
   if (running || waiting.size === 0) return;
-  const [[model, { job, resolve, reject }]] = waiting;
-  waiting.delete(model);
+  const [[slot, { model, job, resolve, reject }]] = waiting;
+  waiting.delete(slot);
   running = model;
   worker ??= startWorker();
   const late = new Error(`The model was stopped after ${LIMIT} seconds.`);

@@ -91,7 +91,7 @@ export class Pane {
     });
     this.step = make("output", {});
     this.top = range(5).map(() => bar());
-    this.bars = make("div", { class: "top" }, ...this.top.map((one) => one.element));
+    this.bars = make("div", {}, ...this.top.map((one) => one.element));
     this.change = new Change((target) => this.app.set({ target }));
     this.working = make(
       "p",
@@ -109,11 +109,9 @@ export class Pane {
         make("div", { class: "captions" }, this.file, this.caption),
         this.box,
         this.chips,
+        make("div", { class: "top" }, this.working, this.change.element, this.bars),
         this.scale.element,
         this.readout,
-        this.working,
-        this.change.element,
-        this.bars,
       ),
       this.host,
     );
@@ -185,6 +183,7 @@ export class Pane {
       const live = await liveOf(run, app.newsOf(run));
       this.isLive = live.steps.some(({ step }) => step === logged.step);
       say(live.note);
+      if (!this.isLive) say(`Step ${logged.step} is not live. ${live.note}`);
       if (!this.isLive || !app.isChanged()) return logged;
       const lender = app.state.patches.includes("other") && app.lender(images);
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
@@ -244,7 +243,9 @@ export class Pane {
 
   #writeCaption() {
     const { details, className } = this.record;
-    this.change.render(this.record, this.app.state, this.app.isChanged() ? this.liveNote : "");
+    const isIgnored = this.app.isChanged() && !this.record.change;
+    const why = isIgnored ? `This shows the model without the change. ${this.liveNote}` : "";
+    this.change.render(this.record, this.app.state, why);
     this.bars.hidden = Boolean(this.record.change?.isChanged);
     write(this.file, shortName(details.name));
     this.file.title = details.name;
@@ -361,7 +362,7 @@ export class Pane {
 
   /** Return the lines below the picture as one text. */
   read() {
-    return this.lines
+    return [this.change.words, this.change.logit, ...this.lines]
       .map((line) => line.textContent)
       .filter(Boolean)
       .join(". ");

@@ -59,7 +59,7 @@ export function canvasesOf(pixels) {
     faded.fill((data[at] + data[at + 1] + data[at + 2]) / 3, at, at + 3);
   const [colour, grey] = [pixels, new ImageData(faded, width, height)].map((image) => {
     const canvas = new OffscreenCanvas(width, height);
-    canvas.getContext("2d").putImageData(image, 0, 0);
+    canvas.getContext("2d", { willReadFrequently: true }).putImageData(image, 0, 0);
     return canvas;
   });
   return { colour, grey };

@@ -9,8 +9,8 @@ export const BRUSHES = {
   point: "point only",
   mean: "hide: mean colour",
   blur: "hide: blur",
-  other: "hide: another image's patch",
-  out: "hide: out of attention",
+  other: "hide: another image",
+  out: "out of attention",
   move: "move a patch",
   swap: "swap two patches",
   restore: "restore",
@@ -70,7 +70,8 @@ export class WhatIf {
     if (!record) return;
     const live = app.panes.some((one) => one.isLive);
     this.tools.hidden = !live;
-    write(this.note, live ? pane.liveNote : `This step is not live. ${pane.liveNote}`);
+    this.note.title = pane.liveNote;
+    write(this.note, pane.liveNote);
     const { layer, head } = pane.chosen();
     const { mute, patches } = app.state;
     const muted = new Set(mute.split(","));
@@ -108,33 +109,44 @@ export class Change {
   /** @param {function(number): void} choose - Called with the class that is clicked. */
   constructor(choose) {
     this.choose = choose;
-    this.words = make("p", { "aria-live": "polite" });
+    this.words = make("p", {});
     this.logit = make("p", { class: "logit" });
     this.body = make("tbody", {});
     const titles = ["class", "before", "after", "logit"].map((text) =>
       make("th", { scope: "col" }, text),
     );
-    const table = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), this.body);
-    this.element = make("div", { class: "change", hidden: true }, this.words, this.logit, table);
+    this.table = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), this.body);
+    this.element = make(
+      "div",
+      { class: "change", hidden: true },
+      this.words,
+      this.logit,
+      this.table,
+    );
   }
 
-  /** @param {object} record - With `change`, see `ask`. @param {object} state */
-  render(record, { mute, patches, target }) {
+  /**
+   * @param {object} record - With `change` if the model was asked, see `ask`.
+   * @param {object} state
+   * @param {string} problem - Why a change is not applied; empty if there is none.
+   */
+  render(record, { mute, patches, target }, problem) {
     const { change } = record;
-    this.element.hidden = !change?.isChanged;
-    if (this.element.hidden) return;
+    const isChanged = Boolean(change?.isChanged);
+    this.element.hidden = !isChanged && problem === "";
+    this.table.hidden = this.logit.hidden = !isChanged;
+    write(this.words, isChanged ? describeEdits(record, mute, patches) : problem);
+    if (!isChanged) return write(this.logit, "");
     const { before, after } = change;
-    const chosen = target !== null && target < before.logits.length ? target : bestOf(before, 1)[0];
-    const shown = [...new Set([chosen, ...bestOf(before, ROWS), ...bestOf(after, 2)])].slice(
-      0,
-      ROWS + 1,
-    );
+    const wanted = target ?? record.details.label;
+    const chosen = before.logits[wanted] === undefined ? bestOf(before, 1)[0] : wanted;
+    const best = [chosen, ...bestOf(after, 2), ...bestOf(before, ROWS)];
+    const shown = [...new Set(best)].slice(0, ROWS);
     shown.sort((a, b) => before.logits[b] - before.logits[a]);
-    write(this.words, describeEdits(record, mute, patches));
     const [was, is] = [before, after].map(({ logits }) => signed(logits[chosen], ""));
     const by = signed(after.logits[chosen] - before.logits[chosen]);
     write(this.logit, `${record.className(chosen)}: logit ${was} → ${is} (${by})`);
-    this.body.replaceChildren(
+    return this.body.replaceChildren(
       ...shown.map((index) =>
         make(
           "tr",

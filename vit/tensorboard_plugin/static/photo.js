@@ -1,0 +1,1 @@
+export async function prepare() { throw new Error("Photos cannot be read yet."); }
