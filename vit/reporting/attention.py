@@ -27,11 +27,14 @@ from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, left_out_text
 from vit.reporting.config import MapsConfig
+from vit.reporting.live import add_live
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
 from vit.run.tracker import picture_tag
 from vit.tensorboard_plugin.summary import add_record
+
+LIVE_MB = 100  # for the model, which the Attention tab can run
 
 
 def explain_run(run: str, options: MapsConfig) -> None:
@@ -170,6 +173,8 @@ def _write_maps(
     captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
         _write_records(writer, saved, chosen, names, target, rollout, levels)
+        if saved.config.track.live_mb:
+            add_live(writer, saved.classifier, chosen.pixels(), saved.step, LIVE_MB)
         for row, name in enumerate(names):
             sheet = attention_picture(
                 chosen.pixels()[row],

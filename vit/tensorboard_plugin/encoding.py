@@ -220,9 +220,14 @@ def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str) -> T:
         problems = error.errors(include_url=False, include_input=False)
         if any(problem["loc"] == ("version",) for problem in problems):
             raise ValueError(_other_version("another version")) from None
-        message = " ".join(problems[0]["msg"].removeprefix("Value error, ").split())
-        place = ".".join(map(str, problems[0]["loc"])) or "record"
-        raise ValueError(f"{damaged}: {place}: {message}") from None
+        raise ValueError(f"{damaged}: {problem_of(error)}") from None
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return the first place that is not allowed, and why, as one line."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    message = " ".join(problem["msg"].removeprefix("Value error, ").split())
+    return f"{'.'.join(map(str, problem['loc'])) or 'record'}: {message}"
 
 
 def _other_version(found: object) -> str:
