@@ -5,17 +5,17 @@ import { cancelAll, classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
 import { differenceOf } from "./comparison.js";
 import { make, write } from "./dom.js";
-import { fillPatches, moved, toggleHeads } from "./edits.js";
+import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
 import { emptyState } from "./empty.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
-import { nearest, tokenName, tokenOf } from "./maths.js";
+import { nearest, range, tokenName, tokenOf } from "./maths.js";
 import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
 import { Pane } from "./pane.js";
 import { scalesOf } from "./scale.js";
-import { parseState, stateParameters } from "./state.js";
+import { FUSED, parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
-import { BRUSHES, headsOf } from "./what_if.js";
+import { BRUSHES } from "./what_if.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
@@ -311,12 +311,16 @@ export class App {
     return this.edit({ mute: toggleHeads(this.state.mute, heads) });
   }
 
-  /** Mute the chosen head, its layer, or the others of its layer; or sound them again. */
+  /** Mute the chosen "head", its "layer", or the "others" of its layer; or sound them again. */
   mute(what) {
     const [{ record }] = this.panes;
-    const chosen = record && this.panes[0].chosen();
-    if (record && (what === "layer" || Number.isInteger(chosen.head)))
-      this.muteHeads(headsOf(what, record, chosen));
+    if (!record) return;
+    const { layer, head } = this.panes[0].chosen();
+    if (what !== "layer" && FUSED.includes(head)) return;
+    const all = range(record.heads).map((one) => [layer, one]);
+    const others = all.filter(([, one]) => one !== head);
+    if (what === "others") this.edit({ mute: onlyHead(this.state.mute, [layer, head], others) });
+    else this.muteHeads(what === "head" ? [[layer, head]] : all);
   }
 
   takeBrush(brush) {

@@ -84,11 +84,12 @@ export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const pixels = changedPixels(image, changed, spec, lender?.width === image.width ? lender : null);
   const isChanged = heads.length > 0 || changed.size > 0;
   const after = isChanged ? await model.classify(pixels.data, { mute: heads, hide, slot }) : before;
-  return recordOf(record, { pixels, hide, before, after, isChanged, photo, model });
+  const change = { mute, patches, before, after, isChanged };
+  return { ...recordOf(record, pixels, hide, after, photo), change };
 }
 
 /** Return a record of an answer. */
-function recordOf(record, { pixels, hide, before, after, isChanged, photo, model }) {
+function recordOf(record, pixels, hide, after, photo) {
   const removed = new Set(hide.map((patch) => record.prefix.length + patch));
   const { layers, heads, tokens, prefix, details } = record;
   const shape = { layers, heads, tokens, prefix: prefix.length };
@@ -111,7 +112,6 @@ function recordOf(record, { pixels, hide, before, after, isChanged, photo, model
         importance: details.statistics.importance,
       },
     },
-    change: { before, after, isChanged, model },
   };
 }
 
@@ -127,7 +127,7 @@ function rolloutOf({ details, prefix, layers }, weights) {
   const logged = details.maps.find((map) => map.kind === "rollout");
   if (details.readout === null || !logged) return [];
   const token = details.readout === "class_token" ? 0 : MEAN;
-  const values = weights.rollouts(token, "to")[layers - 1].slice(prefix.length);
+  const values = [...weights.rollouts(token, "to")[layers - 1].slice(prefix.length)];
   return [{ ...logged, values, faithfulness: null }];
 }
 

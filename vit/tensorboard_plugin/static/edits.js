@@ -37,6 +37,12 @@ export function toggleHeads(text, heads) {
   return [...muted].join();
 }
 
+/** Mute the others and sound a head; or, where that is so, sound them all. */
+export function onlyHead(text, head, others) {
+  const sounding = text.split(",").filter((name) => name && name !== head.join("."));
+  return toggleHeads(sounding.join(), others);
+}
+
 /** Return the changed patches that a record has: from a patch to its fill. */
 export function changedPatches(text, { rows, columns }) {
   const pairs = text
@@ -125,7 +131,7 @@ function blurred(image, sigma) {
 }
 
 /** Say what is changed, as one sentence; nothing if nothing is. */
-export function describeEdits(record, mute, patches) {
+export function describeEdits(record, { mute, patches }) {
   const parts = [
     ...describeHeads(mutedHeads(mute, record), record),
     ...describePatches(patches, record),

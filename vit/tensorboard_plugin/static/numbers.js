@@ -26,7 +26,7 @@ export function numbersOf(record, { state, token, attention }, shown) {
     range: [shown.scale.low, shown.scale.high],
     values: plain(shown.values),
     ...ofView(record, state, attention),
-    ...changeOf(record, state),
+    ...changeOf(record),
     classes: record.details.classes,
     label: record.details.label,
     top: record.details.top,
@@ -44,8 +44,9 @@ function ofView({ details }, { view, statistics }, attention) {
   };
 }
 
-function changeOf({ change }, { mute, patches }) {
+function changeOf({ change }) {
   if (!change) return {};
+  const { mute, patches } = change;
   const [before, after] = [change.before, change.after].map(({ logits }) => plain(logits));
   return { change: { mute, patches, before, after } };
 }

@@ -245,7 +245,7 @@ export class Pane {
     const { details, className } = this.record;
     const isIgnored = this.app.isChanged() && !this.record.change;
     const why = isIgnored ? `This shows the model without the change. ${this.liveNote}` : "";
-    this.change.render(this.record, this.app.state, why);
+    this.change.render(this.record, this.app.state.target, why);
     this.bars.hidden = Boolean(this.record.change?.isChanged);
     write(this.file, shortName(details.name));
     this.file.title = details.name;

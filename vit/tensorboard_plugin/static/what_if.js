@@ -97,13 +97,6 @@ export class WhatIf {
   }
 }
 
-/** Return the heads to mute, [layer, head] each: a head, its layer, or the others of its layer. */
-export function headsOf(what, record, { layer, head }) {
-  if (what === "head") return [[layer, head]];
-  const all = range(record.heads).filter((one) => what === "layer" || one !== head);
-  return all.map((one) => [layer, one]);
-}
-
 /** What a change did: in words, and the classes before and after. */
 export class Change {
   /** @param {function(number): void} choose - Called with the class that is clicked. */
@@ -127,15 +120,15 @@ export class Change {
 
   /**
    * @param {object} record - With `change` if the model was asked, see `ask`.
-   * @param {object} state
+   * @param {?number} target - The class whose logit is written; null is the true one.
    * @param {string} problem - Why a change is not applied; empty if there is none.
    */
-  render(record, { mute, patches, target }, problem) {
+  render(record, target, problem) {
     const { change } = record;
     const isChanged = Boolean(change?.isChanged);
     this.element.hidden = !isChanged && problem === "";
     this.table.hidden = this.logit.hidden = !isChanged;
-    write(this.words, isChanged ? describeEdits(record, mute, patches) : problem);
+    write(this.words, isChanged ? describeEdits(record, change) : problem);
     if (!isChanged) return write(this.logit, "");
     const { before, after } = change;
     const wanted = target ?? record.details.label;

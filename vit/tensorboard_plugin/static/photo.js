@@ -1,1 +1,0 @@
-export async function prepare() { throw new Error("Photos cannot be read yet."); }
