@@ -1,8 +1,10 @@
 """Live models in a real browser, under TensorBoard's Content-Security-Policy, against torch."""
 
 import base64
+import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import shutil
 import threading
@@ -14,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from PIL import ExifTags, Image
 from tensorboard.backend import http_util
 from werkzeug import serving, wrappers
 
 from vit.classifier import Classifier
+from vit.data.pixels import ArrayPreprocess, bands_of
 from vit.explain.interventions import Interventions
 from vit.model.attention_model import require_attention
 from vit.model_file import load_model
@@ -35,7 +39,9 @@ from test_tensorboard import FLAGS  # noqa: E402
 pytestmark = pytest.mark.slow
 
 COUNT = 100  # random interventions
-SCRIPT = 'window.ready = import("/live.js").then((m) => Object.assign(window, m));'
+MODULES = ("/live.js", "/photo.js")
+SCRIPT = f"""window.ready = Promise.all({list(MODULES)}.map((name) => import(name)))
+    .then((modules) => Object.assign(window, ...modules));"""
 # Arrays as base64, because the browser's protocol would send them as one number after another.
 HELPERS = """() => {
 window.bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -104,12 +110,17 @@ def site() -> Iterator[tuple[Site, str]]:
 
 
 @pytest.fixture(scope="module")
-def page(site: tuple[Site, str]) -> Iterator[Page]:
+def requests() -> list[str]:
+    """Addresses that the page and its workers asked for."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def page(site: tuple[Site, str], requests: list[str]) -> Iterator[Page]:
     """A page that has the modules; it asks nobody but its own server."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page()
-        requests: list[str] = []
         page.context.on("request", lambda request: requests.append(request.url))
         page.clock.install()
         page.goto(site[1])
@@ -117,7 +128,6 @@ def page(site: tuple[Site, str]) -> Iterator[Page]:
         page.evaluate(HELPERS)
         assert not [url for url in requests if "onnxruntime" in url]
         yield page
-        assert any(url.endswith(".wasm.gz") for url in requests)
         assert all(url.startswith((site[1], f"blob:{site[1]}")) for url in requests)
         browser.close()
 
@@ -193,7 +203,9 @@ def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_interventions_give_what_torch_gives(page: Page, spec: Any, dtype: str) -> None:
+def test_random_interventions_give_what_torch_gives(
+    page: Page, requests: list[str], spec: Any, dtype: str
+) -> None:
     cases = random_cases(spec, COUNT)
     cases[0][2][:] = range(64)  # nothing is left
     largest = 0.0
@@ -205,6 +217,8 @@ def test_random_interventions_give_what_torch_gives(page: Page, spec: Any, dtype
         differences = (maps.view_as(weights) - weights)[..., kept, :]
         assert not kept or differences.abs().max() < DTYPES[dtype]
     assert 0 < largest < DTYPES[dtype]
+    names = [url.rsplit("/", 1)[1] for url in requests]
+    assert {"ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm.gz"} < set(names)
 
 
 def test_a_muted_layer_has_no_attention_and_nothing_muted_changes_nothing(
@@ -354,3 +368,74 @@ def test_requests_are_replaced_cancelled_and_stopped(
         "Error: The model was stopped after 60 seconds.",
         "no error",
     ]
+
+
+FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+FITS = ("crop", "pad", "squash")
+
+
+def prepared(
+    page: Page, files: list[bytes], preprocesses: list[ArrayPreprocess]
+) -> list[np.ndarray]:
+    """Prepare image files in the page; return (H, W, 4) uint8."""
+    specs = [dataclasses.asdict(one) | {"channels": one.channels} for one in preprocesses]
+    found = page.evaluate(
+        """async ([files, specs]) => Promise.all(files.map(async (file, index) =>
+            text((await prepare(new Blob([bytes(file)]), specs[index])).data)))""",
+        [[base64.b64encode(file).decode() for file in files], specs],
+    )
+    return [
+        np.frombuffer(base64.b64decode(one), np.uint8).reshape(*spec["image_size"], 4)
+        for one, spec in zip(found, specs, strict=True)
+    ]
+
+
+def image_file(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def make_preprocess(rng: np.random.Generator) -> ArrayPreprocess:
+    channels = int(rng.choice([1, 3]))
+    return ArrayPreprocess(
+        image_size=tuple(rng.integers(1, 50, size=2).tolist()),
+        mean=tuple(rng.choice([0.1, 0.3, 0.5, 0.4914], channels).tolist()),
+        std=(0.25,) * channels,
+        interpolation=str(rng.choice(FILTERS)),
+        fit=str(rng.choice(FITS)),
+        crop_pct=float(rng.choice([1, 0.875])),
+    )
+
+
+def test_photos_are_prepared_as_predict_does_bit_for_bit(page: Page) -> None:
+    rng = np.random.default_rng(0)
+    sizes = [(1, 1), (1, 2500), (3001, 2), *rng.integers(1, 120, size=(150, 2)).tolist()]
+    files, preprocesses, expected = [], [], []
+    for size in sizes:
+        mode, preprocess = rng.choice(["RGB", "L", "RGBA"]), make_preprocess(rng)
+        shape = size if mode == "L" else (*size, len(mode))
+        image = Image.fromarray(rng.integers(256, size=shape, dtype=np.uint8))
+        files.append(image_file(image, "PNG"))
+        preprocesses.append(preprocess)
+        expected.append(preprocess.resize_bands(bands_of(image, preprocess.channels)))
+    for found, planes in zip(prepared(page, files, preprocesses), expected, strict=True):
+        pixels = np.broadcast_to(planes, (3, *planes.shape[1:])).transpose(1, 2, 0)
+        np.testing.assert_array_equal(found[..., :3], pixels)
+        assert (found[..., 3] == 255).all()
+
+
+def test_a_jpeg_file_is_upright_and_other_files_are_refused(page: Page) -> None:
+    """Decoders of JPEG differ in how they enlarge colours, so these are smooth."""
+    rows, columns = np.mgrid[:60, :90]
+    pixels = np.stack([4 * rows, 2 * columns, rows + columns], axis=-1).astype(np.uint8)
+    exif, preprocess = Image.Exif(), ArrayPreprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
+    exif[ExifTags.Base.Orientation] = 6  # a quarter turn
+    file = image_file(Image.fromarray(pixels), "JPEG", quality=95, exif=exif)
+    (found,) = prepared(page, [file], [preprocess])
+    with Image.open(io.BytesIO(file)) as image:
+        expected = preprocess.resize_bands(bands_of(image, 3))
+    assert np.abs(found[..., :3].astype(int) - expected.transpose(1, 2, 0)).max() <= 2
+    assert page.evaluate("() => refusal(prepare(new Blob(['words']), {}))") == (
+        "Error: This browser cannot read the file as an image."
+    )
