@@ -31,14 +31,12 @@ from vit.model_file import load_model
 from vit.reporting import export_formats
 from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.live import (
-    GRAPH_FILE,
     INPUTS,
     PACKAGES,
     WEIGHTS_FILE,
     LiveLog,
     graph_of,
     weights_of,
-    write_live,
 )
 from vit.run.tracker import Tracker
 from vit.tensorboard_plugin.encoding import decode_live
@@ -255,15 +253,9 @@ def test_parameters_of_an_attention_variant_are_no_constants_of_the_graph() -> N
         torch.testing.assert_close(found[:2], list(expected[:2]), rtol=1e-4, atol=1e-4)
 
 
-def test_files_are_read_together_and_the_graph_depends_on_no_weight(tmp_path: Path) -> None:
-    classifier = classifier_of(trained("timm"))
-    write_live(classifier, tmp_path / "live")
-    content = (tmp_path / "live" / GRAPH_FILE).read_bytes()
+def test_graph_depends_on_no_weight_and_names_no_code() -> None:
+    content = graph_of(classifier_of(trained("timm")))
     assert content == graph("timm") and len(content) < 100_000 and b".py" not in content
-    loaded = onnxruntime.InferenceSession(tmp_path / "live" / GRAPH_FILE)
-    images = torch.randn(1, 3, 32, 32)
-    logits, *_ = run(loaded, (images, torch.ones(3, 3), torch.ones(1, 16)))
-    torch.testing.assert_close(logits, classifier.forward(images), rtol=1e-4, atol=1e-4)
 
 
 def read_live(folder: Path) -> Callable[..., Any]:

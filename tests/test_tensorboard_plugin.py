@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import io
 import itertools
 import json
@@ -59,7 +60,6 @@ from vit.tensorboard_plugin.encoding import (
     details_json,
     encode_details,
     encode_weights,
-    live_json,
     live_summary,
     live_weights,
     part_of,
@@ -253,7 +253,6 @@ def stored(summary: Summary) -> bytes:
 def test_a_live_model_survives_encoding(graph: bytes, note: str, floats: int) -> None:
     for live in (make_live(graph, note, floats=floats), Live(spec=None, note=note)):
         assert decode_live(stored(live_summary(live))) == live
-    assert live_json(live) == {"spec": None, "note": note}
 
 
 @pytest.mark.parametrize(
@@ -491,8 +490,8 @@ def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(
     server: Server,
 ) -> None:
     found, live = server.get("live", run="run_2").json(), make_live(note="two steps")
-    expected = json.loads(json.dumps(live_json(live)))
-    assert {key: found[key] for key in ("spec", "note")} == expected
+    assert found["note"] == "two steps"
+    assert found["spec"] == json.loads(json.dumps(dataclasses.asdict(live.spec)))
     assert found["steps"] == [
         {"step": 11, "wall_time": 1.7e9 + 11, "dtype": "float32"},
         {"step": 44, "wall_time": 1.7e9 + 44, "dtype": "float16"},
