@@ -20,7 +20,6 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,30 +33,17 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.classifier import Classifier
 from vit.console import warn
 from vit.explain.interventions import Answer, Interventions
-from vit.files import write_atomically
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import require_packages, trace
 from vit.settings import shorten
 from vit.tensorboard_plugin.encoding import live_summary, live_weights, problem_of
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 
-GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
+WEIGHTS_FILE = "weights.bin"  # to which the graph refers
 INPUTS = "images", "gates", "keep"  # names in the graph
 OUTPUTS = "logits", "weights", "lens_classes", "lens_probabilities"
 PACKAGES = ("onnx", "onnxscript")
 HALF_ERROR = 1e-2  # of a logit, up to which weights are stored as float16
-
-
-def write_live(classifier: Classifier, folder: Path) -> None:
-    """Write graph.onnx and weights.bin, in float32, to a folder that may exist.
-
-    Raises:
-        ValueError: The same as for `graph_of`.
-    """
-    graph = graph_of(classifier)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / WEIGHTS_FILE, weights_of(classifier, torch.float32))
-    write_atomically(folder / GRAPH_FILE, graph)
 
 
 def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:

@@ -107,12 +107,6 @@ def decode_live(data: bytes) -> Live:
     return _decoded(data, _live, "the live model is damaged")
 
 
-def live_json(live: Live) -> dict[str, Any]:
-    """Return spec and note as plain values."""
-    plain: dict[str, Any] = _live.dump_python(live, mode="json", include={"spec", "note"})
-    return plain
-
-
 def live_weights(step: int, live: Live, dtype: Floats, weights: bytes) -> Summary:
     """Return the weights of a live model at a step, little-endian, as TensorBoard stores them."""
     about = {"dtype": dtype, "graph": live.digest}

@@ -5,6 +5,7 @@ tag, but no path. The answers are JSON, bytes, and the files in static/; an erro
 JSON that says what to do.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from importlib import resources
@@ -29,7 +30,6 @@ from vit.tensorboard_plugin.encoding import (
     decode_weights,
     details_json,
     live_dtype,
-    live_json,
     live_weights_tag,
     part_of,
     thumbnail,
@@ -176,7 +176,8 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
             for one in sorted(series.values(), key=lambda one: one.max_step)
             if _part(one) and (dtype := live_dtype(one.plugin_content, live))
         ]
-        return {**live_json(live), "steps": steps}
+        spec = live.spec and dataclasses.asdict(live.spec)
+        return {"spec": spec, "steps": steps, "note": live.note}
 
     def _live_graph(self, request: wrappers.Request) -> Answer:
         """Return the ONNX graph of a run's model."""
@@ -331,9 +332,11 @@ def _step(request: wrappers.Request) -> int:
 
 def _image_tags(series: dict[str, TensorTimeSeries]) -> list[str]:
     """Return the tags of images, among them those whose metadata cannot be read."""
-    parts = {tag: _part(one) for tag, one in series.items()}
-    unknown = [tag for tag, part in parts.items() if not part and not tag.startswith(LIVE_TAG)]
-    return [*unknown, *(tag for tag, part in parts.items() if part == "details")]
+    return [
+        tag
+        for tag, one in series.items()
+        if _part(one) == "details" or (_part(one) is None and not tag.startswith(LIVE_TAG))
+    ]
 
 
 def _part(series: TensorTimeSeries) -> Part | None:
