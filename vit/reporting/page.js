@@ -1,7 +1,5 @@
-// Starts the Attention tab in a file that page.py has written.
-//
-// What TensorBoard's server would answer is in elements <script data-name>, compressed: the files of
-// static/ by their names, and all other answers by "ROUTE?QUERY".
+// Starts the Attention tab in a file that page.py has written. What TensorBoard's server would answer
+// is in elements <script data-name>: static files by name, other answers by "ROUTE?QUERY".
 
 (async () => {
   const answers = {}; // functions that return a Response, by name
@@ -18,19 +16,25 @@
     return new Response(stream, { status: Number(dataset.status) });
   }
 
-  /** Make the address of a file, after those of the modules that it imports. */
+  /**
+   * Make the address of a file, after those of the modules that it imports. What imports nothing is
+   * in the address itself: Chromium lets no worker of a local page load a blob as a module.
+   */
   async function link(name) {
     if (name in assets) return;
+    const { type } = elements.get(name).dataset;
     let text = await answers[name]().text();
-    for (const [statement, other] of text.matchAll(/\bfrom "\.\/([^"]+)"/g)) {
+    const imports = [...text.matchAll(/\bfrom "\.\/([^"]+)"/g)];
+    for (const [statement, other] of imports) {
       await link(other);
       text = text.replace(statement, `from "${assets[other]}"`);
     }
-    assets[name] = URL.createObjectURL(new Blob([text], elements.get(name).dataset));
+    assets[name] = imports.length
+      ? URL.createObjectURL(new Blob([text], { type }))
+      : `data:${type},${encodeURIComponent(text)}`;
   }
 
   for (const [name, { dataset }] of elements) if (dataset.type.startsWith("text/")) await link(name);
   globalThis.attentionFile = { answers, assets };
-  const { render } = await import(assets["index.js"]);
-  await render();
+  await (await import(assets["index.js"])).render();
 })().catch((error) => document.body.append(`This page needs a newer browser: ${error.message}`));
