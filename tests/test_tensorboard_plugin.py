@@ -442,7 +442,8 @@ def test_bad_requests_get_one_line_of_json(server: Server) -> None:
 
 @pytest.mark.slow
 def test_only_listed_files_are_served(server: Server) -> None:
-    for route in ("plugin.py", "../plugin.py", "%2e%2e/plugin.py", "static/index.js", "index.js/x"):
+    outside = ("plugin.py", "../plugin.py", "%2e%2e/plugin.py", "static/index.js", "index.js/x")
+    for route in (*outside, "onnxruntime/README.md", "onnxruntime/../index.js", "onnxruntime"):
         found = server.get(route)
         assert found.status == 404
         assert found.headers["X-Content-Type-Options"] == "nosniff"

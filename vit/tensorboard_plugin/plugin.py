@@ -32,7 +32,12 @@ from vit.tensorboard_plugin.encoding import (
 from vit.tensorboard_plugin.records import Details
 
 STATIC = resources.files("vit.tensorboard_plugin") / "static"
-STATIC_TYPES = {".js": "text/javascript", ".css": "text/css"}
+STATIC_TYPES = {
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".css": "text/css",
+    ".gz": "application/octet-stream",  # not as Content-Encoding: the page decompresses it
+}
 EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
 
 Answer = dict[str, Any] | bytes
@@ -58,8 +63,9 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """Return the applications that answer requests, by path."""
         # Only the names listed here can be requested.
         static = {
-            f"/{file.name}": _application(_reader(file), content_type)
-            for file in STATIC.iterdir()
+            f"/{folder}{file.name}": _application(_reader(file), content_type)
+            for folder in ("", "onnxruntime/")
+            for file in (STATIC / folder).iterdir()
             if (content_type := STATIC_TYPES.get(PurePath(file.name).suffix))
         }
         return {
