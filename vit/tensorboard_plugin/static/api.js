@@ -26,6 +26,11 @@ const fetchAnswer = (asked) => fetch(new URL(asked, import.meta.url));
 export const fetchRuns = async () => (await get("runs", {}, "json")).runs;
 export const fetchImages = (run) => get("images", { run }, "json");
 
+/** Load the description of a run's model: {spec, steps, note}; spec is null if there is none. */
+export const fetchLive = (run) => get("live", { run }, "json");
+export const fetchLiveGraph = (run) => get("live_graph", { run }, "arrayBuffer");
+export const fetchLiveWeights = (run, step) => get("live_weights", { run, step }, "arrayBuffer");
+
 /** Keeps the values used last, up to a number of bytes. */
 class Cache {
   #entries = new Map(); // oldest first
