@@ -29,9 +29,9 @@ from vit.tensorboard_plugin.summary import add_record
 if shutil.which("chromium") is None:
     pytest.skip("no chromium here: apt-get install chromium", allow_module_level=True)
 
-from playwright.sync_api import Browser, Frame, Page, expect  # noqa: E402
+from playwright.sync_api import Browser, Frame, Page, expect
 
-from test_attention_tab import (  # noqa: E402
+from test_attention_tab import (
     browser,
     complaints_of,
     link,
@@ -95,7 +95,7 @@ def address(logged: Logged, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:  # noqa: F811
+def page(browser: Browser) -> Iterator[Page]:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     complaints = complaints_of(page)
     yield page

@@ -173,8 +173,6 @@ def _write_maps(
     captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
         _write_records(writer, saved, chosen, names, target, rollout, levels)
-        if saved.config.track.live_mb:
-            add_live(writer, saved.classifier, chosen.pixels(), saved.step, LIVE_MB)
         for row, name in enumerate(names):
             sheet = attention_picture(
                 chosen.pixels()[row],
@@ -200,7 +198,7 @@ def _write_records(
     rollout: dict[str, Any],
     levels: Sequence[float],
 ) -> None:
-    """Write what the Attention tab shows of each image; with levels, each map's faithfulness."""
+    """Write the images and the model for the Attention tab; with levels, maps' faithfulness."""
     found = attention_records(saved.classifier, images, levels=levels, target=target, **rollout)
     weighted = 0
     records = itertools.chain.from_iterable(batch for _, batch in found)
@@ -210,3 +208,5 @@ def _write_records(
         weighted += record is None or record.weights is not None
     if weighted < len(names):
         print(left_out_text(weighted, len(names)))
+    if saved.config.track.live_mb:
+        add_live(writer, saved.classifier, images.pixels(), saved.step, LIVE_MB)

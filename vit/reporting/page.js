@@ -1,15 +1,14 @@
-// Starts the Attention tab in a file that page.py has written.
-//
-// What TensorBoard's server would answer is in elements <script data-name>, compressed: the files of
-// static/ by their names, and all other answers by "ROUTE?QUERY".
+// Starts the Attention tab in a file that page.py has written. What TensorBoard's server would answer
+// is in elements <script data-name>: static files by name, other answers by "ROUTE?QUERY".
 
 (async () => {
-  const assets = {}; // addresses of files by name, for assets.js
-  const answers = {}; // functions that return a Response, by what the tab asks; for api.js
-  const linking = new Map();
-
-  const stored = [...document.querySelectorAll("script[data-name]")];
-  const files = new Map(stored.map((element) => [element.dataset.name, element]));
+  const answers = {}; // functions that return a Response, by name
+  const assets = {}; // addresses of modules and styles, by name
+  const elements = new Map();
+  for (const element of document.querySelectorAll("script[data-name]")) {
+    elements.set(element.dataset.name, element);
+    answers[element.dataset.name] = () => unpack(element);
+  }
 
   function unpack({ dataset, textContent }) {
     const bytes = Uint8Array.from(atob(textContent), (character) => character.charCodeAt(0));
@@ -17,24 +16,25 @@
     return new Response(stream, { status: Number(dataset.status) });
   }
 
-  /** Return the address of a file; a module's imports become the addresses of what it imports. */
+  /**
+   * Make the address of a file, after those of the modules that it imports. What imports nothing is
+   * in the address itself: Chromium lets no worker of a local page load a blob as a module.
+   */
   async function link(name) {
-    const { type } = files.get(name).dataset;
-    if (type !== "text/javascript") return address([await unpack(files.get(name)).blob()], type);
-    let text = await unpack(files.get(name)).text();
-    for (const [whole, other] of text.matchAll(/\bfrom "\.\/([^"]+)"/g)) {
-      text = text.replace(whole, `from "${await linked(other)}"`);
+    if (name in assets) return;
+    const { type } = elements.get(name).dataset;
+    let text = await answers[name]().text();
+    const imports = [...text.matchAll(/\bfrom "\.\/([^"]+)"/g)];
+    for (const [statement, other] of imports) {
+      await link(other);
+      text = text.replace(statement, `from "${assets[other]}"`);
     }
-    return address([text], type);
+    assets[name] = imports.length
+      ? URL.createObjectURL(new Blob([text], { type }))
+      : `data:${type},${encodeURIComponent(text)}`;
   }
 
-  const address = (parts, type) => URL.createObjectURL(new Blob(parts, { type }));
-  const linked = (name) => linking.get(name) ?? linking.set(name, link(name)).get(name);
-
-  for (const [name, element] of files) {
-    if (name.includes("?")) answers[name] = () => unpack(element);
-    else assets[name] = await linked(name);
-  }
-  globalThis.attentionFile = { assets, answers };
+  for (const [name, { dataset }] of elements) if (dataset.type.startsWith("text/")) await link(name);
+  globalThis.attentionFile = { answers, assets };
   await (await import(assets["index.js"])).render();
 })().catch((error) => document.body.append(`This page needs a newer browser: ${error.message}`));

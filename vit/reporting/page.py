@@ -77,12 +77,12 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
     """Return an element for each file and answer; none if the runs, by name, have no attention."""
     multiplexer = EventMultiplexer(
         {name: str(folder) for name, folder in logs.items() if folder.is_dir()},
-        tensor_size_guidance={PLUGIN_NAME: 1 if steps == "last" else 0},  # 0 keeps all
+        tensor_size_guidance={PLUGIN_NAME: int(steps == "last")},  # 0 keeps all
     )
     provider = MultiplexerDataProvider(multiplexer.Reload(), "")
     apps = AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()
     elements: dict[str, str] = {}
-    ask = partial(_ask, apps, elements)
+    ask = partial(_ask, apps, elements, 0 if steps == "all" else -1)
     for path in apps:
         if "." in path:
             ask(path.removeprefix("/"))
@@ -98,15 +98,19 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
     return list(elements.values()) if runs else []
 
 
-def _ask(apps: dict[str, Any], elements: dict[str, str], route: str, **parameters: Any) -> Any:
+def _ask(
+    apps: dict[str, Any], elements: dict[str, str], first_step: int, route: str, **parameters: Any
+) -> Any:
     """Add an answer to the elements, by the name that api.js gives it; return it if it is JSON."""
     if f"/{route}" not in apps:
         return {}
     query = urlencode(parameters, safe="*").replace("~", "%7E")  # as URLSearchParams does
     response = Client(apps[f"/{route}"]).get(query_string=query)
     data, found = response.data, response.get_json(silent=True) or {}
-    if (found.get("spec") or {}).get("floats", 0) > LARGEST_LIVE:
-        found = {"spec": None, "steps": [], "note": TOO_LARGE}
+    if found.get("spec"):
+        found["steps"] = found["steps"][first_step:]
+        if found["spec"]["floats"] > LARGEST_LIVE:
+            found = {"spec": None, "steps": [], "note": TOO_LARGE}
         data = json.dumps(found).encode()
     name = route if "." in route else f"{route}?{query}"
     elements[name] = (

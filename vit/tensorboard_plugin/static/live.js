@@ -2,7 +2,7 @@
 // long or is cancelled: the state of the runtime is unknown then. Nothing is loaded before the
 // first model.
 
-import { assetOf } from "./assets.js";
+import { assetOf, fetchAsset } from "./assets.js";
 
 const LIMIT = 60; // seconds for one job
 
@@ -130,7 +130,7 @@ function startWorker() {
 
 function fetchWasm() {
   wasm ??= (async () => {
-    const response = await fetch(assetOf("onnxruntime/ort-wasm-simd-threaded.wasm.gz"));
+    const response = await fetchAsset("onnxruntime/ort-wasm-simd-threaded.wasm.gz");
     if (!response.ok) throw new Error(`HTTP status ${response.status}`);
     const stream = response.body.pipeThrough(new DecompressionStream("gzip"));
     return new Response(stream).arrayBuffer();
