@@ -189,8 +189,9 @@ def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32")
             const model = await create("graph", dtype, dtype, spec), answers = [];
             for (const [pixels, mute, hide] of cases) {
                 const answer = await model.classify(bytes(pixels), { mute, hide });
-                const keys = ["logits", "probabilities", ...(answers.length < 10 ? ["weights"] : [])];
-                answers.push(keys.map((key) => text(answer[key])));
+                const keys = ["logits", "probabilities", "weights"];
+                const sent = answers.length < 10 ? keys : keys.slice(0, 2);
+                answers.push(sent.map((key) => text(answer[key])));
             }
             return answers;
         }""",
@@ -262,8 +263,16 @@ def test_the_page_keeps_no_answers(page: Page, spec: Any) -> None:
     assert sizes[1] - sizes[0] < 1e6, sizes
 
 
+# A logit lens of 4 layers, the head and 64 tokens; the last class is 9.
+LENS = (
+    np.arange(4 * 65 * 3, dtype=np.int32).reshape(4, 65, 3) % 10,
+    np.random.default_rng(0).random((4, 65, 3), np.float32),
+)
+TYPES = {"lens_classes": TensorProto.INT32}
+
+
 def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
-    """A graph that gives logits and weights of zeros, but for one thing."""
+    """A graph that gives logits and weights of zeros, and is plain but for one thing."""
     layers, heads, classes = spec["layers"], spec["heads"], len(spec["classes"])
     shapes = {"logits": [1, classes], "weights": [1, layers, heads, 64, 64]}
     value = float("nan") if kind == "not finite" else 0.0
@@ -301,11 +310,17 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
         stolen.external_data.add(key="location", value="/etc/passwd")
         initializers.append(stolen)
         nodes[0] = helper.make_node("Identity", ["stolen"], ["logits"])
+    if "lens" in kind:
+        for name, values in zip(("lens_classes", "lens_probabilities"), LENS, strict=True):
+            values = values + np.array(kind == "lens of other classes", values.dtype)
+            initializers.append(numpy_helper.from_array(values, f"{name} values"))
+            nodes.append(helper.make_node("Identity", [f"{name} values"], [name]))
+            shapes[name] = []
     graph = helper.make_graph(
         nodes,
         kind,
         [helper.make_tensor_value_info(name, 1, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(name, 1, None) for name in shapes],
+        [helper.make_tensor_value_info(name, TYPES.get(name, 1), None) for name in shapes],
         initializers,
     )
     opset = [helper.make_opsetid("", 17)]
@@ -319,6 +334,7 @@ REFUSALS = {
     "too large": "The model",
     "other inputs": "The model failed: ",
     "other shape": "The model failed: logits are (1,11), not (1,10).",
+    "lens of other classes": "The model failed: lens_classes has other classes.",
     "not finite": "The model failed: some logits are not numbers.",
     "short weights": "The model cannot be loaded: its weights are 1000 bytes, not 1706408.",
     "infinite weights": "The model cannot be loaded: some of its weights are not numbers.",
@@ -352,6 +368,22 @@ def test_damaged_and_hostile_models_are_refused_in_a_sentence_and_the_next_one_w
     for line, start in zip(found, REFUSALS.values(), strict=False):
         assert line.startswith(f"Error: {start}") and line.endswith(".") and len(line) < 300, line
     assert found[-1] == "no error"
+
+
+def test_a_logit_lens_is_read_where_there_is_one(
+    page: Page, site: tuple[Site, str], spec: Any
+) -> None:
+    site[0].files |= {f"/{kind}": hostile_graph(kind, spec) for kind in ("lens", "plain")}
+    with_lens, without = page.evaluate(
+        """async (spec) => Promise.all(["lens", "plain"].map(async (graph) => {
+            const model = await create(graph, "float32", "float32", spec);
+            return (await model.classify(new Uint8Array(4096))).lens;
+        }))""",
+        spec,
+    )
+    assert without is None
+    for values, found in zip(LENS, with_lens.values(), strict=True):
+        np.testing.assert_array_equal(np.array(found, values.dtype), values)
 
 
 def test_requests_are_replaced_cancelled_and_stopped(
