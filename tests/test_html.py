@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tensorboard.compat.proto.event_pb2 import Event
 from werkzeug import Response
 
@@ -23,9 +23,12 @@ from test_attention_tab import chromium, complaints_of  # skips all tests withou
 from test_export import PLAIN, save
 from test_tensorboard import FLAGS
 from vit.classifier import Classifier, build_model
+from vit.data.config import DataConfig
+from vit.data.datasets import load_test_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.model_file import save_model
+from vit.explain.interventions import Interventions
+from vit.model_file import load, save_model
 from vit.reporting.config import ExportConfig
 from vit.reporting.export import export_run
 from vit.tensorboard_plugin.encoding import decode_weights, encode_weights, summaries
@@ -92,21 +95,30 @@ def shapes_model(folder: Path, **data: Any) -> Path:
     """Write a model of shapes that has not been trained, and no logs."""
     config = from_dict({"data": {"name": "shapes"}, "model": PLAIN})
     preprocess = Preprocess.from_config(config.data)
+    torch.manual_seed(0)
     model = build_model(config.model, preprocess, len(KINDS)).eval()
+    torch.nn.init.normal_(model.head.weight)
     classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
     config = replace(config, data=replace(config.data, **data))
     save_model(folder / "model.safetensors", classifier, config, step=7)
     return folder
 
 
-def test_model_without_logs_shows_test_images(tmp_path):
-    run = shapes_model(tmp_path)
+@pytest.fixture(scope="module")
+def shapes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, exported."""
+    run = shapes_model(tmp_path_factory.mktemp("shapes"))
     assert export(run) == run / "export/live.html"
-    found = stored(run / "export/live.html")
+    return run
+
+
+@pytest.mark.slow
+def test_model_without_logs_shows_test_images(shapes_run):
+    found = stored(shapes_run / "export/live.html")
     (images,) = (found[name]["images"] for name in found if name.startswith("images?"))
     assert {at["step"] for image in images for at in image["steps"]} == {7}
     assert len({image["label"] for image in images} & {*KINDS}) == 8
-    assert [path.name for path in run.rglob("events*")] == []
+    assert [path.name for path in shapes_run.rglob("events*")] == []
 
 
 def test_model_without_logs_and_test_images_is_refused(tmp_path):
@@ -143,14 +155,20 @@ def test_page_has_the_live_model_of_its_steps_unless_it_is_large(
     assert ("100 MB" in found[f"live?{name}"]["note"]) == (not expected)
 
 
-@pytest.fixture
-def opened(run: Path) -> Iterator[tuple[Page, str]]:
-    """A browser without a network, and the address of a page; the page complains about nothing."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        context = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True)
-        yield context.new_page(), export(run).as_uri()
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page without a network."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True)
+    yield context.new_page()
+    context.close()
 
 
 def painted(page: Page, key: str, value: Any) -> dict[str, Any]:
@@ -171,8 +189,8 @@ def attention_of(number: int, step: int, token: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_file_shows_the_records_and_asks_for_nothing(opened):
-    page, address = opened
+def test_file_shows_the_records_and_asks_for_nothing(page, run):
+    address = export(run).as_uri()
     complaints, asked = complaints_of(page), []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(
@@ -227,8 +245,8 @@ def test_file_shows_the_records_and_asks_for_nothing(opened):
 
 
 @pytest.mark.slow
-def test_file_follows_the_system_and_connects_to_nothing(opened):
-    page, address = opened
+def test_file_follows_the_system_and_connects_to_nothing(page, run):
+    address = export(run).as_uri()
     page.emulate_media(color_scheme="dark")
     page.goto(f"{address}#attention&p.attention.step=100")
     painted(page, "step", 0)  # the only one of the first image
@@ -256,3 +274,49 @@ def test_file_follows_the_system_and_connects_to_nothing(opened):
         }"""
     )
     assert violated == [["connect-src", "frame-src", "img-src", "script-src-elem"], None]
+
+
+CLASSIFY = """async (all) => {
+    const { fetchLive, fetchLiveGraph, fetchLiveWeights } =
+        await import(attentionFile.assets["api.js"]);
+    const { LiveModel } = await import(attentionFile.assets["live.js"]);
+    const { state, panes } = attentionTab;
+    const { spec, steps: [{ step, dtype }] } = await fetchLive(state.run);
+    const graph = await fetchLiveGraph(state.run);
+    const weights = await fetchLiveWeights(state.run, step);
+    const model = await LiveModel.create({ graph, weights, dtype, spec });
+    const { colour } = panes[0].record;
+    const { data } = colour.getContext("2d").getImageData(0, 0, colour.width, colour.height);
+    const found = [];
+    for (const [mute, hide] of all)
+        found.push(Array.from((await model.classify(data, { mute, hide })).logits));
+    return found;
+}"""
+
+
+@pytest.mark.slow
+def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
+    complaints = complaints_of(page)
+    page.goto((shapes_run / "export/live.html").as_uri())
+    painted(page, "step", 7)
+    classifier = load(shapes_run, "cpu", "float32")
+    model = Interventions(classifier.model)
+    rng = np.random.default_rng(0)
+    gates = rng.random((10, *model.gates_shape)) < 0.5
+    keep = rng.random((10, 16)) < 0.7
+    muted = [np.argwhere(~some).tolist() for some in gates]
+    hidden = [np.flatnonzero(~some).tolist() for some in keep]
+    found = page.evaluate(CLASSIFY, list(zip(muted, hidden, strict=True)))
+    test = load_test_images(DataConfig(name="shapes"), classifier.preprocess)
+    image = int(page.evaluate("attentionTab.state.image").rpartition("_")[2])
+    inputs = classifier.normalize(test.select(torch.tensor([image])).pixels()).expand(
+        10, -1, -1, -1
+    )
+    with torch.no_grad():
+        expected = [
+            model(one[None], torch.tensor(gate).float(), torch.tensor(kept)[None].float())[0][0]
+            for one, gate, kept in zip(inputs, gates, keep, strict=True)
+        ]
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+    assert np.std(np.stack(expected), axis=0).max() > 0.1
+    assert complaints == []

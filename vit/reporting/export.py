@@ -54,7 +54,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     written = list(targets.values())
     print(saved.describe(), flush=True)
     if page := targets.pop("html", None):
-        export_page(saved, page, options.steps, options.data.root)
+        export_page(saved, page, options)
     if not targets:
         return written
     for name, target in targets.items():
