@@ -182,7 +182,7 @@ def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Te
 
 
 def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32") -> list[Any]:
-    """Classify in the page; return logits and probabilities of each case, and weights."""
+    """Classify in the page; return logits and probabilities, of ten cases weights, too."""
     coded = [(base64.b64encode(pixels).decode(), mute, hide) for pixels, mute, hide in cases]
     answers = page.evaluate(
         """async ([cases, dtype, spec]) => {
@@ -190,7 +190,8 @@ def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32")
             for (const [pixels, mute, hide] of cases) {
                 const answer = await model.classify(bytes(pixels), { mute, hide });
                 const keys = ["logits", "probabilities", "weights"];
-                answers.push(keys.map((key) => text(answer[key])));
+                const sent = answers.length < 10 ? keys : keys.slice(0, 2);
+                answers.push(sent.map((key) => text(answer[key])));
             }
             return answers;
         }""",
@@ -210,12 +211,13 @@ def test_random_interventions_give_what_torch_gives(
     cases[0][2][:] = range(64)  # nothing is left
     largest = 0.0
     for case, answer in zip(cases, in_browser(page, cases, spec, dtype), strict=True):
-        (logits, weights), (found, probabilities, maps) = in_torch(quick(), case), answer
+        (logits, weights), (found, probabilities, *maps) = in_torch(quick(), case), answer
         largest = max(largest, (found - logits).abs().max().item())
         torch.testing.assert_close(probabilities, found.softmax(dim=0))
         kept = [token for token in range(64) if token not in case[2]]
-        differences = (maps.view_as(weights) - weights)[..., kept, :]
-        assert not kept or differences.abs().max() < DTYPES[dtype]
+        for one in maps if kept else []:
+            differences = (one.view_as(weights) - weights)[..., kept, :]
+            assert differences.abs().max() < DTYPES[dtype]
     assert 0 < largest < DTYPES[dtype]
     names = [url.rsplit("/", 1)[1] for url in requests]
     assert {"ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm.gz"} < set(names)
@@ -238,8 +240,39 @@ def test_a_muted_layer_has_no_attention_and_nothing_muted_changes_nothing(
     torch.testing.assert_close(without[0], expected, rtol=0, atol=1e-4)
 
 
+def test_the_page_keeps_no_answers(page: Page, spec: Any) -> None:
+    """The weights of each are 200 kB, which are not on the heap but in buffers beside it."""
+    session = page.context.new_cdp_session(page)
+    page.evaluate(
+        """async (spec) => {
+            window.model = await create("graph", "float32", "float32", spec);
+        }""",
+        spec,
+    )
+    sizes = []
+    for count in (1, 100):
+        page.evaluate(
+            """async (count) => {
+                for (; count > 0; count--) await model.classify(new Uint8Array(4096));
+            }""",
+            count,
+        )
+        session.send("HeapProfiler.collectGarbage")
+        usage = session.send("Runtime.getHeapUsage")
+        sizes.append(usage["usedSize"] + usage["backingStorageSize"])
+    assert sizes[1] - sizes[0] < 1e6, sizes
+
+
+# A logit lens of 4 layers, the head and 64 tokens; the last class is 9.
+LENS = (
+    np.arange(4 * 65 * 3, dtype=np.int32).reshape(4, 65, 3) % 10,
+    np.random.default_rng(0).random((4, 65, 3), np.float32),
+)
+TYPES = {"lens_classes": TensorProto.INT32}
+
+
 def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
-    """A graph that gives logits and weights of zeros, but for one thing."""
+    """A graph that gives logits and weights of zeros, and is plain but for one thing."""
     layers, heads, classes = spec["layers"], spec["heads"], len(spec["classes"])
     shapes = {"logits": [1, classes], "weights": [1, layers, heads, 64, 64]}
     value = float("nan") if kind == "not finite" else 0.0
@@ -277,11 +310,17 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
         stolen.external_data.add(key="location", value="/etc/passwd")
         initializers.append(stolen)
         nodes[0] = helper.make_node("Identity", ["stolen"], ["logits"])
+    if "lens" in kind:
+        for name, values in zip(("lens_classes", "lens_probabilities"), LENS, strict=True):
+            values = values + np.array(kind == "lens of other classes", values.dtype)
+            initializers.append(numpy_helper.from_array(values, f"{name} values"))
+            nodes.append(helper.make_node("Identity", [f"{name} values"], [name]))
+            shapes[name] = []
     graph = helper.make_graph(
         nodes,
         kind,
         [helper.make_tensor_value_info(name, 1, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(name, 1, None) for name in shapes],
+        [helper.make_tensor_value_info(name, TYPES.get(name, 1), None) for name in shapes],
         initializers,
     )
     opset = [helper.make_opsetid("", 17)]
@@ -295,6 +334,7 @@ REFUSALS = {
     "too large": "The model",
     "other inputs": "The model failed: ",
     "other shape": "The model failed: logits are (1,11), not (1,10).",
+    "lens of other classes": "The model failed: lens_classes has other classes.",
     "not finite": "The model failed: some logits are not numbers.",
     "short weights": "The model cannot be loaded: its weights are 1000 bytes, not 1706408.",
     "infinite weights": "The model cannot be loaded: some of its weights are not numbers.",
@@ -328,6 +368,22 @@ def test_damaged_and_hostile_models_are_refused_in_a_sentence_and_the_next_one_w
     for line, start in zip(found, REFUSALS.values(), strict=False):
         assert line.startswith(f"Error: {start}") and line.endswith(".") and len(line) < 300, line
     assert found[-1] == "no error"
+
+
+def test_a_logit_lens_is_read_where_there_is_one(
+    page: Page, site: tuple[Site, str], spec: Any
+) -> None:
+    site[0].files |= {f"/{kind}": hostile_graph(kind, spec) for kind in ("lens", "plain")}
+    with_lens, without = page.evaluate(
+        """async (spec) => Promise.all(["lens", "plain"].map(async (graph) => {
+            const model = await create(graph, "float32", "float32", spec);
+            return (await model.classify(new Uint8Array(4096))).lens;
+        }))""",
+        spec,
+    )
+    assert without is None
+    for values, found in zip(LENS, with_lens.values(), strict=True):
+        np.testing.assert_array_equal(np.array(found, values.dtype), values)
 
 
 def test_requests_are_replaced_cancelled_and_stopped(

@@ -90,7 +90,7 @@ async function work() {
   const late = new Error(`The model was stopped after ${LIMIT} seconds.`);
   const timer = setTimeout(() => worker.end(late), 1000 * LIMIT);
   try {
-    resolve(await Promise.race([worker.started.then(() => job(worker.ask)), worker.ended]));
+    resolve(await worker.perform(job));
   } catch (error) {
     worker.end(error);
     worker = null;
@@ -101,7 +101,7 @@ async function work() {
   work();
 }
 
-/** Start a worker; `end` rejects the promise `ended`. */
+/** Start a worker; `end` ends it, and what it performs with an error. */
 function startWorker() {
   const thread = new Worker(assetOf("live_worker.js"), { type: "module" });
   const ask = (action, message) =>
@@ -112,15 +112,19 @@ function startWorker() {
     });
   const module = assetOf("onnxruntime/ort.wasm.bundle.min.mjs");
   const started = fetchWasm().then((bytes) => ask("start", { module, wasm: bytes }));
-  let end;
-  const ended = new Promise((_, reject) => {
-    end = (error) => {
-      thread.terminate();
-      reject(error);
-    };
-  });
+  let fail = null;
+  // Not Promise.race with a promise of the end, which would keep all answers until then.
+  const perform = (job) =>
+    new Promise((resolve, reject) => {
+      fail = reject;
+      started.then(() => job(ask)).then(resolve, reject);
+    });
+  const end = (error) => {
+    thread.terminate();
+    fail(error);
+  };
   thread.onerror = () => end(new Error("The browser cannot run the live model's worker."));
-  return { ask, started, ended, end };
+  return { perform, end };
 }
 
 function fetchWasm() {

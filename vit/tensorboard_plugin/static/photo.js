@@ -90,7 +90,7 @@ function turnGrey(data) {
 function resize(image, axis, length, interpolation) {
   const resized = { width: image.width, height: image.height, [axis]: length };
   const { width, height } = resized;
-  resized.data = new Uint8ClampedArray(4 * width * height); // which clamps, as Pillow does
+  resized.data = new Uint8ClampedArray(4 * width * height).fill(255); // which clamps sums
   const step = axis === "width" ? 4 : 4 * image.width;
   const weights = weightsOf(image[axis], length, interpolation);
   for (let row = 0, to = 0; row < height; row++) {
@@ -138,7 +138,6 @@ function frame({ data, width, height }, { image_size: [tall, wide], mean }) {
   const fill = [0, 1, 2].map((channel) => roundEven(255 * mean[channel % mean.length]));
   context.fillStyle = `rgb(${fill})`;
   context.fillRect(0, 0, wide, tall);
-  for (let at = 3; at < data.length; at += 4) data[at] = 255;
   context.putImageData(new ImageData(data, width), -offset(width, wide), -offset(height, tall));
   return context.getImageData(0, 0, wide, tall);
 }
