@@ -177,7 +177,7 @@ def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Te
     keep[0, hide] = 0
     scale, shift = classifier.preprocess.normalization()
     image = pixels.transpose(2, 0, 1)[: len(scale)] * np.asarray(scale) - np.asarray(shift)
-    logits, weights = interventions(torch.from_numpy(image)[None], gates, keep)
+    logits, weights, *_ = interventions(torch.from_numpy(image)[None], gates, keep)
     return logits[0], weights[0]
 
 
