@@ -80,24 +80,25 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
     for path in apps:
         if "." in path:
             ask(path[1:])
-    runs = [run["name"] for run in ask("runs?")["runs"]]
+    runs = [run["name"] for run in ask("runs")["runs"]]
     for run in runs:
-        for image in ask("images?", run=run).get("images", []):
+        for image in ask("images", run=run).get("images", []):
             for at in image["steps"]:
-                for part in ("details?", "weights?")[: 1 + image["has_weights"]]:
+                for part in ("details", "weights")[: 1 + image["has_weights"]]:
                     ask(part, run=run, tag=image["tag"], step=at["step"])
-        live = ask("live?", run=run).get("steps", [])
+        live = ask("live", run=run).get("steps", [])
         if live:
-            ask("live_graph?", run=run)
+            ask("live_graph", run=run)
         for at in live:
-            ask("live_weights?", run=run, step=at["step"])
+            ask("live_weights", run=run, step=at["step"])
     return elements if runs else []
 
 
 def _ask(apps: dict[str, Any], elements: list[str], first: int, route: str, **query: Any) -> Any:
     """Add the answer to a question of api.js to the elements; return it if it is JSON."""
-    name = route + urlencode(query, safe="*").replace("~", "%7E")  # as URLSearchParams does
-    response = Client(apps[f"/{route.rstrip('?')}"]).get(query_string=name.removeprefix(route))
+    text = urlencode(query, safe="*").replace("~", "%7E")  # as URLSearchParams does
+    response = Client(apps[f"/{route}"]).get(query_string=text)
+    name = f"{route}?{text}".removesuffix("?")
     data, found = response.data, response.get_json(silent=True) or {}
     if found.get("spec"):
         found["steps"] = found["steps"][first:]

@@ -9,7 +9,7 @@ const CACHE_BYTES = 2 ** 28; // 40 records of a ViT-B/16 at 224 pixels
 
 /** Ask the server, or the page if it is one file; an error is one line that says what to do. */
 async function get(route, parameters, read) {
-  const asked = `${route}?${new URLSearchParams(parameters)}`;
+  const asked = `${route}?${new URLSearchParams(parameters)}`.replace(/\?$/, "");
   let response;
   try {
     response = await (globalThis.attentionFile?.answers[asked] ?? fetchAnswer)(asked);
