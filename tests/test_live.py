@@ -366,7 +366,12 @@ def test_weights_that_float16_cannot_hold_are_float32_and_diverged_ones_are_left
     assert sizes[1:] == [2 * floats, 4 * floats]
 
 
-def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=f"^the live model needs {', '.join(PACKAGES)}, not .*pip"):
         graph_of(classifier_of(untrained("timm")))
+    (summary,) = LiveLog(20).summaries(classifier_of(untrained("timm")), torch.empty(0), 0)
+    assert 'run pip install "vit-from-scratch[export]"' in capsys.readouterr().err
+    assert "pip install" in decode_live(summary.value[0].tensor.string_val[0]).note
