@@ -153,7 +153,8 @@ export class Pane {
     const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
     try {
       const logged = await fetchRecord(wanted.run, wanted.image, wanted.at);
-      const record = await this.#ask(logged, wanted);
+      const record = await this.#ask(logged, wanted, turn);
+      if (record === null) return undefined;
       const over = record.change ? "image" : this.app.state.over;
       const statistics = await statisticsOf(record, wanted.images, over);
       if (!isCurrent()) return undefined;
@@ -174,10 +175,12 @@ export class Pane {
     return undefined;
   }
 
-  /** Return what the live model makes of a record; the record itself if nothing is changed. */
-  async #ask(logged, { run, images }) {
+  /**
+   * Return what the live model makes of a record: the record itself if nothing is changed, null if
+   * a newer question took the place of this one.
+   */
+  async #ask(logged, { run, images }, turn) {
     const { app } = this;
-    const turn = this.#turn;
     const say = (note) => turn === this.#turn && (this.liveNote = note);
     try {
       const live = await liveOf(run, app.newsOf(run));
@@ -190,6 +193,7 @@ export class Pane {
       const { mute, patches } = app.state;
       return await ask(logged, live, { mute, patches, photo: app.photo, other }, this.side);
     } catch (error) {
+      if (error.name === "AbortError" && turn !== this.#turn) return null;
       say(error.message);
       return logged;
     }
