@@ -105,13 +105,18 @@ export class Weights {
     });
   }
 
-  /** Return a token's row in a head as fractions of its sum; negative weights count as zero. */
-  row(layer, head, token) {
-    const at = (layer * this.heads + head) * this.tokens + token;
-    const codes = this.codes.subarray(at * this.tokens, (at + 1) * this.tokens);
-    const row = Float32Array.from(codes, (code) => Math.max(0, code) * this.scale[at]);
-    const sum = row.reduce((total, part) => total + part, 0);
-    return Math.abs(sum - 1) < 0.01 || sum === 0 ? row : row.map((part) => part / sum);
+  /**
+   * Write a token's row in a head, as fractions of its sum, into an array (N,). Negative weights
+   * count as zero.
+   */
+  readRow(layer, head, token, row) {
+    const n = this.tokens;
+    const at = (layer * this.heads + head) * n + token;
+    let sum = 0;
+    for (let key = 0; key < n; key++)
+      sum += row[key] = Math.max(0, this.codes[at * n + key]) * this.scale[at];
+    if (Math.abs(sum - 1) < 0.01 || sum === 0) return;
+    for (let key = 0; key < n; key++) row[key] /= sum;
   }
 
   /**

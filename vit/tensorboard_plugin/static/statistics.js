@@ -47,24 +47,27 @@ export function headStatistics(weights, { rows, columns, details }) {
   const { layers, heads, tokens, prefix, removed } = weights;
   const side = details.image_size[0] / rows;
   const square = side === details.image_size[1] / columns;
-  const place = (token) => [Math.floor((token - prefix) / columns), (token - prefix) % columns];
-  const places = range(tokens).map(place);
-  const between = (a, b) => side * Math.hypot(...places[a].map((at, axis) => at - places[b][axis]));
-  const distances = places.map((_, a) => Float32Array.from(places, (_, b) => between(a, b)));
+  const patches = range(rows * columns).map((patch) => [
+    Math.floor(patch / columns),
+    patch % columns,
+  ]);
+  const between = (a, b) => side * Math.hypot(a[0] - b[0], a[1] - b[1]);
+  const distances = patches.map((a) => Float64Array.from(patches, (b) => between(a, b)));
   const there = range(tokens).filter((token) => !removed.has(token));
+  const row = new Float64Array(tokens);
   const ofHead = (layer, head) => {
     let [entropy, distance] = [0, 0];
     const received = new Float64Array(tokens);
     for (const query of there) {
-      const row = weights.row(layer, head, query);
+      weights.readRow(layer, head, query, row);
       let [far, near] = [0, 0];
-      row.forEach((part, key) => {
-        if (part > 0) entropy -= part * Math.log(part);
-        received[key] += part / there.length;
-        if (query < prefix || key < prefix) return;
-        far += part * distances[query][key];
-        near += part;
-      });
+      for (let key = 0; key < tokens; key++) {
+        if (row[key] > 0) entropy -= row[key] * Math.log(row[key]);
+        received[key] += row[key] / there.length;
+        if (query < prefix || key < prefix) continue;
+        far += row[key] * distances[query - prefix][key - prefix];
+        near += row[key];
+      }
       if (near > 0) distance += far / near / weights.patches;
     }
     const most = Math.log(tokens) || 1;
