@@ -9,7 +9,7 @@ that head (mean absolute difference, in units of uniform attention). A correlati
 the statistic ranks the heads as muting them does. The last row is the mean over the runs with its
 95% t interval.
 
-Expect no statistic to rank heads reliably.
+Expect sinks to rank heads best, at about 0.6, and weight in rollout to say little.
 """
 
 import argparse
