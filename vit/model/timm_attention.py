@@ -2,9 +2,9 @@
 
 A model's own modules run in its own order, with attention computed step by step, as timm does
 without a fused kernel. Three tables name the classes that can be read: `MODELS` says how images
-become tokens and what positions add in the blocks, `BLOCKS` how a block runs, and `ATTENTIONS` how
-a class computes its weights. A mask is that of our `MultiHeadSelfAttention.forward`, not timm's,
-which is added. Models are in evaluation mode.
+become tokens and what positions add in the blocks, `BLOCKS` where a block normalizes, and
+`ATTENTIONS` how a class computes its weights. A mask is that of our
+`MultiHeadSelfAttention.forward`, not timm's, which is added. Models are in evaluation mode.
 
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, d head width, L layers,
 C classes.
@@ -179,11 +179,26 @@ ATTENTIONS: dict[type[nn.Module], Reader] = {
 }
 
 
-def _pre_norm(
+# Whether a block normalizes what attention and MLP return, instead of what they are given.
+BLOCKS: dict[type[nn.Module], bool] = {
+    vits.Block: False,
+    eva.EvaBlock: False,
+    beit.Block: False,
+    vits.ResPostBlock: True,
+    eva.EvaBlockPostNorm: True,
+}
+
+
+def _run_block(
     block: Any, x: Tensor, mask: Tensor | None, position: Position
 ) -> tuple[Tensor, Tensor]:
-    """Apply a block that normalizes first, and return its output and weights."""
-    output, weights = ATTENTIONS[type(block.attn)](block.attn, block.norm1(x), mask, position)
+    """Apply a block as its forward does; also return the weights, (B, H, N, N)."""
+    attend = ATTENTIONS[type(block.attn)]
+    if BLOCKS[type(block)]:
+        output, weights = attend(block.attn, x, mask, position)
+        x = x + block.drop_path1(block.norm1(output))
+        return x + block.drop_path2(block.norm2(block.mlp(x))), weights
+    output, weights = attend(block.attn, block.norm1(x), mask, position)
     x = x + block.drop_path1(_scale(block, 1, output))
     return x + block.drop_path2(_scale(block, 2, block.mlp(block.norm2(x)))), weights
 
@@ -194,24 +209,6 @@ def _scale(block: Any, branch: int, x: Tensor) -> Tensor:
         return getattr(block, f"ls{branch}")(x)
     gamma = getattr(block, f"gamma_{branch}")
     return x if gamma is None else gamma * x
-
-
-def _post_norm(
-    block: Any, x: Tensor, mask: Tensor | None, position: Position
-) -> tuple[Tensor, Tensor]:
-    """Apply a block that normalizes last, and return its output and weights."""
-    output, weights = ATTENTIONS[type(block.attn)](block.attn, x, mask, position)
-    x = x + block.drop_path1(block.norm1(output))
-    return x + block.drop_path2(block.norm2(block.mlp(x))), weights
-
-
-BLOCKS: dict[type[nn.Module], Reader] = {
-    vits.Block: _pre_norm,
-    eva.EvaBlock: _pre_norm,
-    beit.Block: _pre_norm,
-    vits.ResPostBlock: _post_norm,
-    eva.EvaBlockPostNorm: _post_norm,
-}
 
 
 def _base(model: Any) -> Any:
@@ -280,7 +277,7 @@ class TimmAttentionModel:
         weights, tokens = [], []
         positions = self._family.positions(self._model, grid)
         for block, position in zip(self.blocks, positions, strict=True):
-            x, attention = BLOCKS[type(block)](block, x, mask, position)
+            x, attention = _run_block(block, x, mask, position)
             weights.append(attention)
             tokens.append(x)
         return self._model.forward_head(self._model.norm(x)), weights, tokens

@@ -17,7 +17,6 @@ from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
 from vit.model.variants import find_attention
 
-
 torch.fx.wrap("resample_pos_embed")  # it branches
 
 
