@@ -12,7 +12,9 @@ COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo check test lint lock clean
+ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
+
+.PHONY: help demo check test lint lock onnxruntime clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
@@ -20,6 +22,7 @@ help:
 	@echo "make test   all tests, about 12 minutes on two cores"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
+	@echo "make onnxruntime  fetch the files in $(ONNXRUNTIME) with npm, and verify them"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
 
 demo: .venv/installed
@@ -62,6 +65,14 @@ lock:
 	.venv/lock/bin/pip install --disable-pip-version-check --quiet uv==0.13.9
 	$(COMPILE) requirements.txt --output-file requirements.lock
 	$(COMPILE) requirements-dev.txt --constraints requirements.lock --output-file requirements-dev.lock
+
+onnxruntime:
+	set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
+	npm pack --silent --pack-destination "$$folder" onnxruntime-web@1.30.0; \
+	tar -xzf "$$folder"/*.tgz -C "$$folder"; \
+	cp "$$folder/package/dist/ort.wasm.bundle.min.mjs" $(ONNXRUNTIME); \
+	gzip -n -9 < "$$folder/package/dist/ort-wasm-simd-threaded.wasm" > $(ONNXRUNTIME)/ort-wasm-simd-threaded.wasm.gz
+	cd $(ONNXRUNTIME) && grep -E '^ +[0-9a-f]{64} ' README.md | sha256sum --check
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -18,7 +18,16 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from vit.tensorboard_plugin.encoding import summaries
-from vit.tensorboard_plugin.records import Details, Lens, Map, Record, Statistics, image_url
+from vit.tensorboard_plugin.records import (
+    Details,
+    Lens,
+    Live,
+    LiveSpec,
+    Map,
+    Record,
+    Statistics,
+    image_url,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -111,6 +120,16 @@ def make_record(
         name=name,
     )
     return Record(details=details, weights=weights)
+
+
+def make_live(graph: bytes = b"graph", note: str = "", **changes: Any) -> Live:
+    """A live model of 5 weights whose graph is none."""
+    spec: dict[str, Any] = {
+        "channels": 3, "image_size": (16, 28), "grid": (4, 7), "prefix": 3, "layers": 3, "heads": 2,
+        "classes": CLASSES, "floats": 5, "mean": [0.5] * 3, "std": [0.25] * 3,
+        "interpolation": "bicubic", "fit": "crop", "crop_pct": 0.875, "planned": 10, "left_out": 8,
+    }  # fmt: skip
+    return Live(spec=LiveSpec(**spec | changes), note=note, graph=graph)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 [
                     sys.executable, str(ROOT / "train.py"), "--config",
                     str(ROOT / "configs/shapes.yaml"), "--out", str(run),
-                    "--train.epochs", "4",
+                    "--train.epochs", "4", "--track.live_mb", "0",
                 ],
                 check=True, capture_output=True, env=environment, timeout=900,
             )  # fmt: skip

@@ -92,7 +92,7 @@ def test_record_is_what_is_computed_for_the_image_alone(kind: str, num_classes: 
         size = model.patch_embed.patch_size
         close(found.statistics.distance, attention_distance(weights, grid, size, prefix))
         close(found.statistics.sink, sink_mass(weights))
-        classes, probabilities = logit_lens(model, tokens)
+        classes, probabilities = logit_lens(model.read_tokens, tokens)
         assert found.lens is not None and found.lens.classes == classes[:, 0].tolist()
         close(found.lens.probabilities, probabilities[:, 0])
         check_maps(classifier, inputs, record)

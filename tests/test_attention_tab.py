@@ -604,7 +604,7 @@ def test_saving_picture_and_numbers(page: Page, address: str) -> None:
 
 
 def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: str) -> None:
-    new_page.route("**/plugin/attention/runs", lambda route: route.fulfill(json={"runs": []}))
+    new_page.route("**/plugin/attention/runs*", lambda route: route.fulfill(json={"runs": []}))
     new_page.goto(f"{address}/#attention")
     shown = new_page.frame_locator("iframe").get_by_text("python train.py --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)

@@ -122,7 +122,7 @@ BAD_EVAL = [
     ("x --predict y", "predict: this is a command now: vit-eval RUN predict PHOTO ...\n"),
     ("x --compare y", "compare: this is a command now: vit-eval RUN compare OTHER ...\n"),
     ("x --export=onnx", "export: this is a command now: vit-eval RUN export FORMAT ...\n"),
-    ("x export html", "formats: 'html' is not allowed; it must be one of timm, onnx, torch\n"),
+    ("x export pdf", "formats: 'pdf' is not allowed; it must be one of timm, onnx, torch, html\n"),
     ("x export tmim", "did you mean timm?"),
     ("x photo", "PHOTO: missing; usage: "),
     ("x compare --probes 3", "OTHER: missing; usage: "),

@@ -39,6 +39,7 @@ run(
     "--data.val_size", "0", "--data.download", "false", "--out", out, "--train.epochs", "1",
     "--train.batch_size", "10", "--train.processes", "1", "--train.device", "cpu",
     "--model.depth", "2", "--model.embed_dim", "24", "--track.probes", "1",
+    "--track.live_mb", "0",
 )
 run(
     vit.cli.eval_main, out, "maps", "--data.root", root, "--probes", "2",

@@ -194,7 +194,7 @@ def small(root: Path, out: Path, **data: Any) -> Config:
             "data": {"name": "folder", "root": str(root), "val_size": 3, **data},
             "model": {"embed_dim": 12, "depth": 1, "patch_size": 8},
             "train": {"epochs": 1, "batch_size": 7, "device": "cpu", "precision": "float32"},
-            "track": {"probes": 1},
+            "track": {"probes": 1, "live_mb": 0},
         }
     )
 

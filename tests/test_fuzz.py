@@ -96,6 +96,7 @@ EDGES = {
     "track.every": ("0", "1000001"),
     "track.probes": ("-1", "1000001"),
     "track.milestones": ("0", "1001"),
+    "track.live_mb": ("-1", "1000001"),
 }
 
 # Aliases that double what they stand for, forty times over.

@@ -57,7 +57,7 @@ def read(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
 def test_lens_reads_every_layer_as_the_model_without_its_later_layers(maker, variant) -> None:
     model, images = build(maker, variant), torch.randn(3, 3, 32, 32)
     _, tokens = read(model, images)
-    classes, probabilities = logit_lens(require_attention(model), tokens, k=3)
+    classes, probabilities = logit_lens(require_attention(model).read_tokens, tokens, k=3)
     readings = 1 if variant in NOT_ALONE else 1 + tokens[0].shape[1]
     assert classes.shape == probabilities.shape == (3, 3, readings, 3)
     blocks = model.blocks

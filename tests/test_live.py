@@ -2,6 +2,8 @@
 
 import copy
 import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,34 @@ import pytest
 import timm
 import torch
 from einops import rearrange
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins.base_plugin import TBContext
 from torch import Tensor, nn
+from werkzeug.test import Client
 
+from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.explain.interventions import Interventions
+from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting import export_formats
+from vit.reporting.attention_logging import AttentionLogging
 from vit.reporting.live import (
-    GRAPH_FILE,
     INPUTS,
     PACKAGES,
     WEIGHTS_FILE,
+    LiveLog,
     graph_of,
     weights_of,
-    write_live,
 )
+from vit.run.tracker import Tracker
+from vit.tensorboard_plugin.encoding import decode_live
+from vit.tensorboard_plugin.plugin import AttentionPlugin
 
 SMALL = {"img_size": 32, "patch_size": 8, "num_classes": 5, "embed_dim": 48, "num_heads": 3}
 RGB = Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
@@ -106,14 +117,14 @@ def random_case(shape: tuple[int, int], patches: int) -> Case:
 
 
 @torch.no_grad()
-def reference(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
-    """Logits and weights, with attention replaced by hooks, in float64."""
+def reference(model: nn.Module, case: Case) -> tuple[Tensor, ...]:
+    """Logits, weights and the lens of all classes, with attention replaced by hooks, in float64."""
     images, gates, keep = case
     model = copy.deepcopy(model).double()
     prefix = require_attention(model).num_prefix_tokens
     kept = torch.cat([torch.ones(prefix, dtype=torch.bool), keep[0]])
     seen: list[Tensor] = []
-    normed: list[Tensor] = []
+    layers: list[Tensor] = []
 
     def attend(attn: Any, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
         parts = attn.qkv(inputs[0]).chunk(3, dim=-1)
@@ -128,31 +139,51 @@ def reference(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
 
     for block in model.blocks:
         block.attn.register_forward_hook(attend)
-    model.norm.register_forward_hook(lambda _, __, output: normed.append(output))
+        block.register_forward_hook(
+            lambda _, __, out: layers.append(out if isinstance(out, Tensor) else out[0])
+        )
     model(images.double())
-    tokens = normed[-1]
-    pooled = (
-        tokens[:, 0] if model.global_pool == "token" else tokens[:, prefix:][:, keep[0]].mean(1)
+
+    def read(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        normed = model.norm(tokens)
+        patches = normed[:, prefix:][:, keep[0]]
+        pooled = normed[:, 0] if model.global_pool == "token" else patches.mean(dim=1)
+        return model.head(model.fc_norm(pooled)), model.head(model.fc_norm(normed))
+
+    lens = (part[:, 0] for part in logit_lens(read, layers, k=1000))
+    return read(layers[-1])[0], torch.stack(seen, dim=1), *lens
+
+
+def lens_error(found: list[Tensor], expected: tuple[Tensor, ...], kept: Tensor) -> float:
+    """Largest difference of a probability, of what the head reads and of tokens that are kept."""
+    rows = torch.cat([torch.ones(1, dtype=torch.bool), kept])
+    classes, probabilities = (part[:, rows] for part in found)
+    order, ranked = (part[:, rows] for part in expected)
+    by_class = torch.zeros_like(ranked).scatter(2, order, ranked)
+    assert classes.dtype == torch.int32 and classes.shape[2] == min(3, ranked.shape[2])
+    return max(
+        (probabilities - ranked[..., : classes.shape[2]]).abs().max().item(),
+        (probabilities - by_class.gather(2, classes.long())).abs().max().item(),
     )
-    return model.head(model.fc_norm(pooled)), torch.stack(seen, dim=1)
 
 
-def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float]:
-    """Largest difference of a logit and, in rows of tokens that are kept, of a weight."""
+def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float, float]:
+    """Largest difference of a logit, of a weight (in rows of kept tokens), and of the lens."""
     model = trained(name)
     stored = np.frombuffer(weights_of(classifier_of(model), dtype), str(dtype).split(".")[1])
     loaded = session(graph(name), stored.astype(np.float32).tobytes())
     readable, interventions = require_attention(model), Interventions(model)
     rows, columns = readable.patch_embed.grid(32, 32)
     torch.manual_seed(2)
-    logits, weights = [], []
+    logits, weights, lens = [], [], []
     for _ in range(count):
         case = random_case(interventions.gates_shape, rows * columns)
         found, expected = run(loaded, case), reference(model, case)
         kept = torch.cat([torch.ones(readable.num_prefix_tokens, dtype=torch.bool), case[2][0]])
         logits.append((found[0] - expected[0]).abs().max().item())
         weights.append((found[1] - expected[1])[..., kept, :].abs().max().item())
-    return max(logits), max(weights)
+        lens.append(lens_error(found[2:], expected[2:], kept))
+    return max(logits), max(weights), max(lens)
 
 
 @pytest.mark.parametrize("name", [pytest.param("quick", marks=pytest.mark.slow), *NAMES[1:]])
@@ -169,12 +200,13 @@ def test_ones_change_no_bit_and_gates_equal_hooks(name: str) -> None:
     interventions, readable = Interventions(model), require_attention(model)
     rows, columns = readable.patch_embed.grid(32, 32)
     keep, gates = torch.ones(1, rows * columns), torch.ones(interventions.gates_shape)
-    found, weights = interventions(images, gates, keep)
-    expected, by_layer, _ = readable.forward_intermediates(images)
+    found, weights, *lens = interventions(images, gates, keep)
+    expected, by_layer, tokens = readable.forward_intermediates(images)
     assert torch.equal(found, expected) and torch.equal(weights, torch.stack(by_layer, dim=1))
+    assert all(map(torch.equal, lens, logit_lens(readable.read_tokens, tokens)))
     gates[0], gates[1, 1] = 0, 0.3
     before = copy.deepcopy(model.state_dict())
-    found, _ = interventions(images, gates, keep)
+    found, *_ = interventions(images, gates, keep)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     removed, scaled = (block.attn for block in model.blocks[:2])
     scale = gates[1].repeat_interleave(scaled.proj.in_features // 3)
@@ -197,13 +229,17 @@ def test_a_model_without_some_patches_is_one_that_never_had_their_tokens(pool: s
     for parameter in model.parameters():
         parameter.normal_(std=0.2)
     images, keep = torch.randn(2, 3, 32, 32), torch.rand(2, 16) < 0.5
-    found, _ = Interventions(model)(images, torch.ones(3, 3), keep)
+    found, _, classes, probabilities = Interventions(model)(images, torch.ones(3, 3), keep)
     tokens, grid = model.embed(images)
     for image, kept in enumerate(keep):
         fewer = torch.cat([tokens[image, :3], tokens[image, 3:][kept]])[None]
-        expected, _, _ = model.forward_tokens(fewer, grid)
+        expected, _, layers = model.forward_tokens(fewer, grid)
         torch.testing.assert_close(found[image], expected[0])
-    nothing_kept, _ = Interventions(model)(images, torch.ones(3, 3), torch.zeros(1, 16))
+        rows = torch.cat([torch.ones(4, dtype=torch.bool), kept])  # what is read, then tokens
+        lens = logit_lens(model.read_tokens, layers)
+        assert torch.equal(classes[:, image, rows], lens[0][:, 0])
+        torch.testing.assert_close(probabilities[:, image, rows], lens[1][:, 0])
+    nothing_kept, *_ = Interventions(model)(images, torch.ones(3, 3), torch.zeros(1, 16))
     assert nothing_kept.isfinite().all()
 
 
@@ -214,21 +250,128 @@ def test_parameters_of_an_attention_variant_are_no_constants_of_the_graph() -> N
     for _ in range(COUNT):
         case = random_case((2, 3), 16)
         found, expected = run(loaded, case), Interventions(model)(*case)
-        torch.testing.assert_close(found, list(expected), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[:2], list(expected[:2]), rtol=1e-4, atol=1e-4)
 
 
-def test_files_are_read_together_and_the_graph_depends_on_no_weight(tmp_path: Path) -> None:
-    classifier = classifier_of(trained("timm"))
-    write_live(classifier, tmp_path / "live")
-    content = (tmp_path / "live" / GRAPH_FILE).read_bytes()
+def test_graph_depends_on_no_weight_and_names_no_code() -> None:
+    content = graph_of(classifier_of(trained("timm")))
     assert content == graph("timm") and len(content) < 100_000 and b".py" not in content
-    loaded = onnxruntime.InferenceSession(tmp_path / "live" / GRAPH_FILE)
-    images = torch.randn(1, 3, 32, 32)
-    logits, _ = run(loaded, (images, torch.ones(3, 3), torch.ones(1, 16)))
-    torch.testing.assert_close(logits, classifier.forward(images), rtol=1e-4, atol=1e-4)
 
 
-def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_live(folder: Path) -> Callable[..., Any]:
+    """Return a function that asks the plugin for what is in a folder."""
+    events = EventMultiplexer(tensor_size_guidance={"attention": 0})
+    provider = MultiplexerDataProvider(events.AddRunsFromDirectory(str(folder)).Reload(), "")
+    routes = AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()
+
+    def ask(route: str, **parameters: Any) -> Any:
+        answer = Client(routes[route]).get("/", query_string={"run": ".", **parameters})
+        assert answer.status_code == 200, answer.text
+        return answer.json if answer.is_json else answer.data
+
+    return ask
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_run_can_be_run_at_the_last_steps_that_fit(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = make_loop(small(tmp_path, train={"epochs": 2}, track={"probes": 2, "milestones": 5}))
+    loop.tracker = Tracker(tmp_path)
+    (logging,) = loop.evaluators = [e for e in loop.evaluators if isinstance(e, AttentionLogging)]
+    size = len(weights_of(loop.classifier(), torch.float16))
+    # Two steps as float16 beside the graph, with room for the last one as float32.
+    logging.live = LiveLog((len(small_graph(loop.classifier())) + 3.5 * size) / 1e6, planned=5)
+    monkeypatch.setattr("vit.reporting.live.graph_of", small_graph)
+    if dtype == "float32":
+        monkeypatch.setattr("vit.reporting.live.HALF_ERROR", 0.0)
+    expected, inputs, evaluate = {}, torch.randn(2, 3, 32, 32), logging.run
+
+    def watched(classifier: Classifier, step: int) -> Iterator[Any]:
+        expected[step] = classifier.forward(inputs)
+        yield from evaluate(classifier, step)
+
+    monkeypatch.setattr(logging, "run", watched)
+    loop.run()
+    loop.tracker.close()
+    ask = read_live(tmp_path)
+    found, graph = ask("/live"), ask("/live_graph")
+    spec, last = found["spec"], sorted(expected)[-2:]
+    assert (spec["planned"], spec["left_out"], spec["floats"]) == (5, 3, size // 2)
+    assert (spec["grid"], spec["prefix"], spec["image_size"]) == ([8, 8], 2, [32, 32])
+    assert "the weights of 2 of 5 steps fit into 0." in found["note"]
+    assert "--track.live_mb 1 stores all" in found["note"]
+    kept = last[-1:] if dtype == "float32" else last
+    assert [(at["step"], at["dtype"]) for at in found["steps"]] == [(at, dtype) for at in kept]
+    assert (f"cannot run step {last[0]}: " in capsys.readouterr().err) == (dtype == "float32")
+    gates, keep = torch.ones(spec["layers"], spec["heads"]), torch.ones(1, 64)
+    for step in kept:
+        weights = np.frombuffer(ask("/live_weights", step=step), dtype).astype(np.float32)
+        loaded = session(graph, weights.tobytes())
+        for image, logits in zip(inputs, expected[step], strict=True):
+            difference = run(loaded, (image[None], gates, keep))[0][0] - logits
+            assert difference.abs().max() < (1e-4 if dtype == "float32" else 1e-2)
+
+
+@functools.cache
+def small_graph_bytes() -> bytes:
+    return graph_of(make_loop(small(Path("unused"))).classifier())
+
+
+def small_graph(_: Classifier) -> bytes:
+    """The graph of small runs, exported once."""
+    return small_graph_bytes()
+
+
+def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Classifier) -> bytes:
+        raise RuntimeError("no operator\nfor this")
+
+    def why(classifier: Classifier, megabytes: float = 20) -> str:
+        log, images = LiveLog(megabytes, 10), torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+        (summary,) = log.summaries(classifier, images, 0)
+        assert not [*log.summaries(classifier, images, 1)]
+        live = decode_live(summary.value[0].tensor.string_val[0])
+        warning = f"warning: the Attention tab cannot run this model: {live.note}\n"
+        assert live.spec is None and capsys.readouterr().err == warning
+        return live.note
+
+    plain = classifier_of(untrained("timm"))
+    monkeypatch.setattr("vit.reporting.live.graph_of", fail)
+    assert why(plain) == "no operator for this"
+    assert why(plain, 0.1) == (
+        "the weights of 0 of 10 steps fit into 0.1 MB; training with --track.live_mb 3 stores all"
+    )
+    four = Preprocess((32, 32), (0.5,) * 4, (0.25,) * 4)
+    assert why(replace(plain, preprocess=four)).startswith("channels: Input should be 1 or 3")
+    convolutions = timm.create_model("test_resnet", num_classes=5)
+    assert "attention" in why(classifier_of(convolutions))
+
+
+def test_weights_that_float16_cannot_hold_are_float32_and_diverged_ones_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
+    classifier, images = classifier_of(untrained("timm")), torch.zeros(1, 3, 32, 32).byte()
+    log, bias = LiveLog(20, 3), classifier.model.get_parameter("blocks.0.attn.qkv.bias")
+    sizes = []
+    for value in (0, 1e5, torch.nan):  # a key's bias changes no weight
+        bias.data[48] = value
+        sizes += [
+            len(s.value[0].tensor.string_val[0]) for s in log.summaries(classifier, images, 0)
+        ]
+    floats = sum(tensor.numel() for tensor in classifier.model.state_dict().values())
+    assert sizes[1:] == [2 * floats, 4 * floats]
+
+
+def test_missing_package_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=f"^the live model needs {', '.join(PACKAGES)}, not .*pip"):
         graph_of(classifier_of(untrained("timm")))
+    (summary,) = LiveLog(20).summaries(classifier_of(untrained("timm")), torch.empty(0), 0)
+    assert 'run pip install "vit-from-scratch[export]"' in capsys.readouterr().err
+    assert "pip install" in decode_live(summary.value[0].tensor.string_val[0]).note

@@ -113,7 +113,7 @@ def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "model": {"embed_dim": 12, "depth": 1, "patch_size": 8},
         "train": {"epochs": 1, "batch_size": 7, "device": "cpu", "precision": "float32"},
-        "track": {"probes": 1},
+        "track": {"probes": 1, "live_mb": 0},
     }  # fmt: skip
     train(from_dict(config))
     return run

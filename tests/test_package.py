@@ -1,6 +1,8 @@
 """The installed package: its dependencies, its contents, and running outside a checkout."""
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -98,6 +100,16 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel: Path) -> 
     assert {"vit/weights/cifar10_quick.safetensors", "vit/py.typed"} <= names
     assert "vit/tensorboard_plugin/static/index.js" in names
     assert configs == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.yaml")}
+    assert wheel.stat().st_size < 12e6
+
+
+def test_vendored_files_are_those_that_their_readme_names() -> None:
+    folder = ROOT / "vit/tensorboard_plugin/static/onnxruntime"
+    lines = re.findall(r"^    ([0-9a-f]{64})  (\S+)$", (folder / "README.md").read_text(), re.M)
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == {
+        name: digest for digest, name in lines
+    }
 
 
 @pytest.fixture(scope="module")

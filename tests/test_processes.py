@@ -162,11 +162,14 @@ def is_alive(number: int) -> bool:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes that nobody disturbed."""
     folder = tmp_path_factory.mktemp("pair")
-    words = command(small(folder / "run", **PAIR), folder / "config")
+    live = {**PAIR, "track": {**SPARING, "live_mb": 20}}
+    words = command(small(folder / "run", **live), folder / "config")
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" and "device   2 processes, each on CPU with 1 thread" in done.stdout
     assert done.stdout.count("test     ") == 1
+    (events,) = (folder / "run").glob("events*")
+    assert events.read_bytes().count(b"attention/live/weights/") == 2
     return folder / "run"
 
 

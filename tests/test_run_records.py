@@ -21,7 +21,12 @@ from vit.reporting.attention_records import BATCH_SIZE, attention_records
 from vit.reporting.config import MapsConfig
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker, milestones
-from vit.tensorboard_plugin.encoding import decode_details, decode_weights
+from vit.tensorboard_plugin.encoding import (
+    LIVE_TAG,
+    decode_details,
+    decode_weights,
+    live_weights_tag,
+)
 from vit.training.config import Config
 
 VIT = {"name": "timm:vit_tiny_patch16_224"}
@@ -53,8 +58,11 @@ def train(config: Config, stop_at: int = 0) -> None:
         loop.tracker.close()
 
 
-def test_resumed_run_has_the_records_of_each_step_once(tmp_path: Path) -> None:
-    changes = {"train": {"epochs": 2}, "track": {"probes": 2}}
+def test_resumed_run_has_the_records_of_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
+    changes = {"train": {"epochs": 2}, "track": {"probes": 2, "live_mb": 1}}
     alone, stopped = (small(tmp_path / name, **changes) for name in ("alone", "stopped"))
     train(alone)
     with pytest.raises(Stopped):
@@ -63,13 +71,17 @@ def test_resumed_run_has_the_records_of_each_step_once(tmp_path: Path) -> None:
     newest.unlink()  # as if it had been killed before it could write a checkpoint
     assert checkpoint_steps(tmp_path / "stopped") == [5]
     train(stopped)
-    expected = records_in(tmp_path / "alone")
+    expected, found = (records_in(tmp_path / name) for name in ("alone", "stopped"))
+    ((_, graph),), again = expected.pop(LIVE_TAG), found.pop(LIVE_TAG)
+    assert again == [(step, graph) for step in (0, 6)]  # once in each process
+    assert found == expected
+    for step in milestones(STEPS, 10):
+        assert [at for at, _ in expected.pop(live_weights_tag(step))] == [step]
     names = [f"attention/probe_{number:02d}" for number in range(2)]
     assert sorted(expected) == sorted([*names, *(f"{name}/weights" for name in names)])
     for found in expected.values():
         assert [step for step, _ in found] == milestones(STEPS, 10)
         assert len({content for _, content in found}) == len(found)  # attention changes
-    assert records_in(tmp_path / "stopped") == expected
 
 
 @pytest.mark.parametrize("model", [{}, {**VIT, "timm_args": TIMM_ARGS}], ids=["ours", "timm"])
@@ -91,7 +103,8 @@ def test_eval_writes_records_of_the_images_asked_for(
     saved = load_model(run, "cpu", "float32")
     classifier = saved.classifier
     reader = require_attention(classifier.model)
-    assert len(found) == 4
+    live = {LIVE_TAG, live_weights_tag(7)} if model else set()  # live_mb is 0 in ours
+    assert len(found) == 4 + len(live) and live < {*found}
     for index in options.indices:
         tag = f"attention/image_{index:05d}"
         ((step, content),), ((_, packed),) = found[tag], found[f"{tag}/weights"]

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,28 +41,36 @@ from attention_tab import (
     Response,
     event_file,
     fetch,
+    make_live,
     make_record,
     serve,
     write_record,
     write_run,
 )
+from vit.classifier import Classifier
+from vit.data.preprocess import Preprocess
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.tensorboard_plugin import add_attention, encoding, summary
 from vit.tensorboard_plugin.encoding import (
+    LIVE_TAG,
     decode_details,
+    decode_live,
     decode_weights,
     details_json,
     encode_details,
     encode_weights,
+    live_summary,
+    live_weights,
     part_of,
     summaries,
     thumbnail,
 )
 from vit.tensorboard_plugin.plugin import AttentionPlugin
-from vit.tensorboard_plugin.records import Record
+from vit.tensorboard_plugin.records import MAX_GRAPH, Live, Record
 from vit.tensorboard_plugin.summary import add_record
 
+CPU = torch.device("cpu")
 WAIT = 30  # seconds for TensorBoard to read files
 GUIDE = (ROOT / "docs/tensorboard.md").read_text()
 
@@ -233,6 +243,45 @@ def test_weights_that_lie_about_themselves_are_refused(data: bytes, message: str
     assert "\n" not in str(caught.value)
 
 
+def stored(summary: Summary) -> bytes:
+    (value,) = summary.value
+    return value.tensor.string_val[0]
+
+
+@settings(max_examples=20)
+@given(graph=st.binary(min_size=1), note=st.text(max_size=1000), floats=st.integers(1, 2**27))
+def test_a_live_model_survives_encoding(graph: bytes, note: str, floats: int) -> None:
+    for live in (make_live(graph, note, floats=floats), Live(spec=None, note=note)):
+        assert decode_live(stored(live_summary(live))) == live
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=2), "the record is of another version"),
+        (lambda d: d.update(spec=None), "the graph has 5 bytes"),
+        (lambda d: d.update(graph=""), "the graph has 0 bytes"),
+        (lambda d: d.update(graph="A" * (MAX_GRAPH // 3 * 4 + 4)), "at most 16777216"),
+        (lambda d: d.update(graph="\u2028"), "graph: "),
+        (lambda d: d["spec"].update(channels=2), "spec.channels: "),
+        (lambda d: d["spec"].update(mean=[0.5]), "mean is .1,.; it must be .3,."),
+        (lambda d: d["spec"].update(std=[0, 1, 1]), "spec.std.0: "),
+        (lambda d: d["spec"].update(floats=2**27 + 1), "spec.floats: "),
+        (lambda d: d["spec"].update(floats="5"), "spec.floats: "),
+        (lambda d: d["spec"].update(image_size=[60_000, 60_000]), "more than 16777216 pixels"),
+        (lambda d: d["spec"].update(grid=[90, 90]), "attention weights are more than 16777216"),
+    ],
+)
+def test_live_models_that_contradict_themselves_are_refused_in_one_line(
+    change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    parts = json.loads(zlib.decompress(stored(live_summary(make_live()))))
+    change(parts)
+    with pytest.raises(ValueError, match=message) as caught:
+        decode_live(zlib.compress(json.dumps(parts).encode()))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> None:
@@ -241,6 +290,7 @@ def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> Non
     for decode, encoded in (
         (decode_details, encode_details(record.details)),
         (decode_weights, encode_weights(record.weights)),
+        (decode_live, stored(live_summary(make_live()))),
     ):
         damaged = bytearray(encoded)
         for _ in range(data.draw(st.integers(1, 3))):
@@ -305,17 +355,42 @@ class Server(NamedTuple):
         raise AssertionError(runs)
 
 
-def foreign(tag: str, data: bytes, version: int = 1) -> Summary:
+def foreign(tag: str, data: bytes, version: int = 1, part: str = "details") -> Summary:
     """A value of the plugin that this project would not write."""
     (value, *_) = summaries(tag, make_record()).value
     value.tensor.string_val[0] = data
-    value.metadata.plugin_data.content = json.dumps(
-        {"version": version, "part": "details"}
-    ).encode()
+    value.metadata.plugin_data.content = json.dumps({"version": version, "part": part}).encode()
     return Summary(value=[value])
 
 
+def write_live(writer: Any, step: int, summary: Summary, content: bytes = b"") -> None:
+    if content:
+        summary.value[0].metadata.plugin_data.content = content
+    writer.add_event(Event(step=step, wall_time=1.7e9 + step, summary=summary))
+
+
+def write_live_runs(folder: Path) -> None:
+    """A run with a model at two steps, and with odd weights at others; and models that are odd."""
+    live, other = make_live(note="two steps"), make_live(b"another")
+    with event_file(folder / "run_2") as writer:
+        write_live(writer, 0, live_summary(other))  # before the packages were updated
+        write_live(writer, 5, live_summary(live))
+        write_live(writer, 11, live_weights(11, live, "float32", bytes(19)))
+        write_live(writer, 20, live_weights(20, other, "float16", bytes(10)))
+        write_live(writer, 31, live_weights(31, live, "float64", bytes(40)))  # type: ignore[arg-type]
+        write_live(writer, 44, live_weights(44, live, "float16", bytes(range(10))))
+        write_live(writer, 100, live_weights(100, live, "float32", bytes(range(20))))
+        write_live(writer, 60, live_weights(60, live, "float16", bytes(10)), b'{"version": 9}')
+    with event_file(folder / "damaged") as writer:
+        write_live(writer, 0, foreign(LIVE_TAG, b"", part="live"))
+    with event_file(folder / "many_steps") as writer:
+        write_live(writer, 0, live_summary(Live(spec=None, note="no exporter")))
+    with event_file(folder / "only_live") as writer:
+        write_live(writer, 0, live_summary(live))
+
+
 def write_odd_runs(folder: Path) -> None:
+    write_live_runs(folder)
     write_run(folder / "many_steps", images=1, steps=range(25))
     with event_file(folder / "newer") as writer:
         writer.add_event(Event(step=0, summary=foreign("attention/probe_00", b"", version=2)))
@@ -410,6 +485,29 @@ def test_details_and_weights_are_those_written(server: Server) -> None:
         assert (error <= largest / 510 * (1 + 1e-5)).all()
 
 
+@pytest.mark.slow
+def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(
+    server: Server,
+) -> None:
+    found, live = server.get("live", run="run_2").json(), make_live(note="two steps")
+    assert found["note"] == "two steps"
+    assert found["spec"] == json.loads(json.dumps(dataclasses.asdict(live.spec)))
+    assert found["steps"] == [
+        {"step": 11, "wall_time": 1.7e9 + 11, "dtype": "float32"},
+        {"step": 44, "wall_time": 1.7e9 + 44, "dtype": "float16"},
+        {"step": 100, "wall_time": 1.7e9 + 100, "dtype": "float32"},
+    ]
+    assert server.get("live_graph", run="run_2").body == b"graph"
+    for step, size in ((44, 10), (100, 20)):
+        weights = server.get("live_weights", run="run_2", step=step)
+        assert weights.headers["Content-Type"] == "application/octet-stream"
+        assert weights.body == bytes(range(size))
+    notes = {"run_10": "this run stored no model", "many_steps": "no exporter"}
+    for run, note in {**notes, "damaged": "the live model is damaged"}.items():
+        found = server.get("live", run=run).json()
+        assert (found["spec"], found["steps"]) == (None, []) and found["note"].startswith(note)
+
+
 PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}
 ODD = [
     ("images", {}, 400, "run: missing"),
@@ -425,6 +523,17 @@ ODD = [
     ("details", {"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the"),
     ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, 404, "no weights of"),
     ("weights", {"run": "damaged", "tag": "lying", "step": 0}, 400, "the details say (3, 2, 31,"),
+    ("details", {**PLACE, "tag": LIVE_TAG}, 404, "no image 'attention/live'"),
+    ("live", {"run": "run_3"}, 404, "no run 'run_3'"),
+    ("live_graph", {"run": "run_10"}, 404, "this run stored no model"),
+    ("live_graph", {"run": "damaged"}, 400, "the live model is damaged"),
+    ("live_weights", {"run": "damaged", "step": 0}, 400, "the live model is damaged"),
+    ("live_weights", {"run": "many_steps", "step": 0}, 404, "no weights that belong to"),
+    *(
+        ("live_weights", {"run": "run_2", "step": step}, 404, "no weights that belong to the model")
+        for step in (1, 20, 31, 60)
+    ),
+    ("live_weights", {"run": "run_2", "step": 11}, 400, "weights of step 11 are damaged: 19 bytes"),
 ]  # fmt: skip
 
 
@@ -442,7 +551,8 @@ def test_bad_requests_get_one_line_of_json(server: Server) -> None:
 
 @pytest.mark.slow
 def test_only_listed_files_are_served(server: Server) -> None:
-    for route in ("plugin.py", "../plugin.py", "%2e%2e/plugin.py", "static/index.js", "index.js/x"):
+    outside = ("plugin.py", "../plugin.py", "%2e%2e/plugin.py", "static/index.js", "index.js/x")
+    for route in (*outside, "onnxruntime/README.md", "onnxruntime/../index.js", "onnxruntime"):
         found = server.get(route)
         assert found.status == 404
         assert found.headers["X-Content-Type-Options"] == "nosniff"
@@ -560,8 +670,11 @@ def read_back(folder: Path) -> dict[str, Any]:
     for tag in events.Tags()["tensors"]:
         part = part_of(events.SummaryMetadata(tag).plugin_data.content)
         (event,) = events.Tensors(tag)
-        decode: Callable[[bytes], Any] = decode_details if part == "details" else decode_weights
-        found[tag] = decode(event.tensor_proto.string_val[0])
+        decode: dict[str, Callable[[bytes], Any]] = {
+            "details": decode_details, "weights": decode_weights, "live": decode_live,
+            "live_weights": len,
+        }  # fmt: skip
+        found[tag] = decode[part](event.tensor_proto.string_val[0])
     return found
 
 
@@ -610,6 +723,26 @@ def test_add_attention_writes_what_the_tab_shows(tmp_path: Path, arguments: dict
         codes, scale = found[f"photo_{number:02d}/weights"]
         error = np.abs(codes * scale[..., None] - weights[:, number].numpy())
         assert error.max() <= weights.max() / 510 + 1e-6
+
+
+def test_add_attention_stores_a_model_of_other_size_and_channels_at_each_step(
+    tmp_path: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit.reporting.live.graph_of", lambda classifier: b"graph")
+    model = timm.models.VisionTransformer(
+        img_size=16, patch_size=8, in_chans=1, embed_dim=12, depth=1, num_heads=2, num_classes=2
+    )
+    preprocess = Preprocess((16, 16), (0.5,), (0.25,))
+    classifier = Classifier(model.eval(), preprocess, ("a", "b"), CPU, torch.float32)
+    for step in (3, 70):
+        add_attention(**arguments | {"step": step, "tag": f"at {step}"}, model=classifier)
+    arguments["writer"].close()
+    found = read_back(tmp_path)
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert found[f"{LIVE_TAG}/weights/00000003"] == size == found[f"{LIVE_TAG}/weights/00000070"]
+    spec = found[LIVE_TAG].spec
+    assert (spec.channels, spec.image_size, spec.grid, spec.prefix) == (1, (16, 16), (2, 2), 1)
+    assert (spec.layers, spec.heads, spec.classes, 2 * spec.floats) == (1, 2, ["a", "b"], size)
 
 
 def test_add_attention_needs_only_images_and_weights(tmp_path: Path) -> None:
@@ -680,6 +813,7 @@ def test_too_many_weights_are_left_out_with_a_warning(
         ({"prefix_names": ["a", "b"]}, "prefix_names: 2 names for 1 tokens"),
         ({"logits": torch.randn(3, 4)}, r"logits: \(3, 4\) is not \(2, C\)"),
         ({"classes": ["cat"]}, "classes: 1 names for 4 logits"),
+        ({"model": torch.nn.Linear(2, 2)}, "model: Linear is not a vit.Classifier"),
         ({"labels": [0]}, "labels: 1 labels for 2 images"),
         ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
         ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),

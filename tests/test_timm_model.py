@@ -54,7 +54,7 @@ def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
         "data": {"name": "shapes", "val_size": 40, "train_size": 128},
         "train": {"epochs": 2, "batch_size": 64, "accumulate": 2, "device": "cpu",
                   "precision": "float32", **settings},
-        "track": {"every": 1, "probes": 2},
+        "track": {"every": 1, "probes": 2, "live_mb": 0},
         "optim": {"ema_decay": 0.9, **parts.get("optim", {})},
         "model": parts["model"],
     }  # fmt: skip

@@ -357,7 +357,8 @@ def test_the_exercise_of_the_page(tmp_path, registry, monkeypatch, capsys):
     (tmp_path / "my_attention.py").write_text(code)
     small = (
         "--data.name shapes --data.train_size 64 --data.val_size 16 --train.batch_size 32 "
-        "--track.probes 2 --model.embed_dim 24 --model.depth 1 --model.patch_size 8"
+        "--track.probes 2 --track.live_mb 0 "
+        "--model.embed_dim 24 --model.depth 1 --model.patch_size 8"
     )
     monkeypatch.chdir(tmp_path)
     for command, processes in ((dot, 1), (own, 2)):  # which inherit the variant

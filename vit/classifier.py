@@ -359,7 +359,7 @@ class Classifier:
         """Write the model that was loaded in a format of other programs, and check its logits.
 
         Args:
-            name: "timm", "onnx" or "torch".
+            name: "timm", "onnx" or "torch"; or "html", its Attention tab as one file.
             out: Folder for the export; None is export/ next to the model.
 
         Returns:

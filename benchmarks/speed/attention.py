@@ -180,7 +180,7 @@ def size_of_records(run: Path) -> list[str]:
             sizes[part].append(len(data))
             steps.add(event.step)
             raw = decode_weights(data)[0].size if part == "weights" else raw
-    total = sum(map(sum, sizes.values()))
+    total = sum(sizes["details"]) + sum(sizes["weights"])
     everything = sum(path.stat().st_size for path in run.glob("events.out.tfevents.*"))
     means = [round(sum(s) / max(len(s), 1)) for s in (sizes["details"], sizes["weights"])]
     images = len(sizes["details"]) // max(len(steps), 1)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
+
+Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
 
 
 class MaskedModel(nn.Module):
@@ -36,7 +39,7 @@ class MaskedModel(nn.Module):
         # `functional_call` would not restore its weights.
         self._readable = (require_attention(model),)
 
-    def forward(self, images: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, keep: Tensor) -> Answer:
         """Classify images; arguments and results as for `Interventions`."""
         (readable,) = self._readable
         model: Any = self.model
@@ -44,8 +47,13 @@ class MaskedModel(nn.Module):
         prefix = kept.new_ones(len(kept), readable.num_prefix_tokens)
         mask = torch.cat([prefix, kept], dim=1)[:, None]
         _, weights, tokens = readable.forward_intermediates(images, mask)
-        logits = model.forward_head(_without_patches(model.norm(tokens[-1]), kept))
-        return logits, torch.stack(weights, dim=1)
+
+        def pool(layer: Tensor) -> Tensor:
+            logits: Tensor = model.forward_head(_without_patches(model.norm(layer), kept))
+            return logits
+
+        lens = logit_lens(lambda layer: (pool(layer), readable.read_tokens(layer)[1]), tokens)
+        return pool(tokens[-1]), torch.stack(weights, dim=1), *lens
 
 
 class Interventions(nn.Module):
@@ -74,7 +82,7 @@ class Interventions(nn.Module):
         blocks: Any = model.blocks
         self.gates_shape = len(blocks), int(blocks[0].attn.num_heads)
 
-    def forward(self, images: Tensor, gates: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, gates: Tensor, keep: Tensor) -> Answer:
         """Classify images.
 
         Args:
@@ -83,8 +91,9 @@ class Interventions(nn.Module):
             keep: (B or 1, P) float or bool: 0 leaves a patch out, all else keeps it.
 
         Returns:
-            Logits (B, C), and attention weights before dropout, (B, L, H, N, N). The rows of
-            patches that are left out mean nothing.
+            Logits (B, C), attention weights before dropout (B, L, H, N, N), and the classes and
+            probabilities of `logit_lens`, (L, B, T, k) each. The rows of patches that are left out
+            mean nothing.
         """
         gated, is_on = {}, gates.amax(dim=1) > 0
         blocks: Any = self.masked.model.blocks
@@ -94,7 +103,7 @@ class Interventions(nn.Module):
             gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
             if proj.bias is not None:
                 gated[f"{name}.bias"] = proj.bias * is_on[layer]
-        result: tuple[Tensor, Tensor] = functional_call(self.masked, gated, (images, keep))
+        result: Answer = functional_call(self.masked, gated, (images, keep))
         return result
 
 

@@ -8,24 +8,22 @@ a reading, not a prediction.
 Shapes: L layers, B batch, N tokens (prefix, then patches), D token width, C classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from vit.model.attention_model import AttentionModel
+Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 @torch.no_grad()
-def logit_lens(
-    model: AttentionModel, tokens: Sequence[Tensor], k: int = 3
-) -> tuple[Tensor, Tensor]:
+def logit_lens(read_tokens: Read, tokens: Sequence[Tensor], k: int = 3) -> tuple[Tensor, Tensor]:
     """Read the tokens of every layer with the final norm and the head.
 
     Args:
-        model: In evaluation mode, from `vit.model.attention_model.attention_model`.
+        read_tokens: That of a model in evaluation mode, see `VisionTransformer.read_tokens`.
         tokens: L outputs of the blocks, (B, N, D), from `forward_intermediates`.
-        k: Number of classes to keep, 1 to C.
+        k: Number of classes to keep, C at most.
 
     Returns:
         The most probable classes of what is read, int64, best first, and their probabilities,
@@ -35,7 +33,7 @@ def logit_lens(
     """
     best = []
     for layer in tokens:
-        pooled, alone = model.read_tokens(layer)
+        pooled, alone = read_tokens(layer)
         logits = pooled[:, None] if alone is None else torch.cat([pooled[:, None], alone], dim=1)
-        best.append(logits.float().softmax(dim=-1).topk(k))
+        best.append(logits.float().softmax(dim=-1).topk(min(k, logits.shape[-1])))
     return torch.stack([b.indices for b in best]), torch.stack([b.values for b in best])

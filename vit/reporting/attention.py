@@ -27,11 +27,14 @@ from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import attention_records, left_out_text
 from vit.reporting.config import MapsConfig
+from vit.reporting.live import add_live
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
 from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
 from vit.run.tracker import picture_tag
 from vit.tensorboard_plugin.summary import add_record
+
+LIVE_MB = 100  # for the model, which the Attention tab can run
 
 
 def explain_run(run: str, options: MapsConfig) -> None:
@@ -77,6 +80,15 @@ def explain_run(run: str, options: MapsConfig) -> None:
         }  # fmt: skip
         write_atomically(folder / TABLE_FILE, json.dumps(content, indent=1).encode())
         print(f"\n{as_table(table, count)}\n\nwrote {folder / TABLE_FILE}")
+
+
+def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
+    """Log the test images that `explain_run` chooses by default; errors as there."""
+    test = load_test(saved, root)
+    indices = _choose_images(test, MapsConfig())
+    names = [f"image_{index:05d}" for index in indices.tolist()]
+    with SummaryWriter(str(folder)) as writer:
+        _write_records(writer, saved, test.select(indices).in_memory(), names, None, {}, LEVELS)
 
 
 def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
@@ -186,7 +198,7 @@ def _write_records(
     rollout: dict[str, Any],
     levels: Sequence[float],
 ) -> None:
-    """Write what the Attention tab shows of each image; with levels, each map's faithfulness."""
+    """Write the images and the model for the Attention tab; with levels, maps' faithfulness."""
     found = attention_records(saved.classifier, images, levels=levels, target=target, **rollout)
     weighted = 0
     records = itertools.chain.from_iterable(batch for _, batch in found)
@@ -196,3 +208,5 @@ def _write_records(
         weighted += record is None or record.weights is not None
     if weighted < len(names):
         print(left_out_text(weighted, len(names)))
+    if saved.config.track.live_mb:
+        add_live(writer, saved.classifier, images.pixels(), saved.step, LIVE_MB)

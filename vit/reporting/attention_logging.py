@@ -1,7 +1,7 @@
 """The evaluator that follows attention through training: records, numbers and pictures."""
 
 import io
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
 from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
 from vit.reporting.heads import choose_held_out, draw_heads, measure_groups
+from vit.reporting.live import LiveLog
 from vit.run.folder import MAPS_FOLDER
 from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
 from vit.tensorboard_plugin.encoding import summaries
@@ -69,6 +70,7 @@ class AttentionLogging:
         steps: The steps after which it runs.
         seed: Seed of the random maps, a baseline of faithfulness.
         held_out: Images on which heads are muted at the last step; None leaves that out.
+        live: Stores the model for the Attention tab; None leaves that out.
     """
 
     name = "logging attention"
@@ -80,10 +82,11 @@ class AttentionLogging:
         steps: Collection[int],
         seed: int = 0,
         held_out: ImageSet | None = None,
+        live: LiveLog | None = None,
     ) -> None:
         self.folder, self.probes, self.seed = folder, probes, seed
-        self.steps: Container[int] = steps
-        self.held_out = held_out
+        self.steps: Collection[int] = steps
+        self.held_out, self.live = held_out, live
         self._count, self._last = len(steps), max(steps)
         self._said = False  # whether the user knows that weights are left out
 
@@ -98,6 +101,10 @@ class AttentionLogging:
             yield "attention/importance", draw_heads(effects)
         with one_core() as threads:  # each thread has probes of its own
             yield from self._log(classifier, step, threads, importance)
+        if self.live is not None:
+            later = sum(other > step for other in self.steps)
+            for found in self.live.summaries(classifier, self.probes.pixels(), step, later):
+                yield found.value[0].tag, found
 
     def _log(
         self, classifier: Classifier, step: int, threads: int, importance: Tensor | None
@@ -253,8 +260,9 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     # Training images may be stored larger than the model takes them.
     probes = choose_probes(images, track.probes, seed).resized(setup.preprocess)
     steps = milestones(setup.total_steps, track.milestones)
+    live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
     return AttentionLogging(
-        Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, _images_to_mute(setup)
+        Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, _images_to_mute(setup), live
     )
 
 

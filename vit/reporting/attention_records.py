@@ -247,7 +247,7 @@ def _records(
 ) -> list[Record | None]:
     """Make the record of each image of a batch; the first `weighted` contain attention weights."""
     model, classes = require_attention(classifier.model), classifier.classes
-    readings, probabilities = logit_lens(model, attention.tokens, min(LENS_CLASSES, len(classes)))
+    readings, probabilities = logit_lens(model.read_tokens, attention.tokens, LENS_CLASSES)
     alone = readings.shape[2] > 1  # whether each token can be read
     grid = model.patch_embed.grid(*images.pixels().shape[-2:])
     best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))

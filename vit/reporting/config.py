@@ -199,14 +199,17 @@ class HeadsConfig(EvalConfig):
 
 @settings("")
 class ExportConfig:
-    """The model in formats that other programs load, with its logits checked.
+    """The model in formats of other programs, or its Attention tab as one file.
 
     Attributes:
-        formats: timm for timm.create_model, onnx for ONNX Runtime, torch for torch.export.load
+        formats: timm for timm.create_model, onnx for ONNX Runtime, torch for torch.export.load,
+            html for the Attention tab in a browser
+        steps: logged steps in html
         out: folder for the exports; null is export/ next to the model
     """
 
-    formats: tuple[Literal["timm", "onnx", "torch"], ...]
+    formats: tuple[Literal["timm", "onnx", "torch", "html"], ...]
+    steps: Literal["all", "last"] = "all"
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     model: EvalModelConfig = field(default_factory=EvalModelConfig)
     out: PathName | None = None

@@ -18,6 +18,7 @@ from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
 from vit.reporting.export_formats import FORMATS, Runner, require_packages
 from vit.reporting.loading import load_test, results_folder
+from vit.reporting.page import export_page
 from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
 
@@ -27,7 +28,7 @@ TOLERANCE = 1e-4  # largest difference of a logit
 
 
 def export_run(run: str, options: ExportConfig) -> list[Path]:
-    """Write a model in other formats and compare the results with the model.
+    """Write a model in other formats and compare the results with the model; or `export_page`.
 
     Each export is loaded again by its own runtime and gets 100 test images, or noise where they are
     not on this machine. It appears only if all logits agree. With it comes preprocess.py,
@@ -35,7 +36,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The formats, keys of `FORMATS`, and where to write.
+        options: The formats, keys of `EXPORTS`, and where to write.
 
     Returns:
         The folders or files, in the order of the formats.
@@ -44,15 +45,20 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
         ValueError: The model cannot be read, the format cannot represent it, its packages are not
             installed, other files are in the way, or the logits differ by more than 1e-4.
     """
-    for name in options.formats:
+    for name in FORMATS.keys() & options.formats:
         require_packages(f"export: {name}", FORMATS[name].packages)
     saved = load_model(run, "cpu", "float32")
     folder = results_folder(saved, options.out, EXPORT_FOLDER)
     program = preprocess_program(saved.classifier.preprocess)
     targets = {name: folder / EXPORTS[name] for name in dict.fromkeys(options.formats)}
+    written = list(targets.values())
+    print(saved.describe(), flush=True)
+    if page := targets.pop("html", None):
+        export_page(saved, page, options)
+    if not targets:
+        return written
     for name, target in targets.items():
         _require_replaceable(name, target, program)
-    print(saved.describe(), flush=True)
     images, source = _images_to_check(saved, options.data.root)
     with tempfile.TemporaryDirectory() as drafts:  # nothing is written if one of them fails
         checked = [_export(saved, name, Path(drafts), images, source) for name in targets]
@@ -65,7 +71,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
                 place = target / file.name if draft.is_dir() else target
                 write_atomically(place, file.read_bytes())
             print(f"{compared}\nwrote {target} and {reader}")
-    return list(targets.values())
+    return written
 
 
 def _reader_of(name: str, target: Path) -> Path:

@@ -7,6 +7,9 @@ The graph is that of `Interventions` for one image, in float32:
     keep     (1, P) float32, of the patches
     logits   (1, C) float32
     weights  (1, L, H, N, N) float32, of attention
+    lens_classes        (L, 1 + N, k) int32, as in `vit.tensorboard_plugin.records.Lens`; (L, 1, k)
+                        if the head cannot read a token alone
+    lens_probabilities  as many, float32
 
 It has no weights of the model. It refers to them as external data in weights.bin: all tensors of
 floats in the order of the model's state dict, as little-endian float32 without gaps. So one graph
@@ -14,33 +17,33 @@ serves all steps of a run. Weights that are stored as float16 are widened before
 """
 
 import copy
-from pathlib import Path
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from pydantic import ValidationError
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.explain.interventions import Interventions
-from vit.files import write_atomically
+from vit.console import warn
+from vit.explain.interventions import Answer, Interventions
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import require_packages, trace
+from vit.settings import shorten
+from vit.tensorboard_plugin.encoding import live_summary, live_weights, problem_of
+from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 
-GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
-INPUTS, OUTPUTS = ("images", "gates", "keep"), ("logits", "weights")  # names in the graph
+WEIGHTS_FILE = "weights.bin"  # to which the graph refers
+INPUTS = "images", "gates", "keep"  # names in the graph
+OUTPUTS = "logits", "weights", "lens_classes", "lens_probabilities"
 PACKAGES = ("onnx", "onnxscript")
-
-
-def write_live(classifier: Classifier, folder: Path) -> None:
-    """Write graph.onnx and weights.bin, in float32, to a folder that may exist.
-
-    Raises:
-        ValueError: The same as for `graph_of`.
-    """
-    graph = graph_of(classifier)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / WEIGHTS_FILE, weights_of(classifier, torch.float32))
-    write_atomically(folder / GRAPH_FILE, graph)
+HALF_ERROR = 1e-2  # of a logit, up to which weights are stored as float16
 
 
 def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
@@ -102,6 +105,136 @@ def graph_of(classifier: Classifier) -> bytes:
     return serialized
 
 
+class LiveLog:
+    """Stores a model so that the Attention tab can run it.
+
+    Args:
+        megabytes: 10^6 bytes that the graph and the weights of all steps may take.
+        planned: Number of steps at which `summaries` is called.
+    """
+
+    def __init__(self, megabytes: float, planned: int = 1) -> None:
+        self._bytes, self._planned = 1e6 * megabytes, planned
+        self._live: Live | None = None  # made once in a process: exporting takes seconds
+        self._wide = 0  # how many of the last steps may take float32
+
+    def summaries(
+        self, classifier: Classifier, images: Tensor, step: int, later: int = 0
+    ) -> Iterator[Summary]:
+        """Yield the graph, the first time, and weights, if they fit beside those of later steps.
+
+        Weights are float16 if that changes no logit of the images by more than `HALF_ERROR`. If the
+        model cannot be exported, a warning says why, and so does the tab.
+
+        Args:
+            classifier: The model at this step.
+            images: (B, channels, H, W) uint8.
+            step: Optimizer steps done.
+            later: Number of steps planned after this one.
+        """
+        if self._live is None:
+            self._live = self._export(classifier)
+            yield live_summary(self._live)
+        spec = self._live.spec
+        if spec is None or later >= spec.planned - spec.left_out:
+            return
+        dtype = _dtype(classifier, images)
+        if dtype == torch.float32 and later >= self._wide:
+            warn(f"the Attention tab cannot run step {step}: its weights do not fit as float32")
+        elif dtype is not None:
+            name: Any = str(dtype).removeprefix("torch.")
+            yield live_weights(step, self._live, name, weights_of(classifier, dtype))
+
+    def _export(self, classifier: Classifier) -> Live:
+        """Return the model without weights, or why there is none."""
+        try:
+            return self._plan(classifier)
+        except ValidationError as error:
+            reason = problem_of(error)
+        except Exception as error:  # of many kinds, and none of them may end a run
+            reason = shorten(error, 300)
+        warn(f"the Attention tab cannot run this model: {reason}")
+        return Live(spec=None, note=reason)
+
+    def _plan(self, classifier: Classifier) -> Live:
+        """Export the model, and choose the last steps, as many as fit as float16.
+
+        If they are several, there is room for the last one as float32.
+
+        Raises:
+            ValueError: There is no room for any, or the model cannot be exported.
+        """
+        spec = _spec(classifier, self._planned)
+        half = 2 * spec.floats
+        graph = graph_of(classifier) if half <= self._bytes else b""
+        room = int((self._bytes - len(graph)) // half)
+        count = min(self._planned, max(int(room > 0), room - 1))
+        self._wide = room - count if 2 * half <= MAX_LIVE_WEIGHTS else 0
+        wanted = math.ceil((half * (self._planned + 1) + len(graph)) / 1e6)
+        note = (
+            f"the weights of {count} of {self._planned} steps fit into {self._bytes / 1e6:g} MB; "
+            f"training with --track.live_mb {wanted} stores all"
+        )
+        if not count:
+            raise ValueError(note)
+        spec = replace(spec, left_out=self._planned - count)
+        return Live(spec=spec, note=note if spec.left_out else "", graph=graph)
+
+
+def add_live(
+    writer: SummaryWriter, classifier: Classifier, images: Tensor, step: int, megabytes: float = 1e6
+) -> None:
+    """Write a model for the Attention tab at a step, and its graph with the writer's first one.
+
+    Args:
+        writer: It belongs to one model.
+        classifier: The model.
+        images: (B, channels, height, width) uint8, of any size.
+        step: Optimizer steps done.
+        megabytes: 10^6 bytes that graph and weights may take.
+    """
+    log = _logs.setdefault(writer, LiveLog(megabytes))
+    pixels = classifier.preprocess.resize_all(images.cpu())
+    for summary in log.summaries(classifier, pixels, step):
+        writer._get_file_writer().add_summary(summary, step)
+
+
+_logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()
+
+
+def _spec(classifier: Classifier, planned: int) -> LiveSpec:
+    """Describe a model.
+
+    Raises:
+        ValueError: The page could not run it.
+    """
+    model, preprocess = require_attention(classifier.model), classifier.preprocess
+    rows, columns = model.patch_embed.grid(*preprocess.image_size)
+    layers, heads = Interventions(classifier.model).gates_shape
+    floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
+    channels: Any = preprocess.channels
+    return LiveSpec(
+        **preprocess.to_dict(), channels=channels, grid=(rows, columns),
+        prefix=model.num_prefix_tokens, layers=layers, heads=heads,
+        classes=list(classifier.classes), floats=floats, planned=planned, left_out=0,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
+    """Return the dtype that weights are stored in; None if the model diverged."""
+    model, inputs = classifier.model, classifier.normalize(images)
+    logits = model(inputs)
+    if not logits.isfinite().all():
+        return None
+    floats = {k: v for k, v in model.state_dict().items() if v.is_floating_point()}
+    rounded = {name: tensor.half().to(tensor.dtype) for name, tensor in floats.items()}
+    if not all(tensor.isfinite().all() for tensor in rounded.values()):
+        return torch.float32
+    error = (functional_call(model, rounded, (inputs,)) - logits).abs().max()
+    return torch.float16 if error <= HALF_ERROR else torch.float32
+
+
 class _WithWeights(nn.Module):
     """`Interventions` with the weights of its model as an argument.
 
@@ -115,13 +248,13 @@ class _WithWeights(nn.Module):
 
     def forward(
         self, images: Tensor, gates: Tensor, keep: Tensor, weights: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Answer:
         """Do what `Interventions` does, with weights by their names in the model."""
         named = {f"masked.model.{name}": tensor for name, tensor in weights.items()}
-        result: tuple[Tensor, Tensor] = functional_call(
-            self.interventions, named, (images, gates, keep)
-        )
-        return result
+        inputs = images, gates, keep
+        logits, attention, *lens = functional_call(self.interventions, named, inputs)
+        classes, probabilities = (part[:, 0] for part in lens)  # of the only image
+        return logits, attention, classes.int(), probabilities
 
 
 def _named_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ SHEET_SUFFIX = "_sheet.png"
 PHOTOS_FILE = "photos.csv"
 EXPORT_FOLDER = "export"
 PREPROCESS_FILE = "preprocess.py"  # with each export
-EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2"}
+EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2", "html": "live.html"}
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
@@ -82,6 +82,7 @@ _WRITTEN = (
     f"{EXPORT_FOLDER}/{PREPROCESS_FILE}",
     f"{EXPORT_FOLDER}/model.onnx",
     f"{EXPORT_FOLDER}/model.pt2",
+    f"{EXPORT_FOLDER}/live.html",
     ".*.tmp",
     EXTENSION_FILE,
     CONFIG_FILE,

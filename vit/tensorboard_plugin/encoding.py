@@ -1,8 +1,11 @@
 """The bytes of a record in an event file, and back.
 
 An image has two tags. TAG holds the details, JSON compressed by zlib; TAG/weights the attention
-weights, an npz file of 8-bit numbers with a scale for each row. TensorBoard reads files that
-anybody may have written, so decoding checks everything and trusts no size that the data claims.
+weights, an npz file of 8-bit numbers with a scale for each row. A model that the page can run has
+LIVE_TAG, JSON compressed by zlib, and a tag for its weights at each step, so that steps are listed
+without reading weights: these are numbers without gaps, whose metadata has their dtype and the
+SHA-256 of their graph. TensorBoard reads files that anybody may have written, so decoding checks
+everything and trusts no size that the data claims.
 
 Shapes: L layers, H heads, N tokens.
 """
@@ -12,7 +15,7 @@ import io
 import json
 import zipfile
 import zlib
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -26,22 +29,31 @@ from vit.tensorboard_plugin.records import (
     PNG_URL,
     VERSION,
     Details,
+    Live,
     Record,
     image_url,
 )
 
 PLUGIN_NAME = "attention"
-MAX_DETAILS = 2**26  # bytes of JSON
+LIVE_TAG = "attention/live"
+MAX_DETAILS = 2**26  # bytes of JSON, that of a live model included
 MAX_NPZ = 5 * MAX_WEIGHTS + 2**12  # bytes of weights, of at most as many scales, and of headers
 
-Part = Literal["details", "weights"]
+T = TypeVar("T")
+Part = Literal["details", "weights", "live", "live_weights"]
+Floats = Literal["float16", "float32"]
 
-_details = TypeAdapter(Details)
+_details, _live = TypeAdapter(Details), TypeAdapter(Live)
 
 
 def weights_tag(tag: str) -> str:
     """Return the tag that holds the weights of an image."""
     return f"{tag}/weights"
+
+
+def live_weights_tag(step: int) -> str:
+    """Return the tag that holds the weights of a live model at a step."""
+    return f"{LIVE_TAG}/weights/{step:08d}"
 
 
 def part_of(plugin_content: bytes) -> Part:
@@ -53,11 +65,11 @@ def part_of(plugin_content: bytes) -> Part:
     try:
         found = json.loads(plugin_content)
         version, part = found["version"], found["part"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError("the record does not say its version; it is damaged") from None
     if version != VERSION:
         raise ValueError(_other_version(f"version {version}"))
-    if part not in ("details", "weights"):
+    if part not in get_args(Part):
         raise ValueError(f"the record has an unknown part {part!r}; it is damaged")
     return part
 
@@ -82,24 +94,30 @@ def decode_details(data: bytes) -> Details:
     Raises:
         ValueError: The data is damaged, too large, or of another version; one line.
     """
-    unpacker = zlib.decompressobj()
-    try:
-        text = unpacker.decompress(data, MAX_DETAILS)
-    except zlib.error as error:
-        raise ValueError(f"the details of the record are damaged: {error}") from None
-    if not unpacker.eof:
-        raise ValueError(
-            f"the details of the record are damaged: cut short, or longer than {MAX_DETAILS} bytes"
-        )
-    try:
-        return _details.validate_json(text, strict=True)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        if any(problem["loc"] == ("version",) for problem in problems):
-            raise ValueError(_other_version("another version")) from None
-        message = " ".join(problems[0]["msg"].removeprefix("Value error, ").split())
-        place = ".".join(map(str, problems[0]["loc"])) or "record"
-        raise ValueError(f"the details of the record are damaged: {place}: {message}") from None
+    return _decoded(data, _details, "the details of the record are damaged")
+
+
+def live_summary(live: Live) -> Summary:
+    """Return a live model, without its weights, as TensorBoard stores it."""
+    return Summary(value=[_value(LIVE_TAG, "live", zlib.compress(_live.dump_json(live)))])
+
+
+def decode_live(data: bytes) -> Live:
+    """Decode and check what `live_summary` contains; errors as for `decode_details`."""
+    return _decoded(data, _live, "the live model is damaged")
+
+
+def live_weights(step: int, live: Live, dtype: Floats, weights: bytes) -> Summary:
+    """Return the weights of a live model at a step, little-endian, as TensorBoard stores them."""
+    about = {"dtype": dtype, "graph": live.digest}
+    return Summary(value=[_value(live_weights_tag(step), "live_weights", weights, **about)])
+
+
+def live_dtype(plugin_content: bytes, live: Live) -> Floats | None:
+    """Return the dtype of the weights under a tag; None if they do not belong to this model."""
+    found = json.loads(plugin_content)
+    belongs = found["part"] == "live_weights" and found.get("graph") == live.digest
+    return found["dtype"] if belongs and found.get("dtype") in get_args(Floats) else None
 
 
 def details_json(details: Details) -> bytes:
@@ -181,6 +199,31 @@ def thumbnail(details: Details, side: int = 96) -> str:
     return image_url(np.asarray(image))
 
 
+def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str) -> T:
+    """Decompress and check JSON; `damaged` begins the message of an error."""
+    unpacker = zlib.decompressobj()
+    try:
+        text = unpacker.decompress(data, MAX_DETAILS)
+    except zlib.error as error:
+        raise ValueError(f"{damaged}: {error}") from None
+    if not unpacker.eof:
+        raise ValueError(f"{damaged}: cut short, or longer than {MAX_DETAILS} bytes")
+    try:
+        return adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        if any(problem["loc"] == ("version",) for problem in problems):
+            raise ValueError(_other_version("another version")) from None
+        raise ValueError(f"{damaged}: {problem_of(error)}") from None
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return the first place that is not allowed, and why, as one line."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    message = " ".join(problem["msg"].removeprefix("Value error, ").split())
+    return f"{'.'.join(map(str, problem['loc'])) or 'record'}: {message}"
+
+
 def _other_version(found: object) -> str:
     """Return what to tell the reader of a record of another version."""
     return (
@@ -189,8 +232,8 @@ def _other_version(found: object) -> str:
     )
 
 
-def _value(tag: str, part: Part, data: bytes) -> Summary.Value:
-    content = json.dumps({"version": VERSION, "part": part}).encode()
+def _value(tag: str, part: Part, data: bytes, **about: str) -> Summary.Value:
+    content = json.dumps({"version": VERSION, "part": part, **about}).encode()
     return Summary.Value(
         tag=tag,
         # Without data_class, TensorBoard drops the value.

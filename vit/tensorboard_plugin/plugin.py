@@ -5,6 +5,7 @@ tag, but no path. The answers are JSON, bytes, and the files in static/; an erro
 JSON that says what to do.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from importlib import resources
@@ -21,19 +22,32 @@ from werkzeug import wrappers
 
 from vit.explain.colours import SIGNED, UNIFORM, table_of
 from vit.tensorboard_plugin.encoding import (
+    LIVE_TAG,
     PLUGIN_NAME,
+    Part,
     decode_details,
+    decode_live,
     decode_weights,
     details_json,
+    live_dtype,
+    live_weights_tag,
     part_of,
     thumbnail,
     weights_tag,
 )
-from vit.tensorboard_plugin.records import Details
+from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Details, Live
 
 STATIC = resources.files("vit.tensorboard_plugin") / "static"
-STATIC_TYPES = {".js": "text/javascript", ".css": "text/css"}
+STATIC_TYPES = {
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".css": "text/css",
+    ".gz": "application/octet-stream",  # not as Content-Encoding: the page decompresses it
+}
 EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
+NO_MODEL = (
+    "this run stored no model: train it again, or use eval.py RUN maps (track.live_mb above 0)"
+)
 
 Answer = dict[str, Any] | bytes
 
@@ -58,8 +72,9 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """Return the applications that answer requests, by path."""
         # Only the names listed here can be requested.
         static = {
-            f"/{file.name}": _application(_reader(file), content_type)
-            for file in STATIC.iterdir()
+            f"/{folder}{file.name}": _application(_reader(file), content_type)
+            for folder in ("", "onnxruntime/")
+            for file in (STATIC / folder).iterdir()
             if (content_type := STATIC_TYPES.get(PurePath(file.name).suffix))
         }
         return {
@@ -69,6 +84,9 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
             "/images": _application(self._images, "application/json"),
             "/details": _application(self._details, "application/json"),
             "/weights": _application(self._weights, "application/octet-stream"),
+            "/live": _application(self._live, "application/json"),
+            "/live_graph": _application(self._live_graph, "application/octet-stream"),
+            "/live_weights": _application(self._live_weights, "application/octet-stream"),
         }
 
     def is_active(self) -> bool:
@@ -83,10 +101,12 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Attention")
 
     def _runs(self, request: wrappers.Request) -> Answer:
-        """List the runs that have records, without reading any."""
+        """List the runs that have images, without reading any."""
         runs = []
         for run, series in self._list(request).items():
-            images = [tag for tag in series if not _is_weights(tag, series)]
+            images = _image_tags(series)
+            if not images:
+                continue
             runs.append(
                 {
                     "name": run,
@@ -106,9 +126,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         run = _text(request, "run")
         series = self._list_run(request, run)
         images, problems = [], []
-        for tag in sorted(series, key=_natural):
-            if _is_weights(tag, series):
-                continue
+        for tag in sorted(_image_tags(series), key=_natural):
             try:
                 part_of(series[tag].plugin_content)
                 steps = [(datum, _decoded(datum)) for datum in self._read(request, run, tag)]
@@ -143,9 +161,55 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         signed = b"\1" if codes.dtype.kind == "i" else b""
         return codes.tobytes() + scale.astype("<f4").tobytes() + signed
 
+    def _live(self, request: wrappers.Request) -> Answer:
+        """Describe a run's model, and list the steps whose weights are stored.
+
+        Without a model that can be used, "spec" is null and "note" says why.
+        """
+        series = self._list_run(request, _text(request, "run"))
+        try:
+            live = self._live_of(request, series)
+        except ValueError as error:
+            return {"spec": None, "steps": [], "note": _line(str(error))}
+        steps = [
+            {"step": one.max_step, "wall_time": one.max_wall_time, "dtype": dtype}
+            for one in sorted(series.values(), key=lambda one: one.max_step)
+            if _part(one) and (dtype := live_dtype(one.plugin_content, live))
+        ]
+        spec = live.spec and dataclasses.asdict(live.spec)
+        return {"spec": spec, "steps": steps, "note": live.note}
+
+    def _live_graph(self, request: wrappers.Request) -> Answer:
+        """Return the ONNX graph of a run's model."""
+        return self._live_of(request, self._list_run(request, _text(request, "run"))).graph
+
+    def _live_weights(self, request: wrappers.Request) -> Answer:
+        """Return the weights of a run's model at a step, in the dtype in which they are stored."""
+        run, step = _text(request, "run"), _step(request)
+        series, tag = self._list_run(request, run), live_weights_tag(step)
+        live, found = self._live_of(request, series), series.get(tag)
+        if not found or not _part(found) or not (dtype := live_dtype(found.plugin_content, live)):
+            raise UnknownError(f"step {step} has no weights that belong to the model of this run")
+        weights = _bytes(self._datum(request, run, tag, step))
+        size = live.spec.floats * int(dtype[-2:]) // 8 if live.spec else 0
+        if len(weights) != size or size > MAX_LIVE_WEIGHTS:
+            raise ValueError(f"the weights of step {step} are damaged: {len(weights)} bytes")
+        return weights
+
+    def _live_of(self, request: wrappers.Request, series: dict[str, TensorTimeSeries]) -> Live:
+        """Return the model that a run stored last, without weights.
+
+        Raises:
+            ValueError: There is none, or it is damaged.
+        """
+        if LIVE_TAG not in series or part_of(series[LIVE_TAG].plugin_content) != "live":
+            raise UnknownError(NO_MODEL)
+        run, last = _text(request, "run"), series[LIVE_TAG].max_step
+        return decode_live(_bytes(self._datum(request, run, LIVE_TAG, last)))
+
     def _details_of(self, request: wrappers.Request, run: str, tag: str, step: int) -> Details:
         series = self._list_run(request, run)
-        if tag not in series or _is_weights(tag, series):
+        if tag not in _image_tags(series):
             raise UnknownError(f"run {run!r} has no image {tag!r}; reload the page")
         part_of(series[tag].plugin_content)
         return _decoded(self._datum(request, run, tag, step))
@@ -266,12 +330,20 @@ def _step(request: wrappers.Request) -> int:
     return int(value)
 
 
-def _is_weights(tag: str, series: dict[str, TensorTimeSeries]) -> bool:
-    """Tell whether a tag holds the weights of an image; if that cannot be read, it does not."""
+def _image_tags(series: dict[str, TensorTimeSeries]) -> list[str]:
+    """Return the tags of images, among them those whose metadata cannot be read."""
+    return [
+        tag
+        for tag, one in series.items()
+        if _part(one) == "details" or (_part(one) is None and not tag.startswith(LIVE_TAG))
+    ]
+
+
+def _part(series: TensorTimeSeries) -> Part | None:
     try:
-        return part_of(series[tag].plugin_content) == "weights"
+        return part_of(series.plugin_content)
     except ValueError:
-        return False
+        return None
 
 
 def _bytes(datum: TensorDatum) -> bytes:

@@ -1,4 +1,4 @@
-"""Records: what the Attention tab shows of one image at one step.
+"""Records: what the Attention tab shows of one image at one step, and the model that it can run.
 
 A record describes itself completely and is checked when it is made, whether by this project or from
 a file that anybody may have written; see `vit.tensorboard_plugin.encoding` for its bytes.
@@ -7,6 +7,7 @@ Shapes: L layers, H heads, N tokens (prefix, then patches, row by row), C classe
 """
 
 import base64
+import hashlib
 import io
 import math
 import struct
@@ -23,6 +24,8 @@ TOP_CLASSES = 5
 
 MAX_WEIGHTS = 2**24  # of one image, L * H * N * N; ViT-L/16 at 224 pixels has 14.9 million
 MAX_PIXELS = 2**24  # of one image, 4096 x 4096
+MAX_GRAPH = 2**24  # bytes of a live model's ONNX graph
+MAX_LIVE_WEIGHTS = 2**28  # bytes of a live model's weights
 
 PNG_URL = "data:image/png;base64,"
 
@@ -179,6 +182,79 @@ class Record:
         shape = (details.layers, details.heads, details.tokens, details.tokens)
         if self.weights is not None and self.weights.shape != shape:
             raise ValueError(f"weights are {self.weights.shape}; the details say {shape}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveSpec:
+    """What a model that runs in the page takes, and what it returns.
+
+    Attributes:
+        channels: Colour channels of its images.
+        image_size: Height and width of its images, in pixels.
+        grid: Rows and columns of patches.
+        prefix: Number of tokens before the patches.
+        layers: L.
+        heads: H.
+        classes: Names of the C classes.
+        floats: Number of weights.
+        mean, std, interpolation, fit, crop_pct: Those of `vit.data.pixels.ArrayPreprocess`.
+        planned: Number of steps at which attention is logged.
+        left_out: How many of them, the first ones, have no weights stored.
+    """
+
+    channels: Literal[1, 3]
+    image_size: tuple[Count, Count]
+    grid: tuple[Count, Count]
+    prefix: Annotated[int, Field(ge=0, le=100_000)]
+    layers: Count
+    heads: Count
+    classes: Annotated[list[str], Field(min_length=1)]
+    floats: Annotated[int, Field(ge=1, le=MAX_LIVE_WEIGHTS // 2)]
+    mean: list[Finite]
+    std: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    interpolation: str
+    fit: Literal["crop", "pad", "squash"]
+    crop_pct: Annotated[float, Field(gt=0, le=1)]
+    planned: Count
+    left_out: Annotated[int, Field(ge=0, le=100_000)]
+
+    def __post_init__(self) -> None:
+        _check_shape("mean", self.mean, (self.channels,))
+        _check_shape("std", self.std, (self.channels,))
+        if math.prod(self.image_size) > MAX_PIXELS:
+            raise ValueError(f"image_size: {self.image_size} is more than {MAX_PIXELS} pixels")
+        weights = self.layers * self.heads * (self.prefix + math.prod(self.grid)) ** 2
+        if weights > MAX_WEIGHTS:
+            raise ValueError(f"{weights} attention weights are more than {MAX_WEIGHTS}")
+
+
+BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+
+@dataclass(frozen=True, kw_only=True, config=BASE64)
+class Live:
+    """The model of a run, without its weights, or why the page cannot run it.
+
+    Attributes:
+        spec: What it takes and returns; None if there is no model.
+        note: What a user should know: why there is no model, or which steps have no weights.
+        graph: The ONNX graph, see `vit.reporting.live`; empty if there is no model.
+        version: Version of the format.
+    """
+
+    spec: LiveSpec | None
+    note: Annotated[str, Field(max_length=1000)]
+    graph: bytes = b""
+    version: Literal[1] = VERSION
+
+    def __post_init__(self) -> None:
+        if len(self.graph) > MAX_GRAPH or bool(self.graph) != (self.spec is not None):
+            raise ValueError(f"the graph has {len(self.graph)} bytes; at most {MAX_GRAPH}")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the graph, which its weights name."""
+        return hashlib.sha256(self.graph).hexdigest()
 
 
 def image_url(pixels: np.ndarray) -> str:

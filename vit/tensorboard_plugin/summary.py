@@ -5,6 +5,7 @@ Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
 
 import math
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,6 +26,8 @@ from vit.tensorboard_plugin.records import (
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.tensorboard import SummaryWriter
+
+    from vit.classifier import Classifier
 
 SUM_TOLERANCE = 0.01  # of a row of weights; what bfloat16 needs
 
@@ -56,6 +59,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     labels: "Tensor | Sequence[int] | None" = None,
     logits: "Tensor | None" = None,
     maps: "Mapping[str, Tensor] | None" = None,
+    model: "Classifier | None" = None,
 ) -> None:
     """Log the attention of any model for the Attention tab.
 
@@ -80,13 +84,18 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention;
             those that `vit.registry.ALL_KINDS` has as signed are so, in units of the mean of
             their absolute values. None computes attention rollout.
+        model: What returned the weights, for the tab to run it at this step: one model for each
+            writer, as `vit.Classifier(model, Preprocess((height, width), mean, std), classes,
+            device, torch.float32)`. What cannot be exported costs a warning.
 
     Raises:
         ValueError: An argument has a wrong shape or value; nothing has been written.
     """
+    import torch
+
     pixels = _pixels(images)
     layers = _layers(weights, len(pixels), grid, num_prefix_tokens)
-    _check_target(writer, tag, step)
+    _check_target(writer, tag, step, model)
     names = _prefix_names(prefix_names, num_prefix_tokens, readout)
     class_names, true, top = _predictions(len(pixels), classes, labels, logits)
     shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
@@ -108,6 +117,9 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         records.append(Record(details=details, weights=kept))
     for number, record in enumerate(records):
         add_record(writer, tag if len(records) == 1 else f"{tag}_{number:02d}", record, step)
+    if model is not None:
+        shown_images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+        resolve_name("vit.reporting.live:add_live")(writer, model, shown_images, step)
 
 
 def make_details(
@@ -145,7 +157,7 @@ def make_details(
     )  # fmt: skip
 
 
-def _check_target(writer: Any, tag: str, step: int) -> None:
+def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     if not isinstance(writer, SummaryWriter):
@@ -155,6 +167,8 @@ def _check_target(writer: Any, tag: str, step: int) -> None:
         raise ValueError(f"tag: {tag!r} is empty or ends with /weights, which the tab itself adds")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: {step!r} is not a whole number, at least 0")
+    if model is not None and not hasattr(model, "preprocess"):
+        raise ValueError(f"model: {type(model).__name__} is not a vit.Classifier")
 
 
 def _pixels(images: "Tensor") -> np.ndarray:

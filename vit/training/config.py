@@ -167,11 +167,14 @@ class TrackConfig:
         probes: number of validation images whose attention maps are logged during training
         milestones: number of steps at which attention is logged: the last, the first, and steps in
             between that are denser at the start
+        live_mb: megabytes for the model, which the Attention tab can run at the last of these
+            steps; 0 stores none
     """
 
     every: Count = 50
     probes: CountOrZero = 8
     milestones: Annotated[int, Field(ge=1, le=1000)] = 10
+    live_mb: CountOrZero = 20
 
 
 @settings("")

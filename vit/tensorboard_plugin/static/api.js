@@ -1,18 +1,18 @@
 // Requests to the server side, and a cache of what it answered.
 
-import { Weights } from "./maths.js";
+import { storedWeights } from "./maths.js";
+import { canvasesOf } from "./raster.js";
 
 const PNG = "data:image/png;base64,";
 const BAD_REQUEST = 400; // for a record that is damaged or of another version, too
 const CACHE_BYTES = 2 ** 28; // 40 records of a ViT-B/16 at 224 pixels
 
-/** Ask the server; an error is one line that says what to do. */
+/** Ask the server, or the page if it is one file; an error is one line that says what to do. */
 async function get(route, parameters, read) {
-  const address = new URL(route, import.meta.url);
-  address.search = new URLSearchParams(parameters);
+  const asked = `${route}?${new URLSearchParams(parameters)}`.replace(/\?$/, "");
   let response;
   try {
-    response = await fetch(address);
+    response = await (globalThis.attentionFile?.answers[asked] ?? fetchAnswer)(asked);
   } catch {
     throw new Error("TensorBoard does not answer. Is it still running?");
   }
@@ -22,8 +22,15 @@ async function get(route, parameters, read) {
   throw Object.assign(new Error(reason), { permanent: response.status === BAD_REQUEST });
 }
 
+const fetchAnswer = (asked) => fetch(new URL(asked, import.meta.url));
+
 export const fetchRuns = async () => (await get("runs", {}, "json")).runs;
 export const fetchImages = (run) => get("images", { run }, "json");
+
+/** Load the description of a run's model: {spec, steps, note}; spec is null if there is none. */
+export const fetchLive = (run) => get("live", { run }, "json");
+export const fetchLiveGraph = (run) => get("live_graph", { run }, "arrayBuffer");
+export const fetchLiveWeights = (run, step) => get("live_weights", { run, step }, "arrayBuffer");
 
 /** Keeps the values used last, up to a number of bytes. */
 class Cache {
@@ -125,7 +132,7 @@ function readWeights(stored, shape) {
   }
   try {
     if (stored instanceof Error) throw stored;
-    return { weights: new Weights(stored, shape), missing: null };
+    return { weights: storedWeights(stored, shape), missing: null };
   } catch (error) {
     const reason = error.message.replace(/\.$/, "");
     const missing = `The attention weights of this step cannot be read: ${reason}.`;
@@ -145,14 +152,8 @@ async function decodeImage(address) {
   const image = new Image();
   image.src = checkedImage(address);
   await image.decode();
-  const colour = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
-  const drawing = colour.getContext("2d");
+  const { naturalWidth: width, naturalHeight: height } = image;
+  const drawing = new OffscreenCanvas(width, height).getContext("2d");
   drawing.drawImage(image, 0, 0);
-  const pixels = drawing.getImageData(0, 0, colour.width, colour.height);
-  for (let at = 0; at < pixels.data.length; at += 4) {
-    pixels.data.fill((pixels.data[at] + pixels.data[at + 1] + pixels.data[at + 2]) / 3, at, at + 3);
-  }
-  const grey = new OffscreenCanvas(colour.width, colour.height);
-  grey.getContext("2d").putImageData(pixels, 0, 0);
-  return { colour, grey };
+  return canvasesOf(drawing.getImageData(0, 0, width, height));
 }

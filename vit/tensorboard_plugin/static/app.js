@@ -1,18 +1,21 @@
 // The tab as a whole: its state, what it asks the server for, and its panes.
 
 import { fetchImages, fetchRuns } from "./api.js";
+import { cancelAll, classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
 import { differenceOf } from "./comparison.js";
 import { make, write } from "./dom.js";
+import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
 import { emptyState } from "./empty.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
-import { nearest } from "./maths.js";
+import { nearest, range, tokenName, tokenOf } from "./maths.js";
 import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
 import { Pane } from "./pane.js";
 import { scalesOf } from "./scale.js";
-import { parseState, stateParameters } from "./state.js";
+import { FUSED, parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
+import { BRUSHES } from "./what_if.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
@@ -24,12 +27,19 @@ export class App {
   pointed = null; // name of the token under the pointer
   paints = 0;
   playing = null; // side of the pane that plays
+  brush = "point"; // one of BRUSHES
+  held = null; // the patch that is being moved or swapped
+  photo = null; // a file of the user's, in place of the images
+  history = []; // changes before the present ones
   #lists = new Map(); // run → its images, as listed by the server
   #known = null; // JSON of the runs
   #turn = 0;
 
   constructor(root) {
-    this.chooser = new Chooser((image) => this.set({ image }));
+    this.chooser = new Chooser((image) => {
+      this.photo = null;
+      this.set({ image });
+    });
     this.panes = [new Pane(this, "a"), new Pane(this, "b")];
     this.toolbar = new Toolbar(this);
     this.banner = make("p", { class: "banner", role: "alert", hidden: true });
@@ -56,7 +66,9 @@ export class App {
     new ResizeObserver(() => this.layout()).observe(this.main);
     listen(this, this.toolbar.help);
     takeFocus();
+    listenForPhotos((file) => this.takePhoto(file));
     window.attentionTab = this;
+    window.attention = { classify: (...asked) => classify(this, ...asked) };
     await this.#poll();
   }
 
@@ -147,11 +159,11 @@ export class App {
     this.panes[1].element.hidden = !second;
     this.chooser.render(images, state);
     const shown = Promise.all([this.panes[0].show(first), second && this.panes[1].show(second)]);
-    this.toolbar.render();
+    this.toolbar.render(images);
     this.#remember();
     await shown;
     if (turn !== this.#turn) return;
-    this.toolbar.render(); // with the classes of what has been loaded
+    this.toolbar.render(images); // with the classes of what has been loaded
     const difference = second ? differenceOf(...this.panes.map((pane) => pane.record)) : "";
     write(this.notice, difference);
     this.notice.hidden = difference === "";
@@ -183,7 +195,10 @@ export class App {
 
   /** Return the scales of all that is shown: both panes share them, to be comparable. */
   scales() {
-    return scalesOf(this.state.contrast, this.panes.flatMap((pane) => pane.onScale()));
+    return scalesOf(
+      this.state.contrast,
+      this.panes.flatMap((pane) => pane.onScale()),
+    );
   }
 
   /** Paint before the next frame, once however often this is called. */
@@ -249,6 +264,108 @@ export class App {
     this.set(enlarged ? { enlarged: "no" } : { token: "" });
   }
 
+  /** Return what tells whether a run has something new. */
+  newsOf(run) {
+    return this.runs.find((one) => one.name === run)?.wall_time;
+  }
+
+  /** Return the image that lends its patches: the one chosen, or the next in the list. */
+  lender(images) {
+    const { image, other } = this.state;
+    const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
+    return images.find(({ tag }) => tag === other) ?? next;
+  }
+
+  /** End the work of the live model; what was shown before stays. */
+  cancel() {
+    cancelAll();
+  }
+
+  isChanged() {
+    return Boolean(this.state.mute || this.state.patches || this.photo);
+  }
+
+  /** Change the model or the image; `along`: as a part of the change before. */
+  edit(changes, along = false) {
+    const { mute, patches } = this.state;
+    if (!along) this.history.push({ mute, patches, photo: this.photo });
+    const { photo = this.photo, ...others } = changes;
+    this.photo = photo;
+    return this.set(others);
+  }
+
+  /** Take back the last change. */
+  undo() {
+    if (this.history.length) this.edit(this.history.pop(), true);
+  }
+
+  reset() {
+    if (this.isChanged()) this.edit({ mute: "", patches: "", photo: null });
+  }
+
+  takePhoto(photo) {
+    return this.edit({ photo });
+  }
+
+  muteHeads(heads) {
+    return this.edit({ mute: toggleHeads(this.state.mute, heads) });
+  }
+
+  /** Mute the chosen "head", its "layer", or the "others" of its layer; or sound them again. */
+  mute(what) {
+    const [{ record }] = this.panes;
+    if (!record) return;
+    const { layer, head } = this.panes[0].chosen();
+    if (what !== "layer" && FUSED.includes(head)) return;
+    const all = range(record.heads).map((one) => [layer, one]);
+    const others = all.filter(([, one]) => one !== head);
+    if (what === "others") this.edit({ mute: onlyHead(this.state.mute, [layer, head], others) });
+    else this.muteHeads(what === "head" ? [[layer, head]] : all);
+  }
+
+  takeBrush(brush) {
+    this.brush = brush;
+    this.held = null;
+    return this.refresh();
+  }
+
+  nextBrush() {
+    const brushes = Object.keys(BRUSHES);
+    this.takeBrush(brushes[(brushes.indexOf(this.brush) + 1) % brushes.length]);
+  }
+
+  /** Use the brush on the kept patch. */
+  brushKept() {
+    const { record } = this.panes[0];
+    const patch = record ? (tokenOf(this.state.token, record) ?? -1) - record.prefix.length : -1;
+    if (patch < 0) return this.toolbar.say("Keep a patch first: click it, or press an arrow key.");
+    if (this.brush === "point") this.brush = "mean";
+    if (this.held !== null) return this.release(patch);
+    return this.press(record, patch, false);
+  }
+
+  /** Use the brush on a patch; `along`: in the same stroke as the patch before. */
+  press(record, patch, along) {
+    const { brush, state } = this;
+    if (brush === "point") {
+      if (!along) this.pin(tokenName(record.prefix.length + patch, record));
+    } else if (brush === "move" || brush === "swap") {
+      if (!along) this.held = patch;
+    } else {
+      const fill = brush === "restore" ? null : brush;
+      this.edit({ patches: fillPatches(state.patches, [[patch, fill]]) }, along);
+    }
+  }
+
+  /** End a stroke: a patch that is being moved arrives. */
+  release(patch) {
+    const { held, brush, state } = this;
+    this.held = null;
+    if (held === null || patch === null || patch === held) return;
+    const fills = moved(state.patches, held, patch, brush === "swap");
+    this.edit({ patches: fillPatches(state.patches, fills) });
+  }
+
   chooseRun(run) {
     const list = this.#lists.get(run);
     const keep = !list || list.images.some((image) => image.tag === this.state.image);
@@ -312,6 +429,18 @@ export class App {
   numbers() {
     return this.panes.filter((pane) => !pane.element.hidden).map((pane) => pane.numbers());
   }
+}
+
+/** Call a function with a photo that is dropped on the page or pasted. */
+function listenForPhotos(take) {
+  const offered = (event, { files }) => {
+    const file = [...files].find(({ type }) => type.startsWith("image/"));
+    if (event.type === "drop" || file) event.preventDefault(); // nothing else is opened
+    if (file) take(file);
+  };
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => offered(event, event.dataTransfer));
+  document.addEventListener("paste", (event) => offered(event, event.clipboardData));
 }
 
 function latest(runs) {

@@ -2,7 +2,8 @@
 
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
-import { MARK, Raster, resize } from "./raster.js";
+import { mutedHeads } from "./edits.js";
+import { CHANGED, MARK, Raster, resize } from "./raster.js";
 import { scaleOfHead, valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
 import { uniformDistance } from "./statistics.js";
@@ -29,10 +30,11 @@ export class HeadsView {
 
   /**
    * @param {{choose: function(number, (number|string)): Promise, enlarge: function(): void,
-   *   point: function(?object): void}} actions - Called with a layer and head that is chosen, when
-   *   the chosen one is clicked, and with what is under the pointer.
+   *   mute: function(number, number): void, point: function(?object): void}} actions - Called with
+   *   a layer and head that is chosen, when the chosen one is clicked, with one that is clicked
+   *   with Shift, and with what is under the pointer.
    */
-  constructor({ choose, enlarge, point }) {
+  constructor({ choose, enlarge, mute, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
     this.over = make("canvas", {});
     this.names = make("canvas", { class: "names" });
@@ -48,8 +50,11 @@ export class HeadsView {
         pointerleave: () => point(null),
         click: (event) => {
           const found = this.#under(event);
-          const again = found?.layer === this.chosen.layer && found.head === this.chosen.head;
-          if (found) again ? enlarge() : choose(found.layer, found.head);
+          if (!found) return undefined;
+          const { layer, head } = found;
+          if (event.shiftKey && !FUSED.includes(head)) return mute(layer, head);
+          const again = layer === this.chosen.layer && head === this.chosen.head;
+          return again ? enlarge() : choose(layer, head);
         },
         keydown: (event) => this.#move(event, choose),
       },
@@ -140,7 +145,8 @@ export class HeadsView {
         : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.${reference}`;
     write(this.notes[0], below);
     write(this.notes[1], `Mean over all heads: ${means.join(", ")}.`);
-    const hint = "Click a map to lay it over the picture, and again to enlarge it.";
+    const hint =
+      "Click a map to lay it over the picture, and again to enlarge it; with Shift, to mute it.";
     write(this.notes[2], this.enlarged ? "Click the map or press Esc to see all maps." : hint);
   }
 
@@ -150,9 +156,7 @@ export class HeadsView {
     const prefix = record.prefix.length;
     const maps = this.#cells.map((cell) => ({
       ...cell,
-      colours: scaleOfHead(scales, cell.head).pixelsOf(
-        valuesOf(attention, cell.layer, cell.head),
-      ),
+      colours: scaleOfHead(scales, cell.head).pixelsOf(valuesOf(attention, cell.layer, cell.head)),
     }));
     const part = (box, ...tokens) =>
       maps.map((map) => ({ box: map[box], colours: map.colours.subarray(...tokens) }));
@@ -182,6 +186,7 @@ export class HeadsView {
 
   #drawLabels(context, names, state, inOrder, statistic) {
     const style = getComputedStyle(this.element);
+    const muted = new Set(mutedHeads(state.mute, this.record).map((head) => head.join(".")));
     for (const one of [context, names]) {
       one.font = `10px ${style.fontFamily}`;
       one.fillStyle = style.getPropertyValue("--quiet");
@@ -202,6 +207,7 @@ export class HeadsView {
         context.fillText(text, 2, top + this.cellHeight / 2 + 4);
         context.textAlign = "center";
       }
+      if (muted.has(`${layer}.${head}`)) this.#cross(context, left, top);
       if (layer === state.layer && head === state.head) {
         context.strokeStyle = style.getPropertyValue("--accent");
         context.lineWidth = 2;
@@ -210,6 +216,18 @@ export class HeadsView {
         this.anchor.style.height = `${this.cellHeight + 3 * LINE}px`;
       }
     }
+  }
+
+  /** Cross out the map of a muted head. */
+  #cross(context, left, top) {
+    context.strokeStyle = CHANGED;
+    context.lineWidth = 2;
+    context.beginPath();
+    context.moveTo(left, top);
+    context.lineTo(left + this.cellWidth, top + this.cellHeight);
+    context.moveTo(left + this.cellWidth, top);
+    context.lineTo(left, top + this.cellHeight);
+    context.stroke();
   }
 
   /** Return a map's name; a short one if the long ones do not fit. */

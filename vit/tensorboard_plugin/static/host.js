@@ -8,8 +8,9 @@ const PREFIX = "p.attention.";
 
 const host = findHost();
 
-/** TensorBoard's window, or this one where the tab is opened alone or from another origin. */
+/** TensorBoard's window, or this one where the tab is one file, alone or from another origin. */
 function findHost() {
+  if (globalThis.attentionFile) return window;
   try {
     return typeof window.parent.location.hash === "string" ? window.parent : window;
   } catch {

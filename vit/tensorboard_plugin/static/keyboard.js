@@ -13,6 +13,9 @@ const KEYS = [
   ["[ ]", "previous and next step"],
   ["Space", "play the steps"],
   ["P N", "previous and next image"],
+  ["M L O", "mute the chosen head, its layer, all others of the layer"],
+  ["B, H", "next brush; use it on the kept patch"],
+  ["U R", "undo the last change; reset"],
   ["1 2 3", "heads, maps, predictions"],
   ["C", "colours over the picture on and off"],
   ["?", "this list"],
@@ -51,6 +54,13 @@ export function listen(app, help) {
     p: () => app.chooser.step(-1),
     n: () => app.chooser.step(1),
     c: () => app.set({ heat: app.state.heat === "yes" ? "no" : "yes" }),
+    m: () => app.mute("head"),
+    l: () => app.mute("layer"),
+    o: () => app.mute("others"),
+    b: () => app.nextBrush(),
+    h: () => app.brushKept(),
+    u: () => app.undo(),
+    r: () => app.reset(),
     "?": () => help.showModal(),
   };
   Object.keys(VIEWS).forEach((view, index) => (actions[index + 1] = () => app.set({ view })));

@@ -8,6 +8,7 @@ const FAITHFULNESS =
   "(LeRF − MoRF)/2 of this map on this image: how much more the probability of its class falls " +
   "if the patches that the map calls important are hidden first, not last. " +
   "A map that ignores the image has 0 on average.";
+const AGAIN = "After a change, rollout is computed again; the other maps need gradients.";
 
 /** Return the classes for which there are maps. */
 export function targetsOf(record) {
@@ -69,7 +70,8 @@ export class MapsView {
     const chosen = chosenMap(record, state);
     for (const { element, map } of this.#cards)
       element.setAttribute("aria-pressed", String(map === chosen));
-    write(this.note, maps.length ? "" : "No maps of the whole image were recorded.");
+    const partly = record.change ? AGAIN : "";
+    write(this.note, maps.length ? partly : "No maps of the whole image were recorded.");
   }
 
   #draw(record, maps, side) {

@@ -5,7 +5,27 @@
 export const MEAN = -1; // instead of a token: the mean over all patches
 
 /**
- * The attention weights of an image at a step, kept as they come: 8 bits and a scale per row.
+ * Read the attention weights of an image at a step.
+ *
+ * @param {ArrayBuffer} buffer - L*H*N*N codes, then L*H*N float32 scales; their products are the
+ *   weights. One more byte says that the codes are int8, not uint8.
+ * @param {{layers: number, heads: number, tokens: number, prefix: number}} shape
+ */
+export function storedWeights(buffer, shape) {
+  const { layers, heads, tokens } = shape;
+  const size = layers * heads * tokens * tokens;
+  const scales = 4 * layers * heads * tokens; // bytes
+  const signed = buffer.byteLength === size + scales + 1;
+  if (!signed && buffer.byteLength !== size + scales) {
+    throw new Error("The weights have another size than the image's details say.");
+  }
+  const codes = new (signed ? Int8Array : Uint8Array)(buffer, 0, size);
+  const floats = buffer.slice(size, size + scales); // a copy, because floats must be aligned
+  return new Weights(codes, new Float32Array(floats), shape);
+}
+
+/**
+ * Attention weights: numbers, L*H*N*N, times a scale for each row, L*H*N.
  *
  * Rows need not sum to 1, and weights may be negative: not all attention is a softmax.
  */
@@ -13,22 +33,11 @@ export class Weights {
   #means = [];
   #meanOfPatches = {};
 
-  /**
-   * @param {ArrayBuffer} buffer - L*H*N*N codes, then L*H*N float32 scales; their products are the
-   *   weights. One more byte says that the codes are int8, not uint8.
-   * @param {{layers: number, heads: number, tokens: number, prefix: number}} shape
-   */
-  constructor(buffer, { layers, heads, tokens, prefix }) {
-    const size = layers * heads * tokens * tokens;
-    const scales = 4 * layers * heads * tokens; // bytes
-    this.signed = buffer.byteLength === size + scales + 1;
-    if (!this.signed && buffer.byteLength !== size + scales) {
-      throw new Error("The weights have another size than the image's details say.");
-    }
-    Object.assign(this, { layers, heads, tokens, prefix });
-    this.codes = new (this.signed ? Int8Array : Uint8Array)(buffer, 0, size);
-    const floats = buffer.slice(size, size + scales); // a copy, because floats must be aligned
-    this.scale = new Float32Array(floats);
+  /** @param {Set<number>} removed - Tokens that take no part; their rows and columns are 0. */
+  constructor(codes, scale, { layers, heads, tokens, prefix }, removed = new Set()) {
+    Object.assign(this, { codes, scale, layers, heads, tokens, prefix, removed });
+    this.signed = !(codes instanceof Uint8Array) && codes.some((code) => code < 0);
+    this.patches = Math.max(1, tokens - prefix - removed.size);
   }
 
   /**
@@ -76,8 +85,9 @@ export class Weights {
    */
   rollouts(token, direction) {
     const start = new Float64Array(this.tokens);
-    if (token === MEAN) start.fill(1 / (this.tokens - this.prefix), this.prefix);
+    if (token === MEAN) start.fill(1 / this.patches, this.prefix);
     else start[token] = 1;
+    this.removed.forEach((one) => (start[one] = 0));
     const inUnits = (vector) => Float32Array.from(vector, (value) => value * this.tokens);
     if (direction === "from") {
       // A column of M_l ... M_0 is M_l times the column up to the layer before.
@@ -93,6 +103,20 @@ export class Weights {
         row = halfway(row, timesMatrix(row, this.meanMatrix(layer)));
       return inUnits(row);
     });
+  }
+
+  /**
+   * Write a token's row in a head, as fractions of its sum, into an array (N,). Negative weights
+   * count as zero.
+   */
+  readRow(layer, head, token, row) {
+    const n = this.tokens;
+    const at = (layer * this.heads + head) * n + token;
+    let sum = 0;
+    for (let key = 0; key < n; key++)
+      sum += row[key] = Math.max(0, this.codes[at * n + key]) * this.scale[at];
+    if (Math.abs(sum - 1) < 0.01 || sum === 0) return;
+    for (let key = 0; key < n; key++) row[key] /= sum;
   }
 
   /**
@@ -125,7 +149,7 @@ export class Weights {
     const n = this.tokens;
     const rows = (layer * this.heads + head) * n;
     const values = new Float64Array(n);
-    const unit = n / (n - this.prefix);
+    const unit = n / this.patches;
     for (let query = 0; query < n; query++) {
       const scale = this.scale[rows + query] * unit;
       for (let key = 0; key < n; key++) {

@@ -26,6 +26,7 @@ export function numbersOf(record, { state, token, attention }, shown) {
     range: [shown.scale.low, shown.scale.high],
     values: plain(shown.values),
     ...ofView(record, state, attention),
+    ...changeOf(record),
     classes: record.details.classes,
     label: record.details.label,
     top: record.details.top,
@@ -41,6 +42,13 @@ function ofView({ details }, { view, statistics }, attention) {
     ...Object.fromEntries(FUSED.map((name) => [name, attention[name].map(plain)])),
     statistics,
   };
+}
+
+function changeOf({ change }) {
+  if (!change) return {};
+  const { mute, patches } = change;
+  const [before, after] = [change.before, change.after].map(({ logits }) => plain(logits));
+  return { change: { mute, patches, before, after } };
 }
 
 function plain(values) {

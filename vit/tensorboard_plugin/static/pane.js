@@ -1,10 +1,12 @@
 // A pane: one image of one run at one step. Two panes stand side by side to be compared.
 
 import { fetchRecord } from "./api.js";
+import { ask, liveOf } from "./asking.js";
 import { captionOf } from "./caption.js";
 import { ColourBar } from "./colour_bar.js";
 import { ImageMenu } from "./comparison.js";
 import { make, shortName, write } from "./dom.js";
+import { changedPatches } from "./edits.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
@@ -14,14 +16,20 @@ import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
 import { statisticsOf } from "./statistics.js";
 import { FUSED } from "./state.js";
+import { Change } from "./what_if.js";
 
 const SLOW = 300; // milliseconds until a pane says that it is loading
 
 export class Pane {
-  record = null;
+  logged = null; // the record as the server has it
+  record = null; // what is shown: the same, or what the live model makes of it
+  isLive = false;
+  liveNote = "";
   failed = false;
   retry = false; // whether asking again may help
   #turn = 0;
+  #painted = 0; // the turn that is shown
+  #key = null; // of the image and step that are wanted
   #probe = null; // map and token under the pointer in the layers x heads
   #memory = {};
 
@@ -33,12 +41,14 @@ export class Pane {
       app.point(patch === null ? null : tokenName(this.record.prefix.length + patch, this.record));
     this.picture = new Picture({
       point,
-      pin: (patch) => app.pin(tokenName(this.record.prefix.length + patch, this.record)),
+      press: (patch, along) => app.press(this.record, patch, along),
+      release: (patch) => app.release(patch),
     });
     this.views = {
       heads: new HeadsView({
         choose: (layer, head) => app.set({ layer, head }),
         enlarge: () => app.enlarge(),
+        mute: (layer, head) => app.muteHeads([[layer, head]]),
         point: (probe) => {
           this.#probe = probe;
           app.paint();
@@ -81,6 +91,14 @@ export class Pane {
     });
     this.step = make("output", {});
     this.top = range(5).map(() => bar());
+    this.bars = make("div", {}, ...this.top.map((one) => one.element));
+    this.change = new Change((target) => this.app.set({ target }));
+    this.working = make(
+      "p",
+      { class: "working", "data-noexport": "" },
+      "The model is working … ",
+      make("button", { type: "button", click: () => this.app.cancel() }, "Cancel"),
+    );
     this.host = make("div", { class: "host" });
     this.content = make(
       "div",
@@ -91,9 +109,9 @@ export class Pane {
         make("div", { class: "captions" }, this.file, this.caption),
         this.box,
         this.chips,
+        make("div", { class: "top" }, this.working, this.change.element, this.bars),
         this.scale.element,
         this.readout,
-        make("div", { class: "top" }, ...this.top.map((one) => one.element)),
       ),
       this.host,
     );
@@ -124,16 +142,25 @@ export class Pane {
    */
   async show(wanted) {
     const turn = ++this.#turn;
+    // While a patch is brushed, each answer is shown, though the question is no longer the last.
+    const key = JSON.stringify([wanted.run, wanted.image?.tag, wanted.at]);
+    this.#key = key;
+    const isCurrent = () => turn === this.#turn || (key === this.#key && turn > this.#painted);
     this.#writeSteps(wanted);
     this.images.render(wanted.images, this.app.state);
     if (wanted.problem) return this.#fail(wanted.problem);
     if (!this.record) this.#say("Loading …");
     const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
     try {
-      const record = await fetchRecord(wanted.run, wanted.image, wanted.at);
-      const statistics = await statisticsOf(record, wanted.images, this.app.state.over);
-      if (turn !== this.#turn) return undefined;
+      const logged = await fetchRecord(wanted.run, wanted.image, wanted.at);
+      const record = await this.#ask(logged, wanted, turn);
+      if (record === null) return undefined;
+      const over = record.change ? "image" : this.app.state.over;
+      const statistics = await statisticsOf(record, wanted.images, over);
+      if (!isCurrent()) return undefined;
+      this.#painted = turn;
       this.failed = this.retry = false;
+      this.logged = logged;
       this.record = record;
       this.statistics = statistics;
       this.#probe = null;
@@ -148,10 +175,34 @@ export class Pane {
     return undefined;
   }
 
+  /**
+   * Return what the live model makes of a record: the record itself if nothing is changed, null if
+   * a newer question took the place of this one.
+   */
+  async #ask(logged, { run, images }, turn) {
+    const { app } = this;
+    const say = (note) => turn === this.#turn && (this.liveNote = note);
+    try {
+      const live = await liveOf(run, app.newsOf(run));
+      this.isLive = live.steps.some(({ step }) => step === logged.step);
+      say(live.note);
+      if (!this.isLive) say(`Step ${logged.step} is not live. ${live.note}`);
+      if (!this.isLive || !app.isChanged()) return logged;
+      const lender = app.state.patches.includes("other") && app.lender(images);
+      const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
+      const { mute, patches } = app.state;
+      return await ask(logged, live, { mute, patches, photo: app.photo, other }, this.side);
+    } catch (error) {
+      if (error.name === "AbortError" && turn !== this.#turn) return null;
+      say(error.message);
+      return logged;
+    }
+  }
+
   #fail(problem, retry = true) {
     this.failed = true;
     this.retry = retry;
-    this.record = null;
+    this.logged = this.record = null;
     this.#say(problem);
   }
 
@@ -196,6 +247,10 @@ export class Pane {
 
   #writeCaption() {
     const { details, className } = this.record;
+    const isIgnored = this.app.isChanged() && !this.record.change;
+    const why = isIgnored ? `This shows the model without the change. ${this.liveNote}` : "";
+    this.change.render(this.record, this.app.state.target, why);
+    this.bars.hidden = Boolean(this.record.change?.isChanged);
     write(this.file, shortName(details.name));
     this.file.title = details.name;
     this.caption.replaceChildren(...captionOf(this.record));
@@ -229,6 +284,12 @@ export class Pane {
       return { element, swatch, value, token: tokens[index] };
     });
     this.chips.replaceChildren(...this.chipParts.map((part) => part.element));
+  }
+
+  /** Return the layer and the head that are chosen. */
+  chosen() {
+    const { layer, head } = this.#seen();
+    return { layer, head };
   }
 
   /** Return the state with what this record has: its layers, its heads. */
@@ -284,6 +345,7 @@ export class Pane {
       patch: patchOf(token),
       pinned: scene.pinned,
       pointer: patchOf(pointer),
+      changed: this.isLive ? changedPatches(state.patches, record) : new Map(),
     });
     const view = this.views[state.view];
     view.chosen = { layer: state.layer, head: state.head };
@@ -304,7 +366,7 @@ export class Pane {
 
   /** Return the lines below the picture as one text. */
   read() {
-    return this.lines
+    return [this.change.words, this.change.logit, ...this.lines]
       .map((line) => line.textContent)
       .filter(Boolean)
       .join(". ");

@@ -1,26 +1,43 @@
 // The large picture: patch grid, heat map, and the patches that are pointed at.
 
 import { make } from "./dom.js";
-import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
+import { CHANGED, MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
 
 export class Picture {
   /**
-   * @param {{point: function(?number): void, pin: function(number): void}} actions
-   *   Called with the patch under the pointer, or null, and with the patch that is clicked.
+   * @param {{point: function(?number): void, press: function(number, boolean): void,
+   *   release: function(?number): void}} actions - Called with the patch under the pointer, or
+   *   null, with each patch of a stroke and whether the stroke began before it, and with the last.
    */
-  constructor({ point, pin }) {
+  constructor({ point, press, release }) {
     this.canvas = make("canvas", {
       class: "picture",
       tabindex: "0",
       role: "application",
       "aria-label": "Picture with its patches. Arrow keys move the patch, Escape releases it.",
-      pointermove: (event) => point(this.patchAt(event)),
+      pointermove: (event) => {
+        point(this.patchAt(event));
+        if (this.stroke === null) return;
+        for (const one of event.getCoalescedEvents()) this.#press(this.patchAt(one), press, true);
+      },
       pointerleave: () => point(null),
       pointerdown: (event) => {
-        const patch = this.patchAt(event);
-        if (event.button === 0 && patch !== null) pin(patch);
+        if (event.button === 0) this.#press(this.patchAt(event), press, false);
       },
+      pointerup: (event) => {
+        if (this.stroke !== null) release(this.patchAt(event));
+        this.stroke = null;
+      },
+      pointercancel: () => (this.stroke = null),
     });
+  }
+
+  stroke = null; // the patch that the pressed pointer reached last
+
+  #press(patch, press, along) {
+    if (patch === null || patch === this.stroke) return;
+    this.stroke = patch;
+    press(patch, along);
   }
 
   layout(record, boxWidth, boxHeight) {
@@ -41,16 +58,35 @@ export class Picture {
 
   /**
    * @param {?function(number): string} colourOf - A patch's colour as CSS, or null.
-   * @param {{patch: ?number, pinned: boolean, pointer: ?number}} marks - Patches to outline.
+   * @param {{patch: ?number, pinned: boolean, pointer: ?number, changed: Map<number, string>}} marks
+   *   Patches to outline, and those that are changed, with their fills.
    */
-  paint(record, colourOf, { patch, pinned, pointer }) {
+  paint(record, colourOf, { patch, pinned, pointer, changed }) {
     this.record = record;
     const { context, size } = this;
     drawOverlay(context, record, size, colourOf);
     this.#drawGrid();
+    for (const [one, fill] of changed)
+      this.#markChanged(patchBox(record, size, one), fill === "out");
     if (pointer !== null && pointer !== patch)
       outline(context, patchBox(record, size, pointer), "#fff", 1);
     if (patch !== null) outline(context, patchBox(record, size, patch), MARK, pinned ? 3 : 2);
+  }
+
+  /** Mark a patch that is changed; one that is out of attention keeps its pixels and is crossed. */
+  #markChanged([left, top, width, height], isOut) {
+    const { context } = this;
+    context.strokeStyle = CHANGED;
+    context.lineWidth = 1.5;
+    context.beginPath();
+    context.rect(left + 1.5, top + 1.5, width - 2, height - 2);
+    if (isOut) {
+      context.moveTo(left + 2, top + 2);
+      context.lineTo(left + width - 1, top + height - 1);
+      context.moveTo(left + width - 1, top + 2);
+      context.lineTo(left + 2, top + height - 1);
+    }
+    context.stroke();
   }
 
   #drawGrid() {

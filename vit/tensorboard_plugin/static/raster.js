@@ -1,6 +1,7 @@
 // Canvases: many small maps painted as one image, and maps laid over a picture.
 
 export const MARK = "#00d5ff"; // outlines the token in question; inferno has no blue like it
+export const CHANGED = "#7cff6b"; // marks changed patches and muted heads; no map has this green
 
 /** Device pixels to one CSS pixel. */
 export function ratio() {
@@ -48,6 +49,20 @@ export class Raster {
       this.context.drawImage(small, 0, index * rows, columns, rows, ...box),
     );
   }
+}
+
+/** Return an image in colour and in grey: canvases of its own size. */
+export function canvasesOf(pixels) {
+  const { width, height, data } = pixels;
+  const faded = data.slice();
+  for (let at = 0; at < data.length; at += 4)
+    faded.fill((data[at] + data[at + 1] + data[at + 2]) / 3, at, at + 3);
+  const [colour, grey] = [pixels, new ImageData(faded, width, height)].map((image) => {
+    const canvas = new OffscreenCanvas(width, height);
+    canvas.getContext("2d", { willReadFrequently: true }).putImageData(image, 0, 0);
+    return canvas;
+  });
+  return { colour, grey };
 }
 
 /** Return the size of a picture in whole pixels to a patch that fits into a box. */

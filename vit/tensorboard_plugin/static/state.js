@@ -1,5 +1,7 @@
 // The state of the tab, and its form in the address.
 
+import { readHeads, readPatches } from "./edits.js";
+
 export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions" };
 export const DIRECTIONS = { to: "where it attends", from: "who attends to it" };
 export const STATISTICS = {
@@ -40,6 +42,9 @@ const PARAMETERS = {
   target: [null, count], // class that the maps explain; null: the first
   contrast: ["fixed", oneOf(CONTRASTS)],
   heat: ["yes", oneOf({ yes: 1, no: 1 })],
+  mute: ["", readHeads],
+  patches: ["", readPatches],
+  other: ["", anyText], // the image that lends its patches; empty: the next in the list
 };
 
 /** Return the state that parameters in the address describe, with defaults for all others. */

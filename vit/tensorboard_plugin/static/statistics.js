@@ -1,6 +1,7 @@
 // Statistics of the heads: of one image, or the mean over all images of a run.
 
 import { fetchDetails } from "./api.js";
+import { range } from "./maths.js";
 
 /**
  * Return the statistics to show for a record.
@@ -33,6 +34,51 @@ export async function statisticsOf(record, images, over) {
     sink: mean("sink"),
     importance: mean("importance"), // the same in all of them
     images: alike.length,
+  };
+}
+
+/**
+ * Return entropy, distance and sink of every head, as `vit.explain.statistics` defines them.
+ *
+ * @param {Weights} weights
+ * @param {object} record - For the grid, and the size of the patches.
+ */
+export function headStatistics(weights, { rows, columns, details }) {
+  const { layers, heads, tokens, prefix, removed } = weights;
+  const side = details.image_size[0] / rows;
+  const square = side === details.image_size[1] / columns;
+  const patches = range(rows * columns).map((patch) => [
+    Math.floor(patch / columns),
+    patch % columns,
+  ]);
+  const between = (a, b) => side * Math.hypot(a[0] - b[0], a[1] - b[1]);
+  const distances = patches.map((a) => Float64Array.from(patches, (b) => between(a, b)));
+  const there = range(tokens).filter((token) => !removed.has(token));
+  const row = new Float64Array(tokens);
+  const ofHead = (layer, head) => {
+    let [entropy, distance] = [0, 0];
+    const received = new Float64Array(tokens);
+    for (const query of there) {
+      weights.readRow(layer, head, query, row);
+      let [far, near] = [0, 0];
+      for (let key = 0; key < tokens; key++) {
+        if (row[key] > 0) entropy -= row[key] * Math.log(row[key]);
+        received[key] += row[key] / there.length;
+        if (query < prefix || key < prefix) continue;
+        far += row[key] * distances[query - prefix][key - prefix];
+        near += row[key];
+      }
+      if (near > 0) distance += far / near / weights.patches;
+    }
+    const most = Math.log(tokens) || 1;
+    return { entropy: entropy / there.length / most, distance, sink: Math.max(...received) };
+  };
+  const all = range(layers).map((layer) => range(heads).map((head) => ofHead(layer, head)));
+  const table = (name) => all.map((layer) => layer.map((one) => one[name]));
+  return {
+    entropy: table("entropy"),
+    distance: square ? table("distance") : null,
+    sink: table("sink"),
   };
 }
 

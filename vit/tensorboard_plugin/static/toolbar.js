@@ -5,6 +5,7 @@ import { make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
 import { CONTRASTS, DIRECTIONS, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
+import { WhatIf } from "./what_if.js";
 
 const EXPLAINED = [
   "entropy: 0 if every token attends to a single token, 1 if attention is uniform",
@@ -12,8 +13,7 @@ const EXPLAINED = [
   "sink: fraction of all attention that goes to the token that receives the most",
   "importance: fall of the true class's probability when the head is muted, on held-out images",
 ].join("\n");
-const LISTED =
-  "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
+const LISTED = "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
 const CONTRAST =
   "fixed: 0 to 3, or −3 to 3 if signed; the others: all values that are shown, on both sides";
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
@@ -67,7 +67,9 @@ export class Toolbar {
       type: "checkbox",
       change: () => app.set({ heat: this.heat.checked ? "yes" : "no" }),
     });
-    this.element = make("header", { class: "toolbar" }, this.#first(), this.#second(), this.help);
+    this.whatIf = new WhatIf(app);
+    const lines = [this.#first(), this.#second(), this.whatIf.element];
+    this.element = make("header", { class: "toolbar" }, ...lines, this.help);
   }
 
   #first() {
@@ -152,8 +154,10 @@ export class Toolbar {
     next.click();
   }
 
-  render() {
+  /** @param {object[]} images - Those of the first pane's run. */
+  render(images) {
     const { state, runs, panes } = this.app;
+    this.whatIf.render(images);
     const names = runs.map((run) => [JSON.stringify(run.name), run.name]);
     const known = names.some(([, name]) => name === state.run);
     offer(

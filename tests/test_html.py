@@ -1,0 +1,322 @@
+"""eval.py RUN export html: the Attention tab as one file, opened in a browser without a network."""
+
+import base64
+import gzip
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import numpy as np
+import pytest
+import torch
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tensorboard.compat.proto.event_pb2 import Event
+from werkzeug import Response
+
+from attention_tab import HOSTILE, STEPS, event_file, make_record, write_run
+from test_attention_tab import chromium, complaints_of  # skips all tests without a browser
+from test_export import PLAIN, save
+from test_tensorboard import FLAGS
+from vit.classifier import Classifier, build_model
+from vit.data.config import DataConfig
+from vit.data.datasets import load_test_images
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
+from vit.explain.interventions import Interventions
+from vit.model_file import load, save_model
+from vit.reporting.config import ExportConfig
+from vit.reporting.export import export_run
+from vit.tensorboard_plugin.encoding import decode_weights, encode_weights, summaries
+from vit.tensorboard_plugin.plugin import AttentionPlugin
+from vit.training.config import from_dict
+
+NAME = f"it's~*&+%\"{HOSTILE}"
+CLASSES = ["cat", "dog", "</script><script>alert(1)</script>", HOSTILE]
+TAG = "attention/probe_01"
+TOKENS = 31  # 4 x 7 patches, a class token and two registers
+WAIT = 30_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with hostile names that logged two images, an image of `maps`, and a damaged one."""
+    folder = save(tmp_path_factory.mktemp("runs") / NAME, {})
+    write_run(folder, classes=CLASSES, label=2, name=CLASSES[2])
+    write_run(folder / "eval/attention", images=1, steps=[100])
+    with event_file(folder) as writer:
+        summary = summaries("attention/damaged", make_record())
+        summary.value[1].tensor.string_val[0] = b"damaged"
+        writer.add_event(Event(step=0, wall_time=1.7e9, summary=summary))
+    return folder
+
+
+def export(run: Path, **options: Any) -> Path:
+    (file,) = export_run(str(run), ExportConfig(formats=("html",), **options))
+    return file
+
+
+def stored(file: Path) -> dict[str, Any]:
+    """Return the files and answers in a page by name, JSON as Python's objects."""
+    found = {}
+    pattern = r'data-name="(.*?)" data-type="(.*?)" data-status="\d+">(.*?)</script>'
+    for name, kind, text in re.findall(pattern, file.read_text()):
+        data = gzip.decompress(base64.b64decode(text))
+        found[html.unescape(name)] = json.loads(data) if kind == "application/json" else data
+    return found
+
+
+def test_last_step_alone_and_all_steps_replace_each_other_but_no_other_file(run, tmp_path):
+    for steps, expected in (("last", STEPS[-1:]), ("all", STEPS), ("last", STEPS[-1:])):
+        file = export(run, out=str(tmp_path), steps=steps)
+        found = stored(file)
+        images = [
+            entry for name in found if name.startswith("images?") for entry in found[name]["images"]
+        ]
+        assert [one["tag"] for one in images] == [
+            "attention/damaged",
+            "attention/probe_00",
+            TAG,
+            "attention/probe_00",
+        ]
+        assert [at["step"] for at in images[1]["steps"]] == expected
+        assert sum(name.startswith("weights?") for name in found) == 2 + 2 * len(expected)
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=r"live\.html exists and is not an export; use another"):
+        export(run, out=str(tmp_path))
+    assert file.read_text() == "mine"
+
+
+def shapes_model(folder: Path, **data: Any) -> Path:
+    """Write a model of shapes that has not been trained, and no logs."""
+    config = from_dict({"data": {"name": "shapes"}, "model": PLAIN})
+    preprocess = Preprocess.from_config(config.data)
+    torch.manual_seed(0)
+    model = build_model(config.model, preprocess, len(KINDS)).eval()
+    torch.nn.init.normal_(model.head.weight)
+    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
+    config = replace(config, data=replace(config.data, **data))
+    save_model(folder / "model.safetensors", classifier, config, step=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shapes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, exported."""
+    run = shapes_model(tmp_path_factory.mktemp("shapes"))
+    assert export(run) == run / "export/live.html"
+    return run
+
+
+@pytest.mark.slow
+def test_model_without_logs_shows_test_images(shapes_run):
+    found = stored(shapes_run / "export/live.html")
+    (images,) = (found[name]["images"] for name in found if name.startswith("images?"))
+    assert {at["step"] for image in images for at in image["steps"]} == {7}
+    assert len({image["label"] for image in images} & {*KINDS}) == 8
+    assert [path.name for path in shapes_run.rglob("events*")] == []
+
+
+def test_model_without_logs_and_test_images_is_refused(tmp_path):
+    run = shapes_model(tmp_path, name="folder", root=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"^data\.root: .*none.*$"):
+        export(run)
+
+
+def answer(found: Any) -> Any:
+    """An application that gives one answer."""
+    data, kind = (
+        (found, None) if isinstance(found, bytes) else (json.dumps(found), "application/json")
+    )
+    return lambda *call: Response(data, content_type=kind or "application/octet-stream")(*call)
+
+
+@pytest.mark.parametrize(
+    ("floats", "steps", "expected"), [(5, "all", [3, 9]), (5, "last", [9]), (26_000_000, "all", [])]
+)
+def test_page_has_the_live_model_of_its_steps_unless_it_is_large(
+    monkeypatch, run, tmp_path, floats, steps, expected
+):
+    spec = {"spec": {"floats": floats}, "steps": [{"step": 3}, {"step": 9}], "note": ""}
+    live = {"/live": answer(spec), "/live_graph": answer(b"graph"), "/live_weights": answer(b"w")}
+    apps = AttentionPlugin.get_plugin_apps
+    monkeypatch.setattr(AttentionPlugin, "get_plugin_apps", lambda self: {**apps(self), **live})
+    found = stored(export(run, out=str(tmp_path), steps=steps))
+    name = urlencode({"run": NAME}).replace("~", "%7E").replace("%2A", "*")
+    assert found[f"live?{name}"]["steps"] == [{"step": step} for step in expected]
+    assert (f"live_graph?{name}" in found) == bool(expected)
+    assert [key for key in found if key.startswith(f"live_weights?{name}&")] == [
+        f"live_weights?{name}&step={step}" for step in expected
+    ]
+    assert ("100 MB" in found[f"live?{name}"]["note"]) == (not expected)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page without a network."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True)
+    yield context.new_page()
+    context.close()
+
+
+def painted(page: Page, key: str, value: Any) -> dict[str, Any]:
+    """Wait until a value is painted; return all that is painted."""
+    page.wait_for_function(
+        "([key, value]) => window.attentionTab?.numbers()[0]?.[key] === value",
+        arg=[key, value],
+        timeout=WAIT,
+    )
+    return page.evaluate("window.attentionTab.numbers()[0]")
+
+
+def attention_of(number: int, step: int, token: int) -> np.ndarray:
+    """Return what a token attends to, (L, H, N), in units of uniform attention, as it is stored."""
+    record = make_record(1000 * number + step, classes=CLASSES, label=2)
+    codes, scale = decode_weights(encode_weights(record.weights))
+    return (codes * scale[..., None])[:, :, token] * TOKENS
+
+
+@pytest.mark.slow
+def test_file_shows_the_records_and_asks_for_nothing(page, run):
+    address = export(run).as_uri()
+    complaints, asked = complaints_of(page), []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(
+        f"{address}#attention&p.attention.run={quote(NAME)}&p.attention.image={quote(TAG)}&p.attention.token=1,%202"
+    )
+    token = 3 + 1 * 7 + 2
+    shown = painted(page, "step", 100)
+    assert (shown["run"], shown["file"], shown["classes"]) == (NAME, CLASSES[2], CLASSES)
+    np.testing.assert_allclose(shown["heads"], attention_of(1, 100, token), rtol=1e-5)
+    # Keys and the slider.
+    page.keyboard.press("[")
+    np.testing.assert_allclose(
+        painted(page, "step", 79)["heads"], attention_of(1, 79, token), rtol=1e-5
+    )
+    page.keyboard.press("ArrowRight")
+    np.testing.assert_allclose(
+        painted(page, "token", "1, 3")["heads"], attention_of(1, 79, token + 1), rtol=1e-5
+    )
+    page.locator(".steps input").first.fill("0")
+    np.testing.assert_allclose(
+        painted(page, "step", 0)["heads"], attention_of(1, 0, token + 1), rtol=1e-5
+    )
+    page.keyboard.press("2")
+    shown, details = (
+        painted(page, "view", "maps"),
+        make_record(1000, classes=CLASSES, label=2).details,
+    )
+    np.testing.assert_allclose(shown["values"], details.maps[0].values, rtol=1e-3)
+    page.keyboard.press("3")
+    np.testing.assert_allclose(
+        painted(page, "view", "lens")["lens"]["probabilities"],
+        details.lens.probabilities,
+        rtol=1e-3,
+    )
+    # The address opens the same again.
+    page.wait_for_function(
+        "() => location.hash.includes('view=lens') && location.hash.includes('step=0')"
+    )
+    page.reload()
+    assert painted(page, "view", "lens")["step"] == 0
+    # A damaged record, and the run of `maps`.
+    page.evaluate("window.attentionTab.set({view: 'heads', image: 'attention/damaged'})")
+    expect(page.get_by_text("weights of this step cannot be read: the weights")).to_be_visible()
+    page.evaluate("window.attentionTab.set({image: 'attention/probe_00'})")
+    page.get_by_label("Run").select_option(f"{NAME}/eval/attention")
+    assert painted(page, "run", f"{NAME}/eval/attention")["step"] == 100
+    assert page.title() == NAME
+    assert page.locator("img[src=x]").count() == 0
+    assert complaints == []
+    assert {url.partition(":")[0] for url in asked} <= {"file", "blob", "data"}
+    assert sum(url.startswith("file:") for url in asked) == 2  # the page itself, twice
+
+
+@pytest.mark.slow
+def test_file_follows_the_system_and_connects_to_nothing(page, run):
+    address = export(run).as_uri()
+    page.emulate_media(color_scheme="dark")
+    page.goto(f"{address}#attention&p.attention.step=100")
+    painted(page, "step", 0)  # the only one of the first image
+    for scheme, colour in (("dark", "rgb(48, 48, 48)"), ("light", "rgb(255, 255, 255)")):
+        page.emulate_media(color_scheme=scheme)
+        page.wait_for_function(
+            "theme => document.documentElement.dataset.theme === theme", arg=scheme
+        )
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == colour
+    page.set_viewport_size({"width": 480, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    violated = page.evaluate(
+        """async () => {
+            const found = [];
+            document.addEventListener("securitypolicyviolation",
+                ({ effectiveDirective }) => found.push(effectiveDirective));
+            const add = (tag, properties) =>
+                document.body.append(Object.assign(document.createElement(tag), properties));
+            await fetch("https://example.org").catch(() => {});
+            add("img", { src: "https://example.org/x.png" });
+            add("script", { text: "window.injected = true" });
+            add("iframe", { src: "https://example.org" });
+            await new Promise((done) => setTimeout(done, 100));
+            return [found.sort(), window.injected];
+        }"""
+    )
+    assert violated == [["connect-src", "frame-src", "img-src", "script-src-elem"], None]
+
+
+CLASSIFY = """async (all) => {
+    const { fetchLive, fetchLiveGraph, fetchLiveWeights } =
+        await import(attentionFile.assets["api.js"]);
+    const { LiveModel } = await import(attentionFile.assets["live.js"]);
+    const { state, panes } = attentionTab;
+    const { spec, steps: [{ step, dtype }] } = await fetchLive(state.run);
+    const graph = await fetchLiveGraph(state.run);
+    const weights = await fetchLiveWeights(state.run, step);
+    const model = await LiveModel.create({ graph, weights, dtype, spec });
+    const { colour } = panes[0].record;
+    const { data } = colour.getContext("2d").getImageData(0, 0, colour.width, colour.height);
+    const found = [];
+    for (const [mute, hide] of all)
+        found.push(Array.from((await model.classify(data, { mute, hide })).logits));
+    return found;
+}"""
+
+
+@pytest.mark.slow
+def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
+    complaints = complaints_of(page)
+    page.goto((shapes_run / "export/live.html").as_uri())
+    painted(page, "step", 7)
+    classifier = load(shapes_run, "cpu", "float32")
+    model = Interventions(classifier.model)
+    rng = np.random.default_rng(0)
+    gates = rng.random((10, *model.gates_shape)) < 0.5
+    keep = rng.random((10, 16)) < 0.7
+    muted = [np.argwhere(~some).tolist() for some in gates]
+    hidden = [np.flatnonzero(~some).tolist() for some in keep]
+    found = page.evaluate(CLASSIFY, list(zip(muted, hidden, strict=True)))
+    test = load_test_images(DataConfig(name="shapes"), classifier.preprocess)
+    image = int(page.evaluate("attentionTab.state.image").rpartition("_")[2])
+    inputs = classifier.normalize(test.select(torch.tensor([image])).pixels()).expand(
+        10, -1, -1, -1
+    )
+    with torch.no_grad():
+        expected = [
+            model(one[None], torch.tensor(gate).float(), torch.tensor(kept)[None].float())[0][0]
+            for one, gate, kept in zip(inputs, gates, keep, strict=True)
+        ]
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+    assert np.std(np.stack(expected), axis=0).max() > 0.1
+    assert complaints == []

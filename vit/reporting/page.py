@@ -1,0 +1,113 @@
+"""Export of the Attention tab as one file, which a browser opens without a server.
+
+It contains the files of the tab, and what the plugin answers to all that the tab can ask. page.html
+forbids it to connect to anything; page.js starts it.
+"""
+
+import base64
+import gzip
+import hashlib
+import json
+import tempfile
+from functools import partial
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+from urllib.parse import urlencode
+
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins.base_plugin import TBContext
+from werkzeug.test import Client
+
+from vit.files import write_atomically
+from vit.model_file import SavedModel
+from vit.reporting.attention import log_test_images
+from vit.reporting.config import ExportConfig
+from vit.run.folder import ATTENTION_FOLDER, EVAL_FOLDER
+from vit.tensorboard_plugin.plugin import AttentionPlugin
+
+MARK = b'data-page="vit-from-scratch"'  # in page.html
+LARGEST_LIVE = 25_000_000  # weights of a model, 100 MB
+TOO_LARGE = "The model is larger than 100 MB, so it runs in TensorBoard, but not in this file."
+
+
+def export_page(saved: SavedModel, target: Path, options: ExportConfig) -> None:
+    """Write what training and `eval.py RUN maps` have logged as an HTML file.
+
+    If they have logged nothing, it shows the test images that `maps` chooses.
+
+    Args:
+        saved: The model.
+        target: The file.
+        options: Which steps it shows, and where the test images are.
+
+    Raises:
+        ValueError: Another file is in the way, or no logs, and no test images or attention maps.
+    """
+    if target.exists() and MARK not in target.read_bytes():
+        raise ValueError(f"out: {target} exists and is not an export; use another --out")
+    below = f"{EVAL_FOLDER}/{ATTENTION_FOLDER}"
+    logs = {saved.name: saved.run, f"{saved.name}/{below}": saved.run / below}
+    elements = _elements(logs, options.steps)
+    if not elements:
+        with tempfile.TemporaryDirectory() as folder:
+            log_test_images(saved, options.data.root, Path(folder))
+            elements = _elements({saved.name: Path(folder)}, options.steps)
+    script = Path(__file__).with_suffix(".js").read_text("utf-8")
+    page = Template(Path(__file__).with_suffix(".html").read_text("utf-8")).substitute(
+        title=escape(saved.name),
+        elements="\n".join(elements),
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, page.encode())
+    print(f"wrote {target}, {len(page) / 1e6:.1f} MB")
+
+
+def _elements(logs: dict[str, Path], steps: str) -> list[str]:
+    """Return an element for each file and answer; none if the runs, by name, have no attention."""
+    multiplexer = EventMultiplexer(
+        {name: str(folder) for name, folder in logs.items() if folder.is_dir()},
+        tensor_size_guidance={AttentionPlugin.plugin_name: int(steps == "last")},  # 0 keeps all
+    )
+    provider = MultiplexerDataProvider(multiplexer.Reload(), "")
+    apps = AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()
+    elements: list[str] = []
+    ask = partial(_ask, apps, elements, -1 if steps == "last" else 0)
+    for path in apps:
+        if "." in path:
+            ask(path[1:])
+    runs = [run["name"] for run in ask("runs")["runs"]]
+    for run in runs:
+        for image in ask("images", run=run).get("images", []):
+            for at in image["steps"]:
+                for part in ("details", "weights")[: 1 + image["has_weights"]]:
+                    ask(part, run=run, tag=image["tag"], step=at["step"])
+        live = ask("live", run=run).get("steps", [])
+        if live:
+            ask("live_graph", run=run)
+        for at in live:
+            ask("live_weights", run=run, step=at["step"])
+    return elements if runs else []
+
+
+def _ask(apps: dict[str, Any], elements: list[str], first: int, route: str, **query: Any) -> Any:
+    """Add the answer to a question of api.js to the elements; return it if it is JSON."""
+    text = urlencode(query, safe="*").replace("~", "%7E")  # as URLSearchParams does
+    response = Client(apps[f"/{route}"]).get(query_string=text)
+    name = f"{route}?{text}".removesuffix("?")
+    data, found = response.data, response.get_json(silent=True) or {}
+    if found.get("spec"):
+        found["steps"] = found["steps"][first:]
+        if found["spec"]["floats"] > LARGEST_LIVE:
+            found = {"spec": None, "steps": [], "note": TOO_LARGE}
+        data = json.dumps(found).encode()
+    elements.append(
+        f'<script type="application/octet-stream" data-name="{escape(name)}" '
+        f'data-type="{response.mimetype}" data-status="{response.status_code}">'
+        f"{base64.b64encode(gzip.compress(data, mtime=0)).decode()}</script>"
+    )
+    return found

@@ -1,0 +1,160 @@
+// Asking the live model of a step what it says of a changed image, or without some of its heads.
+
+import { fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
+import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
+import { LiveModel } from "./live.js";
+import { MEAN, Weights, range } from "./maths.js";
+import { prepare } from "./photo.js";
+import { canvasesOf } from "./raster.js";
+import { headStatistics } from "./statistics.js";
+
+const KEPT = 4; // models, and answers without changes
+const TOP = 5; // classes
+
+const lives = new Map();
+const models = new Map();
+const answers = new Map();
+
+/** Return the value of a key, made if it is not there; the oldest is forgotten. */
+function remembered(known, key, makeIt, forget = () => {}) {
+  const found = known.get(key) ?? makeIt();
+  known.delete(key);
+  known.set(key, found);
+  found.catch(() => known.delete(key));
+  for (const [oldest, one] of known) {
+    if (known.size <= KEPT) break;
+    known.delete(oldest);
+    one.then(forget, () => {});
+  }
+  return found;
+}
+
+/** Ask which steps of a run are live; `news` changes when the run has something new. */
+export function liveOf(run, news) {
+  return remembered(lives, JSON.stringify([run, news]), () => fetchLive(run));
+}
+
+/** Return the model of a step; it is loaded once. */
+export function modelAt(run, { spec, steps }, step) {
+  const at = steps.find((one) => one.step === step);
+  if (!at) throw new Error(`Step ${step} of ${run} is not live.`);
+  const load = async () => {
+    const [graph, weights] = await Promise.all([fetchLiveGraph(run), fetchLiveWeights(run, step)]);
+    return LiveModel.create({ graph, weights, dtype: at.dtype, spec });
+  };
+  const key = JSON.stringify([run, step, at.wall_time]);
+  return remembered(models, key, load, (model) => model.close());
+}
+
+/** End what the models are doing. */
+export function cancelAll() {
+  for (const one of models.values()) one.then((model) => model.cancel());
+}
+
+/** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
+export async function pixelsOf(record, spec, photo = null) {
+  if (photo) return prepare(photo, spec);
+  const { colour } = record;
+  return colour.getContext("2d").getImageData(0, 0, colour.width, colour.height);
+}
+
+/**
+ * Return a record of what the model says after a change.
+ *
+ * @param {object} record - As it was logged.
+ * @param {object} live - From `liveOf`.
+ * @param {{mute: string, patches: string, photo: ?File, other: ?object}} edits - The image that
+ *   lends its patches is a record.
+ * @param {string} slot - Who asks; a newer question of the same one replaces a waiting one.
+ * @returns {Promise<object>} The record, with `change` as what there was before and is now.
+ */
+export async function ask(record, live, { mute, patches, photo, other }, slot) {
+  const { spec } = live;
+  const model = await modelAt(record.run, live, record.step);
+  const image = await pixelsOf(record, spec, photo);
+  const name = photo ? [photo.name, photo.size, photo.lastModified] : record.tag;
+  const key = JSON.stringify([record.run, record.step, name]);
+  const before = await remembered(answers, key, () =>
+    model.classify(image.data, { slot: `${slot} before` }),
+  );
+  const heads = mutedHeads(mute, record);
+  const changed = changedPatches(patches, record);
+  const hide = [...changed].filter(([, fill]) => fill === "out").map(([patch]) => patch);
+  const lender = other && (await pixelsOf(other, spec));
+  const pixels = changedPixels(image, changed, spec, lender?.width === image.width ? lender : null);
+  const isChanged = heads.length > 0 || changed.size > 0;
+  const after = isChanged ? await model.classify(pixels.data, { mute: heads, hide, slot }) : before;
+  const change = { mute, patches, before, after, isChanged };
+  return { ...recordOf(record, pixels, hide, after, photo), change };
+}
+
+/** Return a record of an answer. */
+function recordOf(record, pixels, hide, after, photo) {
+  const removed = new Set(hide.map((patch) => record.prefix.length + patch));
+  const { layers, heads, tokens, prefix, details } = record;
+  const shape = { layers, heads, tokens, prefix: prefix.length };
+  const ones = new Float32Array(layers * heads * tokens).fill(1);
+  const weights = new Weights(without(after.weights, removed, tokens), ones, shape, removed);
+  const order = range(after.probabilities.length).sort((a, b) => after.logits[b] - after.logits[a]);
+  return {
+    ...record,
+    ...canvasesOf(pixels),
+    weights,
+    missing: null,
+    details: {
+      ...details,
+      ...(photo ? { image: `photo ${photo.name}`, name: photo.name, label: null } : {}),
+      top: order.slice(0, TOP).map((index) => [index, after.probabilities[index]]),
+      lens: after.lens,
+      maps: rolloutOf(record, weights),
+      statistics: {
+        ...headStatistics(weights, record),
+        importance: details.statistics.importance,
+      },
+    },
+  };
+}
+
+/** Return weights with the rows of removed tokens, which mean nothing, at 0. */
+function without(weights, removed, tokens) {
+  for (let row = 0; removed.size && row < weights.length / tokens; row++)
+    if (removed.has(row % tokens)) weights.fill(0, row * tokens, (row + 1) * tokens);
+  return weights;
+}
+
+/** Return attention rollout as a map; the other kinds need gradients. */
+function rolloutOf({ details, prefix, layers }, weights) {
+  const logged = details.maps.find((map) => map.kind === "rollout");
+  if (details.readout === null || !logged) return [];
+  const token = details.readout === "class_token" ? 0 : MEAN;
+  const values = [...weights.rollouts(token, "to")[layers - 1].slice(prefix.length)];
+  return [{ ...logged, values, faithfulness: null }];
+}
+
+/**
+ * Classify an image with a live model, for scripts.
+ *
+ * @param {object} app
+ * @param {?ArrayLike<number>} pixels - RGBA of the size that the model takes, 0 to 255; null is the
+ *   image that is shown.
+ * @param {{step: number, mute: number[][], hide: number[], fill: string}} options - The step, that
+ *   shown by default; muted heads, [layer, head] each; hidden patches, and how: a key of FILLS.
+ * @returns {Promise<object>} `logits`, `probabilities`, and attention `weights` (L, H, N, N).
+ */
+export async function classify(app, pixels = null, options = {}) {
+  const { step = app.state.step, mute = [], hide = [], fill = "out" } = options;
+  const { run } = app.state;
+  const live = await liveOf(run, app.newsOf(run));
+  const model = await modelAt(run, live, step);
+  const [height, width] = live.spec.image_size;
+  const image = pixels
+    ? new ImageData(Uint8ClampedArray.from(pixels), width, height)
+    : await pixelsOf(app.panes[0].logged, live.spec, app.photo);
+  const changed = changedPixels(
+    image,
+    new Map(hide.map((patch) => [patch, fill])),
+    live.spec,
+    null,
+  );
+  return model.classify(changed.data, { mute, hide: fill === "out" ? hide : [] });
+}

@@ -1,0 +1,11 @@
+// Where the files of this folder are: beside this module, or in a page that holds them all.
+
+/** Return the address of a module or a style sheet in static/. */
+export function assetOf(name) {
+  return globalThis.attentionFile?.assets[name] ?? new URL(name, import.meta.url).href;
+}
+
+/** Return a Response with a file in static/. A page that holds them all may not fetch anything. */
+export async function fetchAsset(name) {
+  return globalThis.attentionFile?.answers[name]() ?? fetch(assetOf(name));
+}

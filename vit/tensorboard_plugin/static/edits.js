@@ -1,0 +1,166 @@
+// What is changed in the model and in the image: as text in the address, in words, and as pixels.
+//
+// Muted heads are written "LAYER.HEAD,...", changed patches "PATCH:FILL,...". A fill is one of
+// FILLS, or the number of the patch whose pixels are there now.
+
+import { range, tokenName } from "./maths.js";
+
+export const FILLS = {
+  mean: "hidden by the mean colour",
+  blur: "blurred",
+  other: "taken from another image",
+  out: "taken out of every layer's attention",
+};
+
+const FILL = `(?:${Object.keys(FILLS).join("|")}|\\d{1,6})`;
+const HEADS = /^\d{1,6}\.\d{1,6}(,\d{1,6}\.\d{1,6})*$/;
+const PATCHES = new RegExp(`^\\d{1,6}:${FILL}(,\\d{1,6}:${FILL})*$`);
+
+export const readHeads = (text) => (HEADS.test(text) ? text : undefined);
+export const readPatches = (text) => (PATCHES.test(text) ? text : undefined);
+
+/** Return the muted heads that a record has, [layer, head] each. */
+export function mutedHeads(text, { layers, heads }) {
+  return text
+    .split(",")
+    .filter(Boolean)
+    .map((one) => one.split(".").map(Number))
+    .filter(([layer, head]) => layer < layers && head < heads);
+}
+
+/** Mute some heads, or sound them again if all of them are muted. */
+export function toggleHeads(text, heads) {
+  const muted = new Set(text.split(",").filter(Boolean));
+  const names = heads.map((head) => head.join("."));
+  const again = names.every((name) => muted.has(name));
+  names.forEach((name) => (again ? muted.delete(name) : muted.add(name)));
+  return [...muted].join();
+}
+
+/** Mute the others and sound a head; or, where that is so, sound them all. */
+export function onlyHead(text, head, others) {
+  const sounding = text.split(",").filter((name) => name && name !== head.join("."));
+  return toggleHeads(sounding.join(), others);
+}
+
+/** Return the changed patches that a record has: from a patch to its fill. */
+export function changedPatches(text, { rows, columns }) {
+  const pairs = text
+    .split(",")
+    .filter(Boolean)
+    .map((one) => one.split(":"));
+  const known = pairs.filter((pair) => pair.every((one) => !(Number(one) >= rows * columns)));
+  return new Map(known.map(([patch, fill]) => [Number(patch), fill]));
+}
+
+/** Change some patches: [patch, fill] each, where null is the patch as it was. */
+export function fillPatches(text, fills) {
+  const pairs = text
+    .split(",")
+    .filter(Boolean)
+    .map((one) => one.split(":"));
+  const all = new Map(pairs.map(([patch, fill]) => [Number(patch), fill]));
+  for (const [patch, fill] of fills) {
+    if (fill === null || fill === String(patch)) all.delete(patch);
+    else all.set(patch, fill);
+  }
+  return [...all].map((pair) => pair.join(":")).join();
+}
+
+/** Return the fills that move the pixels of a patch to another one, or swap the two. */
+export function moved(text, from, to, swap) {
+  const now = new Map(
+    text
+      .split(",")
+      .filter(Boolean)
+      .map((one) => one.split(":")),
+  );
+  const fillOf = (patch) => now.get(String(patch)) ?? String(patch);
+  return [
+    [to, fillOf(from)],
+    [from, swap ? fillOf(to) : "mean"],
+  ];
+}
+
+/**
+ * Return the pixels of an image with changed patches. Those that are taken out of attention keep
+ * theirs.
+ *
+ * @param {ImageData} image
+ * @param {Map<number, string>} changed - From `changedPatches`.
+ * @param {{grid: number[], mean: number[]}} spec - Of the live model.
+ * @param {?ImageData} other - The image that lends its patches, of the same size.
+ */
+export function changedPixels(image, changed, { grid, mean }, other) {
+  const [height, width] = [image.height / grid[0], image.width / grid[1]];
+  const result = new ImageData(image.data.slice(), image.width, image.height);
+  const placeOf = (patch) => [(patch % grid[1]) * width, Math.floor(patch / grid[1]) * height];
+  const colour = range(3).map((channel) => Math.round(255 * mean[channel % mean.length]));
+  const flat = new Uint8ClampedArray(image.data.length).map((_, at) => colour[at % 4] ?? 255);
+  const sources = {
+    mean: () => flat,
+    blur: () => blurred(image, Math.max(width, height) / 2),
+    other: () => other?.data ?? flat,
+  };
+  const ready = {};
+  for (const [patch, fill] of changed) {
+    if (fill === "out") continue;
+    const source = fill in sources ? (ready[fill] ??= sources[fill]()) : image.data;
+    const [left, top] = placeOf(patch);
+    const [fromLeft, fromTop] = fill in sources ? [left, top] : placeOf(Number(fill));
+    for (let row = 0; row < height; row++) {
+      const from = 4 * ((fromTop + row) * image.width + fromLeft);
+      result.data.set(
+        source.subarray(from, from + 4 * width),
+        4 * ((top + row) * image.width + left),
+      );
+    }
+  }
+  return result;
+}
+
+/** Return the pixels of an image blurred by a Gaussian. */
+function blurred(image, sigma) {
+  const [sharp, soft] = range(2).map(() => new OffscreenCanvas(image.width, image.height));
+  sharp.getContext("2d").putImageData(image, 0, 0);
+  const context = soft.getContext("2d");
+  context.filter = `blur(${sigma}px)`;
+  context.drawImage(sharp, 0, 0);
+  const { data } = context.getImageData(0, 0, image.width, image.height);
+  return data.map((value, at) => (at % 4 === 3 ? 255 : value)); // the edge is transparent
+}
+
+/** Say what is changed, as one sentence; nothing if nothing is. */
+export function describeEdits(record, { mute, patches }) {
+  const parts = [
+    ...describeHeads(mutedHeads(mute, record), record),
+    ...describePatches(patches, record),
+  ];
+  return parts.length ? `Changed: ${parts.join("; ")}.` : "";
+}
+
+function describeHeads(muted, record) {
+  return range(record.layers).flatMap((layer) => {
+    const heads = muted.filter(([one]) => one === layer).map(([, head]) => head);
+    if (heads.length === 0) return [];
+    if (heads.length === record.heads) return [`layer ${layer} without its attention`];
+    const names = heads.sort((a, b) => a - b).join(", ");
+    return [`layer ${layer} without head${heads.length > 1 ? "s" : ""} ${names}`];
+  });
+}
+
+function describePatches(patches, record) {
+  const changed = [...changedPatches(patches, record)];
+  const nameOf = (patch) => `(${tokenName(record.prefix.length + patch, record)})`;
+  const filled = Object.entries(FILLS).flatMap(([fill, text]) => {
+    const found = changed.filter(([, one]) => one === fill).map(([patch]) => patch);
+    if (found.length === 0) return [];
+    const which =
+      found.length > 4 ? `${found.length} patches` : `patch ${found.map(nameOf).join(", ")}`;
+    return [`${which} ${text}`];
+  });
+  const taken = changed
+    .filter(([, fill]) => !(fill in FILLS))
+    .map(([patch, fill]) => `patch ${nameOf(patch)} shows ${nameOf(Number(fill))}`);
+  return [...filled, ...taken];
+}

@@ -1,0 +1,169 @@
+// The line of the toolbar that changes the model and the image, and what a change did to a pane.
+
+import { describeEdits } from "./edits.js";
+import { make, menu, offer, shortName, write } from "./dom.js";
+import { percent, range } from "./maths.js";
+import { FUSED } from "./state.js";
+
+export const BRUSHES = {
+  point: "point only",
+  mean: "hide: mean colour",
+  blur: "hide: blur",
+  other: "hide: another image",
+  out: "out of attention",
+  move: "move a patch",
+  swap: "swap two patches",
+  restore: "restore",
+};
+const ROWS = 6; // classes that are compared
+const BRUSH = "What a click or a stroke on the picture does to patches (B; H at the kept patch)";
+const PHOTO = "Ask about a photo of your own, also dropped or pasted. It stays in this page.";
+
+/** The line of the toolbar. */
+export class WhatIf {
+  constructor(app) {
+    this.app = app;
+    const button = (text, title, click) => make("button", { type: "button", title, click }, text);
+    this.brush = menu("Brush", (brush) => app.takeBrush(brush), { title: BRUSH });
+    this.other = menu("Image that lends its patches", (other) => app.set({ other }));
+    this.head = button("", "Leave this head out of its layer's output (M)", () => app.mute("head"));
+    this.layer = button("", "Leave out all heads of the layer (L)", () => app.mute("layer"));
+    this.only = button("", "Leave out the other heads of the layer (O)", () => app.mute("others"));
+    this.file = make("input", {
+      type: "file",
+      accept: "image/*",
+      hidden: true,
+      change: () => app.takePhoto(this.file.files[0] ?? null),
+    });
+    this.photo = button("Photo …", PHOTO, () =>
+      app.photo ? app.takePhoto(null) : this.file.click(),
+    );
+    this.undo = button("Undo", "Take back the last change (U)", () => app.undo());
+    this.reset = button("Reset", "Take back all changes (R)", () => app.reset());
+    this.buttons = [this.head, this.layer, this.only];
+    this.tools = make(
+      "div",
+      { class: "group" },
+      ...this.buttons,
+      make("label", {}, "brush ", this.brush),
+      this.other,
+      this.photo,
+      this.file,
+      this.undo,
+      this.reset,
+    );
+    this.note = make("span", { class: "quiet" });
+    this.element = make(
+      "div",
+      { class: "line what-if" },
+      make("strong", {}, "What if"),
+      this.tools,
+      this.note,
+    );
+  }
+
+  render(images) {
+    const { app } = this;
+    const [pane] = app.panes;
+    const { record } = pane;
+    this.element.hidden = !record;
+    if (!record) return;
+    const live = app.panes.some((one) => one.isLive);
+    this.tools.hidden = !live;
+    this.note.title = pane.liveNote;
+    write(this.note, pane.liveNote);
+    const { layer, head } = pane.chosen();
+    const { mute, patches } = app.state;
+    const muted = new Set(mute.split(","));
+    const fused = FUSED.includes(head);
+    const name = fused ? "head" : `head ${head}`;
+    const isMuted = (one) => muted.has(`${layer}.${one}`);
+    write(this.head, `Mute ${name}`);
+    write(this.layer, `Mute layer ${layer}`);
+    write(this.only, `Only ${name}`);
+    this.head.disabled = this.only.disabled = fused;
+    this.head.setAttribute("aria-pressed", String(!fused && isMuted(head)));
+    this.layer.setAttribute("aria-pressed", String(range(record.heads).every(isMuted)));
+    offer(this.brush, Object.entries(BRUSHES), app.brush);
+    this.other.hidden = app.brush !== "other" && !patches.includes("other");
+    offer(
+      this.other,
+      images.map(({ tag, label }) => [tag, [shortName(tag), label].filter(Boolean).join(", ")]),
+      app.lender(images)?.tag ?? "",
+    );
+    write(this.photo, app.photo ? "Remove the photo" : "Photo …");
+    this.undo.disabled = app.history.length === 0;
+    this.reset.disabled = !app.isChanged();
+  }
+}
+
+/** What a change did: in words, and the classes before and after. */
+export class Change {
+  /** @param {function(number): void} choose - Called with the class that is clicked. */
+  constructor(choose) {
+    this.choose = choose;
+    this.words = make("p", {});
+    this.logit = make("p", { class: "logit" });
+    this.body = make("tbody", {});
+    const titles = ["class", "before", "after", "logit"].map((text) =>
+      make("th", { scope: "col" }, text),
+    );
+    this.table = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), this.body);
+    this.element = make(
+      "div",
+      { class: "change", hidden: true },
+      this.words,
+      this.logit,
+      this.table,
+    );
+  }
+
+  /**
+   * @param {object} record - With `change` if the model was asked, see `ask`.
+   * @param {?number} target - The class whose logit is written; null is the true one.
+   * @param {string} problem - Why a change is not applied; empty if there is none.
+   */
+  render(record, target, problem) {
+    const { change } = record;
+    const isChanged = Boolean(change?.isChanged);
+    this.element.hidden = !isChanged && problem === "";
+    this.table.hidden = this.logit.hidden = !isChanged;
+    write(this.words, isChanged ? describeEdits(record, change) : problem);
+    if (!isChanged) return write(this.logit, "");
+    const { before, after } = change;
+    const wanted = target ?? record.details.label;
+    const chosen = before.logits[wanted] === undefined ? bestOf(before, 1)[0] : wanted;
+    const best = [chosen, ...bestOf(after, 2), ...bestOf(before, ROWS)];
+    const shown = [...new Set(best)].slice(0, ROWS);
+    shown.sort((a, b) => before.logits[b] - before.logits[a]);
+    const [was, is] = [before, after].map(({ logits }) => signed(logits[chosen], ""));
+    const by = signed(after.logits[chosen] - before.logits[chosen]);
+    write(this.logit, `${record.className(chosen)}: logit ${was} → ${is} (${by})`);
+    return this.body.replaceChildren(
+      ...shown.map((index) =>
+        make(
+          "tr",
+          { "aria-selected": String(index === chosen), click: () => this.choose(index) },
+          make("th", { scope: "row" }, make("button", { type: "button" }, record.className(index))),
+          ...[before, after].map(({ probabilities }) => barOf(probabilities[index])),
+          make("td", { class: "number" }, signed(after.logits[index] - before.logits[index])),
+        ),
+      ),
+    );
+  }
+}
+
+function barOf(probability) {
+  const length = make("i", { style: `transform: scaleX(${probability})` });
+  return make("td", { class: "number" }, length, make("span", {}, percent(probability)));
+}
+
+function bestOf({ logits }, count) {
+  return range(logits.length)
+    .sort((a, b) => logits[b] - logits[a])
+    .slice(0, count);
+}
+
+function signed(value, plus = "+") {
+  return `${value >= 0 ? plus : "−"}${Math.abs(value).toFixed(2)}`;
+}
