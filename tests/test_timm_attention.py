@@ -212,7 +212,7 @@ def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
     layers, heads = interventions.gates_shape
     gates, keep = torch.ones(layers, heads), torch.ones(1, 24)
     gates[1, 0], keep[:, 5:9] = 0, 0
-    muted, _ = interventions(images, gates, torch.ones(1, 24))
+    muted, *_ = interventions(images, gates, torch.ones(1, 24))
     proj = timms.blocks[1].attn.proj
     width = proj.in_features // heads
     hook = proj.register_forward_pre_hook(lambda _, x: F.pad(x[0][..., width:], (width, 0)))
@@ -222,7 +222,7 @@ def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
     with copied.muted(((1, 0),)):
         torch.testing.assert_close(copied.model(images), muted, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(muted, timms(images), atol=1e-3)
-    _, weights = interventions(images, torch.ones(layers, heads), keep)
+    _, weights, *_ = interventions(images, torch.ones(layers, heads), keep)
     left_out = slice(-24 + 5, -24 + 9)
     assert not weights[..., left_out].any() and weights[..., -1].all()
 
