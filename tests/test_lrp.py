@@ -6,8 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+from timm.models import vision_transformer as vits
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval, fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
@@ -177,6 +179,7 @@ class Frozen(TorchFunctionMode):
         super().__init__()
         self.kept: list[Tensor] = []
         self.replay: int | None = None
+        self.gate: Tensor | None = None
 
     def fixed(self, value: Tensor) -> Tensor:
         if self.replay is None:
@@ -199,8 +202,20 @@ class Frozen(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (Tensor.softmax, torch.sigmoid):
+        if func is F.scaled_dot_product_attention:  # of attention pooling
+            query, key, value = args
+            scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+            return self.fixed(scores.softmax(dim=-1)) @ value
+        if func in (Tensor.softmax, torch.sigmoid, Tensor.sigmoid):
             return self.fixed(func(*args, **kwargs))
+        if func is F.silu:
+            self.gate = args[0] * self.fixed(args[0].sigmoid())
+            return self.gate
+        if func is Tensor.mul and args[0] is self.gate:  # half with each factor fixed
+            return sum(x * self.fixed(y) for x, y in (args, args[::-1])) / 2
+        if func is F.rms_norm:
+            x, _, weight, eps = (*args, *kwargs.values())
+            return x * weight / self.fixed((x.square().mean(dim=-1, keepdim=True) + eps).sqrt())
         if func in (F.relu, F.relu_):
             return args[0] * self.fixed((args[0] > 0).double())
         if func is F.conv2d:
@@ -216,10 +231,11 @@ class Frozen(TorchFunctionMode):
         if func is F.gelu:
             return args[0] * self.fixed(func(*args, **kwargs) / args[0])
         if func is F.layer_norm:
-            x, eps = args[0], kwargs["eps"]
+            _, _, weight, bias, eps = (*args, *kwargs.values())
+            x = args[0]
             deviation = self.fixed((x.var(dim=-1, keepdim=True, correction=0) + eps).sqrt())
             centred = (x - x.mean(dim=-1, keepdim=True)) / deviation
-            return centred * kwargs["weight"] + kwargs["bias"]
+            return centred * weight + bias
         return func(*args, **kwargs)
 
 
@@ -348,28 +364,82 @@ def test_maps_by_rules_of_a_model(variant):
 
 # Models of timm.
 
+TIMMS: dict[str, dict[str, Any]] = {
+    "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
+    "RMS norm": {"norm_layer": "rmsnorm", "act_layer": "silu"},
+    "CLIP": {"act_layer": "quick_gelu", "pre_norm": True, "global_pool": "map"},
+    "qk_norm": {"qk_norm": True, "class_token": False, "global_pool": "avg"},
+    "SwiGLU and registers": {"model_name": "vit_giant_patch14_reg4_dinov2"},
+    "differential": {"model_name": "vit_dwee_patch16_reg1_gap_256"},
+    "EVA-02": {"model_name": "eva02_tiny_patch14_224"},
+    "EVA-02, norm in SwiGLU": {"model_name": "eva02_base_patch14_224", "scale_attn_inner": True},
+    "DINOv3": {"model_name": "vit_small_plus_patch16_dinov3", "init_values": 0.3},
+    "Perception Encoder": {"model_name": "vit_pe_core_tiny_patch16_384", "init_values": 0.3},
+    "Sapiens2": {
+        "model_name": "vit_base_patch16_sapiens2",
+        "embed_dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
+    "BEiT": {"model_name": "beit_base_patch16_224", "init_values": 0.3},
+    "NaFlex": {
+        "model_name": "naflexvit_base_patch16_gap",
+        "rope_type": "axial",
+        "attn_gated": True,
+    },
+}
 
-@pytest.mark.parametrize("name", ["respost", "rms_norm", "clip", "qk_norm"])
-def test_timm_models_conserve_relevance(name):
-    import timm
-    from timm.models import vision_transformer as vits
 
-    arguments = {
-        "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
-        "rms_norm": {"norm_layer": "rmsnorm", "act_layer": "silu"},
-        "clip": {"act_layer": "quick_gelu", "pre_norm": True, "global_pool": "map"},
-        "qk_norm": {"qk_norm": True, "class_token": False, "global_pool": "avg"},
-    }[name]
+def draw_timm(variant: str) -> Any:
+    settings = {
+        "model_name": "vit_tiny_patch16_224", "img_size": (8, 12), "patch_size": 4, "embed_dim": 24,
+        "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5,
+    }  # fmt: skip
     torch.manual_seed(0)
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=3,
-        num_classes=5, **arguments,
-    ).double()  # fmt: skip
-    for parameter_name, parameter in model.named_parameters():
+    model = timm.create_model(**(settings | TIMMS[variant])).double().eval()
+    for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-        if parameter_name.endswith("bias"):
-            nn.init.zeros_(parameter)
-    reader = require_attention(model.eval())
-    tokens, classify = classify_tokens(reader, draw_images()[..., :8])
-    logits, relevance = propagate(classify, tokens)
-    torch.testing.assert_close(relevance.sum(dim=(1, 2)), logits.amax(dim=1), rtol=1e-8, atol=0)
+    return model
+
+
+@pytest.mark.parametrize("variant", TIMMS)
+def test_timm_models_conserve_relevance(variant):
+    """Relevance and what the frozen model makes of its biases alone are the logit."""
+    model, image = draw_timm(variant), draw_images(1)
+    tokens, classify = classify_tokens(require_attention(model), image)
+    logits, relevance = propagate(classify, tokens, torch.tensor([3]))
+    torch.testing.assert_close(logits, model(image).detach(), rtol=1e-8, atol=1e-10)
+    with torch.no_grad(), Frozen() as frozen:
+        classify(tokens)
+        frozen.replay = 0
+        biases = classify(torch.zeros_like(tokens))[:, 3]
+        assert frozen.replay == len(frozen.kept)
+    torch.testing.assert_close(relevance.sum() + biases, logits[:, 3], rtol=1e-8, atol=1e-8)
+    assert biases.abs() > 1e-3 and relevance.abs().mean() > 1e-3
+
+
+@pytest.mark.parametrize("variant", ["EVA-02, norm in SwiGLU", "BEiT", "differential"])
+def test_relevance_is_what_a_frozen_timm_model_loses_without_a_value(variant):
+    model, image = draw_timm(variant), draw_images(1)
+    tokens, classify = classify_tokens(require_attention(model), image)
+    _, found = propagate(classify, tokens, torch.tensor([3]))
+    torch.testing.assert_close(found, leave_out(classify, tokens, 3), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [timm.layers.SwiGLU, timm.layers.SwiGLUPacked])
+def test_a_gated_mlp_gives_half_of_the_relevance_to_each_factor(make):
+    torch.manual_seed(0)
+    mlp, x, relevance = make(4, 6).double(), draw(2, 4), draw(2, 4, seed=1)
+    if isinstance(mlp, timm.layers.SwiGLU):
+        weights, biases = (mlp.fc1_g.weight, mlp.fc1_x.weight), (mlp.fc1_g.bias, mlp.fc1_x.bias)
+    else:
+        weights, biases = mlp.fc1.weight.chunk(2), mlp.fc1.bias.chunk(2)
+    gate, value = (x @ w.T + b for w, b in zip(weights, biases, strict=True))
+    hidden = gate * gate.sigmoid() * value
+    terms = hidden[:, None, :] * mlp.fc2.weight  # (2, outputs, hidden)
+    passed = (terms / mlp(x)[:, :, None] * relevance[:, :, None]).sum(dim=1) / 2
+    expected = sum(
+        (x[:, None, :] * w / z[:, :, None] * passed[:, :, None]).sum(dim=1)
+        for w, z in zip(weights, (gate, value), strict=True)
+    )
+    torch.testing.assert_close(pass_back(mlp, x, relevance), expected)

@@ -22,9 +22,10 @@ from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Stopped, StopRequest
 from vit.evaluation import mcnemar
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.model.attention_model import TimmAttentionModel, attention_model
+from vit.model.attention_model import attention_model
 from vit.model.config import ModelConfig
 from vit.model.embed import whiten
+from vit.model.timm_attention import TimmAttentionModel
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model

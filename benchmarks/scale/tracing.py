@@ -169,7 +169,7 @@ def trace_activations(
                 setattr(module, name, new)
         block, grid = model.blocks[0], model.patch_embed.grid_size
         tokens = model.num_prefix_tokens + model.patch_embed.num_patches
-        width = model.head.in_features
+        width = model.num_features
 
         def whole(batch: int) -> None:
             with autocast(GPU, precision):

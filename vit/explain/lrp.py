@@ -14,8 +14,10 @@ input (with ReLU: piecewise). The other layers become linear if a factor is held
     attention       A V                     A, the weights  arXiv 2202.07304, section 4
     layer norm      (x - mean(x)) / σ · γ   σ               arXiv 2402.05602, prop. 3.4
     GELU            x · (GELU(x) / x)       the ratio       arXiv 2402.05602, eq. 9
+    gated MLP       g y / 2 + g y / 2       g, then y       arXiv 2402.05602, uniform rule
 
-Group norm and RMS norm are treated like layer norm, and SiLU like GELU.
+Group norm and RMS norm are treated like layer norm, and SiLU like GELU. Rotations and biases of
+relative positions enter attention weights only, and so get no relevance.
 
 In a convolution, large terms of both signs cancel, which would make the relevance of pixels noise.
 There, only the terms that have the sign of their sum get relevance, in proportion: the z+ rule
@@ -103,6 +105,20 @@ def fixed_ratio(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs
     return x * (function(nonzero, *args, **kwargs) / nonzero)
 
 
+def fixed_activation(function: Callable[..., Tensor], x: Tensor, **kwargs: Any) -> Tensor:
+    """Apply an activation as `fixed_ratio` does, so that `half_each` knows it."""
+    y: Any = fixed_ratio(function, x, **kwargs)
+    y.is_activation = True
+    return y
+
+
+def half_each(multiply: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+    """Multiply; in a gated MLP, each of the two factors gets half of the product's relevance."""
+    if not any(getattr(factor, "is_activation", False) for factor in (x, other)):
+        return multiply(x, other)
+    return (x.detach() * other + x * other.detach()) / 2
+
+
 def terms_of_same_sign(
     convolve: Callable[..., Tensor],
     x: Tensor,
@@ -168,8 +184,9 @@ RULES: dict[Any, Callable[..., Tensor]] = {
     F.rms_norm: fixed_root,
     torch.rsqrt: fixed_result,
     Tensor.rsqrt: fixed_result,
-    F.gelu: fixed_ratio,
-    F.silu: fixed_ratio,
+    F.gelu: fixed_activation,
+    F.silu: fixed_activation,
+    Tensor.mul: half_each,
     torch.sigmoid: fixed_result,
     Tensor.sigmoid: fixed_result,
     F.conv2d: terms_of_same_sign,
@@ -182,7 +199,7 @@ class LayerwiseRules(TorchFunctionMode):
 
     Inside, the functions in `RULES` return the same values, but have other gradients. This holds
     for the current thread only; no module, parameter or function is changed. The model must be in
-    evaluation mode. Gated MLPs (SwiGLU) have no rule: their relevances do not add up.
+    evaluation mode.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

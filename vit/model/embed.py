@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit.hardware import device_for
+from vit.model.tracing import leaf_of_graphs
 
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
 
@@ -76,6 +77,7 @@ class PatchEmbed(nn.Module):
             )
         return height // self.patch_size, width // self.patch_size
 
+    @leaf_of_graphs
     def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Embed the patches of images.
 
@@ -89,7 +91,8 @@ class PatchEmbed(nn.Module):
             ValueError: height or width is zero or not a multiple of patch_size.
         """
         grid = self.grid(*images.shape[-2:])
-        images = images.contiguous(memory_format=torch.channels_last)
+        # Channels-last, in the only way that torch.func.vmap knows.
+        images = images.movedim(1, -1).contiguous().movedim(-1, 1)
         return rearrange(self.proj(images), "b d h w -> b (h w) d"), grid
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vit.model.attention import Attention, MultiHeadSelfAttention
 from vit.model.dropout import Dropout, StochasticDepth
+from vit.model.tracing import leaf_of_graphs
 
 
 class NeighbourConv(nn.Module):
@@ -176,6 +177,7 @@ class EncoderBlock(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path2 = StochasticDepth(drop_path)
 
+    @leaf_of_graphs
     def forward(
         self,
         x: Tensor,

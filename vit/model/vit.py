@@ -3,9 +3,11 @@
 Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +16,16 @@ from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
 from vit.model.encoder import EncoderBlock
 from vit.model.variants import find_attention
+
+torch.fx.wrap("resample_pos_embed")  # it branches
+
+
+def check_pool(global_pool: str, class_token: bool) -> None:
+    """Check what a head reads, of a model with or without a class token."""
+    if global_pool not in ("token", "avg"):
+        raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
+    if global_pool == "token" and not class_token:
+        raise ValueError("global_pool: token needs class_token=True; or use avg")
 
 
 class VisionTransformer(nn.Module):
@@ -101,13 +113,11 @@ class VisionTransformer(nn.Module):
         attention: str | Attention = "dot",
     ) -> None:
         super().__init__()
-        if global_pool not in ("token", "avg"):
-            raise ValueError(f"global_pool: {global_pool!r} is not token or avg")
-        if global_pool == "token" and not class_token:
-            raise ValueError("global_pool: token needs class_token=True; or use avg")
+        check_pool(global_pool, class_token)
         attend = find_attention(attention) if isinstance(attention, str) else attention
         pooled = global_pool == "avg"
-        self.global_pool = global_pool
+        self.global_pool: str = global_pool
+        self.num_classes, self.num_features = num_classes, embed_dim
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.num_pos_prefix = 0 if no_embed_class else self.num_prefix_tokens
         self.patch_embed = PatchEmbed(
@@ -156,7 +166,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.Identity() if norm_last else nn.LayerNorm(embed_dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if norm_last else nn.Identity()
         self.head_drop = Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head: nn.Module = nn.Linear(embed_dim, num_classes)
         self.grad_checkpointing = False
         self._init_weights(zero_init)
 
@@ -177,9 +187,29 @@ class VisionTransformer(nn.Module):
                 if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                     nn.init.zeros_(parameter)
 
-    def get_classifier(self) -> nn.Linear:
+    def get_classifier(self) -> nn.Module:
         """Return the head, the only part that depends on the classes; as in timm."""
         return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one, as in timm; the norms stay where they are.
+
+        Args:
+            num_classes: C; 0 for features instead of logits.
+            global_pool: "token" or "avg", what the new head reads; None keeps what it is.
+
+        Raises:
+            ValueError: global_pool is unknown, or "token" without a class token.
+        """
+        if global_pool is not None:
+            check_pool(global_pool, self.cls_token is not None)
+            self.global_pool = global_pool
+        weight = next(self.parameters())
+        self.num_classes, self.head = num_classes, nn.Identity()
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes).to(weight.device, weight.dtype)
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
@@ -246,6 +276,37 @@ class VisionTransformer(nn.Module):
             else:
                 x = block(x, grid, mask)
         return self.norm(x)
+
+    def get_intermediate_layers(
+        self,
+        images: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """Return the patches' tokens after some blocks, as in DINO and timm.
+
+        Args:
+            images: As for `forward`.
+            n: Number of last blocks, or the numbers of the blocks, counted from 0.
+            reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
+            return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
+            norm: Whether to apply the final norm.
+        """
+        chosen = range(len(self.blocks))[-n:] if isinstance(n, int) else n
+        x, grid = self.embed(images)
+        tokens = []
+        for block in self.blocks:
+            x = block(x, grid)
+            tokens.append(x)
+        found = []
+        for layer in chosen:
+            x = self.norm(tokens[layer]) if norm else tokens[layer]
+            prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+            patches = patches.mT.unflatten(2, grid) if reshape else patches
+            found.append((patches, prefix) if return_prefix_tokens else patches)
+        return found
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
@@ -322,6 +383,8 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: height or width is not a multiple of patch_size.
         """
+        if isinstance(images, torch.fx.Proxy):  # torch.fx traces arguments that are not given, too
+            mask, need_weights = None, False
         if need_weights:
             logits, weights, _ = self.forward_intermediates(images, mask)
             return logits, torch.stack(weights)

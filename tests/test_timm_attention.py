@@ -1,0 +1,284 @@
+"""timm's attention, family by family: weights, masks, muted heads, records, against timm's code.
+
+The oracle sees what timm's own forward computes: what it drops attention out from, or, with a fused
+kernel, the queries, keys and masks that it hands to the kernel.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vit.classifier import Classifier
+from vit.data.images import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.explain.importance import MutableModel
+from vit.explain.interventions import Interventions
+from vit.explain.maps import MAP_KINDS, attention_maps
+from vit.model.attention_model import attention_model, prefix_names, require_attention
+from vit.reporting.attention_records import attention_records
+
+SIZE = (32, 48)
+ROTARY: dict[str, Any] = {"patch_size": 8, "dynamic_img_size": True}
+# What docs/timm.md says of a family, and small models of it.
+FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "`vit_*`, `deit*`, CLIP, DINOv2, SigLIP, AIMv2": (
+        {"model_name": "vit_tiny_patch16_224", "patch_size": 8},
+        {"model_name": "vit_giant_patch14_reg4_dinov2", "patch_size": 8},
+    ),
+    "the same behind convolutions: `vit_*_r26_s32_*`, `vit_*_mci_*`, `vitamin_*`": (
+        {"model_name": "vit_tiny_r_s16_p8_224", "img_size": (128, 192)},
+    ),
+    "`vit_dwee_*`, `vit_dlittle_*`": (
+        {"model_name": "vit_dwee_patch16_reg1_gap_256", "patch_size": 8},
+    ),
+    "`naflexvit_*`, and `vit_*` with `use_naflex`, for images of one size": (
+        {"model_name": "naflexvit_base_patch16_gap", "patch_size": 8},
+    ),
+    "the same with `rope_type`": (
+        {"model_name": "naflexvit_base_patch16_gap", "patch_size": 8, "rope_type": "mixed"},
+        {
+            "model_name": "naflexvit_base_patch16_gap",
+            "patch_size": 8,
+            "rope_type": "axial",
+            "attn_gated": True,
+        },
+    ),
+    "EVA-02, DINOv3, `eva_giant_*`": (
+        {"model_name": "eva02_tiny_patch14_224", "patch_size": 8},
+        {"model_name": "eva02_base_patch14_224", **ROTARY, "scale_attn_inner": True},
+        {"model_name": "vit_small_plus_patch16_dinov3", **ROTARY},
+        {"model_name": "eva02_enormous_patch14_clip_224", "patch_size": 8},
+    ),
+    "Perception Encoder, `vit_*_rope_*`, Sapiens2": (
+        {"model_name": "vit_pe_core_tiny_patch16_384", "patch_size": 8},
+        {"model_name": "vit_small_patch16_rope_mixed_224", "patch_size": 8},
+        {
+            "model_name": "vit_base_patch16_sapiens2",
+            "patch_size": 8,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "embed_dim": 32,
+        },
+    ),
+    "`beit_*`, `beitv2_*`": (
+        {"model_name": "beit_base_patch16_224", "patch_size": 8},
+        {"model_name": "beitv2_base_patch16_224", "patch_size": 8, "use_shared_rel_pos_bias": True},
+    ),
+}
+MODELS = [model for models in FAMILIES.values() for model in models]
+with_models = pytest.mark.parametrize(
+    "model", MODELS, ids=[model["model_name"] for model in MODELS]
+)
+
+
+@pytest.fixture(params=["step by step", "fused"])
+def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
+    timm.layers.set_fused_attn(request.param == "fused")
+    yield request.param == "fused"
+    timm.layers.set_fused_attn(True)
+
+
+def build(settings: dict[str, Any]) -> Any:
+    """A family's smallest model, with random weights in every part of it."""
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": SIZE, "num_classes": 5}
+    model = timm.create_model(**(sizes | settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.15)
+    return model.eval()
+
+
+def images_for(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    patch_embed = getattr(model, "patch_embed", None)
+    sides = getattr(patch_embed, "img_size", None) or SIZE
+    return torch.randn(3, 3, *sides, generator=generator)
+
+
+class Kernel(TorchFunctionMode):
+    """Records the weights that torch's fused attention uses, from its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            query, key = args[:2]
+            scores = torch.einsum("bhnd,bhmd->bhnm", query.double(), key.double())
+            scores = scores / query.shape[-1] ** 0.5
+            mask = kwargs["attn_mask"]
+            self.weights.append((scores if mask is None else scores + mask).softmax(-1).float())
+        return func(*args, **(kwargs or {}))
+
+
+def weights_of(model: Any, images: Tensor, fused: bool) -> list[Tensor]:
+    """What timm's own forward computes in each block, differences of two softmaxes too."""
+    seen: list[Tensor] = []
+    blocks = model.blocks
+    for block in blocks:
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with Kernel() as kernel:
+        model(images)
+    if not fused:
+        assert len(seen) == len(blocks)
+        return [subtract(block.attn, layer) for block, layer in zip(blocks, seen, strict=True)]
+    assert not seen
+    if not hasattr(blocks[0].attn, "lambda_init"):
+        return kernel.weights[: len(blocks)]  # then comes attention pooling
+    pairs = zip(kernel.weights[::2], kernel.weights[1::2], strict=True)
+    both = [torch.stack(pair, dim=2).flatten(1, 2) for pair in pairs]
+    return [subtract(block.attn, layer) for block, layer in zip(blocks, both, strict=True)]
+
+
+def subtract(attn: Any, weights: Tensor) -> Tensor:
+    """The difference of the heads' two softmaxes (arXiv 2410.05258, eq. 1 and 2)."""
+    if not hasattr(attn, "lambda_init"):
+        return weights
+    if attn.dual_lambda:
+        rising, falling = attn.lambda_a, attn.lambda_b
+    else:
+        rising, falling = attn.lambda_q1 @ attn.lambda_k1, attn.lambda_q2 @ attn.lambda_k2
+    factor = rising.exp() - falling.exp() + attn.lambda_init
+    return weights[:, ::2] - factor * weights[:, 1::2]
+
+
+@with_models
+@torch.no_grad()
+def test_weights_and_logits_are_timms(model: dict[str, Any], fused: bool) -> None:
+    timms = build(model)
+    images = images_for(timms)
+    reader = attention_model(timms)
+    assert reader is not None and all(block.attn.fused_attn == fused for block in timms.blocks)
+    logits, weights, tokens = reader.forward_intermediates(images)
+    torch.testing.assert_close(logits, timms(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        timms.norm(tokens[-1]), timms.forward_features(images), rtol=1e-5, atol=1e-5
+    )
+    rows, columns = reader.patch_embed.grid(*images.shape[-2:])
+    assert (rows, columns) == (4, 6)
+    for found, expected in zip(weights, weights_of(timms, images, fused), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert found.shape[-1] == reader.num_prefix_tokens + rows * columns
+        assert found.std() > 0.005  # not uniform, so the comparison means something
+
+
+class MaskedBias(nn.Module):
+    """A relative position bias that is minus infinity where a mask forbids attention."""
+
+    def __init__(self, bias: nn.Module | None, mask: Tensor) -> None:
+        super().__init__()
+        self.bias, self.mask = bias, mask
+
+    def forward(self) -> Tensor:
+        shared = 0.0 if self.bias is None else self.bias()
+        return torch.zeros(self.mask.shape).masked_fill(~self.mask, -torch.inf) + shared
+
+
+@with_models
+@torch.no_grad()
+def test_mask_is_timms(model: dict[str, Any]) -> None:
+    timms = build(model)
+    images, reader = images_for(timms), require_attention(timms)
+    tokens = reader.num_prefix_tokens + 24
+    torch.manual_seed(0)
+    mask = (torch.rand(tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
+    logits, weights, _ = reader.forward_intermediates(images, mask.expand(3, -1, -1))
+    if hasattr(timms, "rel_pos_bias"):
+        masked = copy.deepcopy(timms)
+        del masked.rel_pos_bias
+        masked.rel_pos_bias = MaskedBias(timms.rel_pos_bias, mask)
+        features = masked.forward_features(images)
+    else:
+        features = timms.forward_features(images, attn_mask=mask)
+    torch.testing.assert_close(logits, timms.forward_head(features), rtol=1e-5, atol=1e-5)
+    assert not torch.stack(weights)[..., ~mask].any()
+
+
+@with_models
+@torch.no_grad()
+def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
+    timms = build(model)
+    images, interventions = images_for(timms), Interventions(timms)
+    layers, heads = interventions.gates_shape
+    gates, keep = torch.ones(layers, heads), torch.ones(1, 24)
+    gates[1, 0], keep[:, 5:9] = 0, 0
+    muted, *_ = interventions(images, gates, torch.ones(1, 24))
+    proj = timms.blocks[1].attn.proj
+    width = proj.in_features // heads
+    hook = proj.register_forward_pre_hook(lambda _, x: F.pad(x[0][..., width:], (width, 0)))
+    torch.testing.assert_close(muted, timms(images), rtol=1e-5, atol=1e-5)
+    hook.remove()
+    copied = MutableModel(timms)
+    with copied.muted(((1, 0),)):
+        torch.testing.assert_close(copied.model(images), muted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(muted, timms(images), atol=1e-3)
+    _, weights, *_ = interventions(images, torch.ones(layers, heads), keep)
+    left_out = slice(-24 + 5, -24 + 9)
+    assert not weights[..., left_out].any() and weights[..., -1].all()
+
+
+@with_models
+def test_every_kind_of_map_and_a_record_for_the_tab(model: dict[str, Any]) -> None:
+    timms = build(model)
+    images = images_for(timms)
+    logits, maps = attention_maps(timms, images, list(MAP_KINDS))
+    torch.testing.assert_close(logits, timms(images).detach(), rtol=1e-4, atol=1e-4)
+    for kind, found in maps.items():
+        assert found.shape == (3, *(images.shape[-2:] if kind == "lrp_pixels" else (4, 6)))
+        assert found.isfinite().all() and found.std() > 1e-3
+    preprocess = Preprocess(tuple(images.shape[-2:]), (0.5,) * 3, (0.5,) * 3)
+    classes = tuple("abcde")
+    classifier = Classifier(timms, preprocess, classes, torch.device("cpu"), torch.float32)
+    pixels = torch.randint(0, 256, images.shape, dtype=torch.uint8)
+    parts = attention_records(classifier, ImageSet(pixels, torch.zeros(3).long(), classes))
+    records = [record for _, part in parts for record in part if record is not None]
+    with torch.no_grad():
+        _, weights, _ = require_attention(timms).forward_intermediates(preprocess.normalize(pixels))
+    for number, record in enumerate(records):
+        expected = torch.stack(weights)[:, number]
+        torch.testing.assert_close(torch.tensor(record.weights), expected, rtol=1e-4, atol=1e-5)
+        assert record.details.prefix == prefix_names(timms)
+        assert torch.tensor(record.details.statistics.entropy).isfinite().all()
+    assert len(records) == 3
+
+
+def table() -> list[str]:
+    """The table in docs/timm.md, from the classes of each family's models."""
+    lines = ["| models | timm class | attention |", "|---|---|---|"]
+    for names, members in FAMILIES.items():
+        models = [build(member) for member in members]
+        ((cls, attention),) = {(type(m).__name__, type(m.blocks[0].attn).__name__) for m in models}
+        lines.append(f"| {names} | `{cls}` | `{attention}` |")
+    return lines
+
+
+def test_table_of_the_documentation() -> None:
+    text = (Path(__file__).parents[1] / "docs/timm.md").read_text()
+    assert "\n".join(table()) in text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "unread"),
+    [
+        ("swin_tiny_patch4_window7_224", {"img_size": 224}, "SwinTransformer"),
+        ("pvt_v2_b0", {}, "PyramidVisionTransformerV2"),
+        ("vit_small_patch16_18x2_224", {"depth": 1}, "ParallelThingsBlock"),
+        ("vit_relpos_small_patch16_224", {"depth": 1}, "VisionTransformerRelPos"),
+    ],
+)
+def test_other_classes_are_refused_by_name(name: str, settings: dict, unread: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, **settings)
+    assert attention_model(model) is None
+    with pytest.raises(ValueError, match=f"not available for {name}: .* of class {unread} cannot"):
+        require_attention(model)
