@@ -287,6 +287,16 @@ def test_a_photo_is_prepared_as_predict_does(
     assert shown["label"] is None
     frame.get_by_role("button", name="Remove the photo").click()
     wait_until(frame, "label", 3)
+    frame.locator("input[type=file]").set_input_files(tmp_path / "photo.png")  # the same again
+    wait_until(frame, "file", "photo.png")
+
+
+def test_no_patch_is_left(page: Page, address: str) -> None:
+    patches = ",".join(f"{number}:out" for number in range(GRID**2))
+    frame = show(page, address, patches=patches)
+    shown = answered(frame, patches=patches)
+    for values in (shown["change"]["after"], shown["statistics"]["entropy"], shown["values"]):
+        assert np.isfinite(np.array(values, float)).all()
 
 
 def test_scripts_ask_through_the_page(page: Page, address: str, logged: Logged) -> None:

@@ -54,6 +54,7 @@ export function headStatistics(weights, { rows, columns, details }) {
   const between = (a, b) => side * Math.hypot(a[0] - b[0], a[1] - b[1]);
   const distances = patches.map((a) => Float64Array.from(patches, (b) => between(a, b)));
   const there = range(tokens).filter((token) => !removed.has(token));
+  const count = Math.max(1, there.length);
   const row = new Float64Array(tokens);
   const ofHead = (layer, head) => {
     let [entropy, distance] = [0, 0];
@@ -63,7 +64,7 @@ export function headStatistics(weights, { rows, columns, details }) {
       let [far, near] = [0, 0];
       for (let key = 0; key < tokens; key++) {
         if (row[key] > 0) entropy -= row[key] * Math.log(row[key]);
-        received[key] += row[key] / there.length;
+        received[key] += row[key] / count;
         if (query < prefix || key < prefix) continue;
         far += row[key] * distances[query - prefix][key - prefix];
         near += row[key];
@@ -71,7 +72,7 @@ export function headStatistics(weights, { rows, columns, details }) {
       if (near > 0) distance += far / near / weights.patches;
     }
     const most = Math.log(tokens) || 1;
-    return { entropy: entropy / there.length / most, distance, sink: Math.max(...received) };
+    return { entropy: entropy / count / most, distance, sink: Math.max(...received) };
   };
   const all = range(layers).map((layer) => range(heads).map((head) => ofHead(layer, head)));
   const table = (name) => all.map((layer) => layer.map((one) => one[name]));

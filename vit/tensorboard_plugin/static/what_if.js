@@ -17,6 +17,7 @@ export const BRUSHES = {
 };
 const ROWS = 6; // classes that are compared
 const BRUSH = "What a click or a stroke on the picture does to patches (B; H at the kept patch)";
+const MUTE = "Leave this head out of its layer's output (M)";
 const PHOTO = "Ask about a photo of your own, also dropped or pasted. It stays in this page.";
 
 /** The line of the toolbar. */
@@ -26,14 +27,17 @@ export class WhatIf {
     const button = (text, title, click) => make("button", { type: "button", title, click }, text);
     this.brush = menu("Brush", (brush) => app.takeBrush(brush), { title: BRUSH });
     this.other = menu("Image that lends its patches", (other) => app.set({ other }));
-    this.head = button("", "Leave this head out of its layer's output (M)", () => app.mute("head"));
+    this.head = button("", MUTE, () => app.mute("head"));
     this.layer = button("", "Leave out all heads of the layer (L)", () => app.mute("layer"));
     this.only = button("", "Leave out the other heads of the layer (O)", () => app.mute("others"));
     this.file = make("input", {
       type: "file",
       accept: "image/*",
       hidden: true,
-      change: () => app.takePhoto(this.file.files[0] ?? null),
+      change: () => {
+        app.takePhoto(this.file.files[0] ?? null);
+        this.file.value = ""; // so that the same file can be chosen again
+      },
     });
     this.photo = button("Photo …", PHOTO, () =>
       app.photo ? app.takePhoto(null) : this.file.click(),
@@ -82,6 +86,7 @@ export class WhatIf {
     write(this.layer, `Mute layer ${layer}`);
     write(this.only, `Only ${name}`);
     this.head.disabled = this.only.disabled = fused;
+    this.head.title = fused ? "Choose a head first: click its map" : MUTE;
     this.head.setAttribute("aria-pressed", String(!fused && isMuted(head)));
     this.layer.setAttribute("aria-pressed", String(range(record.heads).every(isMuted)));
     offer(this.brush, Object.entries(BRUSHES), app.brush);
