@@ -19,7 +19,7 @@ ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
-	@echo "make test   all tests, about 12 minutes on two cores"
+	@echo "make test   all tests, about 15 minutes on two cores"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make onnxruntime  fetch the files in $(ONNXRUNTIME) with npm, and verify them"
