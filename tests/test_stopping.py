@@ -56,6 +56,19 @@ def test_signal_stops_what_is_no_step(number: signal.Signals) -> None:
         assert stop.signal == number
 
 
+@pytest.mark.parametrize("deferred", [True, False])
+def test_forked_workers_leave_signals_to_their_parent(deferred, capfd) -> None:
+    with stop_on_signals() as stop, stop.deferred() if deferred else contextlib.nullcontext():
+        child = os.fork()
+        if not child:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                os._exit(stop.signal)
+        assert os.waitpid(child, 0)[1] == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyError), stop_on_signals():

@@ -32,6 +32,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0
         self._deferred = False
+        self._process = os.getpid()
 
     def agreed(self, world: World) -> bool:
         """Tell whether any process was asked to stop; all processes call this after every step."""
@@ -61,6 +62,8 @@ class StopRequest:
         torchrun forwards signals that its processes have already received, so under torchrun a
         second signal is ignored; torchrun itself ends processes that take too long.
         """
+        if os.getpid() != self._process:
+            return  # a worker that has just been forked, and leaves signals to its parent
         alone = not under_torchrun()
         for each in STOPPING:
             signal.signal(each, signal.SIG_DFL if alone else signal.SIG_IGN)

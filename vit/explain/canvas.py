@@ -124,7 +124,7 @@ def font_file(words: str) -> str:
     """Choose the font for a text: the first of those that lack the fewest of its letters.
 
     The first is matplotlib's default font; installed ones with East Asian letters follow.
-    `report_boxes` reports letters that no font has.
+    Letters that no font has are warned of once.
     """
     import matplotlib
 
@@ -143,23 +143,18 @@ def font_file(words: str) -> str:
     others = [str(font_manager.findfont(name)) for name in EAST_ASIAN if name in installed]
     best = min([default, *others], key=count_lacking)
     if count_lacking(best):
-        _boxes.add(words)
+        _warn_of_boxes()
     return best
 
 
-_boxes: set[str] = set()  # texts with letters that no font has
+@functools.cache
+def _warn_of_boxes() -> None:
+    import matplotlib
 
-
-def report_boxes() -> None:
-    """Print a line if pictures of new texts show boxes in place of letters."""
-    if _boxes:
-        import matplotlib
-
-        warn(
-            "pictures show boxes for letters that no installed font has; install one that has "
-            f"them, such as Noto Sans CJK, and delete {matplotlib.get_cachedir()}/fontlist-*.json"
-        )
-    _boxes.clear()
+    warn(
+        "pictures show boxes for letters that no installed font has; install one that has "
+        f"them, such as Noto Sans CJK, and delete {matplotlib.get_cachedir()}/fontlist-*.json"
+    )
 
 
 def framed(

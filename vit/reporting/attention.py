@@ -15,7 +15,6 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.console import counted
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
-from vit.explain.canvas import report_boxes
 from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of, named
@@ -63,7 +62,6 @@ def explain_run(run: str, options: MapsConfig) -> None:
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     levels = () if options.faithfulness == 0 else LEVELS
     _write_maps(saved, test, indices, kinds, target, rollout, levels, folder)
-    report_boxes()
     print(
         f"wrote {counted(len(indices), 'sheet')}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
         f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"

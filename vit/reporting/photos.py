@@ -8,7 +8,6 @@ from pathlib import Path
 from vit.classifier import PHOTO_KINDS
 from vit.console import printable, warn
 from vit.data.photos import find_photos, to_photo
-from vit.explain.canvas import report_boxes
 from vit.model.attention_model import no_maps_text
 from vit.reporting.config import PhotoConfig
 from vit.reporting.loading import load_run, results_folder
@@ -62,7 +61,6 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
             print(f"  wrote {sheet}")
     if not count:
         raise ValueError(f"photo: none of the files ({len(paths):,}) can be read as an image")
-    report_boxes()
     print(f"\nclassified {count:,} of {len(paths):,} files")
     if not has_maps:
         print(f"no sheets: {no_maps_text(classifier.model)}")

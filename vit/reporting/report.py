@@ -18,7 +18,6 @@ from vit.data.augment import shrink
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
-from vit.explain.canvas import report_boxes
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.colours import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
@@ -98,7 +97,6 @@ def write_report(
                 f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
             )
         _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
-    report_boxes()
     return result
 
 
