@@ -14,13 +14,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 
 ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 
-.PHONY: help demo check test lint lock onnxruntime clean
+.PHONY: help demo check test lint docs lock onnxruntime clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 15 minutes on two cores"
 	@echo "make lint   ruff, mypy and the import contract"
+	@echo "make docs   the documentation site, into site/html; fails at broken links and missing pages"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make onnxruntime  fetch the files in $(ONNXRUNTIME) with npm, and verify them"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
@@ -60,6 +61,13 @@ lint: .venv/installed-dev
 	$(INSTALL) --requirement requirements-dev.lock
 	touch $@
 
+# REPO_URL is where links to files outside docs/ lead; by default to those here.
+docs:
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/pip install --disable-pip-version-check --quiet --requirement docs/requirements.txt
+	.venv/docs/bin/python docs/write_site.py site/pages $(REPO_URL)
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --quiet
+
 lock:
 	$(PYTHON) -m venv .venv/lock
 	.venv/lock/bin/pip install --disable-pip-version-check --quiet uv==0.13.9
@@ -75,4 +83,4 @@ onnxruntime:
 	cd $(ONNXRUNTIME) && grep -E '^ +[0-9a-f]{64} ' README.md | sha256sum --check
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
