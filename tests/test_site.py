@@ -45,6 +45,6 @@ def test_notebook_becomes_a_page_with_its_outputs() -> None:
         "# Title\ntext",
         "```python\nprint(1)\n```",
         "```text\n1\n```",
-        "![](data:image/png;base64,ABC=)",
+        "![what the cell shows](data:image/png;base64,ABC=)",
         "```text\n{2: 3}\n```\n",
     ]
