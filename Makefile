@@ -14,12 +14,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 
 ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 
-.PHONY: help demo check test lint lint-js docs tour lock onnxruntime clean
+.PHONY: help demo check test coverage lint lint-js docs tour lock onnxruntime clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 15 minutes on two cores"
+	@echo "make coverage  all tests, and which lines of vit/ they run"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lint-js  biome on the JavaScript of the Attention tab; needs npx"
 	@echo "make docs   the documentation site, into site/html; fails at broken links and missing pages"
@@ -37,6 +38,13 @@ check: lint
 
 test: .venv/installed-dev
 	$(PYTEST)
+
+coverage: .venv/installed-dev
+	$(PIP) coverage==7.17.4
+	$(BIN)/python -m coverage erase
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST))
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
