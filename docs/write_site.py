@@ -53,7 +53,9 @@ def notebook_text(notebook: dict[str, Any]) -> str:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if picture := "".join(data.get("image/png", "")):
-                parts.append(f"![what the cell shows](data:image/png;base64,{''.join(picture.split())})")
+                parts.append(
+                    f"![what the cell shows](data:image/png;base64,{''.join(picture.split())})"
+                )
             elif text := "".join(output.get("text", data.get("text/plain", ""))):
                 parts.append(f"```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
