@@ -22,7 +22,7 @@ from werkzeug import serving, wrappers
 
 from vit.classifier import Classifier
 from vit.data.pixels import ArrayPreprocess, bands_of
-from vit.explain.interventions import Interventions
+from vit.explain.interventions import Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.model_file import load_model
 from vit.reporting.live import graph_of, weights_of
@@ -57,7 +57,7 @@ window.refusal = (promise) =>
 
 def spec_of(classifier: Classifier) -> dict[str, Any]:
     readable, preprocess = require_attention(classifier.model), classifier.preprocess
-    layers, heads = Interventions(classifier.model).gates_shape
+    layers, heads = gates_of(classifier.model).shape
     return {
         "channels": preprocess.channels,
         "image_size": preprocess.image_size,
@@ -171,7 +171,7 @@ def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Te
     pixels, mute, hide = case
     interventions = Interventions(classifier.model)
     rows, columns = require_attention(classifier.model).patch_embed.grid(*pixels.shape[:2])
-    gates, keep = torch.ones(interventions.gates_shape), torch.ones(1, rows * columns)
+    gates, keep = gates_of(classifier.model), torch.ones(1, rows * columns)
     for layer, head in mute:
         gates[layer, head] = 0
     keep[0, hide] = 0
