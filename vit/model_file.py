@@ -117,14 +117,13 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
 def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
     """Load a trained model together with its config; arguments and errors as for `load`."""
     if folder := transformers_folder(Path(name)):
-        converted: SavedModel = resolve_name("vit.pretrained.transformers:load_transformers")(
-            folder, device, precision
-        )
-        return converted
-    path = _find_model(Path(name))
+        path = folder / MODEL_FILE
+        state = resolve_name("vit.pretrained.transformers:read_classifier")(folder)
+    else:
+        path = _find_model(Path(name))
+        is_model = path.suffix == MODEL_SUFFIX
+        state = _read_model(path) if is_model else vars(read_checkpoint(path))
     where = choose_device(device)
-    is_model = path.suffix == MODEL_SUFFIX
-    state = _read_model(path) if is_model else vars(read_checkpoint(path))
     config, classes = from_dict(state["config"]), tuple(state["classes"])
     if preprocess := state.get("preprocess"):
         preprocess = Preprocess.from_dict(preprocess)

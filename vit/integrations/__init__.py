@@ -9,15 +9,17 @@ from torch import Tensor, nn
 from vit.data.preprocess import Preprocess
 from vit.tensorboard_plugin import add_attention
 
+HALF = (0.5, 0.5, 0.5)
+
 
 class AttentionLog:
-    """Shows some images to a model every n optimizer steps; training stays as it was.
+    """Shows images to a model every n optimizer steps; training stays as it was.
 
     Args:
         images: (B, 3, height, width) uint8, of the size that the model takes.
         every: n.
-        mean: Mean of each channel that images are normalized with, 0 to 1.
-        std: Standard deviation that images are normalized with.
+        mean: Mean of each channel that the model's images are normalized with, 0 to 1.
+        std: Standard deviation of each channel, likewise.
         **shown: Arguments of `add_attention`, such as labels and classes.
     """
 
@@ -25,8 +27,8 @@ class AttentionLog:
         self,
         images: Tensor,
         every: int = 100,
-        mean: Sequence[float] = (0.5, 0.5, 0.5),
-        std: Sequence[float] = (0.5, 0.5, 0.5),
+        mean: Sequence[float] = HALF,
+        std: Sequence[float] = HALF,
         **shown: Any,
     ) -> None:
         size = (images.shape[-2], images.shape[-1])
@@ -34,13 +36,7 @@ class AttentionLog:
         self.images, self.every, self.shown, self.last = images, every, shown, 0
 
     @torch.no_grad()
-    def add(
-        self,
-        writer: Any,
-        model: nn.Module,
-        step: int,
-        read: Callable[[Any, Tensor], dict[str, Any]],
-    ) -> None:
+    def add(self, writer: Any, model: nn.Module, step: int, read: Callable[..., Any]) -> None:
         """Log at a step that is due; `read` returns what `add_attention` takes."""
         if step % self.every or step == self.last:  # the same in parts of an accumulated batch
             return

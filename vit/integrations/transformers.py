@@ -14,12 +14,7 @@ except ImportError:
 
 
 class AttentionCallback(AttentionLog, TrainerCallback):  # type: ignore[misc]
-    """Logs the attention of a Vision Transformer of transformers.
-
-    Args:
-        writer: Where to log.
-        images: See `AttentionLog`, like the other arguments.
-    """
+    """Logs the attention of a Vision Transformer of transformers; see `AttentionLog`."""
 
     def __init__(self, writer: SummaryWriter, images: Tensor, **options: Any) -> None:
         super().__init__(images, **options)

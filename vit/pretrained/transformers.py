@@ -15,17 +15,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vit.classifier import Classifier, build_model
 from vit.console import warn
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
-from vit.hardware import choose_device, choose_precision
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
-from vit.model_file import SavedModel
 from vit.pretrained.adapt import Pretrained, fit
 from vit.pretrained.architecture import adopt, check_vit, settings_of_weights
-from vit.training.config import Config
+from vit.training.config import Config, to_dict
 
 ROOT = "model.pretrained: "  # how messages begin
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
@@ -62,10 +59,7 @@ RENAMED = (  # patterns and what replaces them, one after the other
     (r"^(cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
-FOR_EVA = (  # and Beit, of timm
-    (r"\.ls([12])\.gamma$", r".gamma_\1"),
-    (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"),
-)
+FOR_EVA = ((r"\.ls([12])\.gamma$", r".gamma_\1"), (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"))
 FOR_MEAN = ((r"^norm\.", "fc_norm."),)  # of BEiT's pretraining
 # Parts that timm stores as one.
 JOINED = {("attn.q", "attn.k", "attn.v"): "attn.qkv", ("mlp.gate_proj", "mlp.fc1"): "mlp.fc1"}
@@ -120,8 +114,8 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
     return source, preprocess
 
 
-def load_transformers(folder: Path, device: str, precision: str) -> SavedModel:
-    """Load a classifier as it is, as `vit.model_file.load_model` does.
+def read_classifier(folder: Path) -> dict[str, Any]:
+    """Read a classifier as it is; returns what a model file has, see `vit.model_file.load_model`.
 
     Raises:
         ValueError: As above, or the model has no head, or one that cannot be used.
@@ -136,17 +130,13 @@ def load_transformers(folder: Path, device: str, precision: str) -> SavedModel:
         weights = fit(source, model, preprocess.image_size, preprocess.channels).weights
     except ValueError as error:
         raise ValueError(str(error).removeprefix(ROOT)) from None
-    for line in source.notes:
-        warn(f"{folder}: {line}")
-    where = choose_device(device)
-    built = build_model(model, preprocess, len(source.classes)).to(where).eval()
-    built.load_state_dict(weights)
-    classifier = Classifier(
-        built, preprocess, source.classes, where, choose_precision(precision, where)
-    )
+    for note in source.notes:
+        warn(f"{folder}: {note}")
     data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)
-    file = folder / "model.safetensors"
-    return SavedModel(classifier, Config(data=data, model=model), 0, None, file)
+    return {
+        "model": weights, "config": to_dict(Config(data=data, model=model)), "step": 0,
+        "preprocess": preprocess.to_dict(), "classes": source.classes,
+    }  # fmt: skip
 
 
 def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
@@ -166,6 +156,10 @@ def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> d
                 if there:
                     filled = [torch.zeros_like(there[0]) if x is None else x for x in found]
                     renamed[f"{block}{whole}.{kind}"] = torch.cat(filled)
+    for kind in ("weight", "bias"):  # of SigLIP's attention pooling, which timm stores as two
+        if (joined := renamed.pop(f"attn_pool.in_proj_{kind}", None)) is not None:
+            dim = len(joined) // 3
+            renamed |= {f"attn_pool.q.{kind}": joined[:dim], f"attn_pool.kv.{kind}": joined[dim:]}
     return renamed
 
 
@@ -212,16 +206,8 @@ def _settings(
         pool = {key: weights.pop(key) for key in [*weights] if key.startswith("attn_pool.")}
         if pool and "head.weight" not in weights:
             timm_name, settings["global_pool"] = "timm:vit_base_patch16_siglip_224", "map"
-            weights |= _split_pool(pool, settings["embed_dim"])
+            weights |= pool
     return timm_name, settings if timm_name is None else {key: settings[key] for key in OF_VIT}
-
-
-def _split_pool(pool: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """Split the projections of SigLIP's attention pooling into that of the query and the others."""
-    for kind in ("weight", "bias"):
-        joined = pool.pop(f"attn_pool.in_proj_{kind}")
-        pool |= {f"attn_pool.q.{kind}": joined[:dim], f"attn_pool.kv.{kind}": joined[dim:]}
-    return pool
 
 
 def _preprocess(path: Path, input_size: tuple[int, ...], notes: list[str]) -> Preprocess:
