@@ -1,6 +1,6 @@
 """Callbacks of other training loops, for the Attention tab; each needs the package of its name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vit.data.preprocess import Preprocess
 from vit.tensorboard_plugin import add_attention
 
+RGB = tuple[float, float, float]
 HALF = (0.5, 0.5, 0.5)
 
 
@@ -24,12 +25,7 @@ class AttentionLog:
     """
 
     def __init__(
-        self,
-        images: Tensor,
-        every: int = 100,
-        mean: Sequence[float] = HALF,
-        std: Sequence[float] = HALF,
-        **shown: Any,
+        self, images: Tensor, every: int = 100, mean: RGB = HALF, std: RGB = HALF, **shown: Any
     ) -> None:
         size = (images.shape[-2], images.shape[-1])
         self.inputs = Preprocess(size, tuple(mean), tuple(std)).normalize(images)

@@ -47,14 +47,13 @@ RENAMED = (  # patterns and what replaces them, one after the other
     (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
     (r"^head\.probe$", "attn_pool.latent"),
     (r"^head\.(attention\.)?(out_)?", "attn_pool."),
-    (r"^attn_pool\.layernorm\.", "attn_pool.norm."),
     (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
     (r"\.attention\.attention\.relative_position_bias\.", ".attn."),
     (r"\.(attention\.|self_attn\.)+([qkv])(uery|ey|alue|_proj)\.", r".attn.\2."),
     (r"\.(intermediate\.dense|mlp\.weights_in|mlp\.up_proj)\.", ".mlp.fc1."),
     (r"\.(output\.dense|mlp\.weights_out|mlp\.down_proj)\.", ".mlp.fc2."),
     (r"\.(layer_scale|lambda_)([12])(\.lambda1)?$", r".ls\2.gamma"),
-    (r"^(post_)?layernorm\.", "norm."),
+    (r"^(attn_pool\.)?(post_)?layernorm\.", r"\1norm."),
     (r"^pooler\.layernorm\.", "fc_norm."),
     (r"^(cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
@@ -151,11 +150,9 @@ def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> d
         first = f"{parts[0]}.weight"
         for block in [key.removesuffix(first) for key in renamed if key.endswith(first)]:
             for kind in ("weight", "bias"):
-                found = [renamed.pop(f"{block}{part}.{kind}", None) for part in parts]
-                there = [part for part in found if part is not None]
-                if there:
-                    filled = [torch.zeros_like(there[0]) if x is None else x for x in found]
-                    renamed[f"{block}{whole}.{kind}"] = torch.cat(filled)
+                keys = [f"{block}{part}.{kind}" for part in parts]
+                if found := [renamed.pop(key) for key in keys if key in renamed]:
+                    renamed[f"{block}{whole}.{kind}"] = torch.cat(found)
     for kind in ("weight", "bias"):  # of SigLIP's attention pooling, which timm stores as two
         if (joined := renamed.pop(f"attn_pool.in_proj_{kind}", None)) is not None:
             dim = len(joined) // 3
@@ -213,26 +210,27 @@ def _settings(
 def _preprocess(path: Path, input_size: tuple[int, ...], notes: list[str]) -> Preprocess:
     """Read how images are prepared; without a file, they get the model's size, 0.5 and 0.5."""
     channels, height, width = input_size
-    about: dict[str, Any] = {
-        "size": {"height": height, "width": width},
-        "image_mean": [0.5] * channels,
-    }
-    about |= {"image_std": [0.5] * channels, "resample": Image.Resampling.BICUBIC}
+    about: dict[str, Any] = {"size": {"height": height, "width": width}, "resample": 3}
+    about |= dict.fromkeys(("image_mean", "image_std"), [0.5] * channels)
     if path.is_file():
         about |= json.loads(path.read_text(encoding="utf-8"))
     else:
         notes.append(f"not in the folder: {path.name}; mean and std are taken to be 0.5")
     if not about.get("do_normalize", True):
         about |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
-    factor = about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0
-    scale = 1.0 if math.isclose(255 * factor, 1) else 255 * factor
-    mean, std = (tuple(value / scale for value in about[f"image_{x}"]) for x in ("mean", "std"))
-    sizes = [about["size"], about["crop_size" if about.get("do_center_crop") else "size"]]
-    sizes = [x if isinstance(x, dict) else {"height": x, "width": x} for x in sizes]
-    edges = [x.get("shortest_edge") for x in sizes]
-    (tall, _), cropped = (
-        (x.get("height", e), x.get("width", e)) for x, e in zip(sizes, edges, strict=True)
-    )
+    factor = 255 * (about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0)
+    factor = 1.0 if math.isclose(factor, 1) else factor
+    mean, std = (tuple(value / factor for value in about[f"image_{x}"]) for x in ("mean", "std"))
+    resized, is_crop = _sides(about["size"])
+    size = _sides(about["crop_size"])[0] if about.get("do_center_crop") else resized
     kind = Image.Resampling(about["resample"]).name.lower()
-    crop_pct = math.nextafter(cropped[0] / tall, 0)  # as quotients of it are rounded down
-    return Preprocess(cropped, mean, std, kind, "crop" if edges[0] else "squash", crop_pct)
+    crop_pct = math.nextafter(size[0] / resized[0], 0)  # as quotients of it are rounded down
+    return Preprocess(size, mean, std, kind, "crop" if is_crop else "squash", crop_pct)
+
+
+def _sides(size: Any) -> tuple[tuple[int, int], bool]:
+    """Return height and width, and whether they are those of the shortest side of a photo."""
+    if isinstance(size, int):
+        return (size, size), False
+    edge = size.get("shortest_edge")
+    return (size.get("height", edge), size.get("width", edge)), edge is not None
