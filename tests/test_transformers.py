@@ -14,11 +14,13 @@ from torch.testing import assert_close
 import vit
 from small_runs import SMALL
 from vit.classifier import build_model
+from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.attention_model import require_attention
 from vit.model.config import ModelConfig
 from vit.pretrained.adapt import fit
 from vit.pretrained.architecture import adopt
+from vit.pretrained.resolve import resolve_pretrained
 from vit.pretrained.transformers import read_transformers
 from vit.training.config import Config, from_dict
 from vit.training.train import train
@@ -248,10 +250,19 @@ def test_training_starts_from_a_folder_and_does_not_need_it_again(
 
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "vit"])
 def test_the_model_may_be_named(name: str, tmp_path: Path) -> None:
-    draw("vit-backbone").save_pretrained(tmp_path / "folder")
-    train(config(tmp_path / "run", tmp_path / "folder", name=name))
-    module = type(vit.load(tmp_path / "run", "cpu").model).__module__
-    assert module.startswith("timm.") == name.startswith("timm:")
+    original = draw("vit-backbone")
+    original.save_pretrained(tmp_path / "folder")
+    found, source = resolve_pretrained(
+        config(tmp_path / "run", tmp_path / "folder", name=name), False
+    )
+    assert found.model.name == name and source is not None
+    model: Any = build_model(found.model, Preprocess.from_config(found.data), 3).eval()
+    assert type(model).__module__.startswith("timm.") == name.startswith("timm:")
+    model.load_state_dict(source.weights, strict=False)
+    images = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        features = model.forward_head(model.forward_features(images), pre_logits=True)
+    assert_close(features, expected(original, images)[0], rtol=0, atol=1e-4)
 
 
 def without_weights(folder: Path) -> None:
@@ -275,6 +286,9 @@ def with_config(**values: Any) -> Any:
         ("vit", with_config(model_type="swin"), "model of type swin .* must be of type vit, deit"),
         ("vit", with_config(hidden_act="relu"), "has hidden_act=relu; it must be gelu or"),
         ("vit", with_config(num_attention_heads=None), "is incomplete or damaged: TypeError"),
+        ("vit", with_config(num_attention_heads=0), "is incomplete or damaged: ZeroDivision"),
+        ("vit", with_config(vision_config=[]), "is incomplete or damaged: TypeError"),
+        ("vit", with_config(model_type=[]), r"model of type \[\] in"),
         ("vit", with_config(image_size=64), r"pos_embed is \[1, 17, 48\], not \[1, 65, 48\]"),
         ("beit", with_config(use_shared_relative_position_bias=True), "rel_pos_bias.* is missing"),
         ("dinov3", with_config(use_gated_mlp=True, hidden_act="silu"), "it has no head"),

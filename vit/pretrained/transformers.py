@@ -75,7 +75,7 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
     """
     name, notes, classes = str(folder), list[str](), None
     about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = about["model_type"].removesuffix("_vision_model")
+    kind = str(about["model_type"]).removesuffix("_vision_model")
     files = sorted(folder.glob("model*.safetensors"))  # several of a large model
     if kind not in MODEL_TYPES or not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir()))
@@ -83,12 +83,13 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
             f"{ROOT}{name} has a transformers model of type {kind} in {found}; it must be of type "
             f"{', '.join(MODEL_TYPES)}, in model.safetensors, which model.save_pretrained writes"
         )
-    labels, about = about.get("id2label", {}), {**SIGLIP, **about, **about.get("vision_config", {})}
-    sides, channels = about.get("image_size", 224), about.get("num_channels", 3)
-    input_size = (channels, sides, sides) if isinstance(sides, int) else (channels, *sides)
-    names = RENAMED + (FOR_EVA if kind in ("dinov3_vit", "beit") else ())
-    names += FOR_MEAN if about.get("use_mean_pooling") else ()
     try:
+        labels = about.get("id2label", {})
+        about = {**SIGLIP, **about, **about.get("vision_config", {})}
+        sides, channels = about.get("image_size", 224), about.get("num_channels", 3)
+        input_size = (channels, sides, sides) if isinstance(sides, int) else (channels, *sides)
+        names = RENAMED + (FOR_EVA if kind in ("dinov3_vit", "beit") else ())
+        names += FOR_MEAN if about.get("use_mean_pooling") else ()
         stored = {k: v for file in files for k, v in safetensors.torch.load_file(file).items()}
         weights = _rename(stored, names)
         if "head.weight" in weights and kind.startswith("dinov2"):
@@ -100,7 +101,8 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
             classes = tuple(f"{x} ({n})" if kept.count(x) > 1 else x for n, x in enumerate(kept))
         timm_name, settings = _settings(weights, kind, about, name)
         preprocess = _preprocess(folder / "preprocessor_config.json", input_size, notes)
-    except (KeyError, TypeError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, json.JSONDecodeError,
+            safetensors.SafetensorError) as error:  # fmt: skip
         raise ValueError(f"{ROOT}{name} is incomplete or damaged: {error!r}") from None
     if timm_name is not None:
         settings = {"name": timm_name, "timm_args": settings}
