@@ -74,8 +74,10 @@ onnxruntime:
 	set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
 	npm pack --silent --pack-destination "$$folder" onnxruntime-web@1.30.0; \
 	tar -xzf "$$folder"/*.tgz -C "$$folder"; \
-	cp "$$folder/package/dist/ort.wasm.bundle.min.mjs" $(ONNXRUNTIME); \
-	gzip -n -9 < "$$folder/package/dist/ort-wasm-simd-threaded.wasm" > $(ONNXRUNTIME)/ort-wasm-simd-threaded.wasm.gz
+	cp "$$folder"/package/dist/ort.wasm.bundle.min.mjs "$$folder"/package/dist/ort.jspi.bundle.min.mjs $(ONNXRUNTIME); \
+	for wasm in ort-wasm-simd-threaded.wasm ort-wasm-simd-threaded.jspi.wasm; do \
+		gzip -n -9 < "$$folder/package/dist/$$wasm" > $(ONNXRUNTIME)/$$wasm.gz; \
+	done
 	cd $(ONNXRUNTIME) && grep -E '^ +[0-9a-f]{64} ' README.md | sha256sum --check
 
 clean:
