@@ -253,7 +253,7 @@ def test_the_model_may_be_named(name: str, tmp_path: Path) -> None:
     original = draw("vit-backbone")
     original.save_pretrained(tmp_path / "folder")
     found, source = resolve_pretrained(
-        config(tmp_path / "run", tmp_path / "folder", name=name), False
+        config(tmp_path / "run", tmp_path / "folder/model.safetensors", name=name), False
     )
     assert found.model.name == name and source is not None
     model: Any = build_model(found.model, Preprocess.from_config(found.data), 3).eval()

@@ -12,6 +12,7 @@ Expect all to need the same time and memory: whoever reads weights has to write 
 """
 
 import argparse
+import ctypes
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,8 @@ def memory(key: str) -> int:
 def measure_memory(way: str, folder: Path, images: torch.Tensor) -> None:
     """Print by how many MB this process grows in a forward pass."""
     work = load_way(way, folder, images)
+    work()  # which also reads what is stored in files
+    ctypes.CDLL(None).malloc_trim(0)  # gives back what is free
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = memory("VmRSS:")
     kept = work()
