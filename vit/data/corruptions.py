@@ -1,19 +1,21 @@
 """The 15 corruptions of ImageNet-C (arXiv 1903.12261), for any image size and number of channels.
 
 Each function takes images of 0 to 1, a random generator for each image, and the parameters of its
-entry in `vit.registry.CORRUPTIONS`. They follow the published generators, their roundings included,
-but for frost, which is drawn instead of cut out of photographs. Numbers have double precision, so
-that the same pixels come out of a batch of any size.
+entry in `vit.registry.CORRUPTIONS`. All but frost, which is drawn rather than cut out of photos,
+follow the published generators. In double precision, batches of any size give the same pixels.
 
 Shapes: B images, C channels, H height, W width.
 """
 
+import io
 import math
 import zlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from vit.registry import CORRUPTIONS
@@ -45,8 +47,7 @@ def corrupt(images: Tensor, kind: str, severity: int, seed: int = 0) -> Tensor:
 def parameters(kind: str, severity: int, size: int) -> list[float]:
     """Return the parameters of a kind for images whose shorter side has `size` pixels.
 
-    They are the published ones at 32 and 224 pixels, linear in the logarithm of the size between,
-    and constant beyond.
+    Those for 32 and 224 pixels are interpolated in the logarithm of the size, and constant beyond.
     """
     entry = CORRUPTIONS[kind]
     weight = math.log(min(max(size, SMALL), LARGE) / SMALL) / math.log(LARGE / SMALL)
@@ -88,16 +89,14 @@ def glass_blur(
 ) -> Tensor:
     """Blur, copy neighbours into pixels, and blur again.
 
-    The published loop, from the last pixel to the first, means to swap pixels; in NumPy it copies.
-    A neighbour that comes first has its new value by then. So each pixel follows a chain of
-    neighbours to an old value, whose number is increased by H * W; links are doubled in length
-    until all chains have ended.
+    The published loop, from the last pixel to the first, means to swap pixels; in NumPy it copies,
+    and a neighbour that comes first has its new value by then. So a pixel's value is found along a
+    chain of neighbours, at an old pixel (number + H * W); links double in length until it ends.
     """
     height, width = x.shape[2:]
     count, reach, width_of_blur = height * width, round(reach), int(4 * deviation + 0.5)
     x = _truncate(_gaussian(x, deviation, width_of_blur))
-    numbers = torch.arange(count)
-    inside = torch.zeros(height, width, dtype=torch.bool)
+    numbers, inside = torch.arange(count), torch.zeros(height, width, dtype=torch.bool)
     inside[reach + 1 : height - reach + 1, reach + 1 : width - reach + 1] = True
     for _ in range(round(rounds)):
         shifts = [torch.randint(-reach, reach, (2, count), generator=each) for each in generators]
@@ -121,10 +120,10 @@ def _motion(x: Tensor, radius: float, deviation: float, degrees: Tensor) -> Tens
     height, width = x.shape[2:]
     steps = torch.arange(2 * math.ceil(radius) + 1).to(x)
     weights = (-((steps / deviation) ** 2) / 2).exp()
-    weights, steps = weights / weights.sum(), steps[weights > 1e-6]  # others do not show
+    steps, weights = steps[weights > 1e-6], weights[weights > 1e-6]  # others do not show
     angle, total = degrees.deg2rad(), torch.zeros_like(x)
     downs, acrosses = ((steps * part - 0.5).ceil().long().mT for part in (angle.sin(), angle.cos()))
-    for weight, down, across in zip(weights, downs, acrosses, strict=False):
+    for weight, down, across in zip(weights / weights.sum(), downs, acrosses, strict=True):
         rows = (torch.arange(height) + down[:, None]).clamp(0, height - 1)
         columns = (torch.arange(width) + across[:, None]).clamp(0, width - 1)
         total += weight * _take(x, rows[:, :, None] * width + columns[:, None])
@@ -155,8 +154,7 @@ def _centre(x: Tensor, size: Sequence[int]) -> Tensor:
 def snow(x: Tensor, generators: Generators, *values: float) -> Tensor:
     """Whiten the image and add flakes: noise that is enlarged, cut off and blurred by motion."""
     mean, deviation, zoom, threshold, radius, blur, kept = values
-    flakes = mean + deviation * _draw(torch.randn, generators, 1, *x.shape[2:])
-    flakes = _zoom(flakes, zoom)
+    flakes = _zoom(mean + deviation * _draw(torch.randn, generators, 1, *x.shape[2:]), zoom)
     flakes = _truncate(flakes.masked_fill(flakes < threshold, 0))
     flakes = _motion(flakes, radius, blur, 90 * _draw(torch.rand, generators, 1) - 135)
     luma = x.new_tensor([0.299, 0.587, 0.114]) if x.shape[1] == 3 else x.new_ones(x.shape[1])
@@ -211,8 +209,7 @@ def brightness(x: Tensor, generators: Generators, amount: float) -> Tensor:
 
 def contrast(x: Tensor, generators: Generators, factor: float) -> Tensor:
     """Move each value towards the mean of its channel."""
-    means = x.mean(dim=(2, 3), keepdim=True)
-    return (x - means) * factor + means
+    return x.mean(dim=(2, 3), keepdim=True).lerp(x, factor)
 
 
 def elastic(
@@ -235,8 +232,7 @@ def elastic(
 
 def pixelate(x: Tensor, generators: Generators, fraction: float) -> Tensor:
     """Shrink and enlarge with Pillow's box filter."""
-    small = [max(1, int(fraction * n)) for n in x.shape[2:]]
-    return _box(_box(x, small), x.shape[2:])
+    return _box(_box(x, [max(1, int(fraction * n)) for n in x.shape[2:]]), x.shape[2:])
 
 
 def _box(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -252,20 +248,21 @@ def _box(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def jpeg(x: Tensor, generators: Generators, quality: float) -> Tensor:
-    """Compress; channels of images without colour are compressed one by one."""
-    from torchvision.io import decode_jpeg, encode_jpeg  # imported late because it is slow
-
-    planes = (255 * x).round().to(torch.uint8)
-    if x.shape[1] not in (1, 3):
-        planes = planes.view(-1, 1, *x.shape[2:])
-    files = encode_jpeg(list(planes), round(quality))
-    return torch.stack([decode_jpeg(file) for file in files]).view_as(x) / 255
+    """Compress with Pillow; unless there are three channels, each on its own."""
+    colour = x.shape[1] == 3
+    pixels = (255 * x).round().to(torch.uint8)
+    decoded = []
+    for image in (pixels.movedim(1, -1) if colour else pixels.flatten(0, 1)).numpy():
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "JPEG", quality=round(quality))
+        decoded.append(np.asarray(Image.open(file)))
+    stacked = torch.from_numpy(np.stack(decoded)).to(x) / 255
+    return stacked.movedim(-1, 1) if colour else stacked.view_as(x)
 
 
 def _draw(sample: Callable[..., Tensor], generators: Generators, *shape: int) -> Tensor:
     """Draw numbers of a shape for each image: (B, *shape)."""
-    drawn = [sample(shape, generator=each, dtype=torch.float64) for each in generators]
-    return torch.stack(drawn)
+    return torch.stack([sample(shape, generator=each, dtype=torch.float64) for each in generators])
 
 
 def _truncate(x: Tensor) -> Tensor:
@@ -275,8 +272,7 @@ def _truncate(x: Tensor) -> Tensor:
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
     """Replace each pixel by the one with a number: places (B, H, W) or (B, H * W), int64."""
-    places = places.flatten(1)[:, None].expand(-1, x.shape[1], -1)
-    return x.flatten(2).gather(2, places).view_as(x)
+    return x.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, x.shape[1], -1)).view_as(x)
 
 
 def _bilinear(x: Tensor, places: Tensor, repeat: int) -> Tensor:
@@ -289,8 +285,7 @@ def _bilinear(x: Tensor, places: Tensor, repeat: int) -> Tensor:
 def _gaussian(x: Tensor, deviation: float, reach: int, repeat: int | None = None) -> Tensor:
     """Blur images; the border is reflected as in `_reflect`, or continued without `repeat`."""
     steps = torch.arange(-reach, reach + 1).to(x)
-    kernel = (-((steps / max(deviation, 1e-9)) ** 2) / 2).exp()
-    weights = []
+    kernel, weights = (-((steps / max(deviation, 1e-9)) ** 2) / 2).exp(), []
     for size in x.shape[2:]:
         places = torch.arange(size)[:, None] + torch.arange(-reach, reach + 1)
         places = places.clamp(0, size - 1) if repeat is None else _reflect(places, size, repeat)
