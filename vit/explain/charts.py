@@ -119,7 +119,9 @@ def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
         axis.axhline(clean, color="0.6", linestyle="--", linewidth=1)
         axis.set(xlabel="severity (0 is clean)", ylim=(0, 1), xticks=range(6))
         axis.set_title(group, fontsize=10)
-        axis.legend(fontsize=8, frameon=False, loc="lower left")
+        axis.legend(
+            fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
+        )
     axes[0].set_ylabel("accuracy")
     return _pixels_of(figure)
 
@@ -131,7 +133,7 @@ def corruption_picture(image: Tensor, corrupted: dict[str, list[Tensor]]) -> np.
         image: The image, (channels, H, W) uint8.
         corrupted: For each kind the image at the five severities.
     """
-    side, top, margin = min(112, max(64, *image.shape[1:])), 44, 18
+    side, top, margin = min(112, max(64, *image.shape[1:])), 44, 72
     columns = {"clean": [image], **corrupted}
     canvas = paper(top + 5 * (side + GAP), margin + len(columns) * (side + GAP))
     texts: list[Text] = []
@@ -145,7 +147,7 @@ def corruption_picture(image: Tensor, corrupted: dict[str, list[Tensor]]) -> np.
             shown = shrink(each[None].float(), size)
             paste(canvas, as_pixels(shown[0].round().to(torch.uint8)), high, left, side)
             if column == 1:
-                texts.append((4, high + side / 2 + 6, "left", str(row + 1)))
+                texts.append((GAP, high + side / 2 + 6, "left", f"severity {row + 1}"))
     return framed(canvas, texts, [], length=0, top=0)
 
 
