@@ -22,7 +22,7 @@ from werkzeug.test import Client
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions
+from vit.explain.interventions import Interventions, gates_of
 from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
@@ -172,12 +172,12 @@ def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float
     model = trained(name)
     stored = np.frombuffer(weights_of(classifier_of(model), dtype), str(dtype).split(".")[1])
     loaded = session(graph(name), stored.astype(np.float32).tobytes())
-    readable, interventions = require_attention(model), Interventions(model)
+    readable = require_attention(model)
     rows, columns = readable.patch_embed.grid(32, 32)
     torch.manual_seed(2)
     logits, weights, lens = [], [], []
     for _ in range(count):
-        case = random_case(interventions.gates_shape, rows * columns)
+        case = random_case(gates_of(model).shape, rows * columns)
         found, expected = run(loaded, case), reference(model, case)
         kept = torch.cat([torch.ones(readable.num_prefix_tokens, dtype=torch.bool), case[2][0]])
         logits.append((found[0] - expected[0]).abs().max().item())
@@ -199,7 +199,7 @@ def test_ones_change_no_bit_and_gates_equal_hooks(name: str) -> None:
     model, images = trained(name), torch.randn(2, 3, 32, 32)
     interventions, readable = Interventions(model), require_attention(model)
     rows, columns = readable.patch_embed.grid(32, 32)
-    keep, gates = torch.ones(1, rows * columns), torch.ones(interventions.gates_shape)
+    keep, gates = torch.ones(1, rows * columns), gates_of(model)
     found, weights, *lens = interventions(images, gates, keep)
     expected, by_layer, tokens = readable.forward_intermediates(images)
     assert torch.equal(found, expected) and torch.equal(weights, torch.stack(by_layer, dim=1))
@@ -299,7 +299,7 @@ def test_run_can_be_run_at_the_last_steps_that_fit(
     spec, last = found["spec"], sorted(expected)[-2:]
     assert (spec["planned"], spec["left_out"], spec["floats"]) == (5, 3, size // 2)
     assert (spec["grid"], spec["prefix"], spec["image_size"]) == ([8, 8], 2, [32, 32])
-    assert "the weights of 2 of 5 steps fit into 0." in found["note"]
+    assert "the weights of at most 2 of 5 steps fit into 0." in found["note"]
     assert "--track.live_mb 1 stores all" in found["note"]
     kept = last[-1:] if dtype == "float32" else last
     assert [(at["step"], at["dtype"]) for at in found["steps"]] == [(at, dtype) for at in kept]
@@ -342,7 +342,8 @@ def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
     monkeypatch.setattr("vit.reporting.live.graph_of", fail)
     assert why(plain) == "no operator for this"
     assert why(plain, 0.1) == (
-        "the weights of 0 of 10 steps fit into 0.1 MB; training with --track.live_mb 3 stores all"
+        "the weights of at most 0 of 10 steps fit into 0.1 MB; "
+        "training with --track.live_mb 3 stores all"
     )
     four = Preprocess((32, 32), (0.5,) * 4, (0.25,) * 4)
     assert why(replace(plain, preprocess=four)).startswith("channels: Input should be 1 or 3")

@@ -32,7 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.explain.interventions import Answer, Interventions
+from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import require_packages, trace
 from vit.settings import shorten
@@ -75,7 +75,7 @@ def graph_of(classifier: Classifier) -> bytes:
     rows, columns = require_attention(model).patch_embed.grid(*preprocess.image_size)
     inputs = (
         torch.zeros(1, preprocess.channels, *preprocess.image_size),
-        torch.ones(interventions.gates_shape),
+        gates_of(model),
         torch.ones(1, rows * columns),
         named,
     )
@@ -140,7 +140,8 @@ class LiveLog:
             return
         dtype = _dtype(classifier, images)
         if dtype == torch.float32 and later >= self._wide:
-            warn(f"the Attention tab cannot run step {step}: its weights do not fit as float32")
+            reason = "its weights do not fit as float32; raise --track.live_mb"
+            warn(f"the Attention tab cannot run step {step}: {reason}")
         elif dtype is not None:
             name: Any = str(dtype).removeprefix("torch.")
             yield live_weights(step, self._live, name, weights_of(classifier, dtype))
@@ -172,8 +173,8 @@ class LiveLog:
         self._wide = room - count if 2 * half <= MAX_LIVE_WEIGHTS else 0
         wanted = math.ceil((half * (self._planned + 1) + len(graph)) / 1e6)
         note = (
-            f"the weights of {count} of {self._planned} steps fit into {self._bytes / 1e6:g} MB; "
-            f"training with --track.live_mb {wanted} stores all"
+            f"the weights of at most {count} of {self._planned} steps fit into "
+            f"{self._bytes / 1e6:g} MB; training with --track.live_mb {wanted} stores all"
         )
         if not count:
             raise ValueError(note)
@@ -210,7 +211,7 @@ def _spec(classifier: Classifier, planned: int) -> LiveSpec:
     """
     model, preprocess = require_attention(classifier.model), classifier.preprocess
     rows, columns = model.patch_embed.grid(*preprocess.image_size)
-    layers, heads = Interventions(classifier.model).gates_shape
+    layers, heads = gates_of(classifier.model).shape
     floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
     channels: Any = preprocess.channels
     return LiveSpec(
