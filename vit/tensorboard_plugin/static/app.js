@@ -167,6 +167,7 @@ export class App {
     const difference = second ? differenceOf(...this.panes.map((pane) => pane.record)) : "";
     write(this.notice, difference);
     this.notice.hidden = difference === "";
+    if (state.view === "features") this.layout(); // each side shows the other one's image, too
     this.panes.forEach((pane) => pane.paint()); // on the scales of all that has been loaded
   }
 
@@ -269,9 +270,9 @@ export class App {
     return this.runs.find((one) => one.name === run)?.wall_time;
   }
 
-  /** Return the image that lends its patches: the one chosen, or the next in the list. */
-  lender(images) {
-    const { image, other } = this.state;
+  /** Return the image that lends its patches, or another: that chosen, or the next in the list. */
+  lender(images, other = this.state.other) {
+    const { image } = this.state;
     const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
     return images.find(({ tag }) => tag === other) ?? next;
   }

@@ -1,0 +1,234 @@
+// Features: patches as colours of their principal components, and how alike they are.
+//
+// Shapes: L layers, P patches, D token width, K numbers of a patch. See vit/explain/features.py.
+
+import { fetchFeatures } from "./api.js";
+import { make, shortName, write } from "./dom.js";
+import { MEAN, percent, range } from "./maths.js";
+import { MARK, Raster, fitPicture, outline, patchBox } from "./raster.js";
+
+const SPREAD = 2.5; // standard deviations at the ends of a colour
+const [SMALLEST, LARGEST] = [32, 128]; // sides of a map
+const [LABEL, GAP] = [60, 12]; // width of the names of layers, and between maps
+const NOT_LOGGED =
+  "No features of this image were logged. python eval.py RUN maps logs those of a finished run.";
+const CHANGED = "After a change, features are not computed again; Reset shows the logged ones.";
+
+/** Read numbers, L times rows times columns, as `encode_features` packs them. */
+function readNumbers({ data }, layers, rows, columns) {
+  const size = layers * rows * columns;
+  if (!(rows >= 1 && columns >= 1) || data.byteLength !== size + 4 * layers * columns)
+    throw new Error("The features have another size than the image's details say.");
+  const codes = new Int8Array(data);
+  const scale = new Float32Array(data.slice(size)); // a copy, because floats must be aligned
+  const at = (layer, row, one) =>
+    codes[(layer * rows + row) * columns + one] * scale[layer * columns + one];
+  return range(layers).map((layer) =>
+    range(rows).map((row) => range(columns).map((one) => at(layer, row, one))),
+  );
+}
+
+const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
+const dot = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
+const columnsOf = (rows) => rows[0].map((_, column) => rows.map((row) => row[column]));
+const times = (vector, matrix) => columnsOf(matrix).map((column) => dot(vector, column));
+
+/** Return the products of the vectors of two frames (D, K), K times K. */
+function productsOf(frame, other) {
+  const others = columnsOf(other);
+  return columnsOf(frame).map((one) => others.map((two) => dot(one, two)));
+}
+
+/** Patches of an image at a step: the mean of a frame, plus numbers of its axes. */
+export class Features {
+  #products = new Map();
+  #units = [];
+  #colours = [];
+
+  /**
+   * @param {number[][][]} numbers - L times P times K: what is left out, then components.
+   * @param {number[][][]} frames - L times D times K: the mean, then axes.
+   * @param {number[][][]} last - Those of the last step, to which colours refer.
+   */
+  constructor(numbers, frames, last) {
+    Object.assign(this, { numbers, frames, last });
+  }
+
+  #productsWith(others, layer) {
+    if (!this.#products.has(others)) this.#products.set(others, []);
+    return (this.#products.get(others)[layer] ??= productsOf(this.frames[layer], others[layer]));
+  }
+
+  /** Return the patches of a layer in their frame, then the mean of all, with length 1. */
+  #unitsOf(layer) {
+    const numbers = this.numbers[layer];
+    const products = this.#productsWith(this.frames, layer);
+    const patches = numbers.map(([, ...others]) => [1, ...others]);
+    const mean = columnsOf(patches).map((column) => sumOf(column) / column.length);
+    return [...patches, mean].map((vector, patch) => {
+      const rest = numbers[patch]?.[0] ?? 0; // what is left out is orthogonal to all axes
+      const length = Math.hypot(Math.sqrt(dot(times(vector, products), vector)), rest) || 1;
+      return vector.map((value) => value / length);
+    });
+  }
+
+  units = (layer) => (this.#units[layer] ??= this.#unitsOf(layer));
+
+  /** Return the cosine of a patch, or of MEAN, with those of an image; null if sizes differ. */
+  similarity(layer, patch, other) {
+    if (other.frames[layer]?.length !== this.frames[layer].length) return null;
+    const along = times(this.units(layer).at(patch), this.#productsWith(other.frames, layer));
+    const cosines = other.units(layer).slice(0, MEAN).map((one) => dot(along, one)); // prettier-ignore
+    if (other === this && patch !== MEAN) cosines[patch] = 1;
+    return cosines;
+  }
+
+  /** Return three components of a patch on the axes of the last step, from this step's mean. */
+  components(layer, patch) {
+    const { frames, last, numbers } = this;
+    const [, ...found] = numbers[layer][patch];
+    if (frames === last) return found.slice(0, 3);
+    const along = times([0, ...found], this.#productsWith(last, layer));
+    const squareOf = (axis) => sumOf(last[layer].map((row) => row[axis] ** 2)) || 1;
+    return along.slice(1, 4).map((value, at) => value / squareOf(1 + at));
+  }
+
+  /** Return the colours of the patches of a layer, [red, green, blue] each. */
+  colours(layer) {
+    const byte = (value) => Math.max(0, Math.min(255, 127.5 + (127.5 / SPREAD) * value));
+    const colourOf = ([red = 0, green = 0, blue = 0]) =>
+      [red, green, blue].map((value) => Math.round(byte(value)));
+    return (this.#colours[layer] ??= this.numbers[layer].map((_, patch) =>
+      colourOf(this.components(layer, patch)),
+    ));
+  }
+
+  /** Return the fraction of the variance that each component has, and that of all together. */
+  shares(layer) {
+    const products = this.#productsWith(this.frames, layer);
+    const squares = products.map((row, at) => row[at]).slice(1);
+    const rest = sumOf(this.numbers[layer].map(([one]) => one ** 2));
+    const all = sumOf(squares) + rest / this.numbers[layer].length || 1;
+    return [...squares, sumOf(squares)].map((one) => percent(one / all));
+  }
+}
+
+/** Load the features of an image at a step; null if none were logged. */
+export async function featuresOf({ run, layers, rows, columns }, image, at) {
+  if (!image.features) return null;
+  const { tag, frames } = image.features;
+  const load = (one, step) => fetchFeatures(run, one, step);
+  const last = image.steps.at(-1);
+  const found = await Promise.all([load(tag, at), load(frames, at), load(frames, last)]);
+  const count = found[0].data.byteLength / (layers * (rows * columns + 4)); // K
+  const frameOf = (one) =>
+    (one.frame ??= readNumbers(one, layers, one.data.byteLength / (layers * count) - 4, count));
+  const numbers = readNumbers(found[0], layers, rows * columns, count);
+  return new Features(numbers, ...found.slice(1).map(frameOf));
+}
+
+/** Return the cosines of a token with the patches of images, (L, P) each; null where unknown. */
+export function similaritiesOf(record, compared, token) {
+  const patch = token === MEAN ? MEAN : token - record.prefix.length;
+  if (patch < MEAN) return compared.map(() => null);
+  return compared.map(({ features }) =>
+    range(record.layers).map((layer) => compared[0].features.similarity(layer, patch, features)),
+  );
+}
+
+const pixelOf = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+
+/** Return what tells an image from the first one: its run, its step, or its name. */
+function titleOf({ run, step, tag, details }, first) {
+  if (run !== first.run) return run;
+  return step !== first.step ? `step ${step}` : shortName(details.name || tag);
+}
+
+/** Layers below each other: components, and similarity with this image and others. */
+export class FeaturesView {
+  #columns = [];
+
+  /** @param {{choose: function(object): void, point: function(?number): void}} actions */
+  constructor(actions) {
+    this.actions = actions;
+    this.note = make("p", { class: "note" });
+    this.table = make("div", { class: "features" });
+    this.element = make("div", { class: "view" }, this.note, this.table);
+  }
+
+  /** Arrange a column for components, and one for each image of `state.compared`. */
+  layout(record, { compared, layer, run, run2 }, width) {
+    this.table.hidden = compared.length === 0;
+    if (!compared.length) return write(this.note, record.change ? CHANGED : NOT_LOGGED);
+    const others = compared.slice(1).map((one) => titleOf(one.record, record));
+    const titles = ["components", "cosine", ...others];
+    const side = Math.floor((width - LABEL) / titles.length) - GAP;
+    this.#columns = [compared[0], ...compared].map((one, index) =>
+      this.#column(one, titles[index], index, Math.max(SMALLEST, Math.min(LARGEST, side))),
+    );
+    const label = (one) => {
+      const properties = { type: "button", "aria-pressed": String(one === layer) };
+      const click = () => this.actions.choose({ layer: one });
+      return make("button", { ...properties, click }, `layer ${one}`);
+    };
+    const rows = range(record.layers).flatMap((one) => [
+      label(one),
+      ...this.#columns.map(({ maps }) => maps[one]?.canvas ?? make("span", {})),
+    ]);
+    this.table.style.gridTemplateColumns = `${LABEL}px repeat(${titles.length}, max-content)`;
+    this.table.replaceChildren(make("span", {}), ...this.#columns.map(({ head }) => head), ...rows);
+    const shares = compared[0].features.shares(layer);
+    const text = [
+      `Red, green and blue are components 1, 2 and 3 of the last step, ±${SPREAD} standard deviations.`,
+      `In layer ${layer}, they have ${shares.slice(0, 3).join(", ")} of the variance,`,
+      `and all ${shares.length - 1} that are stored have ${shares.at(-1)}.`,
+      run2 && run2 !== run ? "Runs have components of their own: do not compare colours." : "",
+    ];
+    return write(this.note, text.join(" "));
+  }
+
+  #column({ record, features }, title, index, side) {
+    const feature = ["components", "similarity"][index]; // others are not shown large
+    const size = fitPicture(record, side, side);
+    const patchAt = ({ offsetX, offsetY }) => {
+      const [x, y] = [offsetX / size.patchWidth, offsetY / size.patchHeight].map(Math.floor);
+      return x < record.columns && y < record.rows ? y * record.columns + x : null;
+    };
+    const raster = (listeners = {}) => {
+      const map = new Raster(make("canvas", listeners));
+      map.resize(size.width, size.height);
+      return map;
+    };
+    const listenersOf = (layer) =>
+      feature && {
+        pointermove: (event) => this.actions.point(patchAt(event)),
+        pointerleave: () => this.actions.point(null),
+        click: () => this.actions.choose({ layer, feature }),
+      };
+    const maps = features.numbers.map((_, layer) => raster(listenersOf(layer)));
+    const picture = raster();
+    const head = make("div", { style: `width: ${side}px`, title }, title, picture.canvas);
+    return { record, features, feature, size, head, picture, maps };
+  }
+
+  /** Paint all maps, and mark the patch in question, or none. */
+  paint(similarities, patch, scale) {
+    this.#columns.forEach(({ record, features, feature, size, picture, maps }, index) => {
+      const box = [0, 0, size.width, size.height];
+      const mark = ({ context }) =>
+        feature && patch !== null && outline(context, patchBox(record, size, patch), MARK, 1);
+      picture.context.imageSmoothingEnabled = size.width < record.colour.width;
+      picture.context.drawImage(record.colour, ...box);
+      mark(picture);
+      maps.forEach((map, layer) => {
+        const values = index > 0 && similarities[index - 1]?.[layer];
+        const colours = values
+          ? scale.pixelsOf(values)
+          : Uint32Array.from(features.colours(layer), index > 0 ? () => 0 : pixelOf);
+        map.context.clearRect(...box);
+        map.paint([{ colours, box }], record.columns);
+        mark(map);
+      });
+    });
+  }
+}
