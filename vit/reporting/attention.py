@@ -42,7 +42,6 @@ from vit.run.folder import (
     TABLE_FILE,
 )
 from vit.run.tracker import picture_tag
-from vit.tensorboard_plugin.records import FRAMES_TAG
 from vit.tensorboard_plugin.summary import add_frames, add_record
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
@@ -217,7 +216,7 @@ def _write_records(
     weighted, features = 0, []
     frames = read_frames(classifier, test, saved.config.train.seed)
     if frames is not None:
-        add_frames(writer, FRAMES_TAG, frames.numpy(), saved.step)
+        add_frames(writer, frames.numpy(), saved.step)
     records = itertools.chain.from_iterable(
         with_features(classifier, attention, batch, frames) for attention, batch in found
     )

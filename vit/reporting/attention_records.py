@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from vit.tensorboard_plugin.summary import make_details
 BATCH_SIZE = 4  # images whose graph each core keeps; a part of the probes for each of them
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
-FITTED_PATCHES = 4096  # to which frames are fitted
+FITTED_PATCHES, PART = 4096, 1024  # to which frames are fitted, and that are read at once
 WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 
@@ -245,8 +246,7 @@ def read_frames(
 ) -> Tensor | None:
     """Fit frames to 4,096 patches of images that a seed chooses, see `vit.explain.features`.
 
-    Returns:
-        (L, K, D) float32, on the CPU; None if a token is not finite.
+    They are (L, K, D) float32, on the CPU; None if a token is not finite.
     """
     model = require_attention(classifier.model)
     patches = math.prod(model.patch_embed.grid(*classifier.preprocess.image_size))
@@ -259,7 +259,7 @@ def read_frames(
         return [layer[:, model.num_prefix_tokens :] for layer in tokens]
 
     threads = (threads or torch.get_num_threads()) if classifier.device.type == "cpu" else 1
-    batches = map_on_cores(read, pixels.split(BATCH_SIZE), threads)
+    batches = map_on_cores(read, pixels.split(max(1, PART // patches)), threads)
     finite = all(layer.isfinite().all() for batch in batches for layer in batch)
     return fit_frames(batches) if finite else None
 
@@ -275,7 +275,10 @@ def with_features(
         return [*records]
     prefix = require_attention(classifier.model).num_prefix_tokens
     found = coordinates([layer[:, prefix:] for layer in attention.tokens], frames).numpy()
-    return [r and replace(r, features=f) for r, f in zip(records, found, strict=True)]
+    return [
+        replace(record, features=features) if record and np.isfinite(features).all() else record
+        for record, features in zip(records, found, strict=True)
+    ]
 
 
 def _records(

@@ -1,9 +1,9 @@
 """The bytes of a record in an event file, and back.
 
 An image has up to three tags. TAG holds the details, JSON compressed by zlib; TAG/weights the
-attention weights, an npz file of 8-bit numbers with a scale for each row; TAG/features the patches
-in few numbers, likewise, with a scale for each column. Its metadata name the tag of their frames,
-which images share and which are stored as features are, too. A model that the page can run has
+attention weights, an npz file of 8-bit numbers with a scale for each row; TAG/features the numbers
+of its patches, likewise, with a scale for each kind of number. Its metadata name the tag of their
+frames, which images share and which are stored in the same way. A model that the page can run has
 LIVE_TAG, JSON compressed by zlib, and a tag for its weights at each step, so that steps are listed
 without reading weights: these are numbers without gaps, whose metadata has their dtype and the
 SHA-256 of their graph. TensorBoard reads files that anybody may have written, so decoding checks
@@ -28,7 +28,6 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 
 from vit.tensorboard_plugin.records import (
     FRAMES_TAG,
-    MAX_FEATURES,
     MAX_WEIGHTS,
     PNG_URL,
     VERSION,
@@ -89,9 +88,14 @@ def summaries(tag: str, record: Record) -> Summary:
     if record.weights is not None:
         values.append(_value(weights_tag(tag), "weights", encode_weights(record.weights)))
     if record.features is not None:
-        data = encode_features(record.features)
+        data = encode_weights(record.features.swapaxes(1, 2))
         values.append(_value(features_tag(tag), "features", data, frames=record.frames))
     return Summary(value=values)
+
+
+def frames_summary(frames: np.ndarray, tag: str = FRAMES_TAG) -> Summary:
+    """Return frames (L, K, D), see `vit.explain.features`, as TensorBoard stores them."""
+    return Summary(value=[_value(tag, "features", encode_weights(frames))])
 
 
 def encode_details(details: Details) -> bytes:
@@ -144,7 +148,7 @@ def encode_weights(weights: np.ndarray) -> bytes:
     or 1/254 if there are negative weights.
 
     Args:
-        weights: (L, H, N, N), finite. Rows need not sum to 1.
+        weights: (L, H, N, N), finite. Rows need not sum to 1. Or features, (L, K, P).
 
     Returns:
         A file with "weights", (L, H, N, N) uint8, or int8 if any weight is negative, and "scale",
@@ -153,7 +157,13 @@ def encode_weights(weights: np.ndarray) -> bytes:
     dtype = np.uint8 if weights.min() >= 0 else np.int8
     scale = np.abs(weights).max(axis=-1).astype(np.float32) / np.iinfo(dtype).max
     codes = np.rint(weights / np.where(scale > 0, scale, 1)[..., None]).astype(dtype)
-    return _packed(weights=codes, scale=scale)
+    file = io.BytesIO()
+    # As np.savez_compressed, whose level of compression is six times slower and saves little.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, array in {"weights": codes, "scale": scale}.items():
+            with archive.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+    return file.getvalue()
 
 
 def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -166,58 +176,31 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: The data is damaged or has too many weights; one line.
     """
-    codes, scale = _unpacked(data, "weights")
-    found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
-    square = codes.ndim == 4 and codes.shape[2] == codes.shape[3] and scale.shape == codes.shape[:3]
-    if not square or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
-        raise ValueError(f"the weights of the record are damaged: {found}")
-    if not 0 < codes.size <= MAX_WEIGHTS:
-        raise ValueError(f"the weights of the record are damaged: {codes.size} of them")
-    if not (np.isfinite(scale).all() and (scale >= 0).all()):
-        raise ValueError("the weights of the record are damaged: scale is negative or not finite")
+    codes, scale = decode_features(data, "weights")
+    if codes.ndim != 4 or codes.shape[2] != codes.shape[3]:
+        raise ValueError(f"the weights of the record are damaged: {codes.shape}")
     return codes, scale
 
 
-def frames_summary(frames: np.ndarray, tag: str = FRAMES_TAG) -> Summary:
-    """Return frames (L, K, D), see `vit.explain.features`, as TensorBoard stores them."""
-    return Summary(value=[_value(tag, "features", encode_features(frames.swapaxes(1, 2)))])
-
-
-def frames_tag(plugin_content: bytes) -> str | None:
-    """Return the tag of the frames that the metadata of features name; None if they name none."""
-    found = json.loads(plugin_content).get("frames")
-    return found if isinstance(found, str) else None
-
-
-def encode_features(features: np.ndarray) -> bytes:
-    """Return features as a compressed npz file of 8-bit numbers.
-
-    Every column of a layer is divided by its largest absolute value, so a number is off by at most
-    1/254 of it.
-
-    Args:
-        features: (L, P, K), finite.
-
-    Returns:
-        A file with "features", (L, P, K) int8, and "scale", (L, K) float32: number k of a patch is
-        features[l, p, k] * scale[l, k].
-    """
-    scale = np.abs(features).max(axis=1).astype(np.float32) / 127
-    codes = np.rint(features / np.where(scale > 0, scale, 1)[:, None]).astype(np.int8)
-    return _packed(features=codes, scale=scale)
-
-
-def decode_features(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Decode and check what `encode_features` returned.
-
-    Raises:
-        ValueError: The data is damaged or has too many numbers; one line.
-    """
-    codes, scale = _unpacked(data, "features")
-    fits = codes.ndim == 3 and scale.shape == (codes.shape[0], codes.shape[2])
-    typed = codes.dtype == np.int8 and scale.dtype == np.float32
-    if not (fits and typed and 0 < codes.size <= MAX_FEATURES and np.isfinite(scale).all()):
-        raise ValueError(f"the features of the record are damaged: {codes.shape}, {scale.shape}")
+def decode_features(data: bytes, name: str = "features") -> tuple[np.ndarray, np.ndarray]:
+    """Decode and check features: numbers (L, K, P) and scale (L, K); as for weights."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(file.file_size for file in archive.infolist()) > MAX_NPZ:
+                raise ValueError(f"more than {MAX_NPZ} bytes")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            codes, scale = (np.asarray(arrays[name]) for name in ("weights", "scale"))
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
+        line = " ".join(str(error).split())
+        raise ValueError(f"the {name} of the record are damaged: {line}") from None
+    found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
+    fits = codes.ndim >= 3 and scale.shape == codes.shape[:-1]
+    if not fits or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
+        raise ValueError(f"the {name} of the record are damaged: {found}")
+    if not 0 < codes.size <= MAX_WEIGHTS:
+        raise ValueError(f"the {name} of the record are damaged: {codes.size} of them")
+    if not (np.isfinite(scale).all() and (scale >= 0).all()):
+        raise ValueError(f"the {name} of the record are damaged: scale is negative or not finite")
     return codes, scale
 
 
@@ -238,30 +221,6 @@ def thumbnail(details: Details, side: int = 96) -> str:
         raise ValueError(f"the image cannot be decoded: {error}") from None
     image.thumbnail((side, side))
     return image_url(np.asarray(image))
-
-
-def _packed(**arrays: np.ndarray) -> bytes:
-    """Return arrays as a compressed npz file."""
-    file = io.BytesIO()
-    # As np.savez_compressed, whose level of compression is six times slower and saves little.
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w") as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-    return file.getvalue()
-
-
-def _unpacked(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return an array of an npz file and "scale"; a damaged file is a ValueError."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(file.file_size for file in archive.infolist()) > MAX_NPZ:
-                raise ValueError(f"more than {MAX_NPZ} bytes")
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return np.asarray(arrays[name]), np.asarray(arrays["scale"])
-    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
-        line = " ".join(str(error).split())
-        raise ValueError(f"the {name} of the record are damaged: {line}") from None
 
 
 def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str) -> T:

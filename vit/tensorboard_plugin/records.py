@@ -24,7 +24,6 @@ LENS_CLASSES = 3  # classes of each token in the logit lens
 TOP_CLASSES = 5
 
 MAX_WEIGHTS = 2**24  # of one image, L * H * N * N; ViT-L/16 at 224 pixels has 14.9 million
-MAX_FEATURES = 2**24  # of one image, L * P * K, or of frames, L * D * K
 MAX_PIXELS = 2**24  # of one image, 4096 x 4096
 MAX_GRAPH = 2**24  # bytes of a live model's ONNX graph
 MAX_LIVE_WEIGHTS = 2**28  # bytes of a live model's weights

@@ -14,6 +14,7 @@ from vit.console import warn
 from vit.registry import ALL_KINDS
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import (
+    FRAMES_TAG,
     MAX_WEIGHTS,
     TOP_CLASSES,
     Details,
@@ -44,7 +45,9 @@ def add_record(writer: "SummaryWriter", tag: str, record: Record, step: int) -> 
     writer._get_file_writer().add_summary(summaries(tag, record), step)
 
 
-def add_frames(writer: "SummaryWriter", tag: str, frames: np.ndarray, step: int) -> None:
+def add_frames(
+    writer: "SummaryWriter", frames: np.ndarray, step: int, tag: str = FRAMES_TAG
+) -> None:
     """Write the frames of features, (L, K, D), under the tag that records name."""
     writer._get_file_writer().add_summary(frames_summary(frames, tag), step)
 
@@ -127,7 +130,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         kinds = {"weights": kept, "features": numbers}
         records.append(Record(details=details, frames=f"{tag}/frames", **kinds))
     if frames is not None:
-        add_frames(writer, f"{tag}/frames", frames.numpy(), step)
+        add_frames(writer, frames.numpy(), step, f"{tag}/frames")
     for number, record in enumerate(records):
         add_record(writer, tag if len(records) == 1 else f"{tag}_{number:02d}", record, step)
     if model is not None:

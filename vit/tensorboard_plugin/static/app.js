@@ -168,7 +168,8 @@ export class App {
     write(this.notice, difference);
     this.notice.hidden = difference === "";
     if (state.view === "features") this.layout(); // each side shows the other one's image, too
-    this.panes.forEach((pane) => pane.paint()); // on the scales of all that has been loaded
+    // On the scales of all that has been loaded.
+    this.panes.forEach((pane) => pane.element.hidden || pane.paint());
   }
 
   /** Return what a pane is to show: the step, or the nearest that exists. */

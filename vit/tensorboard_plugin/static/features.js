@@ -14,17 +14,17 @@ const NOT_LOGGED =
   "No features of this image were logged. python eval.py RUN maps logs those of a finished run.";
 const CHANGED = "After a change, features are not computed again; Reset shows the logged ones.";
 
-/** Read numbers, L times rows times columns, as `encode_features` packs them. */
+/** Read numbers, L times rows times K, as the server sends them: K times rows, in 8 bits. */
 function readNumbers({ data }, layers, rows, columns) {
   const size = layers * rows * columns;
-  if (!(rows >= 1 && columns >= 1) || data.byteLength !== size + 4 * layers * columns)
+  const signed = data.byteLength === size + 4 * layers * columns + 1;
+  if (!(rows >= 1 && columns >= 1 && (signed || data.byteLength === size + 4 * layers * columns)))
     throw new Error("The features have another size than the image's details say.");
-  const codes = new Int8Array(data);
-  const scale = new Float32Array(data.slice(size)); // a copy, because floats must be aligned
-  const at = (layer, row, one) =>
-    codes[(layer * rows + row) * columns + one] * scale[layer * columns + one];
+  const codes = new (signed ? Int8Array : Uint8Array)(data);
+  const scale = new Float32Array(data.slice(size, size + 4 * layers * columns)); // aligned
+  const at = (vector, row) => codes[vector * rows + row] * scale[vector];
   return range(layers).map((layer) =>
-    range(rows).map((row) => range(columns).map((one) => at(layer, row, one))),
+    range(rows).map((row) => range(columns).map((one) => at(layer * columns + one, row))),
   );
 }
 
@@ -120,9 +120,9 @@ export async function featuresOf({ run, layers, rows, columns }, image, at) {
   const load = (one, step) => fetchFeatures(run, one, step);
   const last = image.steps.at(-1);
   const found = await Promise.all([load(tag, at), load(frames, at), load(frames, last)]);
-  const count = found[0].data.byteLength / (layers * (rows * columns + 4)); // K
-  const frameOf = (one) =>
-    (one.frame ??= readNumbers(one, layers, one.data.byteLength / (layers * count) - 4, count));
+  const count = Math.floor(found[0].data.byteLength / (layers * (rows * columns + 4))); // K
+  const widthOf = ({ data }) => Math.floor(data.byteLength / (layers * count)) - 4; // D
+  const frameOf = (one) => (one.frame ??= readNumbers(one, layers, widthOf(one), count));
   const numbers = readNumbers(found[0], layers, rows * columns, count);
   return new Features(numbers, ...found.slice(1).map(frameOf));
 }
@@ -130,7 +130,7 @@ export async function featuresOf({ run, layers, rows, columns }, image, at) {
 /** Return the cosines of a token with the patches of images, (L, P) each; null where unknown. */
 export function similaritiesOf(record, compared, token) {
   const patch = token === MEAN ? MEAN : token - record.prefix.length;
-  if (patch < MEAN) return compared.map(() => null);
+  if (token !== MEAN && patch < 0) return compared.map(() => null);
   return compared.map(({ features }) =>
     range(record.layers).map((layer) => compared[0].features.similarity(layer, patch, features)),
   );

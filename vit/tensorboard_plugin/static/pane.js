@@ -221,6 +221,7 @@ export class Pane {
     this.failed = true;
     this.retry = retry;
     this.logged = this.record = null;
+    this.compared = [];
     this.#say(problem);
   }
 
