@@ -178,7 +178,7 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     """
     codes, scale = decode_features(data, "weights")
     if codes.ndim != 4 or codes.shape[2] != codes.shape[3]:
-        raise ValueError(f"the weights of the record are damaged: {codes.shape}")
+        raise ValueError(f"the weights of the record are damaged: {codes.shape, codes.dtype.name}")
     return codes, scale
 
 
