@@ -134,6 +134,10 @@ def test_pointing_at_a_patch_shows_its_cosines(new_page: Page, address: str) -> 
     best = max((value, at) for at, value in enumerate(found["values"]) if at != 13)
     line = f"patch ({best[1] // COLUMNS}, {best[1] % COLUMNS}) at {best[0]:.2f}"
     expect(frame.locator(".readout").first).to_contain_text(line)
+    label = frame.locator(".features button").first
+    label.press("Enter")
+    assert hover(new_page, frame, 2, 3)["layer"] == 0
+    expect(label).to_be_focused()
     colours = matplotlib.colormaps["inferno"](np.array(found["cosines"]), bytes=True)[..., :3]
     maps = np.moveaxis(maps_of(frame, 4)[:, 1:], 1, 0)
     away = np.arange(ROWS * COLUMNS) != 13  # the outline of the patch

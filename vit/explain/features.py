@@ -29,23 +29,15 @@ def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> T
     Returns:
         (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first.
     """
-    sums: dict[int, list[Tensor]] = {}  # number of tokens, their sum, their products, by layer
-    for batch in batches:
-        for layer, tokens in enumerate(batch):
-            rows = tokens.flatten(0, 1).double()
-            found = [rows.new_tensor(len(rows)), rows.sum(dim=0), rows.T @ rows]
-            known = sums.get(layer)
-            sums[layer] = [a + b for a, b in zip(known, found, strict=True)] if known else found
     frames = []
-    for layer_sums in sums.values():
-        count, total, products = (value.cpu() for value in layer_sums)
-        mean = total / count
-        values, vectors = torch.linalg.eigh(products / count - mean[:, None] * mean)
+    for layer in zip(*batches, strict=True):
+        tokens = torch.cat(layer).flatten(0, 1).double()
+        values, vectors = torch.linalg.eigh(torch.cov(tokens.T, correction=0).cpu())
         directions = vectors.flip(1).T[: numbers - 1]
         largest = directions.abs().argmax(dim=1, keepdim=True)
         lengths = values.flip(0)[: numbers - 1, None].clamp(min=0).sqrt()
         axes = lengths * directions * directions.gather(1, largest).sign()
-        frames.append(torch.cat([mean[None], axes]))
+        frames.append(torch.cat([tokens.mean(dim=0, keepdim=True).cpu(), axes]))
     return torch.stack(frames).float()
 
 

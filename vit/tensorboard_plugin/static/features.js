@@ -120,11 +120,14 @@ export async function featuresOf({ run, layers, rows, columns }, image, at) {
   const load = (one, step) => fetchFeatures(run, one, step);
   const last = image.steps.at(-1);
   const found = await Promise.all([load(tag, at), load(frames, at), load(frames, last)]);
-  const count = Math.floor(found[0].data.byteLength / (layers * (rows * columns + 4))); // K
+  const [own] = found;
+  const count = Math.floor(own.data.byteLength / (layers * (rows * columns + 4))); // K
   const widthOf = ({ data }) => Math.floor(data.byteLength / (layers * count)) - 4; // D
   const frameOf = (one) => (one.frame ??= readNumbers(one, layers, widthOf(one), count));
-  const numbers = readNumbers(found[0], layers, rows * columns, count);
-  return new Features(numbers, ...found.slice(1).map(frameOf));
+  const [frame, reference] = found.slice(1).map(frameOf);
+  if (own.features?.last !== reference)
+    own.features = new Features(readNumbers(own, layers, rows * columns, count), frame, reference);
+  return own.features;
 }
 
 /** Return the cosines of a token with the patches of images, (L, P) each; null where unknown. */
@@ -147,6 +150,8 @@ function titleOf({ run, step, tag, details }, first) {
 /** Layers below each other: components, and similarity with this image and others. */
 export class FeaturesView {
   #columns = [];
+  #labels = [];
+  #key = []; // of what has been drawn
 
   /** @param {{choose: function(object): void, point: function(?number): void}} actions */
   constructor(actions) {
@@ -163,20 +168,11 @@ export class FeaturesView {
     const others = compared.slice(1).map((one) => titleOf(one.record, record));
     const titles = ["components", "cosine", ...others];
     const side = Math.floor((width - LABEL) / titles.length) - GAP;
-    this.#columns = [compared[0], ...compared].map((one, index) =>
-      this.#column(one, titles[index], index, Math.max(SMALLEST, Math.min(LARGEST, side))),
-    );
-    const label = (one) => {
-      const properties = { type: "button", "aria-pressed": String(one === layer) };
-      const click = () => this.actions.choose({ layer: one });
-      return make("button", { ...properties, click }, `layer ${one}`);
-    };
-    const rows = range(record.layers).flatMap((one) => [
-      label(one),
-      ...this.#columns.map(({ maps }) => maps[one]?.canvas ?? make("span", {})),
-    ]);
-    this.table.style.gridTemplateColumns = `${LABEL}px repeat(${titles.length}, max-content)`;
-    this.table.replaceChildren(make("span", {}), ...this.#columns.map(({ head }) => head), ...rows);
+    const key = [side, ...titles, ...compared.map(({ features }) => features)];
+    if (key.length !== this.#key.length || key.some((one, at) => one !== this.#key[at]))
+      this.#draw(record.layers, compared, titles, Math.max(SMALLEST, Math.min(LARGEST, side)));
+    this.#key = key; // else a button may keep the focus
+    this.#labels.forEach((one, at) => one.setAttribute("aria-pressed", String(at === layer)));
     const shares = compared[0].features.shares(layer);
     const text = [
       `Red, green and blue are components 1, 2 and 3 of the last step, ±${SPREAD} standard deviations.`,
@@ -185,6 +181,25 @@ export class FeaturesView {
       run2 && run2 !== run ? "Runs have components of their own: do not compare colours." : "",
     ];
     return write(this.note, text.join(" "));
+  }
+
+  #draw(layers, compared, titles, side) {
+    this.#columns = [compared[0], ...compared].map((one, index) =>
+      this.#column(one, titles[index], index, side),
+    );
+    this.#labels = range(layers).map((layer) =>
+      make(
+        "button",
+        { type: "button", click: () => this.actions.choose({ layer }) },
+        `layer ${layer}`,
+      ),
+    );
+    const rows = this.#labels.flatMap((label, layer) => [
+      label,
+      ...this.#columns.map(({ maps }) => maps[layer]?.canvas ?? make("span", {})),
+    ]);
+    this.table.style.gridTemplateColumns = `${LABEL}px repeat(${titles.length}, max-content)`;
+    this.table.replaceChildren(make("span", {}), ...this.#columns.map(({ head }) => head), ...rows);
   }
 
   #column({ record, features }, title, index, side) {
