@@ -14,30 +14,24 @@ const NOT_LOGGED =
   "No features of this image were logged. python eval.py RUN maps logs those of a finished run.";
 const CHANGED = "After a change, features are not computed again; Reset shows the logged ones.";
 
-/** Read numbers, L times rows times K, as the server sends them: K times rows, in 8 bits. */
-function readNumbers({ data }, layers, rows, columns) {
-  const size = layers * rows * columns;
-  const signed = data.byteLength === size + 4 * layers * columns + 1;
-  if (!(rows >= 1 && columns >= 1 && (signed || data.byteLength === size + 4 * layers * columns)))
+/** Read numbers, L times K times rows, from what the server sends: 8 bits, then scales. */
+function readNumbers({ data }, layers, count, rows) {
+  const size = layers * count * rows;
+  const scales = 4 * layers * count; // bytes
+  const signed = data.byteLength === size + scales + 1;
+  if (!(count >= 1 && rows >= 1 && (signed || data.byteLength === size + scales)))
     throw new Error("The features have another size than the image's details say.");
-  const codes = new (signed ? Int8Array : Uint8Array)(data);
-  const scale = new Float32Array(data.slice(size, size + 4 * layers * columns)); // aligned
-  const at = (vector, row) => codes[vector * rows + row] * scale[vector];
-  return range(layers).map((layer) =>
-    range(rows).map((row) => range(columns).map((one) => at(layer * columns + one, row))),
-  );
+  const codes = new (signed ? Int8Array : Uint8Array)(data, 0, size);
+  const scale = new Float32Array(data.slice(size, size + scales)); // aligned
+  const vector = (at) =>
+    Array.from(codes.subarray(at * rows, (at + 1) * rows), (code) => code * scale[at]);
+  return range(layers).map((layer) => range(count).map((one) => vector(layer * count + one)));
 }
 
 const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
 const dot = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
 const columnsOf = (rows) => rows[0].map((_, column) => rows.map((row) => row[column]));
 const times = (vector, matrix) => columnsOf(matrix).map((column) => dot(vector, column));
-
-/** Return the products of the vectors of two frames (D, K), K times K. */
-function productsOf(frame, other) {
-  const others = columnsOf(other);
-  return columnsOf(frame).map((one) => others.map((two) => dot(one, two)));
-}
 
 /** Patches of an image at a step: the mean of a frame, plus numbers of its axes. */
 export class Features {
@@ -46,17 +40,19 @@ export class Features {
   #colours = [];
 
   /**
-   * @param {number[][][]} numbers - L times P times K: what is left out, then components.
-   * @param {number[][][]} frames - L times D times K: the mean, then axes.
-   * @param {number[][][]} last - Those of the last step, to which colours refer.
+   * Numbers of patches, L times P times K: what is left out, then components; frames, L times K
+   * times D: the mean, then axes; and those of the last step, to which colours refer.
    */
   constructor(numbers, frames, last) {
     Object.assign(this, { numbers, frames, last });
   }
 
+  /** Return the products of the vectors of a frame with those of another one, K times K. */
   #productsWith(others, layer) {
     if (!this.#products.has(others)) this.#products.set(others, []);
-    return (this.#products.get(others)[layer] ??= productsOf(this.frames[layer], others[layer]));
+    return (this.#products.get(others)[layer] ??= this.frames[layer].map((one) =>
+      others[layer].map((other) => dot(one, other)),
+    ));
   }
 
   /** Return the patches of a layer in their frame, then the mean of all, with length 1. */
@@ -76,21 +72,20 @@ export class Features {
 
   /** Return the cosine of a patch, or of MEAN, with those of an image; null if sizes differ. */
   similarity(layer, patch, other) {
-    if (other.frames[layer]?.length !== this.frames[layer].length) return null;
+    if (other.frames[layer]?.[0].length !== this.frames[layer][0].length) return null;
     const along = times(this.units(layer).at(patch), this.#productsWith(other.frames, layer));
-    const cosines = other.units(layer).slice(0, MEAN).map((one) => dot(along, one)); // prettier-ignore
+    const cosines = other.numbers[layer].map((_, one) => dot(along, other.units(layer)[one]));
     if (other === this && patch !== MEAN) cosines[patch] = 1;
     return cosines;
   }
 
   /** Return three components of a patch on the axes of the last step, from this step's mean. */
   components(layer, patch) {
-    const { frames, last, numbers } = this;
-    const [, ...found] = numbers[layer][patch];
-    if (frames === last) return found.slice(0, 3);
-    const along = times([0, ...found], this.#productsWith(last, layer));
-    const squareOf = (axis) => sumOf(last[layer].map((row) => row[axis] ** 2)) || 1;
-    return along.slice(1, 4).map((value, at) => value / squareOf(1 + at));
+    const [, ...found] = this.numbers[layer][patch];
+    if (this.frames === this.last) return found.slice(0, 3);
+    const along = times([0, ...found], this.#productsWith(this.last, layer));
+    const axes = this.last[layer].slice(1, 4);
+    return axes.map((axis, at) => along[1 + at] / (dot(axis, axis) || 1));
   }
 
   /** Return the colours of the patches of a layer, [red, green, blue] each. */
@@ -123,10 +118,10 @@ export async function featuresOf({ run, layers, rows, columns }, image, at) {
   const [own] = found;
   const count = Math.floor(own.data.byteLength / (layers * (rows * columns + 4))); // K
   const widthOf = ({ data }) => Math.floor(data.byteLength / (layers * count)) - 4; // D
-  const frameOf = (one) => (one.frame ??= readNumbers(one, layers, widthOf(one), count));
+  const frameOf = (one) => (one.frame ??= readNumbers(one, layers, count, widthOf(one)));
+  const numbersOf = () => readNumbers(own, layers, count, rows * columns).map(columnsOf);
   const [frame, reference] = found.slice(1).map(frameOf);
-  if (own.features?.last !== reference)
-    own.features = new Features(readNumbers(own, layers, rows * columns, count), frame, reference);
+  if (own.features?.last !== reference) own.features = new Features(numbersOf(), frame, reference);
   return own.features;
 }
 

@@ -160,7 +160,8 @@ function showFeatures(record, { state, token, pointer, similar, scales }) {
   if (feature === "components") {
     const found = at === null ? [] : features.components(layer, at - prefix).map(digits);
     const lines = [`layer ${layer}: components 1, 2, 3 are red, green, blue`];
-    if (at !== null) lines.push(`${describe(at, record)} at ${found.join(", ")}`);
+    if (at !== null)
+      lines.push(`${describe(at, record)} at ${found.join(", ")} standard deviations`);
     const colourOf = (patch) => `rgb(${features.colours(layer)[patch]})`;
     return { ...nothing(lines, scale), colourOf };
   }
