@@ -92,9 +92,11 @@ class ReportConfig(ImagesConfig):
 
     Attributes:
         flip: average the logits of each image and its mirror image
+        corruptions: also classify the images with 15 corruptions at five severities
     """
 
     flip: Switch = False
+    corruptions: Switch = False
 
 
 @settings("")

@@ -25,6 +25,7 @@ from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.config import ReportConfig
+from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
@@ -258,6 +259,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         options.seed,
     )  # fmt: skip
     print(as_table(result))
+    if options.corruptions:
+        print(f"\n{report_corruptions(saved, test, folder, result, options)}")
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")
