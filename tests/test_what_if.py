@@ -228,6 +228,8 @@ def test_statistics_and_lens_of_a_change_are_those_of_python(
     assert same.mean() > 0.97  # the others are almost as probable
     heard = [*layers[:2], layers[2][:, 1:], *layers[3:]]
     rollout = attention_rollout(heard, readout="mean", num_prefix_tokens=0)[0]
+    frame.evaluate("() => window.attentionTab.set({ view: 'maps' })")
+    shown = wait_until(frame, "view", "maps")
     np.testing.assert_allclose(shown["maps"][0]["values"], rollout * GRID**2, atol=0.02)
     frame.evaluate("() => window.attentionTab.set({ view: 'heads', layer: 2, head: 'mean' })")
     shown = wait_until(frame, "view", "heads")
