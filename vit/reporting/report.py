@@ -24,6 +24,7 @@ from vit.explain.figures import captions_of, gallery_picture, named, rollout_pic
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
+from vit.reporting.calibration import calibration_table, measure_calibration
 from vit.reporting.config import ReportConfig
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
@@ -60,19 +61,22 @@ def write_report(
         seed: Seed of the choice of these images and of those in the projector.
 
     Returns:
-        The report, see `vit.evaluation.report`, with the most confident mistakes.
+        The report, see `vit.evaluation.report`, with the most confident mistakes and calibration,
+        see `measure_calibration`. Its other numbers are of the logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
+    result["calibration"] = measure_calibration(classifier, images, logits)
     pictures = {
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
-        "reliability": reliability_picture(result["reliability"], result["ece"]),
+        "reliability": reliability_picture(result["calibration"]),
     }
-    wrong = worst_mistakes(logits, images.labels, MISTAKES)
+    scaled = classifier.scaled(logits)
+    wrong = worst_mistakes(scaled, images.labels, MISTAKES)
     mistakes = prediction_rows(classifier, images, logits, wrong)
     result["mistakes"] = [{k: row[k] for k in row if "_" not in k} for row in mistakes]
     if len(wrong):
         chosen = images.select(wrong).in_memory()
-        pictures["mistakes"] = draw_gallery(classifier, chosen, logits[wrong])
+        pictures["mistakes"] = draw_gallery(classifier, chosen, scaled[wrong])
     drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
@@ -91,7 +95,7 @@ def write_report(
         for tag, pixels in pictures.items():
             writer.add_image(picture_tag(f"test/{tag}"), pixels, step, dataformats="HWC")
             Image.fromarray(pixels).save(folder / f"{tag}.png")
-        probabilities = logits.softmax(dim=1)
+        probabilities = scaled.softmax(dim=1)
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
@@ -137,7 +141,7 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
     if len(probes) == 0 or not classifier.has_maps:
         return []
     logits, maps = classifier.maps(probes.pixels())
-    captions = captions_of(logits, probes.labels, probes.classes)
+    captions = captions_of(classifier.scaled(logits), probes.labels, probes.classes)
     probe_maps = zip(probes.pixels(), maps["rollout"], captions, strict=True)
     drawn = [rollout_picture(image, heat, caption) for image, heat, caption in probe_maps]
     return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
@@ -257,7 +261,7 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
         options.seed,
     )  # fmt: skip
-    print(as_table(result))
+    print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")
