@@ -4,11 +4,16 @@ Shapes: N images, C classes.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from vit.seeding import generator
+
 HOTTEST = 100.0  # largest temperature; 1 / HOTTEST is the smallest
+LEVELS = 1000  # quantiles are stored for coverages of 1/1000, 2/1000 and so on
+PENALTY, FREE_RANKS = 0.01, 5  # of RAPS: each class after the fifth scores 0.01 more than the last
 
 
 @dataclass(frozen=True)
@@ -18,15 +23,58 @@ class Calibration:
     Attributes:
         images: Number of held-out images.
         temperature: What logits are divided by, so that probabilities are calibrated.
+        quantiles: For each kind of `set_scores`, the largest score in a set, by coverage in steps
+            of 1/1000, up to the largest for which there are enough images.
     """
 
     images: int
     temperature: float
+    quantiles: dict[str, list[float]] = field(hash=False)
 
     @classmethod
     def fit(cls, logits: Tensor, labels: Tensor) -> "Calibration":
         """Calibrate with the logits (N, C) and labels (N,) int64 of held-out images."""
-        return cls(len(labels), fit_temperature(logits, labels))
+        count, quantiles = len(labels), {}
+        ranks = [-(-(count + 1) * level // LEVELS) for level in range(1, LEVELS)]  # rounded up
+        uniform = torch.rand(count, generator=generator(0, "held-out"))
+        for kind, scores in set_scores(logits, uniform).items():
+            ordered = scores.gather(1, labels[:, None]).squeeze(1).sort().values.tolist()
+            # Six digits, rounded up, keep the file small.
+            chosen = [ordered[rank - 1] for rank in ranks if rank <= count]
+            quantiles[kind] = [math.ceil(1e6 * score) / 1e6 for score in chosen]
+        return cls(count, fit_temperature(logits, labels), quantiles)
+
+    def sets(self, logits: Tensor, uniform: Tensor, coverage: float) -> dict[str, Tensor]:
+        """Return sets of classes that contain the true one with at least some probability.
+
+        The probability is over held-out and other images from one distribution.
+
+        Args:
+            logits: (N, C), not divided by the temperature.
+            uniform: (N,), random, 0 to 1, see `set_scores`.
+            coverage: The probability, above 0 and below 1, rounded up to thousandths.
+
+        Returns:
+            For each kind of `set_scores`, which classes are in the sets, (N, C) bool.
+
+        Raises:
+            ValueError: There were too few held-out images for this coverage.
+        """
+        level = self.require(coverage)
+        return {
+            kind: scores <= self.quantiles[kind][level - 1]
+            for kind, scores in set_scores(logits, uniform).items()
+        }
+
+    def require(self, coverage: float) -> int:
+        """Return how many quantiles there are up to a coverage; errors as for `sets`."""
+        level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles["lac"])
+        if level > most:
+            raise ValueError(
+                f"coverage: {coverage} is not allowed; it must be at most {most / LEVELS} for a "
+                f"model with {self.images:,} held-out images"
+            )
+        return level
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -53,3 +101,26 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         expected = ((logits * math.exp(middle)).softmax(dim=1) * logits).sum(dim=1).mean()
         low, high = (middle, high) if expected < wanted else (low, middle)
     return math.exp(-low)
+
+
+def set_scores(logits: Tensor, uniform: Tensor) -> dict[str, Tensor]:
+    """Score how badly each class fits an image; a conformal set has the classes of low scores.
+
+    Logits are as trained: the temperature depends on the held-out images, which would then differ
+    from test images, and coverage would only be approximate.
+
+    Args:
+        logits: (N, C).
+        uniform: (N,), random, 0 to 1: the fraction of a class's probability that raps counts.
+
+    Returns:
+        (N, C) float64 each: "lac", 1 minus the probability (arXiv 1609.00451), and "raps", the sum
+        of the larger probabilities and the fraction, with a penalty (arXiv 2009.14193). The most
+        probable class scores 0, so that no set is empty.
+    """
+    probabilities = logits.double().softmax(dim=1)
+    ordered, order = probabilities.sort(dim=1, descending=True)
+    sums = ordered.cumsum(dim=1) + (uniform[:, None] - 1) * ordered
+    penalty = PENALTY * (torch.arange(logits.shape[1]) + 1 - FREE_RANKS).clamp(min=0)
+    scores = {"lac": 1 - probabilities, "raps": sums.scatter(1, order, sums + penalty)}
+    return {kind: score.scatter(1, order[:, :1], 0.0) for kind, score in scores.items()}

@@ -28,6 +28,7 @@ from vit.reporting.calibration import calibration_table, measure_calibration
 from vit.reporting.config import ReportConfig
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
+from vit.reporting.sets import measure_sets, require_calibration, sets_table
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
 
@@ -46,6 +47,7 @@ def write_report(
     batch_size: int = 500,
     probes: int = 8,
     seed: int = 0,
+    coverage: float | None = None,
 ) -> dict[str, Any]:
     """Evaluate a classifier and write numbers and figures into a folder.
 
@@ -59,13 +61,18 @@ def write_report(
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
         seed: Seed of the choice of these images and of those in the projector.
+        coverage: Fraction of images whose set of classes is to contain the true one; None makes no
+            sets.
 
     Returns:
-        The report, see `vit.evaluation.report`, with the most confident mistakes and calibration,
-        see `measure_calibration`. Its other numbers are of the logits as trained.
+        The report, see `vit.evaluation.report`, with the most confident mistakes, calibration, see
+        `measure_calibration`, and perhaps sets, see `measure_sets`. Its other numbers are of the
+        logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
     result["calibration"] = measure_calibration(classifier, images, logits)
+    if coverage is not None:
+        result["sets"] = measure_sets(classifier, images, logits, coverage)
     pictures = {
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
         "reliability": reliability_picture(result["calibration"]),
@@ -256,12 +263,16 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     saved = load_run(run, options, options.flip)
     test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
+    if options.coverage is not None:
+        require_calibration(saved.classifier).require(options.coverage)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
-        options.seed,
+        options.seed, options.coverage,
     )  # fmt: skip
     print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
+    if "sets" in result:
+        print(f"\n{sets_table(result['sets'])}")
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")
