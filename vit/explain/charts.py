@@ -91,6 +91,29 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
     return _pixels_of(figure)
 
 
+def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
+    """Draw histograms of scores side by side.
+
+    Args:
+        scores: By name, the scores of test images (N,) and of unfamiliar images (M,).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.2 * len(scores), 2.8), dpi=DPI, layout="constrained")
+    for axis, (name, pair) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
+        edges = np.histogram_bin_edges(torch.cat(pair).numpy(), 40)
+        for values, label in zip(pair, ("test images", "unfamiliar images"), strict=True):
+            shares = np.full(len(values), 1 / len(values))
+            axis.hist(values.numpy(), edges, weights=shares, alpha=0.6, label=label)
+        axis.set_title(name, fontsize=10)
+        axis.set(
+            xlabel="score",
+            ylabel="fraction of images" if axis.get_subplotspec().is_first_col() else "",
+        )
+    axis.legend(fontsize=8, frameon=False)
+    return _pixels_of(figure)
+
+
 def _pixels_of(figure: "Figure") -> np.ndarray:
     """Render a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

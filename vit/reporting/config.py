@@ -95,10 +95,13 @@ class ReportConfig(ImagesConfig):
         flip: average the logits of each image and its mirror image
         coverage: fraction of images whose set of classes is to contain the true one, such as 0.9;
             null makes no sets
+        unfamiliar: images of no class, to be told from the test images: a folder, a data set such
+            as digits, or noise; null measures nothing
     """
 
     flip: Switch = False
     coverage: Coverage | None = None
+    unfamiliar: PathName | None = None
 
 
 @settings("")

@@ -29,6 +29,7 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
 from vit.reporting.sets import measure_sets, require_calibration, sets_table
+from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
 
@@ -265,6 +266,9 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     _require_own_report(folder)
     if options.coverage is not None:
         require_calibration(saved.classifier).require(options.coverage)
+    root, others = options.data.root, None
+    if options.unfamiliar is not None:
+        others = load_unfamiliar(options.unfamiliar, saved, root)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
@@ -273,6 +277,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
     if "sets" in result:
         print(f"\n{sets_table(result['sets'])}")
+    if others is not None:
+        print(f"\n{report_unfamiliar(saved, test, others, folder, result, options)}")
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")

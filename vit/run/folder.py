@@ -35,6 +35,7 @@ REPORT_FILES = (  # written next to the report
     "confusion_matrix.png",
     "reliability.png",
     "mistakes.png",
+    "unfamiliar.png",
     "probes/probe_*.png",
     "events.out.tfevents.*",
     "projector_config.pbtxt",
