@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.calibration import Calibration, set_scores
 from vit.data.images import ImageSet
 from vit.model_file import load_model, save_model
-from vit.reporting.sets import measure_sets, sets_table
+from vit.reporting.calibration import measure_sets, sets_table
 from vit.startup import eval_main
 
 
@@ -77,14 +77,15 @@ def test_table_counts_coverage_and_classes() -> None:
     inside = calibration.sets(logits, uniform, 0.9)["lac"].numpy()
     hits, sizes = inside[np.arange(300), labels], inside.sum(axis=1)
     for rows, found in [
-        (slice(None), measured["lac"]),
-        (labels.numpy() == 3, measured["lac"]["per_class"]["cat"]),
+        (slice(None), measured["lac"][0]),
+        (labels.numpy() == 3, measured["lac"][1 + 3]),
     ]:
         assert found["coverage"] == pytest.approx(hits[rows].mean())
         assert found["size"] == pytest.approx(sizes[rows].mean())
         half = 1.96 * sizes[rows].std(ddof=1) / len(sizes[rows]) ** 0.5
         assert found["size_95"] == pytest.approx((found["size"] - half, found["size"] + half), 1e-3)
-    lines = sets_table(measured).splitlines()
+    assert [row["class"] for row in measured["lac"]] == ["all", *classifier.classes[:9]]
+    lines = sets_table(measured, 0.9).splitlines()
     assert len(lines) == 1 + 2 * (1 + 1 + 9)
     assert lines[2].startswith(f"{hits.mean():.1%} (") and lines[2].endswith(" all")
 

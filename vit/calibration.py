@@ -60,21 +60,16 @@ class Calibration:
         Raises:
             ValueError: There were too few held-out images for this coverage.
         """
-        level = self.require(coverage)
-        return {
-            kind: scores <= self.quantiles[kind][level - 1]
-            for kind, scores in set_scores(logits, uniform).items()
-        }
-
-    def require(self, coverage: float) -> int:
-        """Return how many quantiles there are up to a coverage; errors as for `sets`."""
         level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles["lac"])
         if level > most:
             raise ValueError(
                 f"coverage: {coverage} is not allowed; it must be at most {most / LEVELS} for a "
                 f"model with {self.images:,} held-out images"
             )
-        return level
+        return {
+            kind: scores <= self.quantiles[kind][level - 1]
+            for kind, scores in set_scores(logits, uniform).items()
+        }
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

@@ -103,13 +103,9 @@ def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.n
     for axis, (name, pair) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
         edges = np.histogram_bin_edges(torch.cat(pair).numpy(), 40)
         for values, label in zip(pair, ("test images", "unfamiliar images"), strict=True):
-            shares = np.full(len(values), 1 / len(values))
-            axis.hist(values.numpy(), edges, weights=shares, alpha=0.6, label=label)
-        axis.set_title(name, fontsize=10)
-        axis.set(
-            xlabel="score",
-            ylabel="fraction of images" if axis.get_subplotspec().is_first_col() else "",
-        )
+            weights = np.full(len(values), 1 / len(values))
+            axis.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=label)
+        axis.set_title(f"{name}, fraction of images", fontsize=10)
     axis.legend(fontsize=8, frameon=False)
     return _pixels_of(figure)
 

@@ -1,9 +1,9 @@
-"""How good a classifier's probabilities are, as trained and calibrated, with bootstrap intervals.
+"""How good a classifier's probabilities are on test images, and its sets of classes.
 
-Shapes: R bootstrap samples, N images, C classes.
+Shapes: N images, C classes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,22 +12,34 @@ from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.evaluation import CALIBRATION_BINS, bin_of, report
+from vit.evaluation import CALIBRATION_BINS, bin_of, report, wilson_interval
+from vit.explain.faithfulness import mean_interval
 from vit.seeding import generator
 
 RESAMPLES = 1000
-DRAWN_AT_ONCE = 2_000_000  # limits peak memory
+
+
+def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> list[list[float]]:
+    """Return 95% intervals of statistics (K,), of weights (N,) for each group of N images."""
+    random, samples = generator(0, "bootstrap"), []
+    for _ in range(RESAMPLES):
+        drawn = [torch.randint(size, (size,), generator=random) for size in sizes]
+        samples.append(measure(*(d.bincount(minlength=len(d)).double() for d in drawn)))
+    points = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    intervals: list[list[float]] = torch.stack(samples).quantile(points, dim=0).T.tolist()
+    return intervals
+
+
+def with_interval(row: dict[str, Any], key: str, form: str) -> str:
+    """Format a value and its 95% interval, such as `loss` and `loss_95`, with a format code."""
+    low, high = row[f"{key}_95"]
+    return f"{row[key]:{form}} ({low:{form}} to {high:{form}})"
 
 
 def measure_calibration(
     classifier: Classifier, images: ImageSet, logits: Tensor
 ) -> dict[str, dict[str, Any]]:
-    """Measure the probabilities of test images with and without the temperature.
-
-    Args:
-        classifier: The model.
-        images: The N test images, with labels.
-        logits: (N, C) float32, on the CPU, not divided by the temperature.
+    """Measure the probabilities of test images with logits (N, C), with and without temperature.
 
     Returns:
         By "as trained" and, if the model has a temperature, "calibrated": temperature, loss (nats)
@@ -45,69 +57,93 @@ def measure_calibration(
     return found
 
 
-def intervals(logits: Tensor, labels: Tensor) -> dict[str, tuple[float, float]]:
-    """Return 95% intervals of log loss and calibration error, from bootstrap samples of the images.
+def intervals(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
+    """Return loss_95 and ece_95, 95% intervals for logits (N, C) and labels (N,).
 
-    The calibration error of a sample is too large by noise, all the more in bootstrap samples,
-    which draw from a sample. So its interval is reflected at the estimate, and reaches 0 unless the
-    estimate exceeds what 97.5% of equally confident, perfectly calibrated models would get.
-
-    Args:
-        logits: (N, C).
-        labels: (N,) int64.
-
-    Returns:
-        loss_95 and ece_95.
+    Noise makes the calibration error of a sample too large, all the more in bootstrap samples. So
+    its interval is reflected at the estimate, and reaches 0 unless the estimate exceeds that of
+    most equally confident models that are perfectly calibrated.
     """
     losses = F.cross_entropy(logits, labels, reduction="none").double()
-    confidence, predicted = logits.softmax(dim=1).max(dim=1)
-    confidence = confidence.double()
+    confidence, predicted = logits.double().softmax(dim=1).max(dim=1)
     bins = F.one_hot(bin_of(confidence), CALIBRATION_BINS).double()
-    gaps = (predicted == labels).double() - confidence
-    columns = torch.cat([losses[:, None], gaps[:, None] * bins], dim=1)
-    random, drawn, perfect = generator(0, "calibrated"), [], []
-    for counts in resamples(len(labels)):
-        drawn.append(counts @ columns / len(labels))
-        hits = torch.rand(counts.shape, dtype=torch.float64, generator=random) < confidence
-        perfect.append(((hits.double() - confidence) @ bins).abs().sum(dim=1) / len(labels))
-    samples = torch.cat(drawn)
-    ece = columns[:, 1:].mean(dim=0).abs().sum().item()
-    low, high = percentiles(samples[:, 1:].abs().sum(dim=1))
-    lowest = 0.0 if ece <= percentiles(torch.cat(perfect))[1] else max(0.0, 2 * ece - high)
-    return {"loss_95": percentiles(samples[:, 0]), "ece_95": (lowest, max(0.0, 2 * ece - low))}
+    gaps = bins * ((predicted == labels).double() - confidence)[:, None]
 
+    def measure(weights: Tensor) -> Tensor:
+        return torch.stack([weights @ losses, (weights @ gaps).abs().sum()]) / len(labels)
 
-def resamples(count: int) -> Iterator[Tensor]:
-    """Yield how often each of N items is in bootstrap samples, (r, N) float64, R in all."""
-    random, at_once = generator(0, "bootstrap"), max(1, DRAWN_AT_ONCE // count)
-    for start in range(0, RESAMPLES, at_once):
-        rows = min(at_once, RESAMPLES - start)
-        drawn = torch.randint(count, (rows, count), generator=random)
-        ones = torch.ones((), dtype=torch.float64).expand(rows, count)
-        yield torch.zeros(rows, count, dtype=torch.float64).scatter_add_(1, drawn, ones)
-
-
-def percentiles(samples: Tensor) -> tuple[float, float]:
-    """Return the 2.5th and 97.5th percentiles of bootstrap samples (R,)."""
-    low, high = samples.quantile(torch.tensor([0.025, 0.975], dtype=samples.dtype)).tolist()
-    return low, high
+    loss, (low, high) = bootstrap(measure, len(labels))
+    ece = gaps.mean(dim=0).abs().sum().item()
+    # The gap of a bin of a calibrated model is normal, its absolute value half-normal.
+    spread = ((confidence * (1 - confidence)) @ bins).sqrt() / len(labels)
+    usual = 0.798 * spread.sum().item() + 1.96 * 0.603 * spread.norm().item()
+    lowest = 0.0 if ece <= usual else max(0.0, 2 * ece - high)
+    return {"loss_95": loss, "ece_95": [lowest, max(0.0, 2 * ece - low)]}
 
 
 def calibration_table(measured: dict[str, dict[str, Any]]) -> str:
     """Format the result of `measure_calibration` as text."""
-    lines = [
-        f"{'probabilities':<32}{'log loss (95% interval)':<29}calibration error (95% interval)"
-    ]
-    for name, values in measured.items():
-        scale = f", temperature {values['temperature']:.3f}" if name == "calibrated" else ""
-        cells = [
-            f"{values[key]:.4f} ({values[f'{key}_95'][0]:.4f} to {values[f'{key}_95'][1]:.4f})"
-            for key in ("loss", "ece")
-        ]
-        lines.append(f"{name + scale:<32}{cells[0]:<29}{cells[1]}")
+    lines = [f"{'probabilities':<32}{'log loss (95% interval)':<29}ECE (95% interval)"]
+    for name, row in measured.items():
+        scale = f", temperature {row['temperature']:.3f}" if name == "calibrated" else ""
+        loss, ece = (with_interval(row, key, ".4f") for key in ("loss", "ece"))
+        lines.append(f"{name + scale:<32}{loss:<29}{ece}")
     if "calibrated" not in measured:
         lines.append(
             "no temperature: no images were held out (data.val_size=0), or this is a checkpoint or "
             "an older file"
         )
+    return "\n".join(lines)
+
+
+def make_sets(
+    classifier: Classifier, logits: Tensor, uniform: Tensor, coverage: float
+) -> dict[str, Tensor]:
+    """Return `Calibration.sets` of a classifier.
+
+    Raises:
+        ValueError: It has no calibration, or not for these logits, or for this coverage.
+    """
+    if classifier.flip:
+        raise ValueError("coverage: not together with --flip, because sets are calibrated without")
+    if classifier.calibration is None:
+        raise ValueError(
+            "coverage: the model file has no scores of held-out images: none were held out "
+            "(data.val_size=0), or this is a checkpoint or an older file; train the model again"
+        )
+    return classifier.calibration.sets(logits, uniform, coverage)
+
+
+def measure_sets(
+    classifier: Classifier, images: ImageSet, logits: Tensor, coverage: float
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure the sets of test images with logits (N, C), see `vit.calibration.set_scores`.
+
+    Returns:
+        For each kind, rows of all images and of each class that has images: class, coverage (0 to
+        1) and size (mean number of classes) with their 95% intervals coverage_95 and size_95.
+    """
+    uniform, labels = torch.rand(len(images), generator=generator(0, "test")), images.labels.cpu()
+    groups = {"all": torch.ones_like(labels, dtype=torch.bool)}
+    groups |= {images.classes[label]: labels == label for label in labels.unique().tolist()}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kind, inside in make_sets(classifier, logits, uniform, coverage).items():
+        found[kind] = []
+        for name, chosen in groups.items():
+            count, hits = int(chosen.sum()), int(inside[chosen, labels[chosen]].sum())
+            size, half = mean_interval(inside[chosen].sum(dim=1).double())
+            row = {"coverage": hits / count, "coverage_95": wilson_interval(hits, count)}
+            row |= {"size": size, "size_95": (size - half, size + half)}
+            found[kind].append({"class": name, **row})
+    return found
+
+
+def sets_table(measured: dict[str, list[dict[str, Any]]], coverage: float) -> str:
+    """Format the result of `measure_sets` as text."""
+    lines = [f"sets with the true class of {coverage:.1%} of images, with 95% intervals"]
+    for kind, rows in measured.items():
+        lines.append(f"{kind.upper() + ' coverage':<28}{'classes in a set':<23}true class")
+        for row in rows:
+            covered, size = with_interval(row, "coverage", ".1%"), with_interval(row, "size", ".2f")
+            lines.append(f"{covered:<28}{size:<23}{row['class']}")
     return "\n".join(lines)

@@ -19,9 +19,9 @@ from vit.console import printable, warn
 from vit.data.photos import find_photos
 from vit.data.stream import AT_ONCE, ImageFiles, default_workers
 from vit.files import write_table
+from vit.reporting.calibration import make_sets
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.reporting.sets import require_calibration
 from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
@@ -52,8 +52,6 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     table = Path(options.out) if options.out else saved.run / EVAL_FOLDER / PHOTOS_FILE
     results_folder(saved, str(table.parent))  # raises where it is a file
     _require_own_table(table)
-    if options.coverage is not None:
-        require_calibration(saved.classifier).require(options.coverage)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
     rows = _rank_files(saved.classifier, paths, options)
@@ -97,7 +95,7 @@ def _sets(
     """Return the columns with the sets of images (channels, H, W) with logits (N, C)."""
     # From the pixels, so that the set of a photo does not depend on those before it.
     uniform = torch.tensor([zlib.crc32(image.numpy().tobytes()) / 2**32 for image in images])
-    found = require_calibration(classifier).sets(logits, uniform, coverage)
+    found = make_sets(classifier, logits, uniform, coverage)
     order = logits.argsort(dim=1, descending=True).tolist()
     return [
         {

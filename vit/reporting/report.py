@@ -24,11 +24,15 @@ from vit.explain.figures import captions_of, gallery_picture, named, rollout_pic
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
-from vit.reporting.calibration import calibration_table, measure_calibration
+from vit.reporting.calibration import (
+    calibration_table,
+    measure_calibration,
+    measure_sets,
+    sets_table,
+)
 from vit.reporting.config import ReportConfig
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
-from vit.reporting.sets import measure_sets, require_calibration, sets_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
@@ -264,21 +268,18 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     saved = load_run(run, options, options.flip)
     test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
-    if options.coverage is not None:
-        require_calibration(saved.classifier).require(options.coverage)
-    root, others = options.data.root, None
-    if options.unfamiliar is not None:
-        others = load_unfamiliar(options.unfamiliar, saved, root)
+    name = options.unfamiliar
+    others = load_unfamiliar(name, saved, options.data.root) if name else None
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
         options.seed, options.coverage,
     )  # fmt: skip
     print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
-    if "sets" in result:
-        print(f"\n{sets_table(result['sets'])}")
+    if options.coverage is not None:
+        print(f"\n{sets_table(result['sets'], options.coverage)}")
     if others is not None:
-        print(f"\n{report_unfamiliar(saved, test, others, folder, result, options)}")
+        print(f"\n{report_unfamiliar(saved, test, others, folder, options, result)}")
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")
