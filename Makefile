@@ -14,13 +14,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 
 ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 
-.PHONY: help demo check test lint lock onnxruntime clean
+.PHONY: help demo check test lint tour lock onnxruntime clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 15 minutes on two cores"
 	@echo "make lint   ruff, mypy and the import contract"
+	@echo "make tour   run docs/tour.ipynb and store what it shows"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make onnxruntime  fetch the files in $(ONNXRUNTIME) with npm, and verify them"
 	@echo "make clean  delete .venv and caches; runs/ and data/ stay"
@@ -43,6 +44,9 @@ lint: .venv/installed-dev
 	@for folder in vit vit/*/ tests benchmarks; do \
 		find $$folder -name '*.py' -exec cat {} + | awk -v folder=$$folder 'END {printf "%7d lines in %s\n", NR, folder}'; \
 	done
+
+tour: .venv/installed-dev
+	$(BIN)/python tests/test_tour.py
 
 .venv/requirements: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
@@ -70,8 +74,10 @@ onnxruntime:
 	set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
 	npm pack --silent --pack-destination "$$folder" onnxruntime-web@1.30.0; \
 	tar -xzf "$$folder"/*.tgz -C "$$folder"; \
-	cp "$$folder/package/dist/ort.wasm.bundle.min.mjs" $(ONNXRUNTIME); \
-	gzip -n -9 < "$$folder/package/dist/ort-wasm-simd-threaded.wasm" > $(ONNXRUNTIME)/ort-wasm-simd-threaded.wasm.gz
+	cp "$$folder"/package/dist/ort.wasm.bundle.min.mjs "$$folder"/package/dist/ort.jspi.bundle.min.mjs $(ONNXRUNTIME); \
+	for wasm in ort-wasm-simd-threaded.wasm ort-wasm-simd-threaded.jspi.wasm; do \
+		gzip -n -9 < "$$folder/package/dist/$$wasm" > $(ONNXRUNTIME)/$$wasm.gz; \
+	done
 	cd $(ONNXRUNTIME) && grep -E '^ +[0-9a-f]{64} ' README.md | sha256sum --check
 
 clean:

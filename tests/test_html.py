@@ -27,7 +27,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.explain.interventions import Interventions
+from vit.explain.interventions import Interventions, gates_of
 from vit.model_file import load, save_model
 from vit.reporting.config import ExportConfig
 from vit.reporting.export import export_run
@@ -302,7 +302,7 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     classifier = load(shapes_run, "cpu", "float32")
     model = Interventions(classifier.model)
     rng = np.random.default_rng(0)
-    gates = rng.random((10, *model.gates_shape)) < 0.5
+    gates = rng.random((10, *gates_of(classifier.model).shape)) < 0.5
     keep = rng.random((10, 16)) < 0.7
     muted = [np.argwhere(~some).tolist() for some in gates]
     hidden = [np.flatnonzero(~some).tolist() for some in keep]

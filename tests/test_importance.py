@@ -16,7 +16,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.explain.importance import (
     Effect,
-    MutableModel,
+    Heads,
     as_grid,
     layers_of,
     measure_heads,
@@ -24,6 +24,7 @@ from vit.explain.importance import (
     single_heads,
     true_class,
 )
+from vit.explain.interventions import gates_of, with_gates
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model, save_model
@@ -59,6 +60,12 @@ def hook_that_mutes(module: nn.Module, head: int) -> torch.utils.hooks.Removable
     return attn.proj.register_forward_pre_hook(zero)
 
 
+def muted(model: nn.Module, heads: Heads) -> nn.Module:
+    gates = gates_of(model)
+    gates[tuple(zip(*heads, strict=True))] = 0
+    return with_gates(model, gates)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_muting_equals_zeroing_what_the_projection_gets(name: str) -> None:
@@ -67,16 +74,15 @@ def test_muting_equals_zeroing_what_the_projection_gets(name: str) -> None:
     for parameter in model.parameters():
         parameter.normal_(std=0.3)
     images = torch.randn(4, 3, 16, 16)
-    mutable, plain = MutableModel(model), model(images)
-    assert mutable.shape == (2, 3)
-    for ((layer, head),) in single_heads(mutable.shape):
+    gates, plain = gates_of(model), model(images)
+    assert gates.shape == (2, 3)
+    for ((layer, head),) in single_heads(*gates.shape):
         handle = hook_that_mutes(model.blocks[layer].attn, head)
         expected = model(images)
         handle.remove()
-        with mutable.muted(((layer, head),)):
-            torch.testing.assert_close(mutable.model(images), expected)
+        torch.testing.assert_close(muted(model, ((layer, head),))(images), expected)
         assert not torch.equal(expected, plain)
-    assert torch.equal(mutable.model(images), plain)
+    assert torch.equal(model(images), plain)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -87,31 +93,27 @@ def test_muting_all_heads_of_a_layer_removes_its_attention_branch(name: str) -> 
     for parameter in model.parameters():
         parameter.normal_(std=0.3)
     images = torch.randn(4, 3, 16, 16)
-    mutable, plain = MutableModel(model), model(images)
-    for group in layers_of(mutable.shape):
+    for group in layers_of(2, 3):
         attn = model.blocks[group[0][0]].attn
         handle = attn.register_forward_hook(lambda _, __, output: torch.zeros_like(output))
         expected = model(images)
         handle.remove()
-        with mutable.muted((*group, (1 - group[0][0], 2))):  # and a head of the other layer
-            assert not torch.equal(mutable.model(images), expected)
-        with mutable.muted(group):
-            torch.testing.assert_close(mutable.model(images), expected, rtol=0, atol=0)
-        assert torch.equal(mutable.model(images), plain)
+        other = (*group, (1 - group[0][0], 2))  # and a head of the other layer
+        assert not torch.equal(muted(model, other)(images), expected)
+        torch.testing.assert_close(muted(model, group)(images), expected, rtol=0, atol=0)
 
 
 def test_falls_are_paired_and_by_hand() -> None:
     """A stand-in for a model: muting head (0, 0) turns the logits of two of four images around."""
-    mutable = MutableModel(MODELS["ours"]())
     labels, sure = torch.tensor([0, 1, 0, 1]), torch.log(torch.tensor([[0.9, 0.1]]))
     right = torch.cat([sure, sure.flip(1), sure, sure.flip(1)])
     wrong = torch.cat([right[:2], right[2:].flip(1)])
-    weight = mutable.model.blocks[0].attn.proj.weight[:, :8]
 
-    def classify() -> Tensor:
-        return right if weight.any() else wrong
+    def classify(gates: Tensor) -> Tensor:
+        return right if gates[0, 0] else wrong
 
-    (effect,) = measure_heads(mutable, classify, labels, [((0, 0),)], true_class(right, labels))
+    unmuted = true_class(right, labels)
+    (effect,) = measure_heads(classify, torch.ones(2, 3), labels, [((0, 0),)], unmuted)
     spread = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64).std().item()
     half = 1.959964 * spread / 2
     assert effect.accuracy == pytest.approx((0.5, half))
@@ -122,8 +124,8 @@ def test_falls_are_paired_and_by_hand() -> None:
 
 
 def test_groups() -> None:
-    assert single_heads((2, 2)) == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
-    assert layers_of((2, 2)) == [((0, 0), (0, 1)), ((1, 0), (1, 1))]
+    assert single_heads(2, 2) == [((0, 0),), ((0, 1),), ((1, 0),), ((1, 1),)]
+    assert layers_of(2, 2) == [((0, 0), (0, 1)), ((1, 0), (1, 1))]
     falls = {(0, 0): 0.1, (0, 1): -0.2, (1, 0): 0.3, (1, 1): 0.2}
     effects = [Effect((head,), (fall, 0.0), (0.0, 0.0)) for head, fall in falls.items()]
     assert pairs_of_largest(effects, 2) == [((1, 0), (1, 1))]

@@ -22,7 +22,7 @@ from werkzeug.test import Client
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions
+from vit.explain.interventions import Interventions, gates_of
 from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
@@ -172,12 +172,12 @@ def differences(name: str, dtype: torch.dtype, count: int) -> tuple[float, float
     model = trained(name)
     stored = np.frombuffer(weights_of(classifier_of(model), dtype), str(dtype).split(".")[1])
     loaded = session(graph(name), stored.astype(np.float32).tobytes())
-    readable, interventions = require_attention(model), Interventions(model)
+    readable = require_attention(model)
     rows, columns = readable.patch_embed.grid(32, 32)
     torch.manual_seed(2)
     logits, weights, lens = [], [], []
     for _ in range(count):
-        case = random_case(interventions.gates_shape, rows * columns)
+        case = random_case(gates_of(model).shape, rows * columns)
         found, expected = run(loaded, case), reference(model, case)
         kept = torch.cat([torch.ones(readable.num_prefix_tokens, dtype=torch.bool), case[2][0]])
         logits.append((found[0] - expected[0]).abs().max().item())
@@ -199,7 +199,7 @@ def test_ones_change_no_bit_and_gates_equal_hooks(name: str) -> None:
     model, images = trained(name), torch.randn(2, 3, 32, 32)
     interventions, readable = Interventions(model), require_attention(model)
     rows, columns = readable.patch_embed.grid(32, 32)
-    keep, gates = torch.ones(1, rows * columns), torch.ones(interventions.gates_shape)
+    keep, gates = torch.ones(1, rows * columns), gates_of(model)
     found, weights, *lens = interventions(images, gates, keep)
     expected, by_layer, tokens = readable.forward_intermediates(images)
     assert torch.equal(found, expected) and torch.equal(weights, torch.stack(by_layer, dim=1))

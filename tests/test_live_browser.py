@@ -22,8 +22,10 @@ from werkzeug import serving, wrappers
 
 from vit.classifier import Classifier
 from vit.data.pixels import ArrayPreprocess, bands_of
-from vit.explain.interventions import Interventions
+from vit.data.preprocess import Preprocess
+from vit.explain.interventions import Interventions, gates_of
 from vit.model.attention_model import require_attention
+from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting.live import graph_of, weights_of
 from vit.tensorboard_plugin.plugin import AttentionPlugin
@@ -38,6 +40,7 @@ from test_tensorboard import FLAGS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
+CPU = torch.device("cpu")
 COUNT = 100  # random interventions
 MODULES = ("/live.js", "/photo.js")
 SCRIPT = f"""window.ready = Promise.all({list(MODULES)}.map((name) => import(name)))
@@ -57,7 +60,7 @@ window.refusal = (promise) =>
 
 def spec_of(classifier: Classifier) -> dict[str, Any]:
     readable, preprocess = require_attention(classifier.model), classifier.preprocess
-    layers, heads = Interventions(classifier.model).gates_shape
+    layers, heads = gates_of(classifier.model).shape
     return {
         "channels": preprocess.channels,
         "image_size": preprocess.image_size,
@@ -115,11 +118,12 @@ def requests() -> list[str]:
     return []
 
 
-@pytest.fixture(scope="module")
-def page(site: tuple[Site, str], requests: list[str]) -> Iterator[Page]:
+@pytest.fixture(scope="module", params=[[]], ids=["CPU"])
+def page(site: tuple[Site, str], requests: list[str], request: Any) -> Iterator[Page]:
     """A page that has the modules; it asks nobody but its own server."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        requests.clear()
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS + request.param)
         page = browser.new_page()
         page.context.on("request", lambda request: requests.append(request.url))
         page.clock.install()
@@ -171,7 +175,7 @@ def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Te
     pixels, mute, hide = case
     interventions = Interventions(classifier.model)
     rows, columns = require_attention(classifier.model).patch_embed.grid(*pixels.shape[:2])
-    gates, keep = torch.ones(interventions.gates_shape), torch.ones(1, rows * columns)
+    gates, keep = gates_of(classifier.model), torch.ones(1, rows * columns)
     for layer, head in mute:
         gates[layer, head] = 0
     keep[0, hide] = 0
@@ -189,6 +193,7 @@ def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32")
             const model = await create("graph", dtype, dtype, spec), answers = [];
             for (const [pixels, mute, hide] of cases) {
                 const answer = await model.classify(bytes(pixels), { mute, hide });
+                window.device = answer.device;
                 const keys = ["logits", "probabilities", "weights"];
                 const sent = answers.length < 10 ? keys : keys.slice(0, 2);
                 answers.push(sent.map((key) => text(answer[key])));
@@ -495,3 +500,29 @@ def test_a_jpeg_file_is_upright_and_other_files_are_refused(page: Page) -> None:
     assert page.evaluate("() => refusal(prepare(new Blob(['words']), {}))") == (
         "Error: This browser cannot read the file as an image."
     )
+
+
+# A GPU in software, whose numbers are those of a GPU, but which is slower than no GPU.
+GPU = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
+
+
+@pytest.mark.parametrize("page", [GPU], ids=["GPU"], indirect=True)
+def test_a_gpu_gives_what_torch_gives(page: Page, site: tuple[Site, str], requests: Any) -> None:
+    """A model large enough for it, with few tokens, which take less time."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=32, in_chans=3, num_classes=10, patch_size=16, embed_dim=960, depth=1,
+        num_heads=4, reg_tokens=2, qk_norm=True,
+    ).eval()  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    preprocess = Preprocess((32, 32), (0.5,) * 3, (0.25,) * 3)
+    classifier = Classifier(model, preprocess, tuple("abcdefghij"), CPU, torch.float32)
+    site[0].files |= files_of(classifier)
+    spec = spec_of(classifier)
+    cases = random_cases(spec, 2)
+    for case, (found, *_) in zip(cases, in_browser(page, cases, spec), strict=True):
+        logits, _ = in_torch(classifier, case)
+        torch.testing.assert_close(found, logits, rtol=0, atol=1e-3)
+    assert page.evaluate("device") == "WebGPU"
+    assert any(url.endswith("ort.jspi.bundle.min.mjs") for url in requests)

@@ -67,14 +67,13 @@ def train_each(world: World, configs: dict[Path, Config]) -> None:
 @pytest.mark.slow
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     """With everything random switched on, in the first 40 steps."""
-    for count in (1, 2, 4):
+    for count in (1, 4):
         configs = {
             tmp_path / f"{name}_{count}": everything_on(tmp_path / f"run_{name}_{count}", name)
             for name in ("muon", "adamw")
         }
         in_world(count, tmp_path, train_each, configs)
     for name in ("muon", "adamw"):
-        alone, *others = (torch.load(tmp_path / f"{name}_{count}") for count in (1, 2, 4))
+        alone, shared = (torch.load(tmp_path / f"{name}_{count}") for count in (1, 4))
         assert len(alone) == 40
-        for losses in others:
-            assert_close(losses, alone, rtol=0, atol=1e-4)
+        assert_close(shared, alone, rtol=0, atol=1e-4)

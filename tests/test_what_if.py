@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from attention_tab import serve
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.explain.interventions import Interventions
+from vit.explain.interventions import Interventions, gates_of
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model_file import load_model
@@ -128,7 +128,7 @@ def asked(
 ) -> Any:
     """Ask torch; pixels are (3, H, W) uint8."""
     model = Interventions(classifier.model)
-    gates, keep = torch.ones(model.gates_shape), torch.ones(1, GRID**2)
+    gates, keep = gates_of(classifier.model), torch.ones(1, GRID**2)
     for layer, head in mute:
         gates[layer, head] = 0
     keep[0, list(hide)] = 0

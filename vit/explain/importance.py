@@ -1,27 +1,20 @@
 """How much each attention head matters: what a model loses when heads are muted.
 
 Attention weights say where a head looks, not whether the model needs it. A muted head adds nothing
-to its layer's output (arXiv 1905.10650): the columns of the output projection that read it are
-zero. That is exact for any attention function, and what all other heads compute stays. The bias of
-the projection belongs to the layer: it is muted with the last of its heads, so that muting all of
-them is the same as removing the layer's attention branch.
+to its layer's output (arXiv 1905.10650), see `vit.explain.interventions`. That is exact for any
+attention function, and what all other heads compute stays.
 
 Shapes: L layers, H heads, G groups of heads, N images, C classes.
 """
 
-import contextlib
-import copy
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.explain.faithfulness import mean_interval
-from vit.model.attention_model import require_attention
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head), both counted from 0
 Interval = tuple[float, float]  # mean over images and half the width of its 95% interval
@@ -42,45 +35,6 @@ class Effect:
     accuracy: Interval
 
 
-class MutableModel:
-    """A copy of a model whose heads can be muted for a while.
-
-    Args:
-        model: A model whose attention can be read; it stays as it is.
-
-    Attributes:
-        model: The copy.
-        shape: L and H.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)
-        blocks: Any = require_attention(self.model).blocks
-        self._biases: list[Tensor | None] = [block.attn.proj.bias for block in blocks]
-        self._columns: list[list[Tensor]] = [
-            list(block.attn.proj.weight.detach().chunk(block.attn.num_heads, dim=1))
-            for block in blocks
-        ]
-        self.shape = len(self._columns), len(self._columns[0])
-
-    @contextlib.contextmanager
-    def muted(self, heads: Heads) -> Iterator[None]:
-        """Mute heads within a `with` block, and the attention of layers that have no others."""
-        parts = [self._columns[layer][head] for layer, head in heads]
-        counts = Counter(layer for layer, _ in heads)
-        for layer, bias in enumerate(self._biases):
-            if counts[layer] == self.shape[1] and bias is not None:
-                parts.append(bias.detach())
-        kept = [part.clone() for part in parts]
-        for part in parts:
-            part.zero_()
-        try:
-            yield
-        finally:
-            for part, old in zip(parts, kept, strict=True):
-                part.copy_(old)
-
-
 def true_class(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the probability of each image's true class, and 1 where it is predicted, else 0.
 
@@ -97,8 +51,8 @@ def true_class(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_heads(
-    mutable: MutableModel,
-    classify: Callable[[], Tensor],
+    classify: Callable[[Tensor], Tensor],
+    gates: Tensor,
     labels: Tensor,
     groups: Sequence[Heads],
     unmuted: tuple[Tensor, Tensor],
@@ -106,29 +60,30 @@ def measure_heads(
     """Mute groups of heads one after the other, and measure what is lost on the same images.
 
     Args:
-        mutable: The model.
-        classify: Classifies the N images with `mutable.model` as it is: logits (N, C).
+        classify: Classifies the N images with gates (L, H): logits (N, C).
+        gates: (L, H), those that mute no head.
         labels: Their true classes, (N,) int64.
         groups: G groups of heads.
         unmuted: What `true_class` returns if no head is muted.
     """
     (probability, hits), effects = unmuted, []
     for heads in groups:
-        with mutable.muted(heads):
-            lower, fewer = true_class(classify(), labels)
+        muted = gates.clone()
+        muted[tuple(zip(*heads, strict=True))] = 0
+        lower, fewer = true_class(classify(muted), labels)
         falls = mean_interval(probability - lower), mean_interval(hits - fewer)
         effects.append(Effect(heads, *falls))
     return effects
 
 
-def single_heads(shape: tuple[int, int]) -> list[Heads]:
+def single_heads(layers: int, heads: int) -> list[Heads]:
     """List the heads of L layers with H heads, as a group each."""
-    return [(head,) for head in itertools.product(range(shape[0]), range(shape[1]))]
+    return [(head,) for head in itertools.product(range(layers), range(heads))]
 
 
-def layers_of(shape: tuple[int, int]) -> list[Heads]:
+def layers_of(layers: int, heads: int) -> list[Heads]:
     """List the layers, as the group of their heads each."""
-    return [tuple((layer, head) for head in range(shape[1])) for layer in range(shape[0])]
+    return [tuple((layer, head) for head in range(heads)) for layer in range(layers)]
 
 
 def pairs_of_largest(effects: Sequence[Effect], count: int) -> list[Heads]:

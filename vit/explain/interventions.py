@@ -4,7 +4,8 @@ Shapes: B batch, N tokens (prefix, then patches), P patches, D token width, H he
 classes.
 """
 
-from typing import Any
+import copy
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,6 @@ class Interventions(nn.Module):
 
     Attributes:
         masked: The model without gates.
-        gates_shape: L and H.
 
     Raises:
         ValueError: The model's attention cannot be read.
@@ -79,8 +79,6 @@ class Interventions(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.masked = MaskedModel(model)
-        blocks: Any = model.blocks
-        self.gates_shape = len(blocks), int(blocks[0].attn.num_heads)
 
     def forward(self, images: Tensor, gates: Tensor, keep: Tensor) -> Answer:
         """Classify images.
@@ -95,16 +93,44 @@ class Interventions(nn.Module):
             probabilities of `logit_lens`, (L, B, T, k) each. The rows of patches that are left out
             mean nothing.
         """
-        gated, is_on = {}, gates.amax(dim=1) > 0
-        blocks: Any = self.masked.model.blocks
-        for layer, block in enumerate(blocks):
-            proj, name = block.attn.proj, f"model.blocks.{layer}.attn.proj"
-            width = proj.in_features // block.attn.num_heads
-            gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
-            if proj.bias is not None:
-                gated[f"{name}.bias"] = proj.bias * is_on[layer]
-        result: Answer = functional_call(self.masked, gated, (images, keep))
+        gated = gated_weights(self.masked.model, gates)
+        named = {f"model.{name}": tensor for name, tensor in gated.items()}
+        result: Answer = functional_call(self.masked, named, (images, keep))
         return result
+
+
+def gates_of(model: nn.Module) -> Tensor:
+    """Return gates (L, H) that leave all heads of a model as they are."""
+    blocks: Any = require_attention(model).blocks
+    device = blocks[0].attn.proj.weight.device
+    return torch.ones(len(blocks), blocks[0].attn.num_heads, device=device)
+
+
+def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
+    """Return the output projections of a model's attention with gates, see `Interventions`.
+
+    Args:
+        model: A model whose attention can be read.
+        gates: (L, H).
+
+    Returns:
+        Weights, and biases if there are any, by their names in the model.
+    """
+    gated, blocks = {}, cast(Any, model).blocks
+    for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
+        proj, name = block.attn.proj, f"blocks.{layer}.attn.proj"
+        width = proj.in_features // block.attn.num_heads
+        gated[f"{name}.weight"] = proj.weight * gates[layer].repeat_interleave(width)
+        if proj.bias is not None:
+            gated[f"{name}.bias"] = proj.bias * is_on
+    return gated
+
+
+def with_gates(model: nn.Module, gates: Tensor) -> nn.Module:
+    """Return a copy of a model whose heads are scaled by gates (L, H)."""
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(gated_weights(model, gates), strict=False)
+    return copied
 
 
 def _without_patches(tokens: Tensor, kept: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from vit.explain.figures import statistics_picture
 from vit.explain.importance import (
     Effect,
     Heads,
-    MutableModel,
     as_grid,
     layers_of,
     measure_heads,
@@ -24,6 +23,7 @@ from vit.explain.importance import (
     single_heads,
     true_class,
 )
+from vit.explain.interventions import gates_of, with_gates
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
@@ -95,27 +95,28 @@ def measure_groups(
     Returns:
         The effects under "heads" and, unless pairs is None, "layers" and "pairs".
     """
-    mutable = MutableModel(classifier.model)
-    copied = replace(classifier, model=mutable.model)
-    inputs = classifier.normalize(images.pixels())
+    inputs, gates = classifier.normalize(images.pixels()), gates_of(classifier.model)
+    layers, heads = gates.shape
 
     # disable=None shows the bar on terminals only.
     with tqdm(desc="muting heads", unit="group", leave=False, disable=None) as bar:
 
-        def classify() -> Tensor:
+        def classify(gates: Tensor) -> Tensor:
             bar.update()
-            return copied.forward(inputs, batch_size)
+            gated = replace(classifier, model=with_gates(classifier.model, gates))
+            return gated.forward(inputs, batch_size)
 
-        unmuted = true_class(classify(), images.labels)
+        unmuted = true_class(classify(gates), images.labels)
 
         def measure(groups: Sequence[Heads]) -> list[Effect]:
-            return measure_heads(mutable, classify, images.labels, groups, unmuted)
+            return measure_heads(classify, gates, images.labels, groups, unmuted)
 
-        heads = measure(single_heads(mutable.shape))
+        single = measure(single_heads(layers, heads))
         if pairs is None:
-            return {"heads": heads}
-        layers = measure(layers_of(mutable.shape))
-        return {"heads": heads, "layers": layers, "pairs": measure(pairs_of_largest(heads, pairs))}
+            return {"heads": single}
+        together = measure(layers_of(layers, heads))
+        chosen = measure(pairs_of_largest(single, pairs))
+        return {"heads": single, "layers": together, "pairs": chosen}
 
 
 def draw_heads(effects: Sequence[Effect]) -> np.ndarray:

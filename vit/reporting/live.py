@@ -32,7 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.console import warn
-from vit.explain.interventions import Answer, Interventions
+from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import require_packages, trace
 from vit.settings import shorten
@@ -75,7 +75,7 @@ def graph_of(classifier: Classifier) -> bytes:
     rows, columns = require_attention(model).patch_embed.grid(*preprocess.image_size)
     inputs = (
         torch.zeros(1, preprocess.channels, *preprocess.image_size),
-        torch.ones(interventions.gates_shape),
+        gates_of(model),
         torch.ones(1, rows * columns),
         named,
     )
@@ -210,7 +210,7 @@ def _spec(classifier: Classifier, planned: int) -> LiveSpec:
     """
     model, preprocess = require_attention(classifier.model), classifier.preprocess
     rows, columns = model.patch_embed.grid(*preprocess.image_size)
-    layers, heads = Interventions(classifier.model).gates_shape
+    layers, heads = gates_of(classifier.model).shape
     floats = sum(tensor.numel() for tensor in _named_weights(classifier.model).values())
     channels: Any = preprocess.channels
     return LiveSpec(

@@ -29,6 +29,7 @@ from vit.run.folder import ATTENTION_FOLDER, EVAL_FOLDER
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 
 MARK = b'data-page="vit-from-scratch"'  # in page.html
+FOR_GPU = ".jspi."  # files of ONNX Runtime that a page leaves out, to be smaller
 LARGEST_LIVE = 25_000_000  # weights of a model, 100 MB
 TOO_LARGE = "The model is larger than 100 MB, so it runs in TensorBoard, but not in this file."
 
@@ -78,7 +79,7 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
     elements: list[str] = []
     ask = partial(_ask, apps, elements, -1 if steps == "last" else 0)
     for path in apps:
-        if "." in path:
+        if "." in path and FOR_GPU not in path:
             ask(path[1:])
     runs = [run["name"] for run in ask("runs")["runs"]]
     for run in runs:

@@ -1,5 +1,8 @@
 // Where the files of this folder are: beside this module, or in a page that holds them all.
 
+/** Tell whether this is a page that holds them all. */
+export const isFile = () => globalThis.attentionFile !== undefined;
+
 /** Return the address of a module or a style sheet in static/. */
 export function assetOf(name) {
   return globalThis.attentionFile?.assets[name] ?? new URL(name, import.meta.url).href;

@@ -2,7 +2,7 @@
 // long or is cancelled: the state of the runtime is unknown then. Nothing is loaded before the
 // first model.
 
-import { assetOf, fetchAsset } from "./assets.js";
+import { assetOf, fetchAsset, isFile } from "./assets.js";
 
 const LIMIT = 60; // seconds for one job
 
@@ -10,7 +10,7 @@ const waiting = new Map(); // the last request of each slot: {model, job, resolv
 let running = null; // a model
 let worker = null;
 let count = 0; // of models
-let wasm = null; // a promise of bytes
+let runtime = null; // a promise of what a worker starts with
 
 /** A model in the worker. */
 export class LiveModel {
@@ -44,8 +44,8 @@ export class LiveModel {
    *   [layer, head]; patches that are taken out of every layer's attention; anything that tells
    *   requests apart that do not replace each other, by default each model has a slot.
    * @returns {Promise<{logits: Float32Array, probabilities: Float32Array, weights: Float32Array,
-   *   lens: ?{classes: number[][][], probabilities: number[][][]}, milliseconds: number}>} Weights
-   *   are (L, H, N, N), the lens is (L, 1 + N, k).
+   *   lens: ?{classes: number[][][], probabilities: number[][][]}, milliseconds: number,
+   *   device: ("WebGPU"|"WebAssembly")}>} Weights are (L, H, N, N), the lens is (L, 1 + N, k).
    * @throws {Error} One sentence; an AbortError if the request was replaced or cancelled.
    */
   async classify(pixels, { mute = [], hide = [], slot = this } = {}) {
@@ -115,8 +115,7 @@ function startWorker() {
         error === undefined ? resolve(answer) : reject(new Error(error));
       thread.postMessage({ action, ...message });
     });
-  const module = assetOf("onnxruntime/ort.wasm.bundle.min.mjs");
-  const started = fetchWasm().then((bytes) => ask("start", { module, wasm: bytes }));
+  const started = fetchRuntime().then((files) => ask("start", files));
   let fail = null;
   // Not Promise.race with a promise of the end, which would keep all answers until then.
   const perform = (job) =>
@@ -132,17 +131,27 @@ function startWorker() {
   return { perform, end };
 }
 
-function fetchWasm() {
-  wasm ??= (async () => {
-    const response = await fetchAsset("onnxruntime/ort-wasm-simd-threaded.wasm.gz");
+function fetchRuntime() {
+  runtime ??= (async () => {
+    const gpu = await canUseGpu();
+    const response = await fetchAsset(
+      `onnxruntime/ort-wasm-simd-threaded${gpu ? ".jspi" : ""}.wasm.gz`,
+    );
     if (!response.ok) throw new Error(`HTTP status ${response.status}`);
     const stream = response.body.pipeThrough(new DecompressionStream("gzip"));
-    return new Response(stream).arrayBuffer();
+    const module = assetOf(`onnxruntime/ort.${gpu ? "jspi" : "wasm"}.bundle.min.mjs`);
+    return { module, wasm: await new Response(stream).arrayBuffer(), gpu };
   })().catch((error) => {
-    wasm = null; // so that the next model tries again
+    runtime = null; // so that the next model tries again
     throw new Error(`ONNX Runtime cannot be loaded: ${error.message}.`);
   });
-  return wasm;
+  return runtime;
+}
+
+/** Tell whether the browser can use a GPU; a page that holds all files has none for it. */
+async function canUseGpu() {
+  if (isFile() || !navigator.gpu || !WebAssembly.Suspending) return false;
+  return Boolean(await navigator.gpu.requestAdapter().catch(() => null));
 }
 
 function aborted() {

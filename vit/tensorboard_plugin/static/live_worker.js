@@ -3,16 +3,19 @@
 //
 // Shapes: L layers, H heads, N tokens (prefix, then patches), P patches, C classes.
 
+const LARGE = 5e6; // weights of a model from which it runs on a GPU, if there is one
 const KEPT_BYTES = 2 ** 28; // of weights: three ViT-S/16
 const LONGEST = 200; // characters of a reason, which may quote names in the graph
 
 const models = new Map(); // by number, the one used last at the end
 let runtime = null;
+let hasGpu = false;
 
 const ACTIONS = {
   /** Load the runtime from the address of its module and the bytes of its WebAssembly. */
-  async start({ module, wasm }) {
+  async start({ module, wasm, gpu }) {
     runtime = await import(module);
+    hasGpu = gpu;
     runtime.env.logLevel = "fatal";
     Object.assign(runtime.env.wasm, { numThreads: 1, wasmBinary: wasm });
   },
@@ -28,12 +31,13 @@ const ACTIONS = {
       await ACTIONS.release({ id: oldest });
       total -= bytes;
     }
+    const device = hasGpu && spec.floats >= LARGE ? "WebGPU" : "WebAssembly";
     const session = await runtime.InferenceSession.create(new Uint8Array(graph), {
-      executionProviders: ["wasm"],
+      executionProviders: device === "WebGPU" ? ["webgpu", "wasm"] : ["wasm"],
       externalData: [{ path: "weights.bin", data: new Uint8Array(floats.buffer) }],
       logSeverityLevel: 4, // fatal
     });
-    models.set(id, { session, spec, bytes: floats.byteLength });
+    models.set(id, { session, spec, device, bytes: floats.byteLength });
   },
 
   /** Classify an image; null where the model is not loaded, or not any more. */
@@ -42,7 +46,7 @@ const ACTIONS = {
     if (!model) return null;
     models.delete(id);
     models.set(id, model);
-    const { session, spec } = model;
+    const { session, spec, device } = model;
     const { channels, image_size, layers, heads, prefix, classes } = spec;
     const tokens = prefix + keep.length;
     const start = performance.now();
@@ -55,7 +59,7 @@ const ACTIONS = {
     const logits = read(found, "logits", [1, classes.length]);
     const weights = read(found, "weights", [1, layers, heads, tokens, tokens]);
     const lens = lensOf(found, [layers, 1 + tokens], classes.length);
-    return { logits, probabilities: softmax(logits), weights, lens, milliseconds };
+    return { logits, probabilities: softmax(logits), weights, lens, milliseconds, device };
   },
 
   async release({ id }) {

@@ -113,7 +113,9 @@ export class Change {
     const titles = ["class", "before", "after", "logit"].map((text) =>
       make("th", { scope: "col" }, text),
     );
-    this.table = make("table", {}, make("thead", {}, make("tr", {}, ...titles)), this.body);
+    this.device = make("caption", { class: "quiet" });
+    const head = make("thead", {}, make("tr", {}, ...titles));
+    this.table = make("table", {}, this.device, head, this.body);
     this.element = make(
       "div",
       { class: "change", hidden: true },
@@ -144,6 +146,7 @@ export class Change {
     const [was, is] = [before, after].map(({ logits }) => signed(logits[chosen], ""));
     const by = signed(after.logits[chosen] - before.logits[chosen]);
     write(this.logit, `${record.className(chosen)}: logit ${was} → ${is} (${by})`);
+    write(this.device, `${after.device}, ${Math.round(after.milliseconds)} ms`);
     return this.body.replaceChildren(
       ...shown.map((index) =>
         make(
