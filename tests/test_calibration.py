@@ -62,13 +62,13 @@ def test_interval_of_loss_is_that_of_a_mean() -> None:
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_interval_of_calibration_error_contains_the_true_one(scale: float) -> None:
     """Percentiles of bootstrap samples would never contain the 0 of a calibrated model."""
-    logits, labels = calibrated_case(100_000)
+    logits, labels = calibrated_case(50_000)
     error = multiclass_calibration_error(scale * logits, labels, 10).item() if scale > 1 else 0
     hits = 0
-    for part, of_part in list(zip(logits.split(400), labels.split(400), strict=True))[:50]:
+    for part, of_part in list(zip(logits.split(400), labels.split(400), strict=True))[:25]:
         low, high = intervals(scale * part, of_part)["ece_95"]
         hits += low <= error <= high
-    assert hits >= 42  # 95% of 50 is 47.5
+    assert hits >= 21  # 95% of 25 is 23.75
 
 
 # In a run.
