@@ -26,6 +26,7 @@ from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
     calibration_table,
+    make_sets,
     measure_calibration,
     measure_sets,
     sets_table,
@@ -268,6 +269,9 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     saved = load_run(run, options, options.flip)
     test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
+    if options.coverage is not None:  # raises before the images are classified
+        logits = torch.zeros(1, len(test.classes))
+        make_sets(saved.classifier, logits, torch.zeros(1), options.coverage)
     name = options.unfamiliar
     others = load_unfamiliar(name, saved, options.data.root) if name else None
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
