@@ -100,11 +100,17 @@ def test_report_and_predictions_use_the_temperature(
     logits = classifier.logits(test.pixels())
     temperature = classifier.calibration.temperature
     trained = json.loads((run / "eval/report.json").read_text())
-    options = ReportConfig(out=str(tmp_path), probes=0, device="cpu", precision="float32")
+    same = {"probes": 0, "device": "cpu", "precision": "float32"}
+    options = ReportConfig(out=str(tmp_path), coverage=0.9, unfamiliar="digits", **same)
     evaluate_run(str(run), options)
     printed = capsys.readouterr().out
     again = json.loads((tmp_path / "report.json").read_text())
     assert again["calibration"] == trained["calibration"]
+    assert again.keys() - trained.keys() == {"sets", "unfamiliar"}
+    assert "LAC coverage" in printed
+    assert f"energy{again['unfamiliar']['energy']['auroc']:19.3f} (" in printed
+    with pytest.raises(ValueError, match=r"^coverage: 0\.99 is not allowed; .* at most 0\.983"):
+        evaluate_run(str(run), replace(options, coverage=0.99))
     expected = {"as trained": 1.0, "calibrated": temperature}
     assert trained["calibration"].keys() == expected.keys()
     for name, scale in expected.items():
