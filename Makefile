@@ -14,13 +14,16 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 
 ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 
-.PHONY: help demo check test lint tour lock onnxruntime clean
+.PHONY: help demo check test coverage lint lint-js docs tour lock onnxruntime clean
 
 help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 15 minutes on two cores"
+	@echo "make coverage  all tests, and which lines of vit/ they run"
 	@echo "make lint   ruff, mypy and the import contract"
+	@echo "make lint-js  biome on the JavaScript of the Attention tab; needs npx"
+	@echo "make docs   the documentation site, into site/html; fails at broken links and missing pages"
 	@echo "make tour   run docs/tour.ipynb and store what it shows"
 	@echo "make lock   regenerate requirements*.lock after a change to requirements*.txt"
 	@echo "make onnxruntime  fetch the files in $(ONNXRUNTIME) with npm, and verify them"
@@ -36,6 +39,13 @@ check: lint
 test: .venv/installed-dev
 	$(PYTEST)
 
+coverage: .venv/installed-dev
+	$(PIP) coverage==7.17.4
+	$(BIN)/python -m coverage erase
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST))
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered
+
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +54,9 @@ lint: .venv/installed-dev
 	@for folder in vit vit/*/ tests benchmarks; do \
 		find $$folder -name '*.py' -exec cat {} + | awk -v folder=$$folder 'END {printf "%7d lines in %s\n", NR, folder}'; \
 	done
+
+lint-js:
+	npx --yes @biomejs/biome@2.6.8 check --error-on-warnings
 
 tour: .venv/installed-dev
 	$(BIN)/python tests/test_tour.py
@@ -64,6 +77,13 @@ tour: .venv/installed-dev
 	$(INSTALL) --requirement requirements-dev.lock
 	touch $@
 
+# REPO_URL is where links to files outside docs/ lead; by default to those here.
+docs:
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/pip install --disable-pip-version-check --quiet --requirement docs/requirements.txt
+	.venv/docs/bin/python docs/write_site.py site/pages $(REPO_URL)
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --quiet
+
 lock:
 	$(PYTHON) -m venv .venv/lock
 	.venv/lock/bin/pip install --disable-pip-version-check --quiet uv==0.13.9
@@ -81,4 +101,4 @@ onnxruntime:
 	cd $(ONNXRUNTIME) && grep -E '^ +[0-9a-f]{64} ' README.md | sha256sum --check
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -122,7 +122,7 @@ def test_masks_of_neighbours_layers_steps_and_seeds_are_independent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dropout_drops_and_scales_in_the_dtype_of_its_input(dtype: torch.dtype) -> None:
-    module, x = Dropout(0.25), torch.randn(300, 40, dtype=dtype, requires_grad=True)
+    module, x = Dropout(0.25), torch.randn(300, 40).to(dtype).requires_grad_()
     with keyed_dropout(module, image_keys(0, 0, 300)):
         result = module(x)
         assert torch.equal(module(x), result)

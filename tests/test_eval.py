@@ -267,7 +267,7 @@ def save_transparent(path: Path) -> np.ndarray:
 
 def save_see_through_palette(path: Path) -> np.ndarray:
     numbers = np.arange(40 * 50).reshape(40, 50) // 1000
-    picture = Image.fromarray(numbers.astype(np.uint8), "L").convert("P")
+    picture = Image.fromarray(numbers.astype(np.uint8)).convert("P")
     picture.putpalette(bytes([200, 0, 0, 0, 0, 200]))
     picture.save(path, transparency=0)
     return np.array([[255, 255, 255], [0, 0, 200]], dtype=np.uint8)[numbers]

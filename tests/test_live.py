@@ -299,7 +299,7 @@ def test_run_can_be_run_at_the_last_steps_that_fit(
     spec, last = found["spec"], sorted(expected)[-2:]
     assert (spec["planned"], spec["left_out"], spec["floats"]) == (5, 3, size // 2)
     assert (spec["grid"], spec["prefix"], spec["image_size"]) == ([8, 8], 2, [32, 32])
-    assert "the weights of 2 of 5 steps fit into 0." in found["note"]
+    assert "the weights of at most 2 of 5 steps fit into 0." in found["note"]
     assert "--track.live_mb 1 stores all" in found["note"]
     kept = last[-1:] if dtype == "float32" else last
     assert [(at["step"], at["dtype"]) for at in found["steps"]] == [(at, dtype) for at in kept]
@@ -342,7 +342,8 @@ def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
     monkeypatch.setattr("vit.reporting.live.graph_of", fail)
     assert why(plain) == "no operator for this"
     assert why(plain, 0.1) == (
-        "the weights of 0 of 10 steps fit into 0.1 MB; training with --track.live_mb 3 stores all"
+        "the weights of at most 0 of 10 steps fit into 0.1 MB; "
+        "training with --track.live_mb 3 stores all"
     )
     four = Preprocess((32, 32), (0.5,) * 4, (0.25,) * 4)
     assert why(replace(plain, preprocess=four)).startswith("channels: Input should be 1 or 3")

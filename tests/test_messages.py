@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from small_runs import make_step, small
+from small_runs import counts_fused_kernel, make_step, small
 from vit.cli import parse_train
 from vit.data.datasets import load
 from vit.data.images import ImageSet
@@ -28,6 +28,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> TrainingStep:
     return make_step(dataclasses.replace(config, data=small(folder).data))
 
 
+@counts_fused_kernel
 def test_flops_are_those_of_an_image(quick: TrainingStep) -> None:
     assert forward_flops(quick) == pytest.approx(0.082e9, rel=0.01)
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import exchanges
 from benchmarks.scale import plan, planning, tracing
 from models import PLAIN
-from small_runs import ROOT
+from small_runs import ROOT, counts_fused_kernel
 from vit.distributed.shard import shard
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
@@ -45,6 +45,7 @@ def on_meta(**arguments: Any) -> VisionTransformer:
         return VisionTransformer(**arguments).train()
 
 
+@counts_fused_kernel
 @fused
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("arguments", [SMALL, CONV], ids=["linear", "conv"])

@@ -4,6 +4,7 @@ timm's models have random weights here, at the geometry that timm publishes them
 """
 
 import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
@@ -604,3 +605,60 @@ def test_an_unfinished_run_of_before_resumes(tmp_path):
     (old / "config.yaml").write_text("\n".join(kept))
     train(dataclasses.replace(config, out=str(old)))
     assert_same(Path(config.out), old)
+
+
+def names_in_transformers(depth: int) -> dict[str, tuple[str, ...]]:
+    """Return timm's names and those of transformers' ViT, of which three make one."""
+    names: dict[str, tuple[str, ...]] = {
+        "cls_token": ("vit.embeddings.cls_token",),
+        "pos_embed": ("vit.embeddings.position_embeddings",),
+    }
+    modules = {
+        "patch_embed.proj": ("vit.embeddings.patch_embeddings.projection",),
+        "norm": ("vit.layernorm",),
+        "head": ("classifier",),
+    }
+    for number in range(depth):
+        block, layer = f"blocks.{number}", f"vit.encoder.layer.{number}"
+        parts = ("query", "key", "value")
+        modules |= {
+            f"{block}.norm1": (f"{layer}.layernorm_before",),
+            f"{block}.attn.qkv": tuple(f"{layer}.attention.attention.{part}" for part in parts),
+            f"{block}.attn.proj": (f"{layer}.attention.output.dense",),
+            f"{block}.norm2": (f"{layer}.layernorm_after",),
+            f"{block}.mlp.fc1": (f"{layer}.intermediate.dense",),
+            f"{block}.mlp.fc2": (f"{layer}.output.dense",),
+        }
+    for kind in ("weight", "bias"):
+        names |= {f"{k}.{kind}": tuple(f"{x}.{kind}" for x in v) for k, v in modules.items()}
+    return names
+
+
+def test_a_classifier_of_transformers_is_read_without_that_package(tmp_path):
+    """Slow tests compare every architecture with transformers itself."""
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=3)
+    names, weights = names_in_transformers(SMALL_TIMM["depth"]), {}
+    assert names.keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        weights |= dict(zip(names[key], value.chunk(len(names[key])), strict=True))
+    save_file(
+        {key: value.contiguous() for key, value in weights.items()}, tmp_path / "model.safetensors"
+    )
+    about = {
+        "model_type": "vit", "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": 32,
+        "num_attention_heads": 3, "id2label": {"0": "ant", "1": "bee", "2": "cow"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    size = {"height": 32, "width": 32}
+    prepared = {"size": size, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5] * 3, "resample": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(prepared))
+    classifier = load(tmp_path, "cpu", "float32")
+    assert classifier.classes == ("ant", "bee", "cow") and classifier.has_maps
+    preprocess = classifier.preprocess
+    assert (preprocess.mean, preprocess.interpolation) == ((0.1, 0.2, 0.3), "bilinear")
+    assert preprocess.plan(40, 60) == ((slice(0, 40), slice(0, 60)), (32, 32))
+    images = torch.randn(2, 3, 32, 32)
+    assert_close(classifier.forward(images), model(images), rtol=0, atol=1e-5)
+    (tmp_path / "config.json").write_text(json.dumps({**about, "model_type": "swin"}))
+    with pytest.raises(ValueError, match=r"model of type swin .* must be of type vit, deit"):
+        load(tmp_path, "cpu")

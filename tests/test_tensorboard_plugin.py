@@ -831,7 +831,7 @@ def test_add_attention_refuses_in_one_line_before_it_writes(
 
 @pytest.mark.slow
 def test_example_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Image.fromarray(np.zeros((300, 200, 3), np.uint8)).save("photo.jpg")
     assert code.count("pretrained=True") == 1

@@ -172,7 +172,7 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     frame.get_by_label("Brush").select_option("mean")
     page.mouse.move(*patch_at(frame, 2, 1))
     page.mouse.down()
-    page.mouse.move(*patch_at(frame, 2, 3), steps=9)
+    page.mouse.move(*patch_at(frame, 2, 3))  # so fast that the patch between is skipped
     page.mouse.up()
     frame.get_by_label("Brush").select_option("out")
     page.mouse.click(*patch_at(frame, 6, 6))
@@ -226,6 +226,13 @@ def test_statistics_and_lens_of_a_change_are_those_of_python(
     np.testing.assert_allclose(shown["lens"]["probabilities"], lens[1][:, 0], atol=5e-3)
     same = np.array(shown["lens"]["classes"])[..., 0] == lens[0][:, 0, :, 0].numpy()
     assert same.mean() > 0.97  # the others are almost as probable
+    heard = [*layers[:2], layers[2][:, 1:], *layers[3:]]
+    rollout = attention_rollout(heard, readout="mean", num_prefix_tokens=0)[0]
+    np.testing.assert_allclose(shown["maps"][0]["values"], rollout * GRID**2, atol=0.02)
+    frame.evaluate("() => window.attentionTab.set({ view: 'heads', layer: 2, head: 'mean' })")
+    shown = wait_until(frame, "view", "heads")
+    mean = layers[2][0, 1:].mean(dim=(0, 1)) * GRID**2
+    np.testing.assert_allclose(shown["values"], mean, atol=0.02)
 
 
 def test_moved_blurred_and_borrowed_patches(page: Page, address: str, logged: Logged) -> None:
@@ -268,6 +275,15 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
     expect(frame.locator(".change").nth(1)).to_contain_text("Step 0 is not live")
     assert "change" not in numbers(frame, 1)
     assert numbers(frame)["change"] == before
+    frame.get_by_label("Brush").select_option("mean")
+    frame.evaluate("() => window.attentionTab.set({ step: 0, run2: '' })")
+    wait_until(frame, "step", 0)
+    page.mouse.click(*patch_at(frame, 2, 2))  # keeps the patch
+    page.keyboard.press("l")
+    state = "() => [window.attentionTab.state.mute, window.attentionTab.state.patches]"
+    assert frame.evaluate(state) == ["0.2,1.1", "9:out"]
+    frame.get_by_role("button", name="Reset").click()
+    frame.wait_for_function("() => window.attentionTab.state.mute === ''")
 
 
 def test_a_photo_is_prepared_as_predict_does(
@@ -289,6 +305,14 @@ def test_a_photo_is_prepared_as_predict_does(
     wait_until(frame, "label", 3)
     frame.locator("input[type=file]").set_input_files(tmp_path / "photo.png")  # the same again
     wait_until(frame, "file", "photo.png")
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    frame.locator("input[type=file]").set_input_files(tmp_path / "bad.jpg")
+    expect(frame.get_by_text("bad.jpg: This browser cannot read the file")).to_be_visible()
+    assert numbers(frame)["file"] == "photo.png"
+    page.keyboard.press("n")  # another image takes its place, and no undo brings it back
+    wait_until(frame, "label", 4)
+    page.keyboard.press("u")
+    assert numbers(frame)["label"] == 4
 
 
 def test_no_patch_is_left(page: Page, address: str) -> None:
@@ -313,6 +337,9 @@ def test_scripts_ask_through_the_page(page: Page, address: str, logged: Logged) 
     found = torch.tensor(answer[2]).view_as(weights)
     kept = [number for number in range(GRID**2) if number not in (5, 6)]
     np.testing.assert_allclose(found[..., kept, :], weights[..., kept, :], atol=5e-3)
+    for options in ({"fill": "foo"}, {"mute": [3]}, {"patches": [1]}):
+        ask = "(options) => attention.classify(null, options).catch((error) => error.message)"
+        assert next(iter(options)) in frame.evaluate(ask, options)
 
 
 def test_a_link_brings_the_question_along(page: Page, address: str) -> None:

@@ -9,6 +9,7 @@ import json
 import mimetypes
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import safetensors
@@ -101,7 +102,8 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
 
     Args:
         name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, or the name of a bundled model such as "cifar10_quick".
+            checkpoint, the name of a bundled model such as "cifar10_quick", or the folder of a
+            classifier as transformers saves it.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
         precision: "auto" (bfloat16 where the hardware supports it), "float32" or "bfloat16".
 
@@ -115,10 +117,14 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
 
 def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
     """Load a trained model together with its config; arguments and errors as for `load`."""
-    path = _find_model(Path(name))
+    if folder := transformers_folder(Path(name)):
+        path = folder / MODEL_FILE
+        state = resolve_name("vit.pretrained.transformers:read_classifier")(folder)
+    else:
+        path = _find_model(Path(name))
+        is_model = path.suffix == MODEL_SUFFIX
+        state = _read_model(path) if is_model else vars(read_checkpoint(path))
     where = choose_device(device)
-    is_model = path.suffix == MODEL_SUFFIX
-    state = _read_model(path) if is_model else vars(read_checkpoint(path))
     config, classes = from_dict(state["config"]), tuple(state["classes"])
     if preprocess := state.get("preprocess"):
         preprocess = Preprocess.from_dict(preprocess)
@@ -194,6 +200,17 @@ def is_own_file(path: Path) -> bool:
     except (safetensors.SafetensorError, OSError):
         return False
     return METADATA_KEY in metadata or DIGEST_KEY in metadata
+
+
+def transformers_folder(path: Path) -> Path | None:
+    """Return the folder of a model that transformers saved, given the folder or its weights."""
+    folder = path.parent if path.suffix == MODEL_SUFFIX else path
+    try:
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_other = path.is_file() and is_own_file(path)
+    return folder if isinstance(about, dict) and "model_type" in about and not is_other else None
 
 
 def save_model(

@@ -30,7 +30,7 @@ def attention_model(model: nn.Module) -> AttentionModel | None:
 
 
 def require_attention(model: nn.Module) -> AttentionModel:
-    """Return what `attention_model` does.
+    """Return what reads a model's attention: our model itself, or an adapter for a timm model.
 
     Raises:
         ValueError: The model's attention cannot be read.

@@ -40,9 +40,9 @@ class ModelConfig:
             {depth: 4, embed_dim: 96}; null keeps timm's defaults
         pretrained: weights to start from: timm:NAME (downloaded, e.g.
             timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
-            a folder as timm saves it, a run folder or model file of this project, or cifar10_quick;
-            the keys below that describe the architecture then come from it; with name=timm:...,
-            weights of that model; null starts from random weights
+            a folder as timm or transformers saves it, a run folder or model file of this project,
+            or cifar10_quick; the keys below that describe the architecture then come from it; with
+            name=timm:..., weights of that model; null starts from random weights
         patch_size: height and width of a patch in pixels; must divide the image size; null is 4, or
             the patch size of the pretrained model, whose patch embedding is otherwise resampled
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions

@@ -14,6 +14,8 @@ from torch import nn
 from vit.model.config import TIMM
 from vit.settings import shorten, suggest
 
+# Among the arguments, but not timm's: the epsilon of all layer norms.
+NORM_EPS = "norm_eps"
 # Arguments of timm.create_model that come from the data set, or that this project does not offer.
 FROM_DATA = ("in_chans", "img_size", "num_classes")
 WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")
@@ -88,15 +90,21 @@ def _require_known(name: str) -> None:
 
 
 def create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Call timm.create_model.
+    """Call timm.create_model, and set the epsilon of layer norms if it is among the arguments.
 
     Raises:
         ValueError: The model cannot be built, or lacks an argument, which the line names.
     """
     import timm
 
+    arguments = dict(arguments)
+    eps = arguments.pop(NORM_EPS, None)
     try:
-        return timm.create_model(name.removeprefix(TIMM), pretrained=False, **arguments)
+        model: nn.Module = timm.create_model(name.removeprefix(TIMM), pretrained=False, **arguments)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm) and eps is not None:
+                module.eps = float(eps)
+        return model
     except Exception as error:  # timm checks arguments in many places and ways
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in arguments:

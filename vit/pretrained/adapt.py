@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
-from vit.model.timm_model import complete_arguments, create, head_names
+from vit.model.timm_model import NORM_EPS, complete_arguments, create, head_names
 from vit.pretrained.architecture import HEAD, check_names, num_prefix_tokens
 from vit.settings import shorten
 
@@ -208,6 +208,7 @@ def _load(
     import timm
 
     about: Any = model.pretrained_cfg
+    arguments = {key: value for key, value in arguments.items() if key != NORM_EPS}
     channels, convs = arguments["in_chans"], about.get("first_conv") or ()
     convs = (convs,) if isinstance(convs, str) else convs
     input_size = source.input_size or about["input_size"]

@@ -40,8 +40,8 @@ KNOWN_MODULES = {
 
 
 def settings_of_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that describe an architecture: ours, or the arguments of a timm model."""
-    keys = ARCHITECTURE if model.name == "vit" else ("timm_args",)
+    """Return the fields that describe an architecture: ours, or a timm model and its arguments."""
+    keys = ARCHITECTURE if model.name == "vit" else ("name", "timm_args")
     return {key: getattr(model, key) for key in keys}
 
 
@@ -264,7 +264,7 @@ def check_names(
 
 
 def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelConfig:
-    """Take the architecture of pretrained weights into a config.
+    """Take the architecture of pretrained weights into a config, with the timm model they need.
 
     Args:
         config: The settings of the user. Those that differ from the defaults must agree with the
@@ -276,6 +276,8 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
     Raises:
         ValueError: A setting contradicts the weights.
     """
+    if config.name == "vit" and "name" in settings:
+        config = dataclasses.replace(config, name=settings["name"])
     if config.name != "vit":
         arguments = {**(settings["timm_args"] or {}), **(config.timm_args or {})}
         return dataclasses.replace(config, timm_args=arguments or None)

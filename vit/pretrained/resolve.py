@@ -41,7 +41,7 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrai
     stored = stored_config(run) if checkpoint_paths(run) and not overwrite else None
     if stored is not None and stored["model"].get("pretrained") == name:
         before, model = from_dict(stored).model, config.model
-        if before.name == model.name:  # else `vit.run.resume` refuses the config
+        if model.name in ("vit", before.name):  # else `vit.run.resume` refuses the config
             model = adopt(model, settings_of_config(before), name)
         return dataclasses.replace(config, model=model), None
     _check_place(name, run)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import FROM_DATA, REFUSED
-from vit.model_file import bundled_models, is_own_file, load_model
+from vit.model_file import bundled_models, is_own_file, load_model, transformers_folder
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.architecture import (
     check_vit,
@@ -21,6 +21,7 @@ from vit.pretrained.architecture import (
     settings_of_file,
     settings_of_timm,
 )
+from vit.pretrained.transformers import read_transformers
 from vit.settings import shorten
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
@@ -44,6 +45,8 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
     path = Path(name)
     if name.startswith(TIMM):
         return _from_timm(name, name.removeprefix(TIMM), model)
+    if folder := transformers_folder(path):
+        return read_transformers(folder, model.name)[0]
     if (path / TIMM_CONFIG).is_file():
         return _from_timm(name, f"{LOCAL}{name}", model)
     if path.is_file() and not is_own_file(path):
@@ -55,7 +58,7 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
     is_model = not set(name) & set(r"/\:") and timm.is_model(name)
     raise ValueError(
         f"model.pretrained: {name} does not exist; it must be timm:NAME, a .safetensors or "
-        f".pth file, a folder as timm saves it, a run folder, or one of "
+        f".pth file, a folder as timm or transformers saves it, a run folder, or one of "
         f"{', '.join(bundled_models())}" + (f"; did you mean {TIMM}{name}?" if is_model else "")
     )
 

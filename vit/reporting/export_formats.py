@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.model.config import TIMM, ModelConfig
-from vit.model.timm_model import complete_arguments
+from vit.model.timm_model import NORM_EPS, complete_arguments
 from vit.settings import shorten
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
@@ -88,6 +88,7 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
     if config.name != "vit":
         size, channels = preprocess.image_size, preprocess.channels
         arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
+        arguments.pop(NORM_EPS, None)  # where this matters, the check of the logits tells
         return config.name.removeprefix(TIMM), arguments
     missing = {
         "the depthwise convolution of model.mlp_conv=true": config.mlp_conv,

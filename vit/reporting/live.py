@@ -140,7 +140,8 @@ class LiveLog:
             return
         dtype = _dtype(classifier, images)
         if dtype == torch.float32 and later >= self._wide:
-            warn(f"the Attention tab cannot run step {step}: its weights do not fit as float32")
+            reason = "its weights do not fit as float32; raise --track.live_mb"
+            warn(f"the Attention tab cannot run step {step}: {reason}")
         elif dtype is not None:
             name: Any = str(dtype).removeprefix("torch.")
             yield live_weights(step, self._live, name, weights_of(classifier, dtype))
@@ -172,8 +173,8 @@ class LiveLog:
         self._wide = room - count if 2 * half <= MAX_LIVE_WEIGHTS else 0
         wanted = math.ceil((half * (self._planned + 1) + len(graph)) / 1e6)
         note = (
-            f"the weights of {count} of {self._planned} steps fit into {self._bytes / 1e6:g} MB; "
-            f"training with --track.live_mb {wanted} stores all"
+            f"the weights of at most {count} of {self._planned} steps fit into "
+            f"{self._bytes / 1e6:g} MB; training with --track.live_mb {wanted} stores all"
         )
         if not count:
             raise ValueError(note)

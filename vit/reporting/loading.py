@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
+from vit.data.layout import recognize, refuse_loose_images
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -49,18 +50,21 @@ def load_test(saved: SavedModel, root: str | None = None, download: bool = True)
 
     Args:
         saved: The model.
-        root: Their folder; None is that of the training run.
+        root: Their folder, or one with test images of the same classes in test/<class>/; None is
+            that of the training run.
         download: Whether to download the data set if it is not there.
 
     Raises:
         ValueError: The images are missing and could not be downloaded, or have other classes.
     """
     data, classes = saved.config.data, saved.classifier.classes
-    test = load_test_images(
-        dataclasses.replace(data, root=root or data.root, download=download),
-        saved.classifier.preprocess,
-    )
+    if root is not None and not data.spec.own_files:
+        refuse_loose_images(Path(root))
+        data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
     root = root or data.root
+    test = load_test_images(
+        dataclasses.replace(data, root=root, download=download), saved.classifier.preprocess
+    )
     if test.classes != classes:
         different = ", ".join(sorted({*test.classes} ^ {*classes}))
         raise ValueError(

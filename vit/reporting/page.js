@@ -34,7 +34,8 @@
       : `data:${type},${encodeURIComponent(text)}`;
   }
 
-  for (const [name, { dataset }] of elements) if (dataset.type.startsWith("text/")) await link(name);
+  for (const [name, { dataset }] of elements)
+    if (dataset.type.startsWith("text/")) await link(name);
   globalThis.attentionFile = { answers, assets };
   await (await import(assets["index.js"])).render();
 })().catch((error) => document.body.append(`This page needs a newer browser: ${error.message}`));

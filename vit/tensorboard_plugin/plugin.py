@@ -46,7 +46,7 @@ STATIC_TYPES = {
 }
 EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
 NO_MODEL = (
-    "this run stored no model: train it again, or use eval.py RUN maps (track.live_mb above 0)"
+    "this run stored no model; eval.py RUN maps does, unless it was trained with track.live_mb=0"
 )
 
 Answer = dict[str, Any] | bytes

@@ -12,6 +12,7 @@ import { listen } from "./keyboard.js";
 import { nearest, range, tokenName, tokenOf } from "./maths.js";
 import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
 import { Pane } from "./pane.js";
+import { open } from "./photo.js";
 import { scalesOf } from "./scale.js";
 import { FUSED, parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
@@ -38,6 +39,7 @@ export class App {
   constructor(root) {
     this.chooser = new Chooser((image) => {
       this.photo = null;
+      this.history.forEach((before) => (before.photo = null));
       this.set({ image });
     });
     this.panes = [new Pane(this, "a"), new Pane(this, "b")];
@@ -285,26 +287,54 @@ export class App {
     return Boolean(this.state.mute || this.state.patches || this.photo);
   }
 
+  canAsk() {
+    return this.panes.some((pane) => pane.isLive);
+  }
+
   /** Change the model or the image; `along`: as a part of the change before. */
   edit(changes, along = false) {
+    if (!this.canAsk()) return this.toolbar.say(this.panes[0].liveNote);
+    if (!along) this.#keepEdits();
+    return this.#applyEdits(changes);
+  }
+
+  #keepEdits() {
     const { mute, patches } = this.state;
-    if (!along) this.history.push({ mute, patches, photo: this.photo });
-    const { photo = this.photo, ...others } = changes;
+    this.history.push({ mute, patches, photo: this.photo });
+  }
+
+  #applyEdits({ photo = this.photo, ...others }) {
     this.photo = photo;
     return this.set(others);
   }
 
-  /** Take back the last change. */
+  /** Take back the last change; those that changed nothing do not count. */
   undo() {
-    if (this.history.length) this.edit(this.history.pop(), true);
+    const now = { ...this.state, photo: this.photo };
+    const differs = (before) => Object.entries(before).some(([name, value]) => value !== now[name]);
+    while (this.history.length) {
+      const before = this.history.pop();
+      if (differs(before)) return this.#applyEdits(before);
+    }
+    return this.refresh();
   }
 
   reset() {
-    if (this.isChanged()) this.edit({ mute: "", patches: "", photo: null });
+    if (!this.isChanged()) return;
+    this.#keepEdits();
+    this.#applyEdits({ mute: "", patches: "", photo: null });
   }
 
-  takePhoto(photo) {
-    return this.edit({ photo });
+  /** Show a photo in place of the images, if it can be read; null takes it away. */
+  async takePhoto(photo) {
+    try {
+      if (photo) (await open(photo)).close();
+    } catch (error) {
+      return this.toolbar.say(`${photo.name}: ${error.message}`);
+    }
+    if (photo) return this.edit({ photo });
+    this.#keepEdits();
+    return this.#applyEdits({ photo });
   }
 
   muteHeads(heads) {
@@ -316,7 +346,10 @@ export class App {
     const [{ record }] = this.panes;
     if (!record) return;
     const { layer, head } = this.panes[0].chosen();
-    if (what !== "layer" && FUSED.includes(head)) return;
+    if (what !== "layer" && FUSED.includes(head)) {
+      this.toolbar.say("Choose a head first: click its map.");
+      return;
+    }
     const all = range(record.heads).map((one) => [layer, one]);
     const others = all.filter(([, one]) => one !== head);
     if (what === "others") this.edit({ mute: onlyHead(this.state.mute, [layer, head], others) });
@@ -341,12 +374,15 @@ export class App {
     if (patch < 0) return this.toolbar.say("Keep a patch first: click it, or press an arrow key.");
     if (this.brush === "point") this.brush = "mean";
     if (this.held !== null) return this.release(patch);
-    return this.press(record, patch, false);
+    this.press(record, patch, false);
+    if (this.held !== null) this.toolbar.say("Go to another patch, and press H again.");
+    return undefined;
   }
 
   /** Use the brush on a patch; `along`: in the same stroke as the patch before. */
   press(record, patch, along) {
-    const { brush, state } = this;
+    const { state } = this;
+    const brush = this.canAsk() ? this.brush : "point";
     if (brush === "point") {
       if (!along) this.pin(tokenName(record.prefix.length + patch, record));
     } else if (brush === "move" || brush === "swap") {
@@ -434,7 +470,7 @@ export class App {
 /** Call a function with a photo that is dropped on the page or pasted. */
 function listenForPhotos(take) {
   const offered = (event, { files }) => {
-    const file = [...files].find(({ type }) => type.startsWith("image/"));
+    const file = [...files].find(({ type }) => type.startsWith("image/")) ?? files[0];
     if (event.type === "drop" || file) event.preventDefault(); // nothing else is opened
     if (file) take(file);
   };

@@ -1,7 +1,7 @@
 // Asking the live model of a step what it says of a changed image, or without some of its heads.
 
 import { fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
-import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
+import { FILLS, changedPatches, changedPixels, mutedHeads } from "./edits.js";
 import { LiveModel } from "./live.js";
 import { MEAN, Weights, range } from "./maths.js";
 import { prepare } from "./photo.js";
@@ -85,16 +85,17 @@ export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const isChanged = heads.length > 0 || changed.size > 0;
   const after = isChanged ? await model.classify(pixels.data, { mute: heads, hide, slot }) : before;
   const change = { mute, patches, before, after, isChanged };
-  return { ...recordOf(record, pixels, hide, after, photo), change };
+  return { ...recordOf(record, pixels, hide, heads, after, photo), change };
 }
 
 /** Return a record of an answer. */
-function recordOf(record, pixels, hide, after, photo) {
+function recordOf(record, pixels, hide, muted, after, photo) {
   const removed = new Set(hide.map((patch) => record.prefix.length + patch));
   const { layers, heads, tokens, prefix, details } = record;
   const shape = { layers, heads, tokens, prefix: prefix.length };
   const ones = new Float32Array(layers * heads * tokens).fill(1);
-  const weights = new Weights(without(after.weights, removed, tokens), ones, shape, removed);
+  const values = without(after.weights, removed, tokens);
+  const weights = new Weights(values, ones, shape, removed, muted);
   const order = range(after.probabilities.length).sort((a, b) => after.logits[b] - after.logits[a]);
   return {
     ...record,
@@ -142,7 +143,11 @@ function rolloutOf({ details, prefix, layers }, weights) {
  * @returns {Promise<object>} `logits`, `probabilities`, and attention `weights` (L, H, N, N).
  */
 export async function classify(app, pixels = null, options = {}) {
-  const { step = app.state.step, mute = [], hide = [], fill = "out" } = options;
+  const { step = app.state.step, mute = [], hide = [], fill = "out", ...unknown } = options;
+  const [name] = Object.keys(unknown);
+  if (name) throw new Error(`There is no option ${name}; those are step, mute, hide and fill.`);
+  if (!(fill in FILLS)) throw new Error(`fill must be one of ${Object.keys(FILLS).join(", ")}.`);
+  if (!mute.every(Array.isArray)) throw new Error("mute must be a list of [layer, head].");
   const { run } = app.state;
   const live = await liveOf(run, app.newsOf(run));
   const model = await modelAt(run, live, step);

@@ -25,9 +25,11 @@ export class ColourBar {
     new Uint32Array(pixels.data.buffer).set(scale.palette.pixels);
     this.gradient.getContext("2d").putImageData(pixels, 0, 0);
     this.ticks.replaceChildren(
-      ...scale.ticks().map(([value, text]) =>
-        make("span", { class: "tick", style: `left: ${100 * scale.placeOf(value)}%` }, text),
-      ),
+      ...scale
+        .ticks()
+        .map(([value, text]) =>
+          make("span", { class: "tick", style: `left: ${100 * scale.placeOf(value)}%` }, text),
+        ),
     );
   }
 

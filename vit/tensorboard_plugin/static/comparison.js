@@ -18,7 +18,8 @@ export class ImageMenu {
    * @param {{image: string, image2: string}} state
    */
   render(images, { image, image2 }) {
-    const nameOf = ({ tag, name, label }) => [tag, label, shortName(name)].filter(Boolean).join(", ");
+    const nameOf = ({ tag, name, label }) =>
+      [tag, label, shortName(name)].filter(Boolean).join(", ");
     const options = images.map((one) => [one.tag, nameOf(one)]);
     const chosen = this.side === "a" ? image : image2;
     const there = images.some(({ tag }) => tag === chosen);

@@ -21,9 +21,7 @@ export const readPatches = (text) => (PATCHES.test(text) ? text : undefined);
 
 /** Return the muted heads that a record has, [layer, head] each. */
 export function mutedHeads(text, { layers, heads }) {
-  return text
-    .split(",")
-    .filter(Boolean)
+  return [...new Set(text.split(",").filter(Boolean))]
     .map((one) => one.split(".").map(Number))
     .filter(([layer, head]) => layer < layers && head < heads);
 }
@@ -156,7 +154,9 @@ function describePatches(patches, record) {
     const found = changed.filter(([, one]) => one === fill).map(([patch]) => patch);
     if (found.length === 0) return [];
     const which =
-      found.length > 4 ? `${found.length} patches` : `patch ${found.map(nameOf).join(", ")}`;
+      found.length > 4
+        ? `${found.length} patches`
+        : `patch${found.length > 1 ? "es" : ""} ${found.map(nameOf).join(", ")}`;
     return [`${which} ${text}`];
   });
   const taken = changed

@@ -33,9 +33,15 @@ export class Weights {
   #means = [];
   #meanOfPatches = {};
 
-  /** @param {Set<number>} removed - Tokens that take no part; their rows and columns are 0. */
-  constructor(codes, scale, { layers, heads, tokens, prefix }, removed = new Set()) {
+  /**
+   * @param {Set<number>} removed - Tokens that take no part; their rows and columns are 0.
+   * @param {[number, number][]} muted - Heads, [layer, head], that their fusions leave out.
+   */
+  constructor(codes, scale, { layers, heads, tokens, prefix }, removed = new Set(), muted = []) {
     Object.assign(this, { codes, scale, layers, heads, tokens, prefix, removed });
+    const isMuted = (layer, head) => muted.some((one) => one[0] === layer && one[1] === head);
+    /** The heads of each layer that are not muted. */
+    this.heard = range(layers).map((layer) => range(heads).filter((head) => !isMuted(layer, head)));
     this.signed = !(codes instanceof Uint8Array) && codes.some((code) => code < 0);
     this.patches = Math.max(1, tokens - prefix - removed.size);
   }
@@ -69,10 +75,15 @@ export class Weights {
     const heads = range(this.layers).map((layer) =>
       range(this.heads).map((head) => this.ofHead(layer, head, token, direction)),
     );
+    const nothing = new Float32Array(this.tokens);
+    const fused = (fuse) =>
+      this.heard.map((some, layer) =>
+        some.length ? fuse(some.map((head) => heads[layer][head])) : nothing,
+      );
     const result = {
       heads,
-      mean: heads.map(meanOf),
-      max: heads.map(maxOf),
+      mean: fused(meanOf),
+      max: fused(maxOf),
       rollout: this.rollouts(token, direction),
     };
     if (token === MEAN) this.#meanOfPatches[direction] = result;
@@ -121,16 +132,17 @@ export class Weights {
 
   /**
    * Return the mean over a layer's heads, (N * N,), with rows scaled to sum to 1; negative weights
-   * count as zero.
+   * count as zero. Without any head that is not muted, each token attends to itself.
    */
   meanMatrix(layer) {
     if (this.#means[layer]) return this.#means[layer];
     const n = this.tokens;
     const mean = new Float32Array(n * n);
-    for (let head = 0; head < this.heads; head++) {
+    const heard = this.heard[layer];
+    for (const head of heard) {
       const rows = (layer * this.heads + head) * n;
       for (let query = 0; query < n; query++) {
-        const scale = this.scale[rows + query] / this.heads;
+        const scale = this.scale[rows + query] / heard.length;
         const codes = (rows + query) * n;
         for (let key = 0; key < n; key++)
           mean[query * n + key] += Math.max(0, this.codes[codes + key]) * scale;

@@ -186,7 +186,7 @@ export class Pane {
       const live = await liveOf(run, app.newsOf(run));
       this.isLive = live.steps.some(({ step }) => step === logged.step);
       say(live.note);
-      if (!this.isLive) say(`Step ${logged.step} is not live. ${live.note}`);
+      if (!this.isLive) say(`Step ${logged.step} is not live: ${live.note}.`);
       if (!this.isLive || !app.isChanged()) return logged;
       const lender = app.state.patches.includes("other") && app.lender(images);
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));

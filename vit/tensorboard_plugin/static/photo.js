@@ -30,11 +30,7 @@ const FILTERS = {
  * @throws {Error} One sentence.
  */
 export async function prepare(blob, spec) {
-  const bitmap = await createImageBitmap(blob, { colorSpaceConversion: "none" }).catch(() => {
-    throw new Error("This browser cannot read the file as an image.");
-  });
-  if (bitmap.width * bitmap.height > LARGEST)
-    throw new Error(`The image has more than ${LARGEST / 1e6} million pixels.`);
+  const bitmap = await open(blob);
   const { cut, size } = plan({ width: bitmap.width, height: bitmap.height }, spec);
   const context = contextOf(cut.width, cut.height);
   context.fillStyle = "white";
@@ -54,6 +50,22 @@ export async function prepare(blob, spec) {
   for (const axis of columnsFirst ? axes.reverse() : axes)
     image = resize(image, axis, size[axis], spec.interpolation);
   return frame(image, spec);
+}
+
+/**
+ * Read an image file.
+ *
+ * @param {Blob} blob
+ * @returns {Promise<ImageBitmap>} To be closed.
+ * @throws {Error} One sentence.
+ */
+export async function open(blob) {
+  const bitmap = await createImageBitmap(blob, { colorSpaceConversion: "none" }).catch(() => {
+    throw new Error("This browser cannot read the file as an image.");
+  });
+  if (bitmap.width * bitmap.height <= LARGEST) return bitmap;
+  bitmap.close();
+  throw new Error(`The image has more than ${LARGEST / 1e6} million pixels.`);
 }
 
 /** Return a canvas in software: a graphics card has other roundings. */

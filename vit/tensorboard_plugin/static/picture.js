@@ -18,7 +18,7 @@ export class Picture {
       pointermove: (event) => {
         point(this.patchAt(event));
         if (this.stroke === null) return;
-        for (const one of event.getCoalescedEvents()) this.#press(this.patchAt(one), press, true);
+        for (const one of event.getCoalescedEvents()) this.#draw(this.patchAt(one), press);
       },
       pointerleave: () => point(null),
       pointerdown: (event) => {
@@ -33,6 +33,19 @@ export class Picture {
   }
 
   stroke = null; // the patch that the pressed pointer reached last
+
+  /** Press the patches on the way from the last one, which a fast pointer skips. */
+  #draw(patch, press) {
+    if (patch === null) return;
+    const { columns } = this.record;
+    const from = [Math.floor(this.stroke / columns), this.stroke % columns];
+    const by = [Math.floor(patch / columns) - from[0], (patch % columns) - from[1]];
+    const count = Math.max(...by.map(Math.abs));
+    for (let at = 1; at <= count; at++) {
+      const [row, column] = from.map((start, axis) => Math.round(start + (by[axis] * at) / count));
+      this.#press(row * columns + column, press, true);
+    }
+  }
 
   #press(patch, press, along) {
     if (patch === null || patch === this.stroke) return;

@@ -72,8 +72,9 @@ export class WhatIf {
     const { record } = pane;
     this.element.hidden = !record;
     if (!record) return;
-    const live = app.panes.some((one) => one.isLive);
-    this.tools.hidden = !live;
+    const live = app.canAsk();
+    this.tools.hidden = !live && !app.isChanged(); // what is changed can be taken back
+    this.brush.disabled = !live;
     this.note.title = pane.liveNote;
     write(this.note, pane.liveNote);
     const { layer, head } = pane.chosen();
@@ -85,7 +86,9 @@ export class WhatIf {
     write(this.head, `Mute ${name}`);
     write(this.layer, `Mute layer ${layer}`);
     write(this.only, `Only ${name}`);
-    this.head.disabled = this.only.disabled = fused;
+    this.head.disabled = this.only.disabled = fused || !live;
+    this.layer.disabled = !live;
+    this.photo.disabled = !live && !app.photo;
     this.head.title = fused ? "Choose a head first: click its map" : MUTE;
     this.head.setAttribute("aria-pressed", String(!fused && isMuted(head)));
     this.layer.setAttribute("aria-pressed", String(range(record.heads).every(isMuted)));

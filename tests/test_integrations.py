@@ -1,0 +1,163 @@
+"""Callbacks for other training loops, in short trainings with the packages themselves."""
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from vit.data.shapes import KINDS, draw_shapes
+from vit.model.attention_model import require_attention
+from vit.tensorboard_plugin.encoding import decode_details, decode_weights
+
+pytestmark = [
+    pytest.mark.slow,  # importing the packages takes seconds
+    pytest.mark.filterwarnings("ignore"),  # of the packages
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+_, LIGHTNING, TRANSFORMERS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs/tensorboard.md").read_text(), flags=re.DOTALL
+)
+COUNT, STEPS = 256, 6
+IMAGES, LABELS, _ = draw_shapes(COUNT, 0)
+GIVEN = {"images": IMAGES[:2], "mean": (0.4,) * 3, "std": (0.2,) * 3, "names": KINDS}
+
+
+def normalized(images: Tensor) -> Tensor:
+    return (images / 255 - 0.4) / 0.2
+
+
+def run_example(code: str, changes: dict[str, str], **given: Any) -> None:
+    """Run code of the guide with shorter settings."""
+    for before, after in {"every=100": "every=3", **changes}.items():
+        assert before in code
+        code = code.replace(before, after)
+    exec(code, {**GIVEN, **given})
+
+
+def check(folder: Path, weights: Sequence[Tensor], logits: Tensor, prefix: int) -> None:
+    """Check the records; weights and logits are those of the model after the last step."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    for number in range(2):
+        tag = f"attention_{number:02d}"
+        found = {part: events.Tensors(f"{tag}{part}") for part in ("", "/weights")}
+        assert [event.step for event in found[""]] == [3, 6]
+        details, stored = (event[-1].tensor_proto.string_val[0] for event in found.values())
+        shown = decode_details(details)
+        assert (shown.grid, len(shown.prefix), shown.classes) == ((4, 4), prefix, [*KINDS])
+        assert [index for index, _ in shown.top] == logits[number].topk(5).indices.tolist()
+        codes, scale = decode_weights(stored)
+        expected = torch.stack([layer[number] for layer in weights]).numpy()
+        assert np.abs(codes * scale[..., None] - expected).max() <= expected.max() / 510 + 1e-6
+
+
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.create_model(
+                "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24,
+                num_heads=2, num_classes=len(KINDS), proj_drop_rate=0.2,
+            )  # fmt: skip
+            self.model.blocks[0].eval()  # as a frozen part
+            self.losses: list[float] = []
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            loss = cross_entropy(self.model(normalized(batch[0])), batch[1])
+            self.losses.append(float(loss))
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def begin() -> dict[str, Any]:
+        torch.manual_seed(0)
+        return {"module": Module(), "loader": DataLoader(TensorDataset(IMAGES, LABELS), 16)}
+
+    options: dict[str, Any] = {
+        "max_steps": STEPS, "accumulate_grad_batches": 2, "accelerator": "cpu",
+        "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False,
+    }  # fmt: skip
+    plain = begin()
+    lightning.Trainer(**options, logger=False).fit(plain["module"], plain["loader"])
+    logged = begin()  # as the random numbers begin again
+    monkeypatch.chdir(tmp_path)
+    run_example(LIGHTNING, {"max_epochs=10": "**options"}, options=options, **logged)
+    module = logged["module"]
+    assert module.losses == plain["module"].losses and len(module.losses) == 2 * STEPS
+    with torch.no_grad():
+        reader = require_attention(module.model.eval())
+        logits, weights, _ = reader.forward_intermediates(normalized(IMAGES[:2]))
+    check(tmp_path / "runs/lightning_logs/version_0", weights, logits, prefix=1)
+
+
+class Photos(Dataset[dict[str, Any]]):
+    """Shapes as the Trainer of transformers takes them."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"pixel_values": normalized(IMAGES[index]), "labels": int(LABELS[index])}
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("ViT", 1), ("Beit", 1), ("Siglip", 0)])
+def test_transformers(
+    name: str, prefix: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("accelerate")
+    values = {
+        "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 10,
+        "intermediate_size": 48, "image_size": 32, "patch_size": 8, "hidden_dropout_prob": 0.1,
+    }  # fmt: skip
+
+    def begin() -> dict[str, Any]:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")
+        made = config(vision_config=values, num_labels=10) if name == "Siglip" else config(**values)
+        model = getattr(transformers, f"{name}ForImageClassification")(made)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=16, use_cpu=True,
+            report_to=[], save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        return {"model": model, "arguments": arguments, "photos": Photos()}
+
+    plain = begin()
+    transformers.Trainer(plain["model"], plain["arguments"], train_dataset=Photos()).train()
+    logged = begin()
+    monkeypatch.chdir(tmp_path)
+    run_example(TRANSFORMERS, {}, **logged)
+    model = logged["model"]
+    assert model.config._attn_implementation == plain["model"].config._attn_implementation
+    for key, value in plain["model"].state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model.eval()(pixel_values=normalized(IMAGES[:2]), output_attentions=True)
+    check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"), [("lightning", "lightning.pytorch"), ("transformers", "transformers")]
+)
+def test_a_missing_package_is_named(
+    name: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, needed, None)
+    monkeypatch.delitem(sys.modules, f"vit.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=rf"vit\.integrations\.{name}: run pip install {name}$"):
+        importlib.import_module(f"vit.integrations.{name}")

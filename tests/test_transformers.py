@@ -1,0 +1,316 @@
+"""Weights as transformers saves them; transformers itself is the reference."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import vit
+from small_runs import SMALL
+from vit.classifier import build_model
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
+from vit.model.attention_model import require_attention
+from vit.model.config import ModelConfig
+from vit.pretrained.adapt import fit
+from vit.pretrained.architecture import adopt
+from vit.pretrained.resolve import resolve_pretrained
+from vit.pretrained.transformers import read_transformers
+from vit.training.config import Config, from_dict
+from vit.training.train import train
+
+pytestmark = [
+    pytest.mark.slow,  # importing transformers takes seconds
+    pytest.mark.filterwarnings("ignore"),  # of other packages
+]
+
+SIZE, LABELS = 32, 10
+SHAPE = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIZE,
+    "patch_size": 8, "num_labels": LABELS,
+}  # fmt: skip
+WIDE = {**SHAPE, "intermediate_size": 80}
+# Arguments of the config of each model; the timm model where our VisionTransformer lacks a part.
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "vit": ("ViTForImageClassification", WIDE, "vit"),
+    "vit-without-bias": (
+        "ViTForImageClassification", {**WIDE, "qkv_bias": False, "hidden_act": "quick_gelu"}, "vit"
+    ),
+    "vit-backbone": ("ViTModel", {**WIDE, "layer_norm_eps": 1e-2}, "vit"),
+    "deit": ("DeiTForImageClassification", WIDE, "vit"),
+    "deit-distilled": (
+        "DeiTForImageClassificationWithTeacher", {**WIDE, "layer_norm_eps": 1e-2},
+        "timm:deit_base_distilled_patch16_224",
+    ),
+    "dinov2": ("Dinov2Model", SHAPE, "vit"),
+    "dinov2-giant": (
+        "Dinov2Model", {**SHAPE, "use_swiglu_ffn": True}, "timm:vit_giant_patch14_dinov2"
+    ),
+    "dinov2-registers": ("Dinov2WithRegistersModel", {**SHAPE, "num_register_tokens": 3}, "vit"),
+    "dinov3": (
+        "DINOv3ViTModel", {**WIDE, "num_register_tokens": 4, "rope_theta": 50.0},
+        "timm:vit_small_patch16_dinov3",
+    ),
+    "dinov3-gated": (
+        "DINOv3ViTModel", {**WIDE, "use_gated_mlp": True, "hidden_act": "silu"},
+        "timm:vit_small_patch16_dinov3",
+    ),
+    "beit": (
+        "BeitForImageClassification", {**WIDE, "use_relative_position_bias": True},
+        "timm:beit_base_patch16_224",
+    ),
+    "beit-shared": (
+        "BeitForImageClassification",
+        {**WIDE, "use_shared_relative_position_bias": True, "use_mean_pooling": False,
+         "use_absolute_position_embeddings": True, "layer_norm_eps": 1e-2},
+        "timm:beit_base_patch16_224",
+    ),
+    "siglip": ("SiglipVisionModel", WIDE, "timm:vit_base_patch16_siglip_224"),
+    "siglip-classifier": ("SiglipForImageClassification", WIDE, "vit"),
+}  # fmt: skip
+
+
+def draw(name: str, **changes: Any) -> Any:
+    """Build a model of transformers all of whose weights are random."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    class_name, values, _ = MODELS[name]
+    kind = getattr(transformers, class_name)
+    values = {**values, **changes, "attn_implementation": "eager"}
+    if class_name == "SiglipForImageClassification":
+        vision = transformers.SiglipVisionConfig(**values).to_dict()
+        config = transformers.SiglipConfig(vision_config=vision, num_labels=LABELS)
+        config._attn_implementation = "eager"
+    else:
+        config = kind.config_class(**values)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def expected(model: Any, images: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return logits, or else features, and the attention weights."""
+    with torch.no_grad():
+        output = model(images, output_attentions=True)
+    if "logits" in output:
+        return output.logits, output.attentions
+    is_vit = type(model).__name__ == "ViTModel"  # whose pooler is a layer of pretraining
+    return output.last_hidden_state[:, 0] if is_vit else output.pooler_output, output.attentions
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_or_features_and_attention_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    original = draw(name)
+    original.save_pretrained(tmp_path)
+    source, preprocess = read_transformers(tmp_path)
+    config = adopt(ModelConfig(pretrained=str(tmp_path)), source.settings, str(tmp_path))
+    assert config.name == MODELS[name][2]
+    source = fit(source, config, (SIZE, SIZE), 3)
+    model: Any = build_model(config, preprocess, LABELS).eval()
+    result = model.load_state_dict(source.weights, strict=False)
+    heads = [] if source.classes else ["head.bias", "head.weight"]
+    assert sorted(result.missing_keys) == heads and not result.unexpected_keys
+    images = torch.randn(2, 3, SIZE, SIZE)
+    values, weights = expected(original, images)
+    with torch.no_grad():
+        ours = model(images)
+        if source.classes is None:
+            ours = model.forward_head(model.forward_features(images), pre_logits=True)
+        found = require_attention(model).forward_intermediates(images)[1]
+    assert values.std() > 0.1
+    assert_close(ours, values, rtol=0, atol=1e-4)
+    assert len(found) == len(weights) == 2
+    for ours, theirs in zip(found, weights, strict=True):
+        assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_config_of_siglip_may_leave_out_defaults(tmp_path: Path) -> None:
+    """As google/siglip-base-patch16-224 does, whose folder has the tower of texts, too."""
+    model = draw("siglip", num_attention_heads=12, image_size=224, patch_size=56)
+    model.save_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path.write_text('{"model_type": "siglip", "vision_config": {}, "text_config": {}}')
+    from safetensors.torch import load_file, save_file
+
+    renamed = {f"vision_model.{key}": value for key, value in load_file(weights).items()}
+    save_file(
+        {**renamed, "logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}, weights
+    )
+    source, preprocess = read_transformers(tmp_path)
+    assert source.settings["timm_args"]["num_heads"] == 12
+    assert preprocess.image_size == (224, 224)
+    assert source.weights.keys() == read_transformers(tmp_path)[0].weights.keys()
+
+
+PROCESSORS: list[tuple[str, dict[str, Any]]] = [
+    ("ViTImageProcessor", {"size": {"height": 32, "width": 32}}),
+    ("ViTImageProcessor", {"size": {"height": 32, "width": 32}, "do_normalize": False}),
+    ("ViTImageProcessor", {"size": {"height": 32, "width": 32}, "rescale_factor": 1 / 127.5}),
+    ("DeiTImageProcessor", {"size": {"height": 37, "width": 37},
+                            "crop_size": {"height": 32, "width": 32}}),
+    ("BitImageProcessor", {"size": {"shortest_edge": 44},
+                            "crop_size": {"height": 32, "width": 32}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "values"), PROCESSORS)
+def test_photos_are_prepared_as_by_transformers(
+    kind: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    draw("vit").save_pretrained(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    processor = getattr(transformers, kind)(**values)
+    processor.save_pretrained(tmp_path)
+    generator = np.random.default_rng(0)
+    blocks = generator.integers(0, 256, (9, 12, 3), np.uint8)
+    photo = blocks.repeat(10, axis=0).repeat(10, axis=1)
+    preprocess = vit.load(tmp_path, "cpu").preprocess
+    ours = preprocess.normalize(preprocess.resize(photo)[None])
+    theirs = processor(torch.from_numpy(photo).permute(2, 0, 1), return_tensors="pt").pixel_values
+    step = float((theirs.max() - theirs.min()) / 255)
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() < 1.5 * step  # filters of Pillow and torch round differently
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier of shapes, with its image processor."""
+    path = tmp_path_factory.mktemp("transformers") / "beit"
+    names = dict(enumerate(KINDS))
+    draw("beit", id2label=names, label2id={v: k for k, v in names.items()}).save_pretrained(path)
+    transformers = pytest.importorskip("transformers")
+    size = {"height": SIZE, "width": SIZE}
+    transformers.BeitImageProcessor(size=size, image_mean=[0.4] * 3).save_pretrained(path)
+    return path
+
+
+def test_a_classifier_is_loaded_as_it_is(folder: Path) -> None:
+    classifier = vit.load(folder, "cpu", "float32")
+    assert classifier.classes == KINDS and classifier.preprocess.mean == (0.4, 0.4, 0.4)
+    assert vit.load(folder / "model.safetensors", "cpu").classes == classifier.classes
+    photo = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BeitForImageClassification.from_pretrained(folder).eval()
+    inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
+    with torch.no_grad():
+        probabilities = model(inputs).logits.softmax(dim=1)[0]
+    best = classifier.predict(photo)
+    index = int(probabilities.argmax())
+    assert next(iter(best)) == model.config.id2label[index]
+    assert next(iter(best.values())) == pytest.approx(float(probabilities[index]), abs=1e-4)
+    explanation = classifier.explain(photo)
+    assert explanation.maps and all(map_.isfinite().all() for map_ in explanation.maps.values())
+
+
+def test_classes_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    names = {index: "crane" if index in (1, 3) else f"bird {index}" for index in range(LABELS)}
+    draw("vit", id2label=names).save_pretrained(tmp_path)
+    classes = vit.load(tmp_path, "cpu").classes
+    assert classes[:4] == ("bird 0", "crane (1)", "bird 2", "crane (3)")
+
+
+def config(out: Path, pretrained: Path, **model: Any) -> Config:
+    return from_dict({
+        "out": str(out), "data": SMALL["data"] | {"train_size": 64},
+        "model": {"pretrained": str(pretrained), **model},
+        "optim": {"name": "adamw", "lr": 1e-4, "warmup": 0.5},
+        "train": {"epochs": 1, "batch_size": 32, "device": "cpu", "small_share": 0,
+                  "whiten": False, "precision": "float32"},
+        "track": {"probes": 0},
+    })  # fmt: skip
+
+
+def test_training_starts_from_a_folder_and_does_not_need_it_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "beit"
+    shutil.copytree(folder, copy)
+    run = config(tmp_path / "run", copy)
+    train(run)
+    shown = capsys.readouterr().out
+    assert "nothing is new: its head has the same classes" in shown
+    assert "mean 0.4, 0.4, 0.4" in shown
+    shutil.rmtree(copy)
+    classifier = vit.load(run.out, "cpu")
+    assert type(classifier.model).__name__ == "Beit" and classifier.has_maps
+    (tmp_path / "run" / "model.safetensors").unlink()  # so the run is to be resumed
+    train(run)
+
+
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "vit"])
+def test_the_model_may_be_named(name: str, tmp_path: Path) -> None:
+    original = draw("vit-backbone")
+    original.save_pretrained(tmp_path / "folder")
+    found, source = resolve_pretrained(
+        config(tmp_path / "run", tmp_path / "folder/model.safetensors", name=name), False
+    )
+    assert found.model.name == name and source is not None
+    model: Any = build_model(found.model, Preprocess.from_config(found.data), 3).eval()
+    assert type(model).__module__.startswith("timm.") == name.startswith("timm:")
+    model.load_state_dict(source.weights, strict=False)
+    images = torch.randn(2, 3, SIZE, SIZE)
+    with torch.no_grad():
+        features = model.forward_head(model.forward_features(images), pre_logits=True)
+    assert_close(features, expected(original, images)[0], rtol=0, atol=1e-4)
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_config(**values: Any) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("vit-backbone", None, "is not a classifier: it has no head; train one with --model.pre"),
+        ("dinov2", None, "is not a classifier: it has no head"),
+        ("vit", without_weights, "of type vit in config.json, pytorch_model.bin; it must be of"),
+        ("vit", with_config(model_type="swin"), "model of type swin .* must be of type vit, deit"),
+        ("vit", with_config(hidden_act="relu"), "has hidden_act=relu; it must be gelu or"),
+        ("vit", with_config(num_attention_heads=None), "is incomplete or damaged: TypeError"),
+        ("vit", with_config(num_attention_heads=0), "is incomplete or damaged: ZeroDivision"),
+        ("vit", with_config(vision_config=[]), "is incomplete or damaged: TypeError"),
+        ("vit", with_config(model_type=[]), r"model of type \[\] in"),
+        ("vit", with_config(image_size=64), r"pos_embed is \[1, 17, 48\], not \[1, 65, 48\]"),
+        ("beit", with_config(use_shared_relative_position_bias=True), "rel_pos_bias.* is missing"),
+        ("dinov3", with_config(use_gated_mlp=True, hidden_act="silu"), "it has no head"),
+        ("vit", lambda path: (path / "model.safetensors").write_bytes(b"no"), "is incomplete or d"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(
+    name: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    draw(name).save_pretrained(tmp_path)
+    if change is not None:
+        change(tmp_path)
+    with pytest.raises(ValueError, match=message) as error:
+        vit.load(tmp_path, "cpu")
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_the_head_of_dinov2_is_left_out(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    values = MODELS["dinov2"][1]
+    model = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**values))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its head reads class token and mean of the patches"):
+        vit.load(tmp_path, "cpu")
+    assert "head.weight" not in read_transformers(tmp_path)[0].weights

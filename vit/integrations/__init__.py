@@ -1,0 +1,45 @@
+"""Callbacks of other training loops, for the Attention tab; each needs the package of its name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.data.preprocess import Preprocess
+from vit.tensorboard_plugin import add_attention
+
+RGB = tuple[float, float, float]
+HALF = (0.5, 0.5, 0.5)
+
+
+class AttentionLog:
+    """Shows images to a model every n optimizer steps; training stays as it was.
+
+    Args:
+        images: (B, 3, height, width) uint8, of the size that the model takes.
+        every: n.
+        mean: Mean of each channel that the model's images are normalized with, 0 to 1.
+        std: Standard deviation of each channel, likewise.
+        **shown: Arguments of `add_attention`, such as labels and classes.
+    """
+
+    def __init__(
+        self, images: Tensor, every: int = 100, mean: RGB = HALF, std: RGB = HALF, **shown: Any
+    ) -> None:
+        size = (images.shape[-2], images.shape[-1])
+        self.inputs = Preprocess(size, tuple(mean), tuple(std)).normalize(images)
+        self.images, self.every, self.shown, self.last = images, every, shown, 0
+
+    @torch.no_grad()
+    def add(self, writer: Any, model: nn.Module, step: int, read: Callable[..., Any]) -> None:
+        """Log at a step that is due; `read` returns what `add_attention` takes."""
+        if step % self.every or step == self.last:  # the same in parts of an accumulated batch
+            return
+        modes, self.last = {module: module.training for module in model.modules()}, step
+        try:
+            seen = read(model.eval(), self.inputs.to(next(model.parameters())))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        add_attention(writer, "attention", self.images, step=step, **{**seen, **self.shown})

@@ -1,0 +1,34 @@
+"""Logging for the Attention tab from Lightning."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from vit.explain.maps import readout_of
+from vit.integrations import AttentionLog
+from vit.model.attention_model import attention_model, require_attention
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    raise ImportError("vit.integrations.lightning: run pip install lightning") from None
+
+
+class AttentionCallback(AttentionLog, Callback):  # type: ignore[misc]
+    """Logs the attention of the model of this project or of timm in a LightningModule."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log to the trainer's TensorBoardLogger if the step is due."""
+        if trainer.is_global_zero:
+            self.add(trainer.logger.experiment, pl_module, trainer.global_step, _read)
+
+
+def _read(module: nn.Module, inputs: Tensor) -> dict[str, Any]:
+    model = next((part for part in module.modules() if attention_model(part) is not None), module)
+    reader = require_attention(model)
+    logits, weights, _ = reader.forward_intermediates(inputs)
+    return {
+        "weights": weights, "logits": logits, "readout": readout_of(reader),
+        "grid": reader.patch_embed.grid(*inputs.shape[-2:]),
+        "num_prefix_tokens": reader.num_prefix_tokens,
+    }  # fmt: skip
