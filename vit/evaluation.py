@@ -172,7 +172,7 @@ def _ratio(part: int, total: int) -> float | None:
     return part / total if total else None
 
 
-def wilson_interval(hits: int, count: int) -> tuple[float, float]:
+def wilson_interval(hits: float, count: float) -> tuple[float, float]:
     """Return the 95% confidence interval of a proportion (Wilson 1927, without correction)."""
     z = 1.959964
     rate = hits / count

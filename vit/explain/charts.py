@@ -1,4 +1,4 @@
-"""Charts of the report: confusion matrix and reliability diagram.
+"""Charts of the report: confusion matrix, reliability diagram and corrupted images.
 
 They are drawn with matplotlib, which is imported when it is needed, because that takes half a
 second. Pictures are (height, width, 3) uint8 arrays.
@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from vit.data.augment import shrink
 from vit.explain.canvas import (
     DPI,
+    GAP,
+    Text,
     font_file,
+    framed,
+    paper,
+    paste,
     shorten,
 )
+from vit.explain.colours import as_pixels
+from vit.registry import CORRUPTIONS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,6 +117,60 @@ def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.n
         axis.set_title(f"{name}, fraction of images", fontsize=10)
     axis.legend(fontsize=8, frameon=False)
     return _pixels_of(figure)
+
+
+def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
+    """Draw accuracy over severity, a panel for each group of corruptions, with 95% intervals.
+
+    Args:
+        summary: Result of `vit.reporting.corruptions.summarize`.
+        clean: Accuracy on clean images, 0 to 1; drawn at severity 0.
+    """
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(entry.group for entry in CORRUPTIONS.values()))
+    figure = Figure(figsize=(11, 3.4), dpi=DPI, layout="constrained")
+    axes = figure.subplots(1, len(groups), sharey=True)
+    for axis, group in zip(axes, groups, strict=True):
+        for kind, row in summary["kinds"].items():
+            if CORRUPTIONS[kind].group == group:
+                (line,) = axis.plot([clean, *row["accuracy"]], marker="o", markersize=3)
+                line.set_label(kind.replace("_", " "))
+                low, high = np.array(row["accuracy_95"]).T
+                axis.fill_between(range(1, 6), low, high, color=line.get_color(), alpha=0.2)
+        axis.axhline(clean, color="0.6", linestyle="--", linewidth=1)
+        axis.set(xlabel="severity (0 is clean)", ylim=(0, 1), xticks=range(6))
+        axis.set_title(group, fontsize=10)
+        axis.legend(
+            fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
+        )
+    axes[0].set_ylabel("accuracy")
+    return _pixels_of(figure)
+
+
+def corruption_picture(image: Tensor, corrupted: dict[str, list[Tensor]]) -> np.ndarray:
+    """Draw an image with each corruption: kinds as columns, severities as rows.
+
+    Args:
+        image: The image, (channels, H, W) uint8.
+        corrupted: For each kind the image at the five severities.
+    """
+    side, top, margin = min(112, max(64, *image.shape[1:])), 44, 72
+    columns = {"clean": [image], **corrupted}
+    canvas = paper(top + 5 * (side + GAP), margin + len(columns) * (side + GAP))
+    texts: list[Text] = []
+    for column, (kind, images) in enumerate(columns.items()):
+        left = margin + column * (side + GAP)
+        texts.append((left + side / 2, top - 5, "center", kind.replace("_", "\n")))
+        for row, each in enumerate(images):
+            high = top + row * (side + GAP)
+            scale = min(1, side / max(each.shape))
+            size = tuple(max(1, round(scale * n)) for n in each.shape[1:])
+            shown = shrink(each[None].float(), size)
+            paste(canvas, as_pixels(shown[0].round().to(torch.uint8)), high, left, side)
+            if column == 1:
+                texts.append((GAP, high + side / 2 + 6, "left", f"severity {row + 1}"))
+    return framed(canvas, texts, [], length=0, top=0)
 
 
 def _pixels_of(figure: "Figure") -> np.ndarray:

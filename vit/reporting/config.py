@@ -97,11 +97,13 @@ class ReportConfig(ImagesConfig):
             null makes no sets
         unfamiliar: images of no class, to be told from the test images: a folder, a data set such
             as digits, or noise; null measures nothing
+        corruptions: also classify the images with 15 corruptions at five severities
     """
 
     flip: Switch = False
     coverage: Coverage | None = None
     unfamiliar: PathName | None = None
+    corruptions: Switch = False
 
 
 @settings("")

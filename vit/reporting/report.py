@@ -32,6 +32,7 @@ from vit.reporting.calibration import (
     sets_table,
 )
 from vit.reporting.config import ReportConfig
+from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
@@ -284,6 +285,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
         print(f"\n{sets_table(result['sets'], options.coverage)}")
     if others is not None:
         print(f"\n{report_unfamiliar(saved, test, others, folder, options, result)}")
+    if options.corruptions:
+        print(f"\n{report_corruptions(saved, test, folder, result, options)}")
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")

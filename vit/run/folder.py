@@ -36,11 +36,14 @@ REPORT_FILES = (  # written next to the report
     "reliability.png",
     "mistakes.png",
     "unfamiliar.png",
+    "corruptions.png",
+    "corrupted_images.png",
     "probes/probe_*.png",
     "events.out.tfevents.*",
     "projector_config.pbtxt",
     *(f"[0-9]*/features/{name}" for name in ("tensors.tsv", "metadata.tsv", "sprite.png")),
 )
+CORRUPTIONS_FILE = "corruptions.json"  # results that the next report can use again
 HEADS_FILE = "heads.json"  # what muting heads costs
 HEADS_PICTURE = "heads.png"
 ATTENTION_FOLDER = "attention"  # in the folder of the report
@@ -72,7 +75,7 @@ _WRITTEN = (
     f"{MAPS_FOLDER}/step_*.npy",
     f"{MAPS_FOLDER}/.step_*.tmp",
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
-    *(f"{EVAL_FOLDER}/{name}" for name in (HEADS_FILE, HEADS_PICTURE)),
+    *(f"{EVAL_FOLDER}/{name}" for name in (CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE)),
     *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
     f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
     f"{EVAL_FOLDER}/{PHOTOS_FILE}",

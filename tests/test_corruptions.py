@@ -1,0 +1,410 @@
+"""Corruptions against independent references in NumPy, SciPy and Pillow, and their report."""
+
+import colorsys
+import io
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import ndimage, stats
+from torch import Tensor
+
+from models import PLAIN
+from small_runs import events
+from vit.classifier import Classifier
+from vit.data import corruptions
+from vit.data.corruptions import corrupt, parameters
+from vit.data.images import ImageSet
+from vit.data.preprocess import Preprocess
+from vit.evaluation import wilson_interval
+from vit.model.vit import VisionTransformer
+from vit.registry import CORRUPTIONS
+from vit.reporting.config import ReportConfig
+from vit.reporting.corruptions import (
+    SEVERITIES,
+    classify_corrupted,
+    report_corruptions,
+    summarize,
+)
+from vit.seeding import generator
+
+Draw = Callable[..., np.ndarray]
+
+
+def photos(count: int, channels: int, height: int, width: int) -> Tensor:
+    """Draw smooth images with edges, from black to white."""
+    rng = np.random.default_rng(0)
+    smooth = ndimage.gaussian_filter(
+        rng.normal(size=(count, channels, height, width)), (0, 0, 3, 3)
+    )
+    smooth = (smooth - smooth.min()) / (smooth.max() - smooth.min())
+    smooth[..., height // 3 : height // 2, width // 4 :] = 1
+    smooth[..., height // 2 :, : width // 3] *= 0.2
+    return torch.from_numpy((255 * smooth).astype(np.uint8))
+
+
+# The references work on one image (H, W, channels) of 0 to 1 and return one of 0 to 255.
+
+
+def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
+    return ndimage.gaussian_filter(image, (sigma, sigma, 0), mode="nearest", truncate=4)
+
+
+def zoomed(image: np.ndarray, factor: float) -> np.ndarray:
+    size = len(image)
+    kept = math.ceil(round(size / factor, 6))
+    top = (size - kept) // 2
+    large = ndimage.zoom(image[top : top + kept, top : top + kept], (factor, factor, 1), order=1)
+    top = (len(large) - size) // 2
+    return large[top : top + size, top : top + size]
+
+
+def moved(image: np.ndarray, radius: float, sigma: float, degrees: float) -> np.ndarray:
+    rows, columns = np.mgrid[: len(image), : len(image)]
+    total, weights = np.zeros_like(image), 0.0
+    for step in range(2 * math.ceil(radius) + 1):
+        weight, angle = stats.norm.pdf(step, scale=sigma), math.radians(degrees)
+        down = rows + math.ceil(step * math.sin(angle) - 0.5)
+        across = columns + math.ceil(step * math.cos(angle) - 0.5)
+        total += weight * image[down.clip(0, len(image) - 1), across.clip(0, len(image) - 1)]
+        weights += weight
+    return np.floor(255 * total / weights + 1e-6) / 255
+
+
+def gaussian_noise(image: np.ndarray, draw: Draw, scale: float) -> np.ndarray:
+    return 255 * (
+        image + scale * draw(torch.randn, image.shape[2], *image.shape[:2]).transpose(1, 2, 0)
+    )
+
+
+def defocus_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> np.ndarray:
+    reach, soft = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
+    down, across = np.mgrid[-reach : reach + 1, -reach : reach + 1]
+    disk = (down**2 + across**2 <= radius**2).astype(float)
+    disk = ndimage.gaussian_filter(disk / disk.sum(), sigma, mode="mirror", radius=soft)
+    return 255 * ndimage.convolve(image, disk[..., None], mode="mirror")
+
+
+def glass_blur(
+    image: np.ndarray, draw: Draw, sigma: float, reach: float, rounds: float
+) -> np.ndarray:
+    image, size, reach = (
+        np.floor(255 * blurred(image, sigma) + 1e-6) / 255,
+        len(image),
+        round(reach),
+    )
+    for _ in range(round(rounds)):
+        across, down = draw(torch.randint, 2, size * size, bounds=(-reach, reach))
+        for row in range(size - reach, reach, -1):
+            for column in range(size - reach, reach, -1):
+                number = row * size + column
+                image[row, column] = image[row + down[number], column + across[number]]
+    return 255 * blurred(image, sigma)
+
+
+def motion_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> np.ndarray:
+    return 255 * moved(image, radius, sigma, 90 * draw(torch.rand, 1)[0] - 45)
+
+
+def zoom_blur(image: np.ndarray, draw: Draw, count: float, largest: float) -> np.ndarray:
+    step = (largest - 1) / (count - 1) + 1e-12
+    enlarged = [zoomed(image, 1 + number * step) for number in range(int(count))]
+    return 255 * np.mean([image, *enlarged], axis=0)
+
+
+def snow(image: np.ndarray, draw: Draw, *values: float) -> np.ndarray:
+    mean, scale, zoom, threshold, radius, sigma, kept = values
+    flakes = mean + scale * draw(torch.randn, 1, *image.shape[:2]).transpose(1, 2, 0)
+    flakes = zoomed(flakes, zoom)
+    flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1) + 1e-6) / 255
+    flakes = moved(flakes, radius, sigma, 90 * draw(torch.rand, 1)[0] - 135)
+    grey = image @ [0.299, 0.587, 0.114] if image.shape[2] == 3 else image.mean(axis=2)
+    white = np.maximum(image, 1.5 * grey[..., None] + 0.5)
+    return 255 * (kept * image + (1 - kept) * white + flakes + flakes[::-1, ::-1])
+
+
+def fog(image: np.ndarray, draw: Draw, amount: float, decay: float) -> np.ndarray:
+    size = 2 ** math.ceil(math.log2(len(image)))
+    drawn, heights = 2 * draw(torch.rand, size, size) - 1, {(0, 0): 0.0}
+    step, height = size // 2, 1.0
+    while step:
+        diagonal = [(-step, -step), (-step, step), (step, -step), (step, step)]
+        straight = [(-step, 0), (step, 0), (0, -step), (0, step)]
+        for odd, around in ((2, diagonal), (1, straight)):  # centres of squares, then of edges
+            for row in range(0, size, step):
+                for column in range(0, size, step):
+                    if row // step % 2 + column // step % 2 == odd:
+                        near = [heights[(row + a) % size, (column + b) % size] for a, b in around]
+                        heights[row, column] = sum(near) / 4 + height**2 * drawn[row, column]
+        step, height = step // 2, height / decay
+    field = np.array([[heights[row, column] for column in range(size)] for row in range(size)])
+    field = (field - field.min()) / (field.max() - field.min())
+    fogged = image + amount * field[: len(image), : len(image), None]
+    return 255 * fogged * image.max() / (image.max() + amount)
+
+
+def brightness(image: np.ndarray, draw: Draw, amount: float) -> np.ndarray:
+    if image.shape[2] == 1:
+        return 255 * (image + amount)
+    colours = np.array([colorsys.rgb_to_hsv(*pixel) for pixel in image.reshape(-1, 3)])
+    colours[:, 2] = (colours[:, 2] + amount).clip(0, 1)
+    return 255 * np.array([colorsys.hsv_to_rgb(*colour) for colour in colours]).reshape(image.shape)
+
+
+def contrast(image: np.ndarray, draw: Draw, factor: float) -> np.ndarray:
+    mean = image.mean(axis=(0, 1))
+    return 255 * (mean + factor * (image - mean))
+
+
+def elastic(image: np.ndarray, draw: Draw, length: float, sigma: float, shift: float) -> np.ndarray:
+    size, middle, third = len(image), len(image) // 2, len(image) // 3
+    corners = middle + third * np.array([[1, 1], [1, -1], [-1, -1]])
+    there = corners + shift * size * (2 * draw(torch.rand, 3, 2) - 1)
+    back = np.linalg.solve(np.c_[there, np.ones(3)], corners)
+    rows, columns = np.mgrid[:size, :size]
+    across, down = np.moveaxis(np.stack([columns, rows, np.ones_like(rows)], -1) @ back, -1, 0)
+    planes = [
+        ndimage.map_coordinates(plane, [down, across], order=1, mode="mirror")
+        for plane in image.transpose(2, 0, 1)
+    ]
+    bends = 2 * draw(torch.rand, 2, size, size) - 1
+    if sigma:
+        bends = [
+            ndimage.gaussian_filter(b, sigma * size, mode="reflect", truncate=3) for b in bends
+        ]
+    across, down = columns + length * size * bends[0], rows + length * size * bends[1]
+    planes = [
+        ndimage.map_coordinates(plane, [down, across], order=1, mode="reflect") for plane in planes
+    ]
+    return 255 * np.stack(planes, axis=-1)
+
+
+def pixelate(image: np.ndarray, draw: Draw, fraction: float) -> np.ndarray:
+    small, large = (int(fraction * len(image)),) * 2, (len(image),) * 2
+    photo = pillow(image).resize(small, Image.Resampling.BOX).resize(large, Image.Resampling.BOX)
+    return np.array(photo).reshape(image.shape)
+
+
+def jpeg(image: np.ndarray, draw: Draw, quality: float) -> np.ndarray:
+    file = io.BytesIO()
+    pillow(image).save(file, "JPEG", quality=int(quality))
+    return np.array(Image.open(file)).reshape(image.shape)
+
+
+def pillow(image: np.ndarray) -> Image.Image:
+    return Image.fromarray((255 * image).round().astype(np.uint8).squeeze())
+
+
+REFERENCES = (
+    gaussian_noise, defocus_blur, glass_blur, motion_blur, zoom_blur, snow, fog, brightness,
+    contrast, elastic, pixelate, jpeg,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("size", "channels", "severities"), [(32, 3, SEVERITIES), (32, 1, (3,)), (224, 3, (1, 5))]
+)
+def test_corruptions_agree_with_references(reference, size, channels, severities):
+    """With the same random numbers, to one level of 255 (rounding), at both published sizes."""
+    kind = reference.__name__
+    image = photos(1, channels, size, size)
+    for severity in severities:
+        rng = generator(0, kind, zlib.crc32(image[0].numpy()))
+
+        def draw(sample, *shape, bounds=(), rng=rng):
+            dtype = None if bounds else torch.float64
+            return sample(*bounds, shape, generator=rng, dtype=dtype).numpy()
+
+        entry = CORRUPTIONS[kind]
+        rows = entry.at_32 if size == 32 else entry.at_224
+        clean = image[0].permute(1, 2, 0).numpy() / 255
+        expected = reference(clean, draw, *(row[severity - 1] for row in rows)).clip(0, 255)
+        found = corrupt(image, kind, severity)[0].permute(1, 2, 0).numpy()
+        difference = np.abs(found - np.floor(expected + 1e-6))
+        assert difference.max() <= 1
+        assert difference.mean() < 0.05  # where the exact value is a whole level
+
+
+def test_noise_has_the_statistics_of_its_distribution():
+    """Of grey 0.4: Poisson with its mean and variance, and as many black as white impulses."""
+    image = torch.full((1, 3, 224, 224), 102, dtype=torch.uint8)
+    photons = parameters("shot_noise", 1, 224)[0]
+    counts = photons * corrupt(image, "shot_noise", 1).double() / 255
+    inside = counts < 0.99 * photons  # white values are cut off
+    observed = torch.bincount(counts[inside].round().long(), minlength=int(photons))
+    expected = counts.numel() * stats.poisson.pmf(np.arange(int(photons)), 0.4 * photons)
+    often = expected > 20
+    assert (
+        stats.chisquare(
+            observed.numpy()[: len(expected)][often],
+            expected[often]
+            * observed.numpy()[: len(expected)][often].sum()
+            / expected[often].sum(),
+        ).pvalue
+        > 1e-4
+    )
+    impulses = corrupt(image, "impulse_noise", 5)
+    for value in (0, 255):
+        low, high = stats.binom(impulses.numel(), 0.27 / 2).ppf([1e-5, 1 - 1e-5])
+        assert low <= (impulses == value).sum() <= high
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_corruptions_depend_on_the_image_alone(kind):
+    """Not on the batch, its order or other images; and on the seed where they are random."""
+    images = photos(5, 3, 32, 32)
+    found = corrupt(images, kind, 4, seed=3)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    assert torch.equal(corrupt(images[order], kind, 4, seed=3), found[order])
+    for number in range(5):
+        assert torch.equal(corrupt(images[number : number + 1], kind, 4, seed=3)[0], found[number])
+    same = torch.equal(corrupt(images, kind, 4, seed=4), found)
+    fixed = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg")
+    assert same == (kind in fixed)
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 20), (4, 40, 64), (3, 96, 50), (2, 1, 3)])
+def test_corruptions_take_any_size_and_number_of_channels(kind, shape):
+    images = photos(2, *shape)
+    for severity in (1, 5):
+        found = corrupt(images, kind, severity)
+        assert found.shape == images.shape
+        assert found.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_images_get_worse_with_severity(kind):
+    """The mean distance to the clean image grows from the least to the greatest severity."""
+    images = photos(4, 3, 64, 64)
+    far = [(corrupt(images, kind, s).double() - images).abs().mean() for s in (1, 5)]
+    assert 0 < far[0] < far[1] or kind == "elastic"  # whose published lengths do not grow
+
+
+def test_parameters_lie_between_the_published_ones():
+    assert parameters("jpeg", 2, 8) == parameters("jpeg", 2, 32) == [65]
+    assert parameters("jpeg", 2, 500) == parameters("jpeg", 2, 224) == [18]
+    middle = round(math.sqrt(32 * 224))
+    assert parameters("jpeg", 2, middle)[0] == pytest.approx((65 + 18) / 2, abs=0.2)
+
+
+def test_the_registry_names_each_function_and_its_parameters():
+    for kind, entry in CORRUPTIONS.items():
+        assert callable(getattr(corruptions, kind))
+        assert len(entry.at_32) == len(entry.at_224)
+        assert all(len(row) == 5 for row in (*entry.at_32, *entry.at_224))
+
+
+def correlated(count: int) -> dict[str, Tensor]:
+    """Draw hits of a model that fails on the same images again and again."""
+    rng = torch.Generator().manual_seed(0)
+    skill = torch.rand(count, generator=rng)
+    found = {"clean": torch.rand(1, count, generator=rng) < 0.3 + 0.7 * skill}
+    return found | {kind: torch.rand(5, count, generator=rng) < skill for kind in CORRUPTIONS}
+
+
+def test_intervals_agree_with_the_bootstrap_over_images():
+    correct = correlated(1000)
+    found = summarize(correct)
+    rng = np.random.default_rng(0)
+    means = torch.cat([correct[kind] for kind in CORRUPTIONS]).double().mean(dim=0).numpy()
+    chosen = rng.integers(1000, size=(4000, 1000))
+    resampled = means[chosen].mean(axis=1)
+    relative = resampled / correct["clean"][0].numpy()[chosen].mean(axis=1)
+    for name, values in (("mean", resampled), ("relative", relative)):
+        low, high = np.quantile(values, [0.025, 0.975])
+        assert found[f"{name}_95"] == pytest.approx((low, high), abs=0.15 * (high - low))
+    one = found["kinds"]["fog"]
+    hits = int(correct["fog"][1].sum())
+    assert one["accuracy_95"][1] == pytest.approx(wilson_interval(hits, 1000), abs=1e-9)
+
+
+def test_summary_without_a_single_hit_has_no_ratio():
+    nothing = {key: torch.zeros_like(value) for key, value in correlated(10).items()}
+    found = summarize(nothing)
+    assert found["relative"] is None
+    assert found["mean_95"] == wilson_interval(0, 10)
+
+
+@pytest.fixture
+def saved() -> SimpleNamespace:
+    """An untrained model of grey images that are not square."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        **{**PLAIN, "in_chans": 1}, img_size=(16, 24), num_classes=3, embed_dim=12, depth=2
+    )
+    preprocess = Preprocess((16, 24), (0.5,), (0.25,))
+    cpu = torch.device("cpu")
+    classifier = Classifier(model.eval(), preprocess, ("a", "b", "c"), cpu, torch.float32)
+    return SimpleNamespace(classifier=classifier, step=7)
+
+
+@pytest.fixture
+def images() -> ImageSet:
+    return ImageSet(photos(7, 1, 16, 24), torch.tensor([0, 1, 2, 0, 1, 2, 0]), ("a", "b", "c"))
+
+
+def test_report_has_every_kind_with_its_interval(saved, images, tmp_path):
+    """In report.json, the table, TensorBoard and two pictures."""
+    result = {"accuracy": 3 / 7}
+    table = report_corruptions(saved, images, tmp_path, result, ReportConfig(batch_size=3))
+    stored = json.loads((tmp_path / "report.json").read_text())["corruptions"]
+    assert list(stored["kinds"]) == list(CORRUPTIONS)
+    for row in stored["kinds"].values():
+        assert row["mean"] == pytest.approx(np.mean(row["accuracy"]))
+        assert all(
+            low <= value <= high
+            for value, (low, high) in zip(row["accuracy"], row["accuracy_95"], strict=True)
+        )
+    assert [line.split("  ")[0] for line in table.splitlines()[1:]] == [
+        *(kind.replace("_", " ") for kind in CORRUPTIONS), "mean",
+    ]  # fmt: skip
+    for name in ("corruptions.png", "corrupted_images.png"):
+        assert np.asarray(Image.open(tmp_path / name)).std() > 1
+    logged = events(tmp_path)
+    assert {"test/corrupted_accuracy", *(f"test/corruptions/{kind}" for kind in CORRUPTIONS)} == {
+        *logged.Tags()["scalars"]
+    }
+    assert logged.Scalars("test/corrupted_accuracy")[0].step == 7
+
+
+def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
+    """Finished kinds are not computed again, unless the seed or the images differ."""
+    path, done = tmp_path / "corruptions.json", []
+    whole = classify_corrupted(saved.classifier, images, tmp_path / "whole.json", batch_size=4)
+
+    def counted(part: Tensor, kind: str, severity: int, seed: int) -> Tensor:
+        if len(part) > 1:  # not the sample that identifies the corruptions
+            if kind == "fog" and not done.count("end"):
+                raise KeyboardInterrupt
+            done.append(kind)
+        return corrupt(part, kind, severity, seed)
+
+    monkeypatch.setattr("vit.reporting.corruptions.corrupt", counted)
+    with pytest.raises(KeyboardInterrupt):
+        classify_corrupted(saved.classifier, images, path, batch_size=4)
+    assert {*done} == set(itertools.takewhile(lambda kind: kind != "fog", CORRUPTIONS))
+    done[:] = ["end"]
+    resumed = classify_corrupted(saved.classifier, images, path, batch_size=4)
+    assert {*done[1:]} == set(itertools.dropwhile(lambda kind: kind != "fog", CORRUPTIONS))
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+    for seed, chosen in ((1, images), (0, images.select(torch.arange(6)))):
+        done[:] = ["end"]
+        classify_corrupted(saved.classifier, chosen, path, seed, batch_size=4)
+        assert {*done[1:]} == {*CORRUPTIONS}
+
+
+def test_a_file_of_someone_else_is_not_replaced(saved, images, tmp_path):
+    path = tmp_path / "corruptions.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="use another --out"):
+        classify_corrupted(saved.classifier, images, path)
+    assert path.read_text() == "[]"
