@@ -24,6 +24,7 @@ from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
 from vit.reporting.report import _require_own_report
 from vit.tensorboard_plugin.encoding import decode_details
+from vit.tensorboard_plugin.records import FRAMES_TAG
 from vit.training.config import from_dict
 from vit.training.train import train
 
@@ -162,7 +163,7 @@ def test_maps_and_records_name_their_files(run: Path, pictures: Path) -> None:
     for folder in (run, run / "eval/attention"):
         events = EventAccumulator(str(folder), tensor_size_guidance={"attention": 0}).Reload()
         for tag in events.PluginTagToContent("attention"):
-            if not tag.endswith("/weights"):
+            if tag.count("/") == 1 and tag != FRAMES_TAG:
                 content = events.Tensors(tag)[-1].tensor_proto.string_val[0]
                 names[tag] = decode_details(content).name
     held_out = [row["file"] for row in vit.load(run).split() if row["part"] == "val"]

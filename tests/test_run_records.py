@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from small_runs import StopAt, make_loop, small
@@ -24,9 +25,11 @@ from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
     decode_details,
+    decode_features,
     decode_weights,
     live_weights_tag,
 )
+from vit.tensorboard_plugin.records import FRAMES_TAG
 from vit.training.config import Config
 
 VIT = {"name": "timm:vit_tiny_patch16_224"}
@@ -41,6 +44,14 @@ def records_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:
         tag: [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
         for tag in events.PluginTagToContent("attention")
     }
+
+
+def decoded(stored: list[tuple[int, bytes]]) -> torch.Tensor:
+    """Return features that are stored at a single step, step 7."""
+    ((step, content),) = stored
+    codes, scale = decode_features(content)
+    assert step == 7
+    return torch.from_numpy(codes * scale[..., None])
 
 
 def train(config: Config, stop_at: int = 0) -> None:
@@ -78,7 +89,8 @@ def test_resumed_run_has_the_records_of_each_step_once(
     for step in milestones(STEPS, 10):
         assert [at for at, _ in expected.pop(live_weights_tag(step))] == [step]
     names = [f"attention/probe_{number:02d}" for number in range(2)]
-    assert sorted(expected) == sorted([*names, *(f"{name}/weights" for name in names)])
+    parts = [f"{name}{part}" for name in names for part in ("", "/weights", "/features")]
+    assert sorted(expected) == sorted([FRAMES_TAG, *parts])
     for found in expected.values():
         assert [step for step, _ in found] == milestones(STEPS, 10)
         assert len({content for _, content in found}) == len(found)  # attention changes
@@ -104,7 +116,8 @@ def test_eval_writes_records_of_the_images_asked_for(
     classifier = saved.classifier
     reader = require_attention(classifier.model)
     live = {LIVE_TAG, live_weights_tag(7)} if model else set()  # live_mb is 0 in ours
-    assert len(found) == 4 + len(live) and live < {*found}
+    assert len(found) == 7 + len(live) and {*live, FRAMES_TAG} < {*found}
+    frames = decoded(found[FRAMES_TAG])  # (L, K, D)
     for index in options.indices:
         tag = f"attention/image_{index:05d}"
         ((step, content),), ((_, packed),) = found[tag], found[f"{tag}/weights"]
@@ -114,7 +127,12 @@ def test_eval_writes_records_of_the_images_asked_for(
         assert all(shown.faithfulness is not None for shown in details.maps)
         inputs = classifier.normalize(test.pixels()[index : index + 1])
         with torch.no_grad():
-            _, weights, _ = reader.forward_intermediates(inputs)
+            _, weights, tokens = reader.forward_intermediates(inputs)
+        patches = torch.stack([layer[0, reader.num_prefix_tokens :] for layer in tokens])
+        numbers = decoded(found[f"{tag}/features"]).transpose(1, 2)  # (L, P, K)
+        centred = patches - frames[:, :1]
+        rest = (centred - numbers[..., 1:] @ frames[:, 1:]).norm(dim=-1)
+        assert (rest <= numbers[..., 0] + 0.05 * centred.norm(dim=-1)).all()  # of 8 bits
         expected = torch.stack(weights)[:, 0].numpy()
         error = np.abs(codes * scale[..., None] - expected) / expected.max(axis=-1, keepdims=True)
         assert error.max() <= 1 / 510 + 1e-6
@@ -122,6 +140,8 @@ def test_eval_writes_records_of_the_images_asked_for(
         np.testing.assert_allclose(
             details.maps[0].values, maps["rollout"][0].flatten(), rtol=1e-3, atol=1e-4
         )
+    with Image.open(folder / "features.png") as sheet:  # two images, and a map of each layer
+        assert sheet.height > 2 * 96 and sheet.width > (1 + len(frames)) * 96
 
 
 def test_records_keep_their_images_after_a_batch_without_any(
@@ -140,7 +160,9 @@ def test_records_keep_their_images_after_a_batch_without_any(
     explain_run(str(tmp_path), MapsConfig(indices=indices, faithfulness=0))
     found, test = records_in(tmp_path / "eval/attention"), load("shapes", "", train=False)
     tags = [f"attention/image_{index:05d}" for index in indices[BATCH_SIZE:]]
-    assert [tag for tag in found if not tag.endswith("/weights")] == tags
+    assert [
+        tag for tag in found if tag.startswith("attention/image") and tag.count("/") == 1
+    ] == tags
     for tag, index in zip(tags, indices[BATCH_SIZE:], strict=True):
         assert decode_details(found[tag][0][1]).label == test.labels[index]
 
@@ -154,8 +176,8 @@ def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
     options = MapsConfig(indices=(3, 5), device="cpu", faithfulness=0, head_fusion="max")
     explain_run(str(tmp_path), options)
     found = records_in(tmp_path / "eval/attention")
-    assert [*found] == ["attention/image_00003", "attention/image_00003/weights",
-                        "attention/image_00005"]  # fmt: skip
+    with_weights = [tag for tag in found if tag.endswith("/weights")]
+    assert with_weights == ["attention/image_00003/weights"]
     for tag in ("attention/image_00003", "attention/image_00005"):
         details = decode_details(found[tag][0][1])
         assert all(shown.faithfulness is None for shown in details.maps)

@@ -14,8 +14,8 @@ than a forward pass, relevance of tokens twice as much, and all logging less tha
 training time.
 
 With --records, nothing is timed: for each run folder, the size of what is logged for the Attention
-tab of TensorBoard. Details and weights are the bytes of one image at one step, raw those of the
-weights before compression.
+tab of TensorBoard. Details, weights and features are the bytes of one image at one step, frames
+those of a step, raw those of the weights before compression.
 """
 
 import argparse
@@ -174,15 +174,17 @@ def size_of_records(run: Path) -> list[str]:
     sizes = defaultdict[str, list[int]](list)
     steps, raw = set(), 0
     for tag in events.PluginTagToContent(PLUGIN_NAME):
-        part = part_of(events.SummaryMetadata(tag).plugin_data.content)
+        part: str = part_of(events.SummaryMetadata(tag).plugin_data.content)
+        part = "frames" if tag.endswith("/frames") else part
         for event in events.Tensors(tag):
             (data,) = event.tensor_proto.string_val
             sizes[part].append(len(data))
             steps.add(event.step)
             raw = decode_weights(data)[0].size if part == "weights" else raw
-    total = sum(sizes["details"]) + sum(sizes["weights"])
+    parts = [sizes[part] for part in ("details", "weights", "features", "frames")]
+    total = sum(map(sum, parts))
     everything = sum(path.stat().st_size for path in run.glob("events.out.tfevents.*"))
-    means = [round(sum(s) / max(len(s), 1)) for s in (sizes["details"], sizes["weights"])]
+    means = [round(sum(s) / max(len(s), 1)) for s in parts]
     images = len(sizes["details"]) // max(len(steps), 1)
     counts = [f"{number:,}" for number in (images, len(steps), *means, raw)]
     return [str(run), *counts, f"{total / 1e6:.2f} MB", f"{total / everything:.0%}"]
@@ -202,7 +204,8 @@ def main() -> None:
     parser.add_argument("--records", nargs="+", type=Path, metavar="RUN", help="run folders")
     arguments = parser.parse_args()
     if arguments.records:
-        heads = ["run", "images", "steps", "details", "weights", "raw", "total", "of all events"]
+        heads = ["run", "images", "steps", "details", "weights", "features", "frames", "raw"]
+        heads += ["total", "of all events"]
         print(markdown(heads, map(size_of_records, arguments.records)))
         return
     precision = choose_precision("auto", CPU)

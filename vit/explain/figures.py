@@ -31,6 +31,7 @@ from vit.explain.canvas import (
     text_width,
 )
 from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour, colour_map
+from vit.explain.features import colours
 from vit.explain.maps import map_title
 
 DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
@@ -112,6 +113,23 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
     head = ["step", *(f"{step:,}" for step in steps)]
     words = "rollout (class-agnostic)"  # fits over a single step
     return _sheet(words, cells, head, [""] * len(cells), side=64, margin=GAP)
+
+
+def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) -> np.ndarray:
+    """Draw the first three components of patches as colours: images as rows, layers as columns.
+
+    Args:
+        images: (B, channels, H, W) uint8.
+        features: (B, L, P, K), from `vit.explain.features.coordinates`.
+        grid: Rows and columns of patches.
+    """
+    cells = [
+        [as_pixels(image), *colours(numbers).unflatten(1, grid).numpy()]
+        for image, numbers in zip(images, features, strict=True)
+    ]
+    head = ["", *(f"layer {number}" for number in range(features.shape[1]))]
+    words = "patches: principal components 1, 2, 3"
+    return _sheet(words, cells, head, [""] * len(cells), side=96, margin=GAP, bars=[])
 
 
 def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
@@ -283,6 +301,7 @@ def _sheet(
     *,
     side: int,
     margin: int,
+    bars: Sequence[Bar] = (UNIFORM,),
 ) -> np.ndarray:
     """Arrange pictures as a table with a title, column headings and row labels."""
     top = 44
@@ -297,4 +316,4 @@ def _sheet(
         texts.append((4, high + side / 2, "left", words))
         for column, part in enumerate(row):
             paste(canvas, part, high, margin + column * (side + GAP), side)
-    return framed(canvas, texts, [UNIFORM], length=min(196, len(canvas) - top - 12), top=top)
+    return framed(canvas, texts, bars, length=min(196, len(canvas) - top - 12), top=top)

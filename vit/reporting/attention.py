@@ -17,21 +17,32 @@ from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS
-from vit.explain.figures import attention_picture, captions_of, named
+from vit.explain.figures import attention_picture, captions_of, features_picture, named
 from vit.explain.maps import MAP_KINDS, map_title, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
-from vit.reporting.attention_records import attention_records, left_out_text
+from vit.reporting.attention_records import (
+    attention_records,
+    left_out_text,
+    read_frames,
+    with_features,
+)
 from vit.reporting.config import MapsConfig
 from vit.reporting.live import add_live
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.map_faithfulness import as_table, measure_maps
-from vit.run.folder import ATTENTION_FILES, ATTENTION_FOLDER, INDEX_FILE, TABLE_FILE
+from vit.run.folder import (
+    ATTENTION_FILES,
+    ATTENTION_FOLDER,
+    FEATURES_FILE,
+    INDEX_FILE,
+    TABLE_FILE,
+)
 from vit.run.tracker import picture_tag
-from vit.tensorboard_plugin.summary import add_record
+from vit.tensorboard_plugin.summary import add_frames, add_record
 
 LIVE_MB = 100  # for the model, which the Attention tab can run
 
@@ -63,7 +74,8 @@ def explain_run(run: str, options: MapsConfig) -> None:
     levels = () if options.faithfulness == 0 else LEVELS
     _write_maps(saved, test, indices, kinds, target, rollout, levels, folder)
     print(
-        f"wrote {counted(len(indices), 'sheet')}, maps (.npy) and {INDEX_FILE} to {folder}/\n"
+        f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
+        f"to {folder}/\n"
         f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
     )
     if options.faithfulness_images:
@@ -86,7 +98,8 @@ def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
     indices = _choose_images(test, MapsConfig())
     names = [f"image_{index:05d}" for index in indices.tolist()]
     with SummaryWriter(str(folder)) as writer:
-        _write_records(writer, saved, test.select(indices).in_memory(), names, None, {}, LEVELS)
+        images = test.select(indices).in_memory()
+        _write_records(writer, saved, test, images, names, None, {}, LEVELS)
 
 
 def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
@@ -171,7 +184,7 @@ def _write_maps(
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
     captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
-        _write_records(writer, saved, chosen, names, target, rollout, levels)
+        _write_records(writer, saved, test, chosen, names, target, rollout, levels)
         for row, name in enumerate(names):
             sheet = attention_picture(
                 chosen.pixels()[row],
@@ -191,20 +204,33 @@ def _write_maps(
 def _write_records(
     writer: SummaryWriter,
     saved: SavedModel,
+    test: ImageSet,
     images: ImageSet,
     names: Sequence[str],
     target: int | None,
     rollout: dict[str, Any],
     levels: Sequence[float],
 ) -> None:
-    """Write the images and the model for the Attention tab; with levels, maps' faithfulness."""
-    found = attention_records(saved.classifier, images, levels=levels, target=target, **rollout)
-    weighted = 0
-    records = itertools.chain.from_iterable(batch for _, batch in found)
+    """Write images, the model and a sheet of features; with levels, maps' faithfulness."""
+    classifier = saved.classifier
+    found = attention_records(classifier, images, levels=levels, target=target, **rollout)
+    weighted, features = 0, []
+    frames = read_frames(classifier, test, saved.config.train.seed)
+    if frames is not None:
+        add_frames(writer, frames.numpy(), saved.step)
+    records = itertools.chain.from_iterable(
+        with_features(classifier, attention, batch, frames) for attention, batch in found
+    )
     for name, record in zip(names, records, strict=True):
         if record is not None:
             add_record(writer, f"attention/{name}", record, saved.step)
         weighted += record is None or record.weights is not None
+        if record is not None and record.features is not None:
+            features.append(torch.from_numpy(record.features))
+            grid = record.details.grid
+    if features and len(features) == len(names):
+        sheet = features_picture(images.pixels(), torch.stack(features), grid)
+        Image.fromarray(sheet).save(Path(writer.log_dir) / FEATURES_FILE)
     if weighted < len(names):
         print(left_out_text(weighted, len(names)))
     if saved.config.track.live_mb:

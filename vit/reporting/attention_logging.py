@@ -38,13 +38,20 @@ from vit.files import write_atomically
 from vit.model.attention_model import attention_model, require_attention
 from vit.parallel import map_on_cores, one_core
 from vit.registry import ALL_KINDS
-from vit.reporting.attention_records import Attention, attention_records, joined, left_out_text
+from vit.reporting.attention_records import (
+    Attention,
+    attention_records,
+    joined,
+    left_out_text,
+    read_frames,
+    with_features,
+)
 from vit.reporting.heads import choose_held_out, draw_heads, measure_groups
 from vit.reporting.live import LiveLog
 from vit.run.folder import MAPS_FOLDER
 from vit.run.tracker import ROLLOUT_TAG, Logged, milestones
-from vit.tensorboard_plugin.encoding import summaries
-from vit.tensorboard_plugin.records import Record
+from vit.tensorboard_plugin.encoding import frames_summary, summaries
+from vit.tensorboard_plugin.records import FRAMES_TAG, Record
 
 RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
@@ -71,6 +78,7 @@ class AttentionLogging:
         seed: Seed of the random maps, a baseline of faithfulness.
         held_out: Images on which heads are muted at the last step; None leaves that out.
         live: Stores the model for the Attention tab; None leaves that out.
+        fitted: Images to some of which the frames of features are fitted; None leaves features out.
     """
 
     name = "logging attention"
@@ -83,10 +91,11 @@ class AttentionLogging:
         seed: int = 0,
         held_out: ImageSet | None = None,
         live: LiveLog | None = None,
+        fitted: ImageSet | None = None,
     ) -> None:
         self.folder, self.probes, self.seed = folder, probes, seed
         self.steps: Collection[int] = steps
-        self.held_out, self.live = held_out, live
+        self.held_out, self.live, self.fitted = held_out, live, fitted
         self._count, self._last = len(steps), max(steps)
         self._said = False  # whether the user knows that weights are left out
 
@@ -117,6 +126,11 @@ class AttentionLogging:
         ]  # fmt: skip
         attention = joined([batch for batch, _ in batches])
         records = [_with_importance(r, importance) for _, batch in batches for r in batch]
+        if self.fitted is not None:
+            frames = read_frames(classifier, self.fitted, self.seed, threads)
+            records = with_features(classifier, attention, records, frames)
+            if frames is not None:
+                yield FRAMES_TAG, frames_summary(frames.numpy())
         yield from self._records(records, step)
         heads = self._statistics(classifier, attention.weights)
         layers = {name: values.mean(dim=1) for name, values in heads.items()}
@@ -262,8 +276,9 @@ def attention_logging(setup: Setup) -> AttentionLogging | None:
     steps = milestones(setup.total_steps, track.milestones)
     live = LiveLog(track.live_mb, len(steps)) if track.live_mb else None
     return AttentionLogging(
-        Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, _images_to_mute(setup), live
-    )
+        Path(setup.config.out) / MAPS_FOLDER, probes, steps, seed, _images_to_mute(setup), live,
+        images,
+    )  # fmt: skip
 
 
 def _images_to_mute(setup: Setup) -> ImageSet | None:

@@ -9,17 +9,20 @@ then patches), C classes.
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import printable
+from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.explain.colours import as_pixels
 from vit.explain.faithfulness import faithfulness, hiding_curves
+from vit.explain.features import coordinates, fit_frames
 from vit.explain.lens import logit_lens
 from vit.explain.lrp import token_relevance
 from vit.explain.maps import MAP_KINDS, map_of, patches_of, readout_of, title_of
@@ -39,6 +42,7 @@ from vit.tensorboard_plugin.summary import make_details
 BATCH_SIZE = 4  # images whose graph each core keeps; a part of the probes for each of them
 ALL_CLASSES = 10  # up to so many classes, each is explained
 BEST_CLASSES = 6  # of more: the most probable ones, among them the label
+FITTED_PATCHES, PART = 4096, 1024  # to which frames are fitted, and that are read at once
 WEIGHT_BYTES = 256_000_000  # of the attention weights of a run, one byte each, uncompressed
 
 
@@ -235,6 +239,46 @@ def attention_records(
     threads = (threads or torch.get_num_threads()) if classifier.device.type == "cpu" else 1
     for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
         yield from map_on_cores(read, starts.tolist(), threads)
+
+
+def read_frames(
+    classifier: Classifier, images: ImageSet, seed: int, threads: int | None = None
+) -> Tensor | None:
+    """Fit frames to 4,096 patches of images that a seed chooses, see `vit.explain.features`.
+
+    They are (L, K, D) float32, on the CPU; None if a token is not finite.
+    """
+    model = require_attention(classifier.model)
+    patches = math.prod(model.patch_embed.grid(*classifier.preprocess.image_size))
+    chosen = choose_probes(images, max(1, FITTED_PATCHES // patches), seed)
+    pixels = chosen.resized(classifier.preprocess).pixels()
+
+    @torch.no_grad()
+    def read(part: Tensor) -> list[Tensor]:
+        _, _, tokens = model.forward_intermediates(classifier.normalize(part))
+        return [layer[:, model.num_prefix_tokens :] for layer in tokens]
+
+    threads = (threads or torch.get_num_threads()) if classifier.device.type == "cpu" else 1
+    batches = map_on_cores(read, pixels.split(max(1, PART // patches)), threads)
+    finite = all(layer.isfinite().all() for batch in batches for layer in batch)
+    return fit_frames(batches) if finite else None
+
+
+def with_features(
+    classifier: Classifier,
+    attention: Attention,
+    records: Sequence[Record | None],
+    frames: Tensor | None,
+) -> list[Record | None]:
+    """Return records with the features of their images in frames from `read_frames`."""
+    if frames is None:
+        return [*records]
+    prefix = require_attention(classifier.model).num_prefix_tokens
+    found = coordinates([layer[:, prefix:] for layer in attention.tokens], frames).numpy()
+    return [
+        replace(record, features=features) if record and np.isfinite(features).all() else record
+        for record, features in zip(records, found, strict=True)
+    ]
 
 
 def _records(

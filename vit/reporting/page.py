@@ -83,10 +83,14 @@ def _elements(logs: dict[str, Path], steps: str) -> list[str]:
             ask(path[1:])
     runs = [run["name"] for run in ask("runs")["runs"]]
     for run in runs:
+        shared: set[tuple[str, int]] = set()  # images share frames
         for image in ask("images", run=run).get("images", []):
             for at in image["steps"]:
                 for part in ("details", "weights")[: 1 + image["has_weights"]]:
                     ask(part, run=run, tag=image["tag"], step=at["step"])
+                shared |= {(tag, at["step"]) for tag in (image["features"] or {}).values()}
+        for tag, step in sorted(shared):
+            ask("features", run=run, tag=tag, step=step)
         live = ask("live", run=run).get("steps", [])
         if live:
             ask("live_graph", run=run)

@@ -49,8 +49,10 @@ HEADS_PICTURE = "heads.png"
 ATTENTION_FOLDER = "attention"  # in the folder of the report
 INDEX_FILE = "index.json"
 TABLE_FILE = "faithfulness.json"
+FEATURES_FILE = "features.png"
 ATTENTION_FILES = (  # the index comes last: it says that the folder may be emptied
     TABLE_FILE,
+    FEATURES_FILE,
     f"image_{'[0-9]' * 5}.png",
     *(f"{kind}.npy" for kind in ALL_KINDS),
     "events.out.tfevents.*",

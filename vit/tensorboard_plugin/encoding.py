@@ -1,13 +1,15 @@
 """The bytes of a record in an event file, and back.
 
-An image has two tags. TAG holds the details, JSON compressed by zlib; TAG/weights the attention
-weights, an npz file of 8-bit numbers with a scale for each row. A model that the page can run has
+An image has up to three tags. TAG holds the details, JSON compressed by zlib; TAG/weights the
+attention weights, an npz file of 8-bit numbers with a scale for each row; TAG/features the numbers
+of its patches, likewise, with a scale for each kind of number. Its metadata name the tag of their
+frames, which images share and which are stored in the same way. A model that the page can run has
 LIVE_TAG, JSON compressed by zlib, and a tag for its weights at each step, so that steps are listed
 without reading weights: these are numbers without gaps, whose metadata has their dtype and the
 SHA-256 of their graph. TensorBoard reads files that anybody may have written, so decoding checks
 everything and trusts no size that the data claims.
 
-Shapes: L layers, H heads, N tokens.
+Shapes: L layers, H heads, N tokens, P of them patches, K numbers of a patch.
 """
 
 import base64
@@ -25,6 +27,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 
 from vit.tensorboard_plugin.records import (
+    FRAMES_TAG,
     MAX_WEIGHTS,
     PNG_URL,
     VERSION,
@@ -40,7 +43,7 @@ MAX_DETAILS = 2**26  # bytes of JSON, that of a live model included
 MAX_NPZ = 5 * MAX_WEIGHTS + 2**12  # bytes of weights, of at most as many scales, and of headers
 
 T = TypeVar("T")
-Part = Literal["details", "weights", "live", "live_weights"]
+Part = Literal["details", "weights", "features", "live", "live_weights"]
 Floats = Literal["float16", "float32"]
 
 _details, _live = TypeAdapter(Details), TypeAdapter(Live)
@@ -49,6 +52,11 @@ _details, _live = TypeAdapter(Details), TypeAdapter(Live)
 def weights_tag(tag: str) -> str:
     """Return the tag that holds the weights of an image."""
     return f"{tag}/weights"
+
+
+def features_tag(tag: str) -> str:
+    """Return the tag that holds the features of an image."""
+    return f"{tag}/features"
 
 
 def live_weights_tag(step: int) -> str:
@@ -75,11 +83,19 @@ def part_of(plugin_content: bytes) -> Part:
 
 
 def summaries(tag: str, record: Record) -> Summary:
-    """Return a record as TensorBoard stores it: one value for the details, one for the weights."""
+    """Return a record as TensorBoard stores it: a value for the details, weights and features."""
     values = [_value(tag, "details", encode_details(record.details))]
     if record.weights is not None:
         values.append(_value(weights_tag(tag), "weights", encode_weights(record.weights)))
+    if record.features is not None:
+        data = encode_weights(record.features.swapaxes(1, 2))
+        values.append(_value(features_tag(tag), "features", data, frames=record.frames))
     return Summary(value=values)
+
+
+def frames_summary(frames: np.ndarray, tag: str = FRAMES_TAG) -> Summary:
+    """Return frames (L, K, D), see `vit.explain.features`, as TensorBoard stores them."""
+    return Summary(value=[_value(tag, "features", encode_weights(frames))])
 
 
 def encode_details(details: Details) -> bytes:
@@ -132,7 +148,7 @@ def encode_weights(weights: np.ndarray) -> bytes:
     or 1/254 if there are negative weights.
 
     Args:
-        weights: (L, H, N, N), finite. Rows need not sum to 1.
+        weights: (L, H, N, N), finite. Rows need not sum to 1. Or features, (L, K, P).
 
     Returns:
         A file with "weights", (L, H, N, N) uint8, or int8 if any weight is negative, and "scale",
@@ -160,6 +176,14 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: The data is damaged or has too many weights; one line.
     """
+    codes, scale = decode_features(data, "weights")
+    if codes.ndim != 4 or codes.shape[2] != codes.shape[3]:
+        raise ValueError(f"the weights of the record are damaged: {codes.shape, codes.dtype.name}")
+    return codes, scale
+
+
+def decode_features(data: bytes, name: str = "features") -> tuple[np.ndarray, np.ndarray]:
+    """Decode and check features: numbers (L, K, P) and scale (L, K); as for weights."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(file.file_size for file in archive.infolist()) > MAX_NPZ:
@@ -168,15 +192,15 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
             codes, scale = (np.asarray(arrays[name]) for name in ("weights", "scale"))
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
         line = " ".join(str(error).split())
-        raise ValueError(f"the weights of the record are damaged: {line}") from None
+        raise ValueError(f"the {name} of the record are damaged: {line}") from None
     found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
-    square = codes.ndim == 4 and codes.shape[2] == codes.shape[3] and scale.shape == codes.shape[:3]
-    if not square or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
-        raise ValueError(f"the weights of the record are damaged: {found}")
+    fits = codes.ndim >= 3 and scale.shape == codes.shape[:-1]
+    if not fits or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
+        raise ValueError(f"the {name} of the record are damaged: {found}")
     if not 0 < codes.size <= MAX_WEIGHTS:
-        raise ValueError(f"the weights of the record are damaged: {codes.size} of them")
+        raise ValueError(f"the {name} of the record are damaged: {codes.size} of them")
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
-        raise ValueError("the weights of the record are damaged: scale is negative or not finite")
+        raise ValueError(f"the {name} of the record are damaged: scale is negative or not finite")
     return codes, scale
 
 

@@ -6,6 +6,7 @@ JSON that says what to do.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from importlib import resources
@@ -14,6 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 import grpc
+import numpy as np
 from tensorboard import errors, plugin_util
 from tensorboard.backend import http_util
 from tensorboard.data.provider import RunTagFilter, TensorDatum, TensorTimeSeries
@@ -26,9 +28,11 @@ from vit.tensorboard_plugin.encoding import (
     PLUGIN_NAME,
     Part,
     decode_details,
+    decode_features,
     decode_live,
     decode_weights,
     details_json,
+    features_tag,
     live_dtype,
     live_weights_tag,
     part_of,
@@ -84,6 +88,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
             "/images": _application(self._images, "application/json"),
             "/details": _application(self._details, "application/json"),
             "/weights": _application(self._weights, "application/octet-stream"),
+            "/features": _application(self._features, "application/octet-stream"),
             "/live": _application(self._live, "application/json"),
             "/live_graph": _application(self._live_graph, "application/octet-stream"),
             "/live_weights": _application(self._live_weights, "application/octet-stream"),
@@ -131,7 +136,8 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
                 part_of(series[tag].plugin_content)
                 steps = [(datum, _decoded(datum)) for datum in self._read(request, run, tag)]
                 if steps:
-                    images.append(_image(tag, steps) | {"has_weights": weights_tag(tag) in series})
+                    found = {"has_weights": weights_tag(tag) in series}
+                    images.append(_image(tag, steps) | found | {"features": _features(series, tag)})
             except ValueError as error:
                 problems.append(_line(f"{tag}: {error}"))
         if problems and not images:
@@ -158,8 +164,15 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         shape = (details.layers, details.heads, details.tokens, details.tokens)
         if codes.shape != shape:
             raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
-        signed = b"\1" if codes.dtype.kind == "i" else b""
-        return codes.tobytes() + scale.astype("<f4").tobytes() + signed
+        return _numbers(codes, scale)
+
+    def _features(self, request: wrappers.Request) -> Answer:
+        """Return features of an image, L*K*P numbers, or frames, L*K*D; in bytes as weights."""
+        run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
+        found = self._list_run(request, run).get(tag)
+        if found is None or _part(found) != "features":
+            raise UnknownError(f"run {run!r} has no features {tag!r}; reload the page")
+        return _numbers(*decode_features(_bytes(self._datum(request, run, tag, step))))
 
     def _live(self, request: wrappers.Request) -> Answer:
         """Describe a run's model, and list the steps whose weights are stored.
@@ -344,6 +357,19 @@ def _part(series: TensorTimeSeries) -> Part | None:
         return part_of(series.plugin_content)
     except ValueError:
         return None
+
+
+def _numbers(codes: np.ndarray, scale: np.ndarray) -> bytes:
+    signed = b"\1" if codes.dtype.kind == "i" else b""
+    return codes.tobytes() + scale.astype("<f4").tobytes() + signed
+
+
+def _features(series: dict[str, TensorTimeSeries], tag: str) -> dict[str, str | None] | None:
+    """Return the tags of an image's features and of their frames; None if it has none."""
+    found = series.get(features_tag(tag))
+    if found is None or _part(found) != "features":
+        return None
+    return {"tag": features_tag(tag), "frames": json.loads(found.plugin_content).get("frames")}
 
 
 def _bytes(datum: TensorDatum) -> bytes:

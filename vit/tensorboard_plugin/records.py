@@ -3,7 +3,8 @@
 A record describes itself completely and is checked when it is made, whether by this project or from
 a file that anybody may have written; see `vit.tensorboard_plugin.encoding` for its bytes.
 
-Shapes: L layers, H heads, N tokens (prefix, then patches, row by row), C classes.
+Shapes: L layers, H heads, N tokens (prefix, then P patches, row by row), C classes, K numbers of a
+patch in `vit.explain.features`.
 """
 
 import base64
@@ -27,6 +28,7 @@ MAX_PIXELS = 2**24  # of one image, 4096 x 4096
 MAX_GRAPH = 2**24  # bytes of a live model's ONNX graph
 MAX_LIVE_WEIGHTS = 2**28  # bytes of a live model's weights
 
+FRAMES_TAG = "attention/frames"  # in runs of this project
 PNG_URL = "data:image/png;base64,"
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -169,19 +171,26 @@ class Record:
         details: Everything but the weights.
         weights: Attention weights (L, H, N, N), finite; None leaves them out, and the tab shows
             maps only. Negative ones, and rows that do not sum to 1, are shown as they are.
+        features: The patches in few numbers, (L, P, K), finite; None leaves them out.
+        frames: The tag that holds the frames of the features at the same step.
 
     Raises:
-        ValueError: The weights have another shape than the details say.
+        ValueError: The weights or features have another shape than the details say.
     """
 
     details: Details
     weights: np.ndarray | None
+    features: np.ndarray | None = None
+    frames: str = FRAMES_TAG
 
     def __post_init__(self) -> None:
         details = self.details
         shape = (details.layers, details.heads, details.tokens, details.tokens)
         if self.weights is not None and self.weights.shape != shape:
             raise ValueError(f"weights are {self.weights.shape}; the details say {shape}")
+        patches = details.layers, math.prod(details.grid)
+        if self.features is not None and self.features.shape[:2] != patches:
+            raise ValueError(f"features are {self.features.shape}; the details say {patches}")
 
 
 @dataclass(frozen=True, kw_only=True)

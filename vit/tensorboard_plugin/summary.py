@@ -12,8 +12,9 @@ import numpy as np
 
 from vit.console import warn
 from vit.registry import ALL_KINDS
-from vit.tensorboard_plugin.encoding import summaries
+from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import (
+    FRAMES_TAG,
     MAX_WEIGHTS,
     TOP_CLASSES,
     Details,
@@ -44,6 +45,13 @@ def add_record(writer: "SummaryWriter", tag: str, record: Record, step: int) -> 
     writer._get_file_writer().add_summary(summaries(tag, record), step)
 
 
+def add_frames(
+    writer: "SummaryWriter", frames: np.ndarray, step: int, tag: str = FRAMES_TAG
+) -> None:
+    """Write the frames of features, (L, K, D), under the tag that records name."""
+    writer._get_file_writer().add_summary(frames_summary(frames, tag), step)
+
+
 def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but three by keyword
     writer: "SummaryWriter",
     tag: str,
@@ -59,6 +67,7 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     labels: "Tensor | Sequence[int] | None" = None,
     logits: "Tensor | None" = None,
     maps: "Mapping[str, Tensor] | None" = None,
+    tokens: "Tensor | Sequence[Tensor] | None" = None,
     model: "Classifier | None" = None,
 ) -> None:
     """Log the attention of any model for the Attention tab.
@@ -84,6 +93,8 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         maps: Maps of the whole image by name, (B, rows, columns) in units of uniform attention;
             those that `vit.registry.ALL_KINDS` has as signed are so, in units of the mean of
             their absolute values. None computes attention rollout.
+        tokens: Outputs of the layers, (L, B, N, D), for the view Features; its principal components
+            are those of these images.
         model: What returned the weights, for the tab to run it at this step: one model for each
             writer, as `vit.Classifier(model, Preprocess((height, width), mean, std), classes,
             device, torch.float32)`. What cannot be exported costs a warning.
@@ -99,11 +110,12 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     names = _prefix_names(prefix_names, num_prefix_tokens, readout)
     class_names, true, top = _predictions(len(pixels), classes, labels, logits)
     shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
-    depth, (_, heads, tokens, _) = len(layers), layers[0].shape
-    stored = depth * heads * tokens**2 <= MAX_WEIGHTS
+    depth, (_, heads, count, _) = len(layers), layers[0].shape
+    frames, features = _features(tokens, layers, num_prefix_tokens)
+    stored = depth * heads * count**2 <= MAX_WEIGHTS
     if not stored:
         warn(
-            f"{tag}: {depth} x {heads} x {tokens} x {tokens} attention weights are more than "
+            f"{tag}: {depth} x {heads} x {count} x {count} attention weights are more than "
             f"{MAX_WEIGHTS}; the Attention tab shows maps and statistics only"
         )
     records = []
@@ -114,7 +126,11 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
             top=top[number], maps=shown[number], lens=None,
         )  # fmt: skip
         kept = np.stack([layer.numpy() for layer in alone]) if stored else None
-        records.append(Record(details=details, weights=kept))
+        numbers = None if features is None else features[number].numpy()
+        kinds = {"weights": kept, "features": numbers}
+        records.append(Record(details=details, frames=f"{tag}/frames", **kinds))
+    if frames is not None:
+        add_frames(writer, frames.numpy(), step, f"{tag}/frames")
     for number, record in enumerate(records):
         add_record(writer, tag if len(records) == 1 else f"{tag}_{number:02d}", record, step)
     if model is not None:
@@ -163,8 +179,10 @@ def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
     if not isinstance(writer, SummaryWriter):
         kind = f"{type(writer).__module__}.{type(writer).__name__}"
         raise ValueError(f"writer: {kind} is not torch.utils.tensorboard.SummaryWriter")
-    if not tag or tag.endswith("/weights"):
-        raise ValueError(f"tag: {tag!r} is empty or ends with /weights, which the tab itself adds")
+    if not tag or tag.endswith(("/weights", "/features", "/frames")):
+        raise ValueError(
+            f"tag: {tag!r} is empty or ends with /weights, /features or /frames, which the tab adds"
+        )
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: {step!r} is not a whole number, at least 0")
     if model is not None and not hasattr(model, "preprocess"):
@@ -216,6 +234,26 @@ def _layers(
             )
         layers[number] = layer / total
     return layers
+
+
+def _features(
+    tokens: "Tensor | Sequence[Tensor] | None", layers: "list[Tensor]", num_prefix_tokens: int
+) -> "tuple[Tensor, Tensor] | tuple[None, None]":
+    """Return frames (L, K, D) and features (B, L, P, K); None without tokens."""
+    from vit.explain.features import coordinates, fit_frames
+
+    if tokens is None:
+        return None, None
+    shape, shapes = layers[0].shape[::2], {tuple(layer.shape) for layer in tokens}
+    alike = len(tokens) == len(layers) and len(shapes) == 1
+    if not alike or min(shapes)[:-1] != shape or not all(t.isfinite().all() for t in tokens):
+        raise ValueError(
+            f"tokens: {len(tokens)} of shapes {shapes} are not finite numbers (B, N, D), "
+            f"{(*shape, 'D')}, of {len(layers)} layers"
+        )
+    patches = [layer.detach().float().cpu()[:, num_prefix_tokens:] for layer in tokens]
+    frames = fit_frames([patches])
+    return frames, coordinates(patches, frames)
 
 
 def _prefix_names(

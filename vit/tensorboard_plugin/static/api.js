@@ -68,6 +68,14 @@ class Cache {
 const records = new Cache();
 const someDetails = new Cache();
 
+/** Load the features under a tag at a step, {data: ArrayBuffer}; see `fetchRecord`. */
+export function fetchFeatures(run, tag, at) {
+  return records.get(JSON.stringify([run, tag, at.step, at.wall_time]), async () => {
+    const data = await get("features", { run, tag, step: at.step }, "arrayBuffer");
+    return { data, bytes: 9 * data.byteLength }; // and as numbers
+  });
+}
+
 /** Load the details of an image at a step; see `fetchRecord`. */
 export function fetchDetails(run, image, at) {
   const key = JSON.stringify([run, image.tag, at.step, at.wall_time]);

@@ -169,7 +169,9 @@ export class App {
     const difference = second ? differenceOf(...this.panes.map((pane) => pane.record)) : "";
     write(this.notice, difference);
     this.notice.hidden = difference === "";
-    this.panes.forEach((pane) => pane.paint()); // on the scales of all that has been loaded
+    if (state.view === "features") this.layout(); // each side shows the other one's image, too
+    // On the scales of all that has been loaded.
+    this.panes.forEach((pane) => pane.element.hidden || pane.paint());
   }
 
   /** Return what a pane is to show: the step, or the nearest that exists. */
@@ -271,9 +273,9 @@ export class App {
     return this.runs.find((one) => one.name === run)?.wall_time;
   }
 
-  /** Return the image that lends its patches: the one chosen, or the next in the list. */
-  lender(images) {
-    const { image, other } = this.state;
+  /** Return the image that lends its patches, or another: that chosen, or the next in the list. */
+  lender(images, other = this.state.other) {
+    const { image } = this.state;
     const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
     return images.find(({ tag }) => tag === other) ?? next;
   }

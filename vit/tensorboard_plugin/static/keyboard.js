@@ -16,7 +16,7 @@ const KEYS = [
   ["M L O", "mute the chosen head, its layer, all others of the layer"],
   ["B, H", "next brush; use it on the kept patch"],
   ["U R", "undo the last change; reset"],
-  ["1 2 3", "heads, maps, predictions"],
+  ["1 2 3 4", "heads, maps, predictions, features"],
   ["C", "colours over the picture on and off"],
   ["?", "this list"],
 ];

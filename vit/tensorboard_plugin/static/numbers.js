@@ -4,7 +4,7 @@ import { range, tokenName } from "./maths.js";
 import { FUSED } from "./state.js";
 
 /** Return what a pane shows. */
-export function numbersOf(record, { state, token, attention }, shown) {
+export function numbersOf(record, { state, token, attention, similar }, shown) {
   const patches = range(record.rows * record.columns);
   return {
     run: record.run,
@@ -25,7 +25,7 @@ export function numbersOf(record, { state, token, attention }, shown) {
     contrast: state.contrast,
     range: [shown.scale.low, shown.scale.high],
     values: plain(shown.values),
-    ...ofView(record, state, attention),
+    ...ofView(record, state, attention, similar),
     ...changeOf(record),
     classes: record.details.classes,
     label: record.details.label,
@@ -33,9 +33,14 @@ export function numbersOf(record, { state, token, attention }, shown) {
   };
 }
 
-function ofView({ details }, { view, statistics }, attention) {
+function ofView({ details }, { view, statistics, compared }, attention, similar) {
   if (view === "maps") return { maps: details.maps };
   if (view === "lens") return { lens: details.lens };
+  if (view === "features")
+    return {
+      compared: compared.map(({ record: { run, tag, step } }) => ({ run, tag, step })),
+      cosines: similar.map((one) => one?.map((values) => values && plain(values))),
+    };
   if (attention === null) return {};
   return {
     heads: attention.heads.map((layer) => layer.map(plain)),

@@ -7,6 +7,7 @@ import { ColourBar } from "./colour_bar.js";
 import { ImageMenu } from "./comparison.js";
 import { make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
+import { FeaturesView, featuresOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
@@ -26,6 +27,7 @@ export class Pane {
   isLive = false;
   liveNote = "";
   failed = false;
+  compared = []; // {record, features} of this image and of the second one
   retry = false; // whether asking again may help
   #turn = 0;
   #painted = 0; // the turn that is shown
@@ -56,6 +58,7 @@ export class Pane {
       }),
       maps: new MapsView({ choose: (map) => app.set({ map }), point }),
       lens: new LensView({ choose: (layer) => app.set({ layer }), point }),
+      features: new FeaturesView({ choose: (chosen) => app.set(chosen), point }),
     };
     this.#build();
   }
@@ -157,12 +160,14 @@ export class Pane {
       if (record === null) return undefined;
       const over = record.change ? "image" : this.app.state.over;
       const statistics = await statisticsOf(record, wanted.images, over);
+      const compared = record.change ? [] : await this.#features(wanted);
       if (!isCurrent()) return undefined;
       this.#painted = turn;
       this.failed = this.retry = false;
       this.logged = logged;
       this.record = record;
       this.statistics = statistics;
+      this.compared = compared;
       this.#probe = null;
       this.#say("");
       this.layout();
@@ -199,10 +204,24 @@ export class Pane {
     }
   }
 
+  /** Return the records of the image and of the second one with features, if they are shown. */
+  async #features({ run, image, images, at }) {
+    const { view, second } = this.app.state;
+    if (view !== "features") return [];
+    const found = [...new Set([image, this.app.lender(images, second)])].map(async (one) => {
+      const there = one.steps.find(({ step }) => step === at.step);
+      const record = there && (await fetchRecord(run, one, there));
+      return { record, features: record && (await featuresOf(record, one, there)) };
+    });
+    const [own, ...others] = await Promise.all(found);
+    return own.features ? [own, ...others.filter(({ features }) => features)] : [];
+  }
+
   #fail(problem, retry = true) {
     this.failed = true;
     this.retry = retry;
     this.logged = this.record = null;
+    this.compared = [];
     this.#say(problem);
   }
 
@@ -298,7 +317,9 @@ export class Pane {
     const { state } = this.app;
     const layer = Math.min(state.layer ?? record.layers - 1, record.layers - 1);
     const head = FUSED.includes(state.head) || state.head < record.heads ? state.head : "mean";
-    return { ...state, layer, head, statistics: this.statistics };
+    const beside = state.run2 ? this.app.panes.find((pane) => pane !== this).compared : [];
+    const compared = this.compared.length ? [...this.compared, ...beside.slice(0, 1)] : [];
+    return { ...state, layer, head, statistics: this.statistics, compared };
   }
 
   /** Return everything that the next painting shows. */
@@ -307,10 +328,13 @@ export class Pane {
     const state = this.#seen();
     const pinned = tokenOf(state.token, record);
     const pointer = app.pointed === null ? null : tokenOf(app.pointed, record);
-    const byDefault = record.details.readout === "class_token" && record.prefix.length ? 0 : MEAN;
+    const ofPatches = state.view === "features"; // other tokens have no features
+    const byDefault =
+      !ofPatches && record.details.readout === "class_token" && record.prefix.length ? 0 : MEAN;
     const token = pinned ?? pointer ?? byDefault;
     const attention = record.weights && this.#attention(token, state.direction);
     const scene = { state, token, pinned: pinned !== null, pointer, attention, probe: this.#probe };
+    scene.similar = similaritiesOf(record, state.compared, token);
     scene.values = attention && valuesOf(attention, state.layer, state.head);
     return scene;
   }
@@ -352,6 +376,7 @@ export class Pane {
     if (state.view === "heads" && scene.attention)
       view.paint(record, scene.attention, token, scales);
     if (state.view === "maps") view.paint(record, patchOf(pointer ?? token), scales);
+    if (state.view === "features") view.paint(scene.similar, patchOf(token), scales.similarity);
     if (state.view === "lens" && record.details.lens)
       view.paint(record, token, describe(token, record));
     for (const chip of this.chipParts) {

@@ -17,6 +17,7 @@ const UNITS = {
   rollout: UNIFORM,
   maps: UNIFORM,
   signedMaps: { short: "× mean", long: "mean of absolute values" },
+  similarity: { short: "cosine", long: "cosine", end: 1 },
 };
 
 class Scale {
@@ -110,8 +111,8 @@ function roundOnes(low, high, signed, decades) {
 }
 
 /** Return the ends of a scale for values from `smallest` to `largest`. */
-function endsFor(contrast, signed, { smallest, largest }) {
-  if (contrast === "fixed") return [signed ? -FIXED : 0, FIXED];
+function endsFor(contrast, signed, { smallest, largest }, fixed = FIXED) {
+  if (contrast === "fixed") return [signed ? -fixed : 0, fixed];
   const farthest = signed ? Math.max(largest, -smallest) : largest;
   const end = farthest > 1e-9 ? farthest : 1; // 1 if all are 0
   if (signed) return [-end, end];
@@ -128,7 +129,12 @@ export function scalesOf(contrast, shown) {
     const smallest = Math.min(...own.map((one) => one.smallest));
     const largest = Math.max(...own.map((one) => one.largest));
     const used = own.length ? contrast : "fixed";
-    return new Scale(kind, used, signed, ...endsFor(used, signed, { smallest, largest }));
+    return new Scale(
+      kind,
+      used,
+      signed,
+      ...endsFor(used, signed, { smallest, largest }, UNITS[kind].end),
+    );
   };
   return Object.fromEntries(Object.keys(UNITS).map((kind) => [kind, scaleOf(kind)]));
 }

@@ -16,11 +16,15 @@ import { FUSED } from "./state.js";
  *   the largest value.
  */
 export function show(record, scene) {
-  return { heads: showHead, maps: showMap, lens: showLens }[scene.state.view](record, scene);
+  const views = { heads: showHead, maps: showMap, lens: showLens, features: showFeatures };
+  return views[scene.state.view](record, scene);
 }
 
 /** Return what has to be on a scale, see `scalesOf`. */
-export function onScale(record, { state, token, attention, values }) {
+export function onScale(record, { state, token, attention, values, similar }) {
+  const cosines = similar.flat().filter(Boolean);
+  if (state.view === "features")
+    return cosines.map((found) => ({ kind: "similarity", ...endsOf(found) }));
   if (state.view === "maps")
     return mapsOf(record, state.target).map((map) => ({
       kind: map.signed ? "signedMaps" : "maps",
@@ -143,6 +147,35 @@ function showLens(record, { state, pointer, token, scales }) {
     colourOf: (patch) => colourOf(record.prefix.length + patch),
     swatch: (one) => (one === MEAN ? "none" : colourOf(one)),
     lines: [`after layer ${state.layer}, ${readName} is read as`, read],
+  };
+}
+
+function showFeatures(record, { state, token, pointer, similar, scales }) {
+  const scale = scales.similarity;
+  const { layer, feature, compared } = state;
+  if (!compared.length) return nothing(["No features of this image"], scale);
+  const [{ features }] = compared;
+  const prefix = record.prefix.length;
+  const at = [pointer, token].find((one) => one !== null && one >= prefix) ?? null;
+  if (feature === "components") {
+    const found = at === null ? [] : features.components(layer, at - prefix).map(digits);
+    const lines = [`layer ${layer}: components 1, 2, 3 are red, green, blue`];
+    if (at !== null)
+      lines.push(`${describe(at, record)} at ${found.join(", ")} standard deviations`);
+    const colourOf = (patch) => `rgb(${features.colours(layer)[patch]})`;
+    return { ...nothing(lines, scale), colourOf };
+  }
+  const values = similar[0]?.[layer];
+  if (!values) return nothing([`${describe(token, record)}: only patches have features`], scale);
+  const others = values.map((value, patch) => (prefix + patch === token ? -Infinity : value));
+  const patch = at === null || at === token ? indexOfLargest(others) : at - prefix;
+  const value = `${describe(prefix + patch, record)} at ${digits(values[patch])}`;
+  return {
+    ...nothing([`layer ${layer}: cosine with ${describe(token, record)}`, value], scale),
+    values,
+    colourOf: (one) => scale.colour(values[one]),
+    marked: values[patch],
+    ends: endsOf(values),
   };
 }
 

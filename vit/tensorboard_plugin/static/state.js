@@ -2,7 +2,8 @@
 
 import { readHeads, readPatches } from "./edits.js";
 
-export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions" };
+export const VIEWS = { heads: "Heads", maps: "Maps", lens: "Predictions", features: "Features" };
+export const FEATURES = { components: "components", similarity: "cosine" };
 export const DIRECTIONS = { to: "where it attends", from: "who attends to it" };
 export const STATISTICS = {
   entropy: "entropy",
@@ -40,6 +41,8 @@ const PARAMETERS = {
   order: ["layer", oneOf(ORDERS)],
   map: ["", anyText], // kind of map that is enlarged; empty: the first
   target: [null, count], // class that the maps explain; null: the first
+  feature: ["components", oneOf(FEATURES)], // what the large picture shows of features
+  second: ["", anyText], // the image to compare features with; empty: the next in the list
   contrast: ["fixed", oneOf(CONTRASTS)],
   heat: ["yes", oneOf({ yes: 1, no: 1 })],
   mute: ["", readHeads],

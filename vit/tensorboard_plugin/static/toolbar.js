@@ -4,7 +4,7 @@ import { copyLink, saveNumbers, savePicture } from "./exporting.js";
 import { make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
-import { CONTRASTS, DIRECTIONS, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
+import { CONTRASTS, DIRECTIONS, FEATURES, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
 import { WhatIf } from "./what_if.js";
 
 const EXPLAINED = [
@@ -61,6 +61,8 @@ export class Toolbar {
     this.targets = menu("Class that the maps explain", (target) =>
       app.set({ target: Number(target) }),
     );
+    this.features = menu("Picture of the features", (feature) => app.set({ feature }));
+    this.second = menu("Second image", (second) => app.set({ second }));
     this.contrasts = menu("Contrast", (contrast) => app.set({ contrast }), { title: CONTRAST });
     this.contrast = make("label", {}, "contrast ", this.contrasts);
     this.heat = make("input", {
@@ -114,12 +116,19 @@ export class Toolbar {
       make("label", {}, "order ", this.orders),
     );
     this.forMaps = make("div", { class: "group" }, make("label", {}, "class ", this.targets));
+    this.forFeatures = make(
+      "div",
+      { class: "group" },
+      make("label", {}, "picture ", this.features),
+      make("label", {}, "second image ", this.second),
+    );
     return make(
       "div",
       { class: "line" },
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
       this.forHeads,
       this.forMaps,
+      this.forFeatures,
       make("span", { class: "space" }),
       this.contrast,
       make("label", { class: "check", title: "Colours over the picture" }, this.heat, "overlay"),
@@ -191,6 +200,10 @@ export class Toolbar {
     this.contrast.hidden = state.view === "lens";
     this.forHeads.hidden = state.view !== "heads";
     this.forMaps.hidden = state.view !== "maps";
+    this.forFeatures.hidden = state.view !== "features";
+    offer(this.features, Object.entries(FEATURES), state.feature);
+    const tags = images.map(({ tag, label }) => [tag, label ? `${tag}, ${label}` : tag]);
+    offer(this.second, tags, this.app.lender(images, state.second)?.tag);
     this.heat.checked = state.heat === "yes";
     const record = panes.map((pane) => pane.record).find(Boolean);
     if (!record) return;

@@ -1,0 +1,70 @@
+"""Patches in few numbers: principal components that all images share.
+
+A frame describes the patch tokens of one layer: their mean, and axes in the directions in which
+they vary most, each as long as their standard deviation. A token is about the mean plus a number of
+each axis; what that leaves out is orthogonal to all axes.
+
+Shapes: L layers, B batch, P patches, D token width, K numbers of a patch.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit.hardware import device_for
+
+NUMBERS = 32  # K: one for what is left out, the others components
+SPREAD = 2.5  # standard deviations at the ends of the scale of colours, as in features.js
+
+
+def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> Tensor:
+    """Find the principal components of patch tokens in each layer.
+
+    The largest entry of an axis is positive, as in scikit-learn's PCA.
+
+    Args:
+        batches: L tensors (B, P, D) each.
+        numbers: K at most; it is smaller if D is.
+
+    Returns:
+        (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first.
+    """
+    frames = []
+    for layer in zip(*batches, strict=True):
+        tokens = torch.cat(layer).flatten(0, 1)
+        tokens = tokens.to(device_for("float64", tokens.device)).double()
+        values, vectors = torch.linalg.eigh(torch.cov(tokens.T, correction=0).cpu())
+        directions = vectors.flip(1).T[: numbers - 1]
+        largest = directions.abs().argmax(dim=1, keepdim=True)
+        lengths = values.flip(0)[: numbers - 1, None].clamp(min=0).sqrt()
+        axes = lengths * directions * directions.gather(1, largest).sign()
+        frames.append(torch.cat([tokens.mean(dim=0, keepdim=True).cpu(), axes]))
+    return torch.stack(frames).float()
+
+
+def coordinates(tokens: Sequence[Tensor], frames: Tensor) -> Tensor:
+    """Measure patch tokens in the frames of their layers.
+
+    Args:
+        tokens: L tensors (B, P, D).
+        frames: (L, K, D), from `fit_frames`.
+
+    Returns:
+        (B, L, P, K) float32, on the CPU: the length of what is left out, then the components in
+        units of their standard deviation, 0 of those that do not vary.
+    """
+    axes = frames[:, 1:]
+    squares = axes.square().sum(dim=-1, keepdim=True)
+    inverse = (axes / squares.where(squares > 0, 1)).transpose(1, 2)
+    centred = torch.stack([layer.cpu().float() for layer in tokens], dim=1) - frames[:, None, 0]
+    components = centred @ inverse
+    left_out = (centred - components @ axes).norm(dim=-1, keepdim=True)
+    return torch.cat([left_out, components], dim=-1)
+
+
+def colours(numbers: Tensor) -> Tensor:
+    """Show numbers of patches (..., K) in colour, (..., 3) uint8: three components are RGB."""
+    components = F.pad(numbers[..., 1:4], (0, max(0, 4 - numbers.shape[-1])))
+    return (127.5 + 127.5 / SPREAD * components).clamp(0, 255).round().to(torch.uint8)
