@@ -188,7 +188,7 @@ def test_every_evaluation_of_a_run_is_eager(
 
     monkeypatch.setattr(Classifier, "logits_of_parts", evaluated)
     train(small(tmp_path / "run", train={"epochs": 2}, track={"probes": 0}))
-    assert len(calls) == 2 + 1  # after each epoch, and of the test images
+    assert len(calls) == 2 + 1 + 1  # after each epoch, of the held-out and of the test images
     assert graphs == []
     part_of_a_model(torch.zeros(1))
     assert len(graphs) == 1

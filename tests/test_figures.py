@@ -222,7 +222,7 @@ BLUE_BAR = np.array([31, 119, 180])  # matplotlib's first colour
 def test_reliability_picture_puts_accuracy_over_confidence() -> None:
     def marks(confidence: float, accuracy: float, n: int) -> np.ndarray:
         bins = [bin_of(n, confidence, accuracy)]
-        found = places(reliability_picture(bins, 0.1), BLUE_BAR)
+        found = places(reliability_picture({"model": {"reliability": bins, "ece": 0.1}}), BLUE_BAR)
         return found[(found[:, 0] < 350) & (found[:, 0] > 70)]
 
     def marker(confidence: float, accuracy: float) -> np.ndarray:
@@ -238,7 +238,9 @@ def test_reliability_picture_puts_accuracy_over_confidence() -> None:
 @pytest.mark.parametrize("hits", [0, 1])
 def test_reliability_of_bins_all_right_or_all_wrong_is_drawn(hits: int) -> None:
     bins = [bin_of(n, 0.5, float(hits)) for n in range(1, 200)]
-    assert reliability_picture(bins, 0.5).shape == (520, 460, 3)
+    result = {"reliability": bins, "ece": 0.5}
+    assert reliability_picture({"model": result}).shape == (520, 460, 3)
+    assert reliability_picture({"before": result, "after": result}).shape == (520, 920, 3)
 
 
 # Texts.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from vit.calibration import Calibration
 from vit.console import program
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
@@ -71,6 +72,7 @@ class Classifier:
             image alone.
         run: The folder of the run, if it comes from `vit.load`.
         file: The model file or checkpoint, if it comes from `vit.load`.
+        calibration: What the held-out images of the run say about probabilities, or None.
     """
 
     model: nn.Module
@@ -81,6 +83,7 @@ class Classifier:
     flip: bool = False
     run: Path | None = None
     file: Path | None = None
+    calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         """Say in two lines what this is, instead of listing every module."""
@@ -236,7 +239,8 @@ class Classifier:
             top: Number of classes.
 
         Returns:
-            Probabilities, 0 to 1, by class name, best first; a list of photos gives a list.
+            Probabilities, 0 to 1, by class name, best first, calibrated if the model has a
+            `calibration`; a list of photos gives a list.
 
         Raises:
             ValueError: A photo cannot be read.
@@ -324,9 +328,13 @@ class Classifier:
         )
         return explanation
 
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Divide logits (N, C) by the temperature, if there is one."""
+        return logits / self.calibration.temperature if self.calibration else logits
+
     def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
         """Return what `rank` does, from logits (N, C)."""
-        best = logits.softmax(dim=1).topk(min(top, len(self.classes)))
+        best = self.scaled(logits).softmax(dim=1).topk(min(top, len(self.classes)))
         return [
             {self.classes[index]: probability for probability, index in zip(*row, strict=True)}
             for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)

@@ -215,7 +215,7 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
     """
     confidence, predicted = probabilities.max(dim=1)
     hit = (predicted == labels).double()
-    where = (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
+    where = bin_of(confidence)
     bins = []
     for number in where.unique().tolist():
         inside = where == number
@@ -228,6 +228,11 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
             }
         )
     return bins
+
+
+def bin_of(confidence: Tensor) -> Tensor:
+    """Return the number of the bin of `reliability`, 0 to 14, of confidences (N,)."""
+    return (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
 
 
 def as_table(result: dict[str, Any]) -> str:

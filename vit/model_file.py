@@ -7,7 +7,7 @@ it is ever executed.
 import hashlib
 import json
 import mimetypes
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
+from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
 from vit.console import program, warn
 from vit.data.preprocess import Preprocess
@@ -141,9 +142,11 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: the weights do not fit the config inside: {reason}") from None
+    calibration = state.get("calibration")  # not in checkpoints and old files
     classifier = Classifier(
-        model.to(where).eval(), preprocess, classes, where, choose_precision(precision, where)
-    )
+        model.to(where).eval(), preprocess, classes, where, choose_precision(precision, where),
+        calibration=Calibration(**calibration) if calibration else None,
+    )  # fmt: skip
     return SavedModel(
         classifier, config, state["step"], state.get("total_steps"), path,
         state.get("fingerprint", ""),
@@ -225,6 +228,7 @@ def save_model(
         "step": step,
         "fingerprint": fingerprint,
         "attention_code": attention_code(config.model),
+        "calibration": classifier.calibration and asdict(classifier.calibration),
     }
     metadata = {METADATA_KEY: json.dumps(about), DIGEST_KEY: BLANK}
     data = safetensors.torch.save(tensors, metadata)

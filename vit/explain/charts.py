@@ -70,30 +70,52 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     return _pixels_of(figure)
 
 
-def reliability_picture(bins: Sequence[dict[str, Any]], ece: float) -> np.ndarray:
-    """Draw a reliability diagram: accuracy over confidence, with the images per bin below.
+def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
+    """Draw reliability diagrams side by side: accuracy over confidence, with the images per bin.
 
     Args:
-        bins: Result of `vit.evaluation.reliability`.
-        ece: Expected calibration error, 0 to 1.
+        results: By title, dictionaries with `reliability` and `ece` of `vit.evaluation.report`.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6, 5.2), dpi=DPI, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    confidence = [b["confidence"] for b in bins]
-    upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="calibrated")
-    accuracy = np.array([b["accuracy"] for b in bins])
-    low, high = np.array([b["accuracy_95"] for b in bins]).T
-    upper.errorbar(
-        confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
-        capsize=2, elinewidth=1, label="model, 95% interval",
-    )  # fmt: skip
-    upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
-    upper.set_title(f"reliability, expected calibration error {ece:.3f}", fontsize=10)
-    upper.legend(fontsize=8, frameon=False)
-    lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
-    lower.set(xlabel="confidence", ylabel="images")
+    figure = Figure(figsize=(4.6 * len(results), 5.2), dpi=DPI, layout="constrained")
+    axes = figure.subplots(
+        2, len(results), sharex=True, sharey="row", height_ratios=(3, 1), squeeze=False
+    )
+    for (upper, lower), (title, result) in zip(axes.T, results.items(), strict=True):
+        bins = result["reliability"]
+        confidence = [b["confidence"] for b in bins]
+        upper.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1, label="perfect")
+        accuracy = np.array([b["accuracy"] for b in bins])
+        low, high = np.array([b["accuracy_95"] for b in bins]).T
+        upper.errorbar(
+            confidence, accuracy, (accuracy - low, high - accuracy), marker="o", markersize=4,
+            capsize=2, elinewidth=1, label="model, 95% interval",
+        )  # fmt: skip
+        upper.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+        upper.set_title(f"{title}, expected calibration error {result['ece']:.3f}", fontsize=10)
+        upper.legend(fontsize=8, frameon=False)
+        lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
+        lower.set(xlabel="confidence", ylabel="images")
+    return _pixels_of(figure)
+
+
+def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
+    """Draw histograms of scores side by side.
+
+    Args:
+        scores: By name, the scores of test images (N,) and of unfamiliar images (M,).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.2 * len(scores), 2.8), dpi=DPI, layout="constrained")
+    for axis, (name, pair) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
+        edges = np.histogram_bin_edges(torch.cat(pair).numpy(), 40)
+        for values, label in zip(pair, ("test images", "unfamiliar images"), strict=True):
+            weights = np.full(len(values), 1 / len(values))
+            axis.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=label)
+        axis.set_title(f"{name}, fraction of images", fontsize=10)
+    axis.legend(fontsize=8, frameon=False)
     return _pixels_of(figure)
 
 

@@ -152,6 +152,7 @@ def _write_maps(
     logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
     explained = logits.argmax(dim=1).cpu() if aims is None else aims
     names = [f"image_{index:05d}" for index in indices.tolist()]
+    logits = saved.classifier.scaled(logits)
     probabilities, predicted = logits.softmax(dim=1).max(dim=1)
     content = {
         "data": saved.config.data.name,

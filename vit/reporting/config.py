@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a type checker does not look into the registry
     MapKindName = str
 else:
     MapKindName = Literal[*ALL_KINDS]
+Coverage = Annotated[float, Field(gt=0, lt=1)]
 
 
 @settings("data")
@@ -92,10 +93,16 @@ class ReportConfig(ImagesConfig):
 
     Attributes:
         flip: average the logits of each image and its mirror image
+        coverage: fraction of images whose set of classes is to contain the true one, such as 0.9;
+            null makes no sets
+        unfamiliar: images of no class, to be told from the test images: a folder, a data set such
+            as digits, or noise; null measures nothing
         corruptions: also classify the images with 15 corruptions at five severities
     """
 
     flip: Switch = False
+    coverage: Coverage | None = None
+    unfamiliar: PathName | None = None
     corruptions: Switch = False
 
 
@@ -159,11 +166,14 @@ class PredictConfig(EvalConfig):
         out: the table, a .csv file; null is eval/photos.csv next to the model
         batch_size: images per forward pass
         flip: average the logits of each image and its mirror image
+        coverage: fraction of images whose set of classes is to contain the true one, such as 0.9;
+            null makes no sets
     """
 
     photos: tuple[PathName, ...]
     batch_size: Count = 500
     flip: Switch = False
+    coverage: Coverage | None = None
 
     def __post_init__(self) -> None:
         check(self, "out", self.out is None or self.out.endswith(".csv"), "a .csv file")

@@ -10,7 +10,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import Classifier
-from vit.data.datasets import split_training
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.figures import statistics_picture
@@ -29,7 +28,7 @@ from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.config import HeadsConfig
-from vit.reporting.loading import load_run, results_folder
+from vit.reporting.loading import load_run, load_split, results_folder
 from vit.run.folder import HEADS_FILE, HEADS_PICTURE
 
 LISTED = 8  # rows of each part of the table
@@ -68,14 +67,7 @@ def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
     Raises:
         ValueError: There are none, or they cannot be read.
     """
-    data, root = saved.config.data, options.data.root
-    data = replace(data, root=root or data.root)
-    training, held_out = split_training(data, saved.config.train.seed)
-    if saved.fingerprint not in ("", training.fingerprint):
-        raise ValueError(
-            f"data.root: {data.root} does not contain the images that {saved.path} was trained on, "
-            "so its held-out images are unknown; restore them, or point --data.root at them"
-        )
+    held_out = load_split(saved, options.data.root)[1]
     if not len(held_out):
         raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
     held_out = held_out.resized(saved.classifier.preprocess)

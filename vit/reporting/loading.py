@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from vit.data.datasets import load_test_images
+from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
 from vit.data.layout import recognize, refuse_loose_images
 from vit.model_file import SavedModel, load_model
@@ -73,6 +73,26 @@ def load_test(saved: SavedModel, root: str | None = None, download: bool = True)
         )
     require_not_trained_on(test, saved, root)
     return test
+
+
+def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
+    """Find the training images of a model and those that were held out; files are not decoded.
+
+    Args:
+        saved: The model.
+        root: Their folder; None is that of the training run.
+
+    Raises:
+        ValueError: They are missing, or differ from those that the model was trained on.
+    """
+    data = dataclasses.replace(saved.config.data, root=root or saved.config.data.root)
+    training, held_out = split_training(data, saved.config.train.seed)
+    if saved.fingerprint not in ("", training.fingerprint):
+        raise ValueError(
+            f"data.root: {data.root} does not contain the images that {saved.path} was trained on, "
+            "so its held-out images are unknown; restore them, or point --data.root at them"
+        )
+    return training, held_out
 
 
 def require_not_trained_on(test: ImageSet, saved: SavedModel, root: str) -> None:

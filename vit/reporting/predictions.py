@@ -6,7 +6,8 @@ Shapes: N images, C classes.
 import itertools
 import re
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from vit.console import printable, warn
 from vit.data.photos import find_photos
 from vit.data.stream import AT_ONCE, ImageFiles, default_workers
 from vit.files import write_table
+from vit.reporting.calibration import make_sets
 from vit.reporting.config import PredictConfig
 from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
-COLUMNS = r"file,class,probability(,class_\d+,probability_\d+)*"  # a pattern
+COLUMNS = r"file,class,probability(,class_\d+,probability_\d+)*(,set_\w+)*"  # a pattern
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -38,7 +40,8 @@ def predict_files(run: str, options: PredictConfig) -> Path:
 
     Returns:
         The table: a CSV file with the columns file, class and probability, and class_1,
-        probability_1 to class_5, probability_5, best first.
+        probability_1 to class_5, probability_5, best first; with a coverage, also set_lac and
+        set_raps, each the classes of a set, best first, separated by |.
 
     Raises:
         ValueError: There are no images, none can be read, the model cannot be read, or the output
@@ -51,7 +54,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     _require_own_table(table)
     print(saved.describe(), flush=True)
     start = time.perf_counter()
-    rows = _rank_files(saved.classifier, paths, options.batch_size)
+    rows = _rank_files(saved.classifier, paths, options)
     first = next(rows, None)
     if first is None:
         raise ValueError(f"predict: none of the files ({len(paths):,}) can be read as an image")
@@ -72,15 +75,35 @@ def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
 
 
 def _rank_files(
-    classifier: Classifier, paths: list[Path], batch_size: int
+    classifier: Classifier, paths: list[Path], options: PredictConfig
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, in batches; warn of those that cannot be read, and skip them."""
     decoded = _decode(classifier, paths)
-    while batch := list(itertools.islice(decoded, batch_size)):
+    while batch := list(itertools.islice(decoded, options.batch_size)):
         found, images = zip(*batch, strict=True)
-        ranked = classifier.rank(torch.stack(images), TOP, batch_size)
-        for path, ranking in zip(found, ranked, strict=True):
-            yield {"file": path} | columns_of("class", ranking)
+        logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
+        sets: list[dict[str, str]] = [{}] * len(images)
+        if options.coverage is not None:
+            sets = _sets(classifier, images, logits, options.coverage)
+        for path, ranking, columns in zip(found, classifier.ranked(logits, TOP), sets, strict=True):
+            yield {"file": path} | columns_of("class", ranking) | columns
+
+
+def _sets(
+    classifier: Classifier, images: Sequence[Tensor], logits: Tensor, coverage: float
+) -> list[dict[str, str]]:
+    """Return the columns with the sets of images (channels, H, W) with logits (N, C)."""
+    # From the pixels, so that the set of a photo does not depend on those before it.
+    uniform = torch.tensor([zlib.crc32(image.numpy().tobytes()) / 2**32 for image in images])
+    found = make_sets(classifier, logits, uniform, coverage)
+    order = logits.argsort(dim=1, descending=True).tolist()
+    return [
+        {
+            f"set_{kind}": "|".join(classifier.classes[c] for c in ranking if inside[row, c])
+            for kind, inside in found.items()
+        }
+        for row, ranking in enumerate(order)
+    ]
 
 
 def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:

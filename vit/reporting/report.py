@@ -24,10 +24,18 @@ from vit.explain.figures import captions_of, gallery_picture, named, rollout_pic
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
+from vit.reporting.calibration import (
+    calibration_table,
+    make_sets,
+    measure_calibration,
+    measure_sets,
+    sets_table,
+)
 from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
+from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
 
@@ -46,6 +54,7 @@ def write_report(
     batch_size: int = 500,
     probes: int = 8,
     seed: int = 0,
+    coverage: float | None = None,
 ) -> dict[str, Any]:
     """Evaluate a classifier and write numbers and figures into a folder.
 
@@ -59,21 +68,29 @@ def write_report(
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
         seed: Seed of the choice of these images and of those in the projector.
+        coverage: Fraction of images whose set of classes is to contain the true one; None makes no
+            sets.
 
     Returns:
-        The report, see `vit.evaluation.report`, with the most confident mistakes.
+        The report, see `vit.evaluation.report`, with the most confident mistakes, calibration, see
+        `measure_calibration`, and perhaps sets, see `measure_sets`. Its other numbers are of the
+        logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
+    result["calibration"] = measure_calibration(classifier, images, logits)
+    if coverage is not None:
+        result["sets"] = measure_sets(classifier, images, logits, coverage)
     pictures = {
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
-        "reliability": reliability_picture(result["reliability"], result["ece"]),
+        "reliability": reliability_picture(result["calibration"]),
     }
-    wrong = worst_mistakes(logits, images.labels, MISTAKES)
+    scaled = classifier.scaled(logits)
+    wrong = worst_mistakes(scaled, images.labels, MISTAKES)
     mistakes = prediction_rows(classifier, images, logits, wrong)
     result["mistakes"] = [{k: row[k] for k in row if "_" not in k} for row in mistakes]
     if len(wrong):
         chosen = images.select(wrong).in_memory()
-        pictures["mistakes"] = draw_gallery(classifier, chosen, logits[wrong])
+        pictures["mistakes"] = draw_gallery(classifier, chosen, scaled[wrong])
     drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
@@ -92,7 +109,7 @@ def write_report(
         for tag, pixels in pictures.items():
             writer.add_image(picture_tag(f"test/{tag}"), pixels, step, dataformats="HWC")
             Image.fromarray(pixels).save(folder / f"{tag}.png")
-        probabilities = logits.softmax(dim=1)
+        probabilities = scaled.softmax(dim=1)
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
@@ -138,7 +155,7 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
     if len(probes) == 0 or not classifier.has_maps:
         return []
     logits, maps = classifier.maps(probes.pixels())
-    captions = captions_of(logits, probes.labels, probes.classes)
+    captions = captions_of(classifier.scaled(logits), probes.labels, probes.classes)
     probe_maps = zip(probes.pixels(), maps["rollout"], captions, strict=True)
     drawn = [rollout_picture(image, heat, caption) for image, heat, caption in probe_maps]
     return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
@@ -253,12 +270,21 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     saved = load_run(run, options, options.flip)
     test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
+    if options.coverage is not None:  # raises before the images are classified
+        logits = torch.zeros(1, len(test.classes))
+        make_sets(saved.classifier, logits, torch.zeros(1), options.coverage)
+    name = options.unfamiliar
+    others = load_unfamiliar(name, saved, options.data.root) if name else None
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
-        options.seed,
+        options.seed, options.coverage,
     )  # fmt: skip
-    print(as_table(result))
+    print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
+    if options.coverage is not None:
+        print(f"\n{sets_table(result['sets'], options.coverage)}")
+    if others is not None:
+        print(f"\n{report_unfamiliar(saved, test, others, folder, options, result)}")
     if options.corruptions:
         print(f"\n{report_corruptions(saved, test, folder, result, options)}")
     has_maps = saved.classifier.has_maps

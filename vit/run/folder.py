@@ -35,6 +35,7 @@ REPORT_FILES = (  # written next to the report
     "confusion_matrix.png",
     "reliability.png",
     "mistakes.png",
+    "unfamiliar.png",
     "corruptions.png",
     "corrupted_images.png",
     "probes/probe_*.png",

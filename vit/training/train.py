@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import yaml
 
+from vit.calibration import Calibration
 from vit.classifier import Classifier
 from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.distributed.shard import is_sharded
-from vit.evaluation import Evaluator, Setup
+from vit.evaluation import Evaluator, Setup, evaluate
 from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
@@ -95,10 +96,12 @@ def train(
             loop.run()
             classifier, state, save_error = loop.classifier(), step.state, loop.save_error
             fingerprint = training.fingerprint
-            del loop, step, training, held_out  # make room for the test images
+            del loop, step, training
             if tracker is None:
                 return None
             with cores_of_all_processes(), eagerly():
+                classifier = calibrate(classifier, held_out)
+                del held_out  # make room for the test images
                 return finish_run(run, classifier, state, tracker, save_error, fingerprint)
 
 
@@ -181,6 +184,15 @@ def build_loop(
         step, training, evaluators, tracker, saver, env.stop, config.track.every,
         config.train.max_skipped, config.data.balance == "sampler",
     )  # fmt: skip
+
+
+def calibrate(classifier: Classifier, held_out: ImageSet) -> Classifier:
+    """Return a classifier with its calibration on the held-out images, if there are any."""
+    if not len(held_out):
+        return classifier
+    logits = evaluate(classifier, held_out)[1]
+    found = Calibration.fit(logits, held_out.labels.cpu())
+    return dataclasses.replace(classifier, calibration=found)
 
 
 def finish_run(

@@ -1,0 +1,112 @@
+"""Images of no class: metrics compared with scikit-learn, and what the report says of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+from sklearn.neighbors import NearestNeighbors
+
+from small_runs import small
+from vit.classifier import Classifier, build_model
+from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
+from vit.model_file import load_model, save_model
+from vit.reporting import calibration, unfamiliar
+from vit.reporting.config import ReportConfig
+from vit.reporting.loading import load_split, load_test
+from vit.reporting.unfamiliar import _scores, detection, load_unfamiliar, report_unfamiliar
+
+
+@pytest.mark.parametrize("digits", [8, 1, 0])  # with fewer digits, scores are equal more often
+def test_metrics_are_those_of_scikit_learn(digits: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    familiar = (torch.randn(300, generator=random) + 1).double().round(decimals=digits)
+    others = torch.randn(200, generator=random).double().round(decimals=digits)
+    found = detection(familiar, others)
+    scores, truth = torch.cat([familiar, others]), [1] * 300 + [0] * 200
+    assert found["auroc"] == pytest.approx(roc_auc_score(truth, scores))
+    assert found["aupr"] == pytest.approx(average_precision_score(truth, scores))
+    fpr, tpr, _ = roc_curve(truth, scores, drop_intermediate=False)
+    assert found["fpr95"] == pytest.approx(fpr[np.argmax(tpr >= 0.95)])
+    for key in ("auroc", "aupr", "fpr95"):
+        low, high = found[f"{key}_95"]
+        assert low < found[key] < high
+    # DeLong et al. 1988
+    beats = (familiar[:, None] > others).double() + 0.5 * (familiar[:, None] == others)
+    error = (beats.mean(dim=1).var() / 300 + beats.mean(dim=0).var() / 200).sqrt().item()
+    assert np.ptp(found["auroc_95"]) == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_perfect_and_useless_scores() -> None:
+    high, low = torch.arange(50.0) + 100, torch.arange(50.0)
+    perfect = detection(high, low)
+    assert (perfect["auroc"], perfect["aupr"], perfect["fpr95"]) == (1, 1, 0)
+    same = detection(torch.ones(50), torch.ones(50))
+    assert (same["auroc"], same["aupr"], same["fpr95"]) == (0.5, 0.5, 1)
+
+
+def test_scores_are_energy_and_distance_to_the_tenth_neighbour() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 4, generator=random)
+    features = F.normalize(torch.randn(6, 5, generator=random))
+    reference = F.normalize(torch.randn(40, 5, generator=random))
+    found = _scores(logits, features, reference)
+    distances, _ = NearestNeighbors(n_neighbors=10).fit(reference).kneighbors(features)
+    np.testing.assert_allclose(-found["nearest neighbours"], distances[:, 9], rtol=1e-5)
+    np.testing.assert_allclose(found["energy"], np.log(np.exp(logits.numpy()).sum(1)), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unfamiliar")
+    config = small(folder)
+    preprocess = Preprocess.from_config(config.data)
+    model = build_model(config.model, preprocess, 10).eval()
+    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
+    save_model(folder / "model.safetensors", classifier, config, 0)
+    return folder
+
+
+def test_report_gets_metrics_of_every_kind_of_images(
+    untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unfamiliar, "NOISE", 30)
+    monkeypatch.setattr(calibration, "RESAMPLES", 20)
+    (tmp_path / "photos").mkdir()
+    for number in range(7):
+        Image.new("L", (50, 40), 30 * number).save(tmp_path / f"photos/{number}.png")
+    saved = load_model(untrained, "cpu", "float32")
+    test = load_test(saved).select(torch.arange(100))
+    for name, count in (("noise", 30), ("digits", 359), (str(tmp_path / "photos"), 7)):
+        images = load_unfamiliar(name, saved, None)
+        assert images.pixels().shape == (count, 3, 32, 32)
+        result, options = {"accuracy": 0.5}, ReportConfig(unfamiliar=name)
+        table = report_unfamiliar(saved, test, images, tmp_path, options, result).splitlines()
+        assert json.loads((tmp_path / "report.json").read_text()).keys() == result.keys()
+        found = result["unfamiliar"]
+        assert (found["images"], found["n"]) == (name, count)
+        for line, score in zip(
+            table[2:], ("maximum softmax", "energy", "nearest neighbours"), strict=True
+        ):
+            assert line.startswith(score) and f"{found[score]['auroc']:.3f} (" in line
+        with Image.open(tmp_path / "unfamiliar.png") as picture:
+            assert picture.size == (960, 280)
+    logits = saved.classifier.logits(test.pixels())
+    pair = logits.logsumexp(1), saved.classifier.logits(images.pixels()).logsumexp(1)
+    assert found["energy"]["auroc"] == pytest.approx(detection(*pair)["auroc"], abs=0.01)
+    training = load_split(saved, None)[0].pixels()
+    nearest = NearestNeighbors(n_neighbors=10).fit(F.normalize(saved.classifier.features(training)))
+    shown = [F.normalize(saved.classifier.features(s.pixels())) for s in (test, images)]
+    distances = [torch.tensor(-nearest.kneighbors(part)[0][:, 9]) for part in shown]
+    expected = detection(*distances)["auroc"]
+    assert found["nearest neighbours"]["auroc"] == pytest.approx(expected, abs=0.01)
+
+
+def test_images_that_are_not_there_are_refused(untrained: Path) -> None:
+    with pytest.raises(ValueError, match=r"^unfamiliar: .*digts"):
+        load_unfamiliar("digts", load_model(untrained, "cpu"), None)

@@ -1,0 +1,121 @@
+"""Calibration of a classifier: what held-out images say about its probabilities.
+
+Shapes: N images, C classes.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vit.seeding import generator
+
+HOTTEST = 100.0  # largest temperature; 1 / HOTTEST is the smallest
+LEVELS = 1000  # quantiles are stored for coverages of 1/1000, 2/1000 and so on
+PENALTY, FREE_RANKS = 0.01, 5  # of RAPS: each class after the fifth scores 0.01 more than the last
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is measured on held-out images at the end of training, and stored in the model file.
+
+    Attributes:
+        images: Number of held-out images.
+        temperature: What logits are divided by, so that probabilities are calibrated.
+        quantiles: For each kind of `set_scores`, the largest score in a set, by coverage in steps
+            of 1/1000, up to the largest for which there are enough images.
+    """
+
+    images: int
+    temperature: float
+    quantiles: dict[str, list[float]] = field(hash=False)
+
+    @classmethod
+    def fit(cls, logits: Tensor, labels: Tensor) -> "Calibration":
+        """Calibrate with the logits (N, C) and labels (N,) int64 of held-out images."""
+        count, quantiles = len(labels), {}
+        ranks = [-(-(count + 1) * level // LEVELS) for level in range(1, LEVELS)]  # rounded up
+        uniform = torch.rand(count, generator=generator(0, "held-out"))
+        for kind, scores in set_scores(logits, uniform).items():
+            ordered = scores.gather(1, labels[:, None]).squeeze(1).sort().values.tolist()
+            # Six digits, rounded up, keep the file small.
+            chosen = [ordered[rank - 1] for rank in ranks if rank <= count]
+            quantiles[kind] = [math.ceil(1e6 * score) / 1e6 for score in chosen]
+        return cls(count, fit_temperature(logits, labels), quantiles)
+
+    def sets(self, logits: Tensor, uniform: Tensor, coverage: float) -> dict[str, Tensor]:
+        """Return sets of classes that contain the true one with at least some probability.
+
+        The probability is over held-out and other images from one distribution.
+
+        Args:
+            logits: (N, C), not divided by the temperature.
+            uniform: (N,), random, 0 to 1, see `set_scores`.
+            coverage: The probability, above 0 and below 1, rounded up to thousandths.
+
+        Returns:
+            For each kind of `set_scores`, which classes are in the sets, (N, C) bool.
+
+        Raises:
+            ValueError: There were too few held-out images for this coverage.
+        """
+        level, most = math.ceil(LEVELS * coverage - 1e-9), len(self.quantiles["lac"])
+        if level > most:
+            raise ValueError(
+                f"coverage: {coverage} is not allowed; it must be at most {most / LEVELS} for a "
+                f"model with {self.images:,} held-out images"
+            )
+        return {
+            kind: scores <= self.quantiles[kind][level - 1]
+            for kind, scores in set_scores(logits, uniform).items()
+        }
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return the temperature that minimizes the log loss (arXiv 1706.04599).
+
+    The loss is convex in 1/T, so bisection of its slope finds the minimum. As in Platt (1999), the
+    true class has a target probability of (N + 1) / (N + 2), and the rest is divided among all
+    classes, so that a model without mistakes gets a temperature above 0.
+
+    Args:
+        logits: (N, C), at least one image.
+        labels: (N,) int64.
+
+    Returns:
+        The temperature, 0.01 to 100.
+    """
+    logits = logits.double()
+    logits = logits - logits.mean(dim=1, keepdim=True)  # so that the rest of the target adds 0
+    target = (len(labels) + 1) / (len(labels) + 2)
+    wanted = target * logits.gather(1, labels[:, None]).mean()
+    low, high = -math.log(HOTTEST), math.log(HOTTEST)  # of 1/T
+    for _ in range(50):
+        middle = (low + high) / 2
+        expected = ((logits * math.exp(middle)).softmax(dim=1) * logits).sum(dim=1).mean()
+        low, high = (middle, high) if expected < wanted else (low, middle)
+    return math.exp(-low)
+
+
+def set_scores(logits: Tensor, uniform: Tensor) -> dict[str, Tensor]:
+    """Score how badly each class fits an image; a conformal set has the classes of low scores.
+
+    Logits are as trained: the temperature depends on the held-out images, which would then differ
+    from test images, and coverage would only be approximate.
+
+    Args:
+        logits: (N, C).
+        uniform: (N,), random, 0 to 1: the fraction of a class's probability that raps counts.
+
+    Returns:
+        (N, C) float64 each: "lac", 1 minus the probability (arXiv 1609.00451), and "raps", the sum
+        of the larger probabilities and the fraction, with a penalty (arXiv 2009.14193). The most
+        probable class scores 0, so that no set is empty.
+    """
+    probabilities = logits.double().softmax(dim=1)
+    ordered, order = probabilities.sort(dim=1, descending=True)
+    sums = ordered.cumsum(dim=1) + (uniform[:, None] - 1) * ordered
+    penalty = PENALTY * (torch.arange(logits.shape[1]) + 1 - FREE_RANKS).clamp(min=0)
+    scores = {"lac": 1 - probabilities, "raps": sums.scatter(1, order, sums + penalty)}
+    return {kind: score.scatter(1, order[:, :1], 0.0) for kind, score in scores.items()}

@@ -1,0 +1,141 @@
+"""Images of no class: how well a model's outputs tell them from test images.
+
+Shapes: N test images, M other images, D feature width.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from vit.classifier import Classifier
+from vit.data.config import DataConfig
+from vit.data.datasets import open_images
+from vit.data.images import ImageSet
+from vit.data.photos import find_photos
+from vit.data.sampling import balanced_subset
+from vit.data.stream import ImageFiles
+from vit.explain.charts import scores_picture
+from vit.files import write_atomically
+from vit.model_file import SavedModel
+from vit.registry import DATASETS
+from vit.reporting.calibration import bootstrap, with_interval
+from vit.reporting.config import ReportConfig
+from vit.reporting.loading import load_split
+from vit.run.folder import REPORT_FILE
+from vit.seeding import generator
+
+NOISE = 2000  # images of noise
+TRAINING, NEIGHBOURS = 10_000, 10  # training images, and the neighbour whose distance counts
+METRICS = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR at 95% recall"}
+
+
+def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
+    """Load images of no class, of the model's size: noise, a data set's test images, or a folder.
+
+    Raises:
+        ValueError: There are none, or the data set is missing and could not be downloaded.
+    """
+    preprocess, data = saved.classifier.preprocess, saved.config.data
+    if name in DATASETS and not DATASETS[name].own_files:
+        other = DataConfig(name=name, root=root or data.root)
+        return open_images(other, train=False).resized(preprocess)
+    if name == "noise":
+        shape = (NOISE, preprocess.channels, *preprocess.image_size)
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, name))
+        return ImageSet(images, torch.zeros(NOISE, dtype=torch.int64), (name,))
+    paths = tuple(map(str, find_photos([name], "unfamiliar")))
+    labels = torch.zeros(len(paths), dtype=torch.int64)
+    return ImageSet(ImageFiles(paths, preprocess, data.workers), labels, (name,))
+
+
+def report_unfamiliar(
+    saved: SavedModel, test: ImageSet, others: ImageSet, folder: Path, options: ReportConfig,
+    result: dict[str, Any],
+) -> str:  # fmt: skip
+    """Measure how well scores tell test images from others; draw it, and add it to the report.
+
+    Returns:
+        A table of the metrics of `detection`, which the report in the folder gets, too.
+
+    Raises:
+        ValueError: The training images cannot be read.
+    """
+    training = load_split(saved, options.data.root)[0]
+    count = min(TRAINING, len(training))
+    chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
+    training = training.select(chosen).resized(saved.classifier.preprocess)
+    reference = _outputs(saved.classifier, training)[1]
+    familiar, unfamiliar = (
+        _scores(*_outputs(saved.classifier, images), reference) for images in (test, others)
+    )
+    scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
+    found = {name: detection(*pair) for name, pair in scores.items()}
+    result["unfamiliar"] = {"images": str(options.unfamiliar), "n": len(others), **found}
+    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
+    Image.fromarray(scores_picture(scores)).save(folder / "unfamiliar.png")
+    lines = [f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"]
+    lines.append(f"{'score':<20}{''.join(f'{title:<25}' for title in METRICS.values())}".rstrip())
+    for name, row in found.items():
+        cells = (f"{with_interval(row, key, '.3f'):<25}" for key in METRICS)
+        lines.append(f"{name:<20}{''.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _outputs(classifier: Classifier, images: ImageSet) -> tuple[Tensor, Tensor]:
+    """Return logits (N, C) and features of length 1 (N, D), on the CPU."""
+    logits, features, size = [], [], classifier.part_size()
+    for part in tqdm(images.parts(size), total=-(-len(images) // size), leave=False, disable=None):
+        found, linear = classifier.features(part), classifier.has_linear_head
+        out = classifier.logits_of_features(found) if linear else classifier.logits(part)
+        logits.append(out.cpu())
+        features.append(F.normalize(found, dim=1).cpu())
+    return torch.cat(logits), torch.cat(features)
+
+
+def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
+    """Return how familiar images look, (N,) each, more for larger values.
+
+    The energy (arXiv 2010.03759) and the distance to the tenth nearest of the training features
+    (arXiv 2204.06507) are negated.
+    """
+    nearest = [
+        torch.cdist(part, reference).kthvalue(min(NEIGHBOURS, len(reference))).values
+        for part in features.split(500)  # limits peak memory
+    ]
+    return {
+        "maximum softmax": logits.double().softmax(dim=1).max(dim=1).values,
+        "energy": logits.double().logsumexp(dim=1),
+        "nearest neighbours": -torch.cat(nearest).double(),
+    }
+
+
+def detection(familiar: Tensor, unfamiliar: Tensor) -> dict[str, Any]:
+    """Measure how well scores tell N familiar images, of larger scores, from M unfamiliar ones.
+
+    Returns:
+        auroc; aupr, the average precision; and fpr95, the fraction of unfamiliar images that are
+        accepted with 95% of the familiar ones: 0 to 1, with 95% intervals such as auroc_95.
+    """
+    values, groups = (-torch.cat([familiar, unfamiliar])).unique(return_inverse=True)
+    sizes = [len(familiar), len(unfamiliar)]
+
+    def measure(*weights: Tensor) -> Tensor:
+        hits, errors = (  # by threshold
+            group.bincount(weight, len(values)).cumsum(0)
+            for group, weight in zip(groups.split(sizes), weights, strict=True)
+        )
+        tpr, fpr = F.pad(hits / hits[-1], (1, 0)), F.pad(errors / errors[-1], (1, 0))
+        precision = hits / (hits + errors).clamp(min=1)
+        fpr95 = fpr[(tpr >= 0.95).nonzero()[0, 0]]
+        return torch.stack([torch.trapezoid(tpr, fpr), tpr.diff() @ precision, fpr95])
+
+    ones = (torch.ones(size, dtype=torch.float64) for size in sizes)
+    found = dict(zip(METRICS, measure(*ones).tolist(), strict=True))
+    intervals = bootstrap(measure, *sizes)
+    return found | {f"{key}_95": pair for key, pair in zip(METRICS, intervals, strict=True)}
