@@ -144,7 +144,7 @@ def test_index_says_what_each_row_is(explained, opened, shapes):
         for kind, entry in MAP_KINDS.items()
     }
     logits, _ = map_images(opened, shapes.images[list(CHOSEN)])
-    shares, predicted = logits.softmax(dim=1).max(dim=1)
+    shares, predicted = opened.classifier.scaled(logits).softmax(dim=1).max(dim=1)
     assert len(index["images"]) == len(CHOSEN)
     for row, entry in enumerate(index["images"]):
         assert entry.pop("probability") == pytest.approx(shares[row].item(), abs=1e-5)
