@@ -119,7 +119,7 @@ def test_attention_writes_sheets_maps_and_index_and_nothing_else(explained):
     folder, printed = explained
     names = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
     assert names == {
-        "image_00003.png", "image_00017.png", "index.json", "faithfulness.json",
+        "image_00003.png", "image_00017.png", "features.png", "index.json", "faithfulness.json",
         *(f"{kind}.npy" for kind in MAP_KINDS),
     }  # fmt: skip
     assert str(folder) in printed and "2 sheets" in printed and "cpu" in printed.lower()
