@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
+from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.model_file import load, save_model
@@ -68,7 +69,10 @@ def save(
     network = build_model(config.model, preprocess, len(CLASSES)).eval()
     if base is PLAIN:
         torch.nn.init.normal_(network.head.weight)
-    classifier = Classifier(network, preprocess, CLASSES, torch.device("cpu"), torch.float32)
+    calibration = Calibration(images=100, temperature=0.5, quantiles={})
+    classifier = Classifier(
+        network, preprocess, CLASSES, torch.device("cpu"), torch.float32, calibration=calibration
+    )
     folder.mkdir(exist_ok=True)
     save_model(folder / "model.safetensors", classifier, config, step=1)
     return folder
@@ -98,7 +102,9 @@ def test_timm_loads_the_same_model(tmp_path, name):
     images = noise(preprocess, 3)
     with torch.no_grad():
         found = model(classifier.normalize(images))
-    torch.testing.assert_close(found, classifier.logits(images), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found, classifier.scaled(classifier.logits(images)), atol=1e-5, rtol=1e-5
+    )
     assert model.num_classes == 3
     assert tuple(model.pretrained_cfg["label_names"]) == CLASSES
 
@@ -201,7 +207,7 @@ def test_graph_gives_the_same_logits_for_any_batch_and_says_what_it_takes(export
     for count in (1, 5):
         images = noise(RGB, count)
         found = COMPUTE[file](path, classifier.normalize(images))
-        np.testing.assert_allclose(found, classifier.logits(images), atol=1e-5)
+        np.testing.assert_allclose(found, classifier.scaled(classifier.logits(images)), atol=1e-5)
     about = METADATA[file](path)
     assert json.loads(about["classes"]) == list(CLASSES)
     assert Preprocess.from_dict(json.loads(about["preprocess"])) == RGB

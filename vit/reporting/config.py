@@ -215,12 +215,12 @@ class ExportConfig:
 
     Attributes:
         formats: timm for timm.create_model, onnx for ONNX Runtime, torch for torch.export.load,
-            html for the Attention tab in a browser
+            html for the Attention tab in a browser, hub for the Hugging Face Hub
         steps: logged steps in html
         out: folder for the exports; null is export/ next to the model
     """
 
-    formats: tuple[Literal["timm", "onnx", "torch", "html"], ...]
+    formats: tuple[Literal["timm", "onnx", "torch", "html", "hub"], ...]
     steps: Literal["all", "last"] = "all"
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     model: EvalModelConfig = field(default_factory=EvalModelConfig)

@@ -18,6 +18,7 @@ from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
 from vit.reporting.export_formats import FORMATS, Runner, require_packages
 from vit.reporting.loading import load_test, results_folder
+from vit.reporting.model_card import write_hub
 from vit.reporting.page import export_page
 from vit.run.folder import EXPORT_FOLDER, EXPORTS, PREPROCESS_FILE
 from vit.seeding import generator
@@ -28,11 +29,11 @@ TOLERANCE = 1e-4  # largest difference of a logit
 
 
 def export_run(run: str, options: ExportConfig) -> list[Path]:
-    """Write a model in other formats and compare the results with the model; or `export_page`.
+    """Write a model in other formats and compare the results with the model.
 
-    Each export is loaded again by its own runtime and gets 100 test images, or noise where they are
-    not on this machine. It appears only if all logits agree. With it comes preprocess.py,
-    which reads image files for the model.
+    Each export for another runtime is loaded by it and gets 100 test images, or noise where they
+    are not on this machine. It appears only if all logits agree. With it comes preprocess.py, which
+    reads image files for the model. For html see `export_page`, for hub `write_hub`.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
@@ -55,6 +56,8 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     print(saved.describe(), flush=True)
     if page := targets.pop("html", None):
         export_page(saved, page, options)
+    if hub := targets.pop("hub", None):
+        write_hub(saved, hub)
     if not targets:
         return written
     for name, target in targets.items():
@@ -120,7 +123,7 @@ def preprocess_program(preprocess: Preprocess) -> bytes:
 
 
 def largest_difference(classifier: Classifier, run: Runner, images: Tensor) -> float:
-    """Return the largest difference between the logits of a classifier and those of its export.
+    """Return the largest difference of the calibrated logits of a classifier and its export's.
 
     Those of our VisionTransformer are computed with need_weights=True, which never takes torch's
     fused kernel: the export is compared with attention as it is written.
@@ -138,6 +141,7 @@ def largest_difference(classifier: Classifier, run: Runner, images: Tensor) -> f
     else:
         expected = torch.cat([classifier.forward(part) for part in inputs])
     found = torch.cat([run(part) for part in inputs])
+    expected = classifier.scaled(expected)
     assert found.shape == expected.shape
     return (found - expected).abs().max().item()
 

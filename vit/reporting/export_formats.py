@@ -17,6 +17,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.model.config import TIMM, ModelConfig
-from vit.model.timm_model import NORM_EPS, complete_arguments
+from vit.model.timm_model import NORM_EPS, complete_arguments, heads
 from vit.settings import shorten
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
@@ -147,7 +148,7 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
     architecture, arguments = timm_arguments(config, classifier.preprocess)
     num_classes = len(classifier.classes)
     twin: Any = timm.create_model(architecture, num_classes=num_classes, **arguments)
-    weights = _portable(classifier.model).state_dict()
+    weights = _portable(classifier).state_dict()
     if differing := sorted(weights.keys() ^ twin.state_dict().keys()):
         raise ValueError(
             "export: timm is not possible for this model: it differs from timm's in "
@@ -237,7 +238,7 @@ def _trace(classifier: Classifier) -> torch.export.ExportedProgram:
     preprocess = classifier.preprocess
     images = torch.zeros(TRACED_BATCH, preprocess.channels, *preprocess.image_size)
     shapes = ({0: torch.export.Dim("batch", min=1)},)
-    return trace(_portable(classifier.model), (images,), shapes)
+    return trace(_portable(classifier), (images,), shapes)
 
 
 def trace(
@@ -264,9 +265,17 @@ def trace(
     return program
 
 
-def _portable(model: nn.Module) -> nn.Module:
-    """Copy a model with all weights contiguous, which the formats expect."""
-    return copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+def _portable(classifier: Classifier) -> nn.Module:
+    """Copy a model with contiguous weights, as the formats expect, and with calibrated logits.
+
+    No format has a place for the temperature, so it is divided out of the last layer.
+    """
+    model = copy.deepcopy(classifier.model).to(memory_format=torch.contiguous_format)
+    if classifier.calibration:
+        with torch.no_grad():
+            for parameter in chain.from_iterable(head.parameters() for head in heads(model)):
+                parameter.div_(classifier.calibration.temperature)
+    return model
 
 
 FORMATS = {

@@ -11,8 +11,7 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation import as_table
 from vit.hub import HUB
 from vit.model.config import TIMM
-from vit.model_file import SavedModel, load_model, save_model
-from vit.reporting.export_formats import Runner
+from vit.model_file import SavedModel, save_model
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.settings import flatten
 from vit.training.config import Config, to_dict
@@ -63,7 +62,13 @@ None is stated yet. Choose one, and write it into the metadata at the top of thi
 
 
 def write_hub(saved: SavedModel, folder: Path) -> None:
-    """Write a folder for `hf upload OWNER/NAME FOLDER`; it does not tell where files were."""
+    """Write a folder for `hf upload OWNER/NAME FOLDER`; it does not tell where files were.
+
+    Raises:
+        ValueError: The folder exists; its model card may have been edited.
+    """
+    if folder.exists():
+        raise ValueError(f"out: {folder} exists; delete it, or use another --out")
     classifier = saved.classifier
     config = without_places(saved.config)
     content = {
@@ -72,10 +77,11 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
         "preprocess": classifier.preprocess.to_dict(),
         "label_names": list(classifier.classes),
     }
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_model(folder / MODEL_FILE, classifier, config, saved.step, saved.fingerprint)
     (folder / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     (folder / "README.md").write_text(model_card(saved), encoding="utf-8")
+    print(f"wrote {folder}; upload it with: hf upload OWNER/{saved.name} {folder}")
 
 
 def without_places(config: Config) -> Config:
@@ -113,11 +119,6 @@ def model_card(saved: SavedModel) -> str:
         if report
         else "Not measured.",
     )
-
-
-def load_hub(folder: Path) -> Runner:
-    """Load a folder as `vit.load` loads it from the Hub."""
-    return load_model(folder, "cpu", "float32").classifier.forward
 
 
 def _describe(preprocess: Preprocess) -> str:

@@ -63,7 +63,9 @@ SHEET_SUFFIX = "_sheet.png"
 PHOTOS_FILE = "photos.csv"
 EXPORT_FOLDER = "export"
 PREPROCESS_FILE = "preprocess.py"  # with each export
-EXPORTS = {"timm": "timm", "onnx": "model.onnx", "torch": "model.pt2", "html": "live.html"}
+EXPORTS = {
+    "timm": "timm", "onnx": "model.onnx", "torch": "model.pt2", "html": "live.html", "hub": "hub"
+}  # fmt: skip
 # The files that a run and its evaluations write, and so those that --overwrite deletes. The config
 # comes last, so that a folder is still recognized as a run if the deletion is interrupted.
 _WRITTEN = (
