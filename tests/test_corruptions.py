@@ -1,6 +1,7 @@
 """Corruptions against independent references in NumPy, SciPy and Pillow, and their report."""
 
 import colorsys
+import copy
 import io
 import itertools
 import math
@@ -24,10 +25,11 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation import wilson_interval
 from vit.model.vit import VisionTransformer
 from vit.registry import CORRUPTIONS
-from vit.reporting.config import ReportConfig
+from vit.reporting.config import CompareConfig, ReportConfig
 from vit.reporting.corruptions import (
     SEVERITIES,
     classify_corrupted,
+    compare_corrupted,
     report_corruptions,
     summarize,
 )
@@ -369,6 +371,31 @@ def test_report_has_every_kind_with_its_interval(saved, images, tmp_path):
         "corrupted_accuracy": stored["mean"],
         **{f"corruptions/{kind}": row["mean"] for kind, row in stored["kinds"].items()},
     }
+
+
+def test_models_are_compared_by_image_with_the_same_corruptions(saved, images, tmp_path):
+    one, other = saved.classifier, copy.deepcopy(saved.classifier)
+    torch.nn.init.normal_(other.model.head.weight, std=3, generator=generator(1, "other"))
+    models = {"one": (one, images), "other": (other, images), "same": (one, images)}
+    found, table = compare_corrupted(models, tmp_path, CompareConfig(others=("x", "y")))
+    hits = [
+        classify_corrupted(classifier, images, tmp_path / f"{number}.npz")
+        for number, classifier in enumerate((one, other))
+    ]
+    lines = {line[:12].strip(): line for line in table.splitlines()}
+    for kind in CORRUPTIONS:
+        first, second = (part[kind].double().mean(dim=0).numpy() for part in hits)
+        row = found["other"][kind]
+        assert (found["one"][kind]["mean"], row["mean"]) == (
+            pytest.approx(first.mean()), pytest.approx(second.mean())
+        )  # fmt: skip
+        half = 1.959964 * (second - first).std(ddof=1) / len(images) ** 0.5
+        mean = (second - first).mean()
+        assert row["difference_95"] == pytest.approx((mean - half, mean + half), abs=1e-6)
+        assert found["same"][kind]["difference_95"] == (0, 0)
+        assert f"{row['difference']:+.1%} (" in lines[kind.replace("_", " ")[:12].strip()]
+    means = [found["other"][kind]["difference"] for kind in CORRUPTIONS]
+    assert found["other"]["mean"]["difference"] == pytest.approx(np.mean(means))
 
 
 def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):

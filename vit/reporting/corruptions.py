@@ -21,11 +21,12 @@ from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import wilson_interval
 from vit.explain.charts import corruption_chart, corruption_picture
+from vit.explain.faithfulness import mean_interval
 from vit.files import write_atomically
 from vit.model_file import SavedModel
 from vit.parallel import map_on_cores
 from vit.registry import CORRUPTIONS
-from vit.reporting.config import ReportConfig
+from vit.reporting.config import CompareConfig, ReportConfig
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.run.folder import CORRUPTIONS_FILE
 
@@ -151,6 +152,42 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
     error = (correct - ratio * clean).square().mean().sqrt().item() / clean.mean().item()
     half = 1.959964 * error / math.sqrt(count)
     return {**result, "relative": ratio, "relative_95": (max(0.0, ratio - half), ratio + half)}
+
+
+def compare_corrupted(
+    models: dict[str, tuple[Classifier, ImageSet]], folder: Path, options: CompareConfig
+) -> tuple[dict[str, Any], str]:
+    """Compare the accuracy of models by name with the same corruptions, image by image.
+
+    Args:
+        models: The models, each with the test images of its size; all are compared with the first.
+        folder: A folder for the results of each model, see `classify_corrupted`.
+        options: The evaluation.
+
+    Returns:
+        For each model, kind of corruption, and the "mean" over kinds: what `_mean` returns, and
+        the difference to the first model with its 95% interval difference_95; and a table.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in models}
+    survived: dict[str, Tensor] = {}  # of the first model
+    for number, (name, (classifier, images)) in enumerate(models.items(), start=1):
+        path = folder / f"corruptions_{number}.npz"
+        correct = classify_corrupted(classifier, images, path, options.seed, options.batch_size)
+        clean, *hits = (correct[kind].double().mean(dim=0) for kind in ("clean", *CORRUPTIONS))
+        means = dict(
+            zip([*CORRUPTIONS, "mean"], [*hits, torch.stack(hits).mean(dim=0)], strict=True)
+        )
+        for kind, fraction in means.items():
+            mean, half = mean_interval(fraction - survived.setdefault(kind, fraction))
+            interval = {"difference": mean, "difference_95": (mean - half, mean + half)}
+            found[name][kind] = _mean(fraction, clean) | interval
+    name, *names = models
+    first, *others = found.values()
+    rows = [["corruption", f"{name} (95% interval)", *(f"{other} − {name}" for other in names)]]
+    for kind, row in first.items():
+        cells = [with_interval(other[kind], "difference", "+.1%") for other in others]
+        rows.append([kind.replace("_", " "), with_interval(row, "mean", ".1%"), *cells])
+    return found, "\n".join(text_table(rows))
 
 
 def as_table(summary: dict[str, Any]) -> str:

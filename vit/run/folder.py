@@ -83,6 +83,7 @@ _WRITTEN = (
     f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
     f"{EVAL_FOLDER}/{PHOTOS_FILE}",
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
+    f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
     f"{EXPORT_FOLDER}/timm/config.json",
     f"{EXPORT_FOLDER}/timm/model.safetensors",
     f"{EXPORT_FOLDER}/timm/{PREPROCESS_FILE}",
