@@ -14,18 +14,12 @@ from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
 from vit.explain.colours import SIGNED
-from vit.explain.faithfulness import (
-    centred_map,
-    faithfulness,
-    hiding_curves,
-    random_maps,
-)
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.importance import as_grid
 from vit.explain.maps import attention_maps, map_title
 from vit.model.vit import VisionTransformer
 from vit.reporting import attention_records as records_module
-from vit.reporting.attention_logging import LEVELS, AttentionLogging, attention_logging
+from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.heads import measure_groups
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.training.config import Config
@@ -79,7 +73,6 @@ def test_records_come_first_then_numbers_then_pictures(classifier, tmp_path):
             for name in ("entropy", "distance", "sink", "patch_norm")
             for layer in range(2)
         ),
-        *(f"faithfulness/{kind}" for kind in ("rollout", "relevance", "lrp", "random", "centred")),
         "attention/statistics", "attention/heads/probe_00",
         *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
         *(f"attention/lrp/probe_{number:02d}" for number in range(3)),
@@ -114,33 +107,16 @@ def test_weights_of_a_run_have_a_budget(classifier, tmp_path, capsys, monkeypatc
     for yielded in look(classifier, tmp_path, [0, 5]):
         sums = [value for value in yielded.values() if isinstance(value, Summary)]
         assert [len(found.value) for found in sums] == [2, 2, 1]
-        for found in sums:
-            details = decode_details(found.value[0].tensor.string_val[0])
-            measured = {shown.kind for shown in details.maps if shown.faithfulness is not None}
-            assert measured == {"rollout", "relevance", "lrp"}
     assert "has the attention weights of 2 of 3 images (at most 0 MB" in capsys.readouterr().err
 
 
-def test_maps_that_are_not_finite_cost_records_and_faithfulness(classifier, tmp_path, capsys):
+def test_maps_that_are_not_finite_cost_records_and_relevance(classifier, tmp_path, capsys):
     with torch.no_grad():
         classifier.model.head.bias.fill_(float("nan"))
     (yielded,) = look(classifier, tmp_path, [5])
     assert not any(isinstance(value, Summary) for value in yielded.values())
-    assert not any(tag.startswith("faithfulness") for tag in yielded)
     assert "attention/filmstrip" in yielded and "attention/lrp/probe_00" not in yielded
     assert "the Attention tab misses images of step 5" in capsys.readouterr().err
-
-
-def test_faithfulness_is_the_mean_over_the_probes(classifier, tmp_path):
-    (row,) = look(classifier, tmp_path, [5])
-    images = classifier.normalize(PROBES.images)
-    logits, maps = attention_maps(classifier.model, images, ["rollout", "relevance", "lrp"])
-    maps["random"] = random_maps(3, (8, 8), 7)
-    maps["centred"] = centred_map((8, 8)).expand(3, -1, -1)
-    for kind, found in maps.items():
-        curves = hiding_curves(classifier.forward, images, found, logits.argmax(dim=1), LEVELS)
-        expected = faithfulness(*curves)["lerf_morf"].mean().item()
-        assert row[f"faithfulness/{kind}"] == pytest.approx(expected, abs=1e-6), kind
 
 
 def test_full_disk_costs_only_the_saved_maps(classifier, tmp_path, capsys, monkeypatch):

@@ -108,7 +108,9 @@ def test_report_and_predictions_use_the_temperature(
     assert again["calibration"] == trained["calibration"]
     assert again.keys() - trained.keys() == {"sets", "unfamiliar"}
     assert "LAC coverage" in printed
-    assert f"energy{again['unfamiliar']['energy']['auroc']:19.3f} (" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("energy "))
+    assert f" {again['unfamiliar']['energy']['auroc']:.3f} (" in line
+    assert (tmp_path / "unfamiliar.png").exists()
     with pytest.raises(ValueError, match=r"^coverage: 0\.99 is not allowed; .* at most 0\.983"):
         evaluate_run(str(run), replace(options, coverage=0.99))
     expected = {"as trained": 1.0, "calibrated": temperature}

@@ -19,7 +19,6 @@ from vit.reporting.comparison import (
     Measured,
     _choose,
     _compare,
-    _folder_name,
     _short_names,
     compare_runs,
 )
@@ -74,11 +73,6 @@ def test_each_model_gets_images_of_its_own_size(tmp_path):
 )
 def test_names_are_short_and_differ(names, short):
     assert _short_names(names) == short
-
-
-def test_folder_of_many_models_has_a_name_that_file_systems_allow():
-    assert _folder_name(["b", "c"]) == "compare_b_c"
-    assert 150 < len(_folder_name(["森" * 20] * 9).encode()) <= 200
 
 
 def test_images_on_which_models_disagree_are_drawn_where_maps_cannot_be_compared(tmp_path):

@@ -1,9 +1,9 @@
 """Corruptions against independent references in NumPy, SciPy and Pillow, and their report."""
 
 import colorsys
+import copy
 import io
 import itertools
-import json
 import math
 import zlib
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from scipy import ndimage, stats
 from torch import Tensor
 
 from models import PLAIN
-from small_runs import events
 from vit.classifier import Classifier
 from vit.data import corruptions
 from vit.data.corruptions import corrupt, parameters
@@ -26,10 +25,11 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation import wilson_interval
 from vit.model.vit import VisionTransformer
 from vit.registry import CORRUPTIONS
-from vit.reporting.config import ReportConfig
+from vit.reporting.config import CompareConfig, ReportConfig
 from vit.reporting.corruptions import (
     SEVERITIES,
     classify_corrupted,
+    compare_corrupted,
     report_corruptions,
     summarize,
 )
@@ -354,9 +354,8 @@ def images() -> ImageSet:
 
 def test_report_has_every_kind_with_its_interval(saved, images, tmp_path):
     """In report.json, the table, TensorBoard and two pictures."""
-    result = {"accuracy": 3 / 7}
-    table = report_corruptions(saved, images, tmp_path, result, ReportConfig(batch_size=3))
-    stored = json.loads((tmp_path / "report.json").read_text())["corruptions"]
+    part = report_corruptions(saved, images, tmp_path, 3 / 7, ReportConfig(batch_size=3))
+    stored = part.numbers
     assert list(stored["kinds"]) == list(CORRUPTIONS)
     for row in stored["kinds"].values():
         assert row["mean"] == pytest.approx(np.mean(row["accuracy"]))
@@ -364,22 +363,45 @@ def test_report_has_every_kind_with_its_interval(saved, images, tmp_path):
             low <= value <= high
             for value, (low, high) in zip(row["accuracy"], row["accuracy_95"], strict=True)
         )
-    assert [line.split("  ")[0] for line in table.splitlines()[1:]] == [
+    assert [line.split("  ")[0] for line in part.table.splitlines()[1:]] == [
         *(kind.replace("_", " ") for kind in CORRUPTIONS), "mean",
     ]  # fmt: skip
-    for name in ("corruptions.png", "corrupted_images.png"):
-        assert np.asarray(Image.open(tmp_path / name)).std() > 1
-    logged = events(tmp_path)
-    assert {"test/corrupted_accuracy", *(f"test/corruptions/{kind}" for kind in CORRUPTIONS)} == {
-        *logged.Tags()["scalars"]
+    assert all(picture.std() > 1 for picture in part.pictures.values())
+    assert part.scalars == {
+        "corrupted_accuracy": stored["mean"],
+        **{f"corruptions/{kind}": row["mean"] for kind, row in stored["kinds"].items()},
     }
-    assert logged.Scalars("test/corrupted_accuracy")[0].step == 7
+
+
+def test_models_are_compared_by_image_with_the_same_corruptions(saved, images, tmp_path):
+    one, other = saved.classifier, copy.deepcopy(saved.classifier)
+    torch.nn.init.normal_(other.model.head.weight, std=3, generator=generator(1, "other"))
+    models = {"one": (one, images), "other": (other, images), "same": (one, images)}
+    found, table = compare_corrupted(models, tmp_path, CompareConfig(others=("x", "y")))
+    hits = [
+        classify_corrupted(classifier, images, tmp_path / f"{number}.npz")
+        for number, classifier in enumerate((one, other))
+    ]
+    lines = {line[:12].strip(): line for line in table.splitlines()}
+    for kind in CORRUPTIONS:
+        first, second = (part[kind].double().mean(dim=0).numpy() for part in hits)
+        row = found["other"][kind]
+        assert (found["one"][kind]["mean"], row["mean"]) == (
+            pytest.approx(first.mean()), pytest.approx(second.mean())
+        )  # fmt: skip
+        half = 1.959964 * (second - first).std(ddof=1) / len(images) ** 0.5
+        mean = (second - first).mean()
+        assert row["difference_95"] == pytest.approx((mean - half, mean + half), abs=1e-6)
+        assert found["same"][kind]["difference_95"] == (0, 0)
+        assert f"{row['difference']:+.1%} (" in lines[kind.replace("_", " ")[:12].strip()]
+    means = [found["other"][kind]["difference"] for kind in CORRUPTIONS]
+    assert found["other"]["mean"]["difference"] == pytest.approx(np.mean(means))
 
 
 def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
     """Finished kinds are not computed again, unless the seed or the images differ."""
-    path, done = tmp_path / "corruptions.json", []
-    whole = classify_corrupted(saved.classifier, images, tmp_path / "whole.json", batch_size=4)
+    path, done = tmp_path / "corruptions.npz", []
+    whole = classify_corrupted(saved.classifier, images, tmp_path / "whole.npz", batch_size=4)
 
     def counted(part: Tensor, kind: str, severity: int, seed: int) -> Tensor:
         if len(part) > 1:  # not the sample that identifies the corruptions
@@ -400,11 +422,3 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
         done[:] = ["end"]
         classify_corrupted(saved.classifier, chosen, path, seed, batch_size=4)
         assert {*done[1:]} == {*CORRUPTIONS}
-
-
-def test_a_file_of_someone_else_is_not_replaced(saved, images, tmp_path):
-    path = tmp_path / "corruptions.json"
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="use another --out"):
-        classify_corrupted(saved.classifier, images, path)
-    assert path.read_text() == "[]"

@@ -17,7 +17,6 @@ from vit.explain.lrp import propagate
 from vit.model.vit import VisionTransformer
 from vit.reporting.report import (
     _require_own_report,
-    _thumbnails,
     contrast,
     draw_gallery,
     report_files,
@@ -99,13 +98,3 @@ def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
             write_report(*mistakes, tmp_path, step=1, probes=0)
     assert report_files(tmp_path)
     _require_own_report(tmp_path)  # raises nothing
-
-
-@pytest.mark.parametrize(("height", "width"), [(24, 16), (16, 24), (320, 160), (65, 300)])
-def test_thumbnails_are_small_and_square(height: int, width: int) -> None:
-    shown = _thumbnails(torch.full((2, 3, height, width), 200, dtype=torch.uint8))
-    scale = min(1, 64 / max(height, width))
-    side = round(scale * max(height, width))
-    assert shown.shape == (2, 3, side, side) and shown.dtype == torch.uint8
-    inside = (shown == 200).all(dim=1).sum(dim=(1, 2))
-    assert (inside == round(scale * height) * round(scale * width)).all()

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,7 +30,7 @@ from small_runs import (
 )
 from vit.data import datasets
 from vit.data.config import DataConfig
-from vit.data.datasets import choose_probes, load, open_images
+from vit.data.datasets import open_images
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
@@ -150,10 +148,6 @@ def test_numbers_of_attention_stand_at_every_milestone(finished: tuple[Path, str
             points = accumulator.Scalars(f"vit/attention/{name}/layer_{layer:02d}")
             assert [point.step for point in points] == milestones(STEPS, 10)
             assert all(low < point.value <= high for point in points)
-    for kind in ("rollout", "relevance", "lrp", "random", "centred"):
-        points = accumulator.Scalars(f"vit/faithfulness/{kind}")
-        assert [point.step for point in points] == milestones(STEPS, 10)
-        assert all(-0.5 <= point.value <= 0.5 for point in points)
 
 
 def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,25 +167,10 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.M
         train(small(tmp_path / "run"))
 
 
-def test_report_has_curves_and_features_for_tensorboard(finished: tuple[Path, str]) -> None:
-    folder = finished[0] / "eval"
-    accumulator = events(folder)
-    curves = {tag for tag in accumulator.Tags()["tensors"] if tag.startswith("precision_recall/")}
+def test_report_has_curves_for_tensorboard(finished: tuple[Path, str]) -> None:
+    tags = events(finished[0] / "eval").Tags()["tensors"]
+    curves = {tag for tag in tags if tag.startswith("precision_recall/")}
     assert curves == {f"precision_recall/{kind}" for kind in KINDS}
-    (tensors,) = folder.glob("*/features/tensors.tsv")
-    features = np.loadtxt(tensors)
-    assert features.shape == (1000, 24) and features.std() > 0.01
-    names = (tensors.parent / "metadata.tsv").read_text().split()
-    assert {name: names.count(name) for name in names} == dict.fromkeys(KINDS, 100)
-    with Image.open(tensors.parent / "sprite.png") as sprite:
-        assert sprite.size == (32 * 32, 32 * 32)
-    shown = choose_probes(load("shapes", ".", train=False), 1000, 0)
-    assert names == [KINDS[label] for label in shown.labels]
-    model = load_model(finished[0], device="cpu").classifier.model
-    with torch.no_grad():
-        tokens = model.forward_features(SHAPES.normalize(shown.images))
-    expected = model.forward_head(tokens, pre_logits=True).detach()
-    torch.testing.assert_close(torch.from_numpy(features).float(), expected, rtol=0, atol=1e-4)
 
 
 def test_eval_gives_the_same_numbers_as_the_end_of_training(

@@ -126,7 +126,6 @@ class MapKind:
         default: Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise.
             The tab has no maps that need pixels or passes.
         photos: Whether it is drawn for photos unless told otherwise.
-        training: Whether its faithfulness is measured during training.
         options: Options of `vit.explain.maps.attention_maps` that the function takes.
     """
 
@@ -137,7 +136,6 @@ class MapKind:
     signed: bool = False
     default: bool = True
     photos: bool = False
-    training: bool = False
     options: tuple[str, ...] = ()
 
     @property
@@ -150,18 +148,18 @@ class MapKind:
 ALL_KINDS = {
     "rollout": MapKind(
         "attention rollout", "rollout:attention_rollout", "weights", "uniform",
-        photos=True, training=True, options=("head_fusion", "discard_ratio", "start_layer"),
+        photos=True, options=("head_fusion", "discard_ratio", "start_layer"),
     ),
     "gradient_rollout": MapKind(
         "gradient rollout", "rollout:gradient_rollout", "gradients", "uniform"
     ),
     "relevance": MapKind(
-        "class relevance", "rollout:class_relevance", "gradients", "mean", training=True
+        "class relevance", "rollout:class_relevance", "gradients", "mean"
     ),
     "raw": MapKind("last layer's attention", "rollout:raw_attention", "weights", "uniform"),
     "lrp": MapKind(
         "layer-wise relevance", "maps:relevance_of_patches", "relevance", "size",
-        signed=True, training=True,
+        signed=True,
     ),
     "lrp_rollout": MapKind(
         "relevance × rollout", "maps:relevance_times_rollout", "relevance", "size"

@@ -1,6 +1,5 @@
 """Attention of test images: sheets, maps and an index."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +23,7 @@ from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
-from vit.reporting.attention_records import (
-    attention_records,
-    left_out_text,
-    read_frames,
-    with_features,
-)
+from vit.reporting.attention_records import attention_records, left_out_text, read_frames
 from vit.reporting.config import MapsConfig
 from vit.reporting.live import add_live
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
@@ -213,14 +207,14 @@ def _write_records(
 ) -> None:
     """Write images, the model and a sheet of features; with levels, maps' faithfulness."""
     classifier = saved.classifier
-    found = attention_records(classifier, images, levels=levels, target=target, **rollout)
     weighted, features = 0, []
     frames = read_frames(classifier, test, saved.config.train.seed)
     if frames is not None:
         add_frames(writer, frames.numpy(), saved.step)
-    records = itertools.chain.from_iterable(
-        with_features(classifier, attention, batch, frames) for attention, batch in found
+    found = attention_records(
+        classifier, images, frames=frames, levels=levels, target=target, **rollout
     )
+    records = (record for _, batch in found for record in batch)
     for name, record in zip(names, records, strict=True):
         if record is not None:
             add_record(writer, f"attention/{name}", record, saved.step)

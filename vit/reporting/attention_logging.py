@@ -16,7 +16,6 @@ from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import Setup
 from vit.explain.colours import SIGNED
-from vit.explain.faithfulness import faithfulness, hiding_curves, with_baselines
 from vit.explain.figures import (
     attention_picture,
     captions_of,
@@ -36,15 +35,13 @@ from vit.explain.statistics import (
 )
 from vit.files import write_atomically
 from vit.model.attention_model import attention_model, require_attention
-from vit.parallel import map_on_cores, one_core
-from vit.registry import ALL_KINDS
+from vit.parallel import one_core
 from vit.reporting.attention_records import (
     Attention,
     attention_records,
     joined,
     left_out_text,
     read_frames,
-    with_features,
 )
 from vit.reporting.heads import choose_held_out, draw_heads, measure_groups
 from vit.reporting.live import LiveLog
@@ -57,16 +54,14 @@ RECORD_TAG = "attention/probe_{:02d}"
 RELEVANCE_TAG = "attention/lrp/probe_{:02d}"
 MUTED_IMAGES = 500  # held-out images on which heads are muted, at most
 MUTED_FRACTION = 0.02  # of a run that muting may take
-LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # fractions of hidden patches; fewer than in eval.py
-MEASURED_KINDS = tuple(kind for kind, entry in ALL_KINDS.items() if entry.training)
 
 
 class AttentionLogging:
     """Evaluator that logs the attention of a few images, the probes.
 
     The model is one whose attention can be read, see `Classifier.has_maps`. At each step it yields
-    a record of each probe for the Attention tab, statistics of all heads, the faithfulness of maps,
-    and pictures; at the last one also what muting each head costs.
+    a record of each probe for the Attention tab, statistics of all heads, and pictures; at the last
+    one also what muting each head costs.
 
     The rollout maps are saved as step_*.npy, (probes, rows, columns) in units of uniform attention.
     The filmstrip is drawn from these files, so it is complete even after an interruption.
@@ -75,7 +70,7 @@ class AttentionLogging:
         folder: Folder for the maps.
         probes: The images; if there are none, nothing is logged.
         steps: The steps after which it runs.
-        seed: Seed of the random maps, a baseline of faithfulness.
+        seed: Seed of the choice of images to which the frames of features are fitted.
         held_out: Images on which heads are muted at the last step; None leaves that out.
         live: Stores the model for the Attention tab; None leaves that out.
         fitted: Images to some of which the frames of features are fitted; None leaves features out.
@@ -100,7 +95,7 @@ class AttentionLogging:
         self._said = False  # whether the user knows that weights are left out
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
-        """Yield records, attention/STATISTIC/layer_NN, faithfulness/KIND, and pictures."""
+        """Yield records, attention/STATISTIC/layer_NN, and pictures."""
         if not len(self.probes):
             return
         importance = None
@@ -118,19 +113,17 @@ class AttentionLogging:
     def _log(
         self, classifier: Classifier, step: int, threads: int, importance: Tensor | None
     ) -> Iterator[tuple[str, Logged]]:
-        batches = [
-            *attention_records(
-                classifier, self.probes, steps=self._count, levels=LEVELS,
-                scored=MEASURED_KINDS, predicted_only=True, threads=threads,
-            )
-        ]  # fmt: skip
-        attention = joined([batch for batch, _ in batches])
-        records = [_with_importance(r, importance) for _, batch in batches for r in batch]
+        frames = None
         if self.fitted is not None:
             frames = read_frames(classifier, self.fitted, self.seed, threads)
-            records = with_features(classifier, attention, records, frames)
-            if frames is not None:
-                yield FRAMES_TAG, frames_summary(frames.numpy())
+        if frames is not None:
+            yield FRAMES_TAG, frames_summary(frames.numpy())
+        found = attention_records(
+            classifier, self.probes, frames=frames, steps=self._count, threads=threads
+        )
+        parts, batches = zip(*found, strict=True)
+        attention = joined(parts)
+        records = [_with_importance(record, importance) for batch in batches for record in batch]
         yield from self._records(records, step)
         heads = self._statistics(classifier, attention.weights)
         layers = {name: values.mean(dim=1) for name, values in heads.items()}
@@ -139,9 +132,6 @@ class AttentionLogging:
         for name, values in layers.items():
             for layer, value in enumerate(values.tolist()):
                 yield f"attention/{name}/layer_{layer:02d}", value
-        if attention.finite:
-            yield from _measured(records)
-            yield from self._baselines(classifier, attention, threads)
         maps = self._save(attention.map("rollout").cpu(), step)
         titles = ("entropy / log N", "distance, pixels", "fraction to the top token")
         chart = statistics_picture(dict(zip(titles, heads.values(), strict=True)))
@@ -173,22 +163,6 @@ class AttentionLogging:
             "distance": attention_distance(weights, grid, size, prefix),
             "sink": sink_mass(weights),
         }
-
-    def _baselines(
-        self, classifier: Classifier, attention: Attention, threads: int
-    ) -> Iterator[tuple[str, Logged]]:
-        """Yield the faithfulness of the baselines, measured on the same images."""
-        maps = with_baselines({"rollout": attention.map("rollout")}, self.seed)
-        del maps["rollout"]  # it has been measured
-        inputs, predicted = classifier.normalize(self.probes.pixels()), attention.logits.argmax(1)
-
-        def score(kind: str) -> float:
-            curves = hiding_curves(classifier.forward, inputs, maps[kind], predicted, LEVELS)
-            return faithfulness(*curves)["lerf_morf"].mean().item()
-
-        threads = threads if classifier.device.type == "cpu" else 1
-        for kind, value in zip(maps, map_on_cores(score, maps, threads), strict=True):
-            yield f"faithfulness/{kind}", value
 
     def _draw(
         self, classifier: Classifier, attention: Attention, maps: dict[int, np.ndarray]
@@ -246,19 +220,6 @@ def _with_importance(record: Record | None, importance: Tensor | None) -> Record
         return record
     statistics = replace(record.details.statistics, importance=importance.tolist())
     return replace(record, details=replace(record.details, statistics=statistics))
-
-
-def _measured(records: Sequence[Record | None]) -> Iterator[tuple[str, Logged]]:
-    """Yield the mean (LeRF - MoRF) / 2 of each measured kind over the records."""
-    for kind in MEASURED_KINDS:
-        values = [
-            shown.faithfulness
-            for record in records
-            if record is not None
-            for shown in record.details.maps
-            if shown.kind == kind and shown.faithfulness is not None
-        ]
-        yield f"faithfulness/{kind}", sum(values) / len(values)
 
 
 def _step_of(path: Path) -> int:

@@ -8,8 +8,8 @@ then patches), C classes.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,12 +154,7 @@ def read_attention(
 
 
 def score_each_map(
-    classifier: Classifier,
-    images: Tensor,
-    attention: Attention,
-    levels: Sequence[float],
-    kinds: Collection[str],
-    predicted_only: bool,
+    classifier: Classifier, images: Tensor, attention: Attention, levels: Sequence[float]
 ) -> Tensor:
     """Measure how faithful each map of each image is to the class that it explains.
 
@@ -170,34 +165,24 @@ def score_each_map(
         images: (B, channels, H, W) uint8.
         attention: From `read_attention`.
         levels: Fractions of hidden patches, see `vit.explain.faithfulness.hiding_curves`.
-        kinds: The kinds of map to measure.
-        predicted_only: Whether to leave out maps that explain other classes than the predicted one.
 
     Returns:
-        (LeRF - MoRF) / 2, (M, B) float32 on the CPU; NaN where it was not measured.
+        (LeRF - MoRF) / 2, (M, B) float32 on the CPU.
     """
-    predicted = attention.logits.argmax(dim=1)
-    targets = attention.targets.where(attention.targets >= 0, predicted)
-    measured = torch.tensor([kind in kinds for kind in attention.kinds], device=targets.device)
-    chosen = measured[:, None] & ((targets == predicted) | (not predicted_only))
-    rows = chosen.nonzero()[:, 1]
-    curves = hiding_curves(
-        classifier.forward, classifier.normalize(images)[rows], attention.maps[chosen],
-        targets[chosen], levels,
-    )  # fmt: skip
-    scores = torch.full(targets.shape, math.nan)
-    scores[chosen.cpu()] = faithfulness(*curves)["lerf_morf"].cpu()
-    return scores
+    targets = attention.targets.where(attention.targets >= 0, attention.logits.argmax(dim=1))
+    inputs = classifier.normalize(images).repeat(len(targets), 1, 1, 1)
+    maps = attention.maps.flatten(0, 1)
+    curves = hiding_curves(classifier.forward, inputs, maps, targets.flatten(), levels)
+    return faithfulness(*curves)["lerf_morf"].cpu().unflatten(0, targets.shape)
 
 
 def attention_records(
     classifier: Classifier,
     images: ImageSet,
     *,
+    frames: Tensor | None = None,
     steps: int = 1,
     levels: Sequence[float] = (),
-    scored: Collection[str] = tuple(MAP_KINDS),
-    predicted_only: bool = False,
     target: int | None = None,
     threads: int | None = None,
     **rollout: Any,
@@ -207,12 +192,11 @@ def attention_records(
     Args:
         classifier: A model with maps.
         images: The images, in memory.
+        frames: From `read_frames`, for the features of the images; None leaves features out.
         steps: Number of steps at which records of these images are written. All of them together
             have room for the attention weights of some images, the first ones, see
             `images_with_weights`.
         levels: Levels of `score_each_map`; without any, faithfulness is not measured.
-        scored: The kinds of map whose faithfulness is measured.
-        predicted_only: See `score_each_map`.
         target: A class to explain in any case.
         threads: Number of threads on a CPU, each with images of its own; None: as torch has them.
         **rollout: Options of `vit.explain.rollout.attention_rollout`.
@@ -231,10 +215,9 @@ def attention_records(
             return attention, [None] * len(part)
         num_weights = sum(layer[0].numel() for layer in attention.weights)
         weighted = images_with_weights(num_weights, len(images), steps)
-        scores = torch.full(attention.targets.shape, math.nan)
-        if levels:
-            scores = score_each_map(classifier, pixels, attention, levels, scored, predicted_only)
-        return attention, _records(classifier, part, attention, scores, weighted - start, rollout)
+        scores = score_each_map(classifier, pixels, attention, levels) if levels else None
+        weighted -= start
+        return attention, _records(classifier, part, attention, scores, frames, weighted, rollout)
 
     threads = (threads or torch.get_num_threads()) if classifier.device.type == "cpu" else 1
     for starts in torch.arange(0, len(images), BATCH_SIZE).split(threads):
@@ -264,28 +247,12 @@ def read_frames(
     return fit_frames(batches) if finite else None
 
 
-def with_features(
-    classifier: Classifier,
-    attention: Attention,
-    records: Sequence[Record | None],
-    frames: Tensor | None,
-) -> list[Record | None]:
-    """Return records with the features of their images in frames from `read_frames`."""
-    if frames is None:
-        return [*records]
-    prefix = require_attention(classifier.model).num_prefix_tokens
-    found = coordinates([layer[:, prefix:] for layer in attention.tokens], frames).numpy()
-    return [
-        replace(record, features=features) if record and np.isfinite(features).all() else record
-        for record, features in zip(records, found, strict=True)
-    ]
-
-
 def _records(
     classifier: Classifier,
     images: ImageSet,
     attention: Attention,
-    scores: Tensor,
+    scores: Tensor | None,
+    frames: Tensor | None,
     weighted: int,
     rollout: dict[str, Any],
 ) -> list[Record | None]:
@@ -295,6 +262,9 @@ def _records(
     alone = readings.shape[2] > 1  # whether each token can be read
     grid = model.patch_embed.grid(*images.pixels().shape[-2:])
     best = attention.logits.softmax(dim=1).topk(min(TOP_CLASSES, len(classes)))
+    if frames is not None:
+        patches = [layer[:, model.num_prefix_tokens :] for layer in attention.tokens]
+        features = coordinates(patches, frames).numpy()
     records: list[Record | None] = []
     for row, image in enumerate(images.pixels()):
         weights = [layer[row] for layer in attention.weights]
@@ -307,24 +277,30 @@ def _records(
             maps=_maps(attention, scores, row, rollout), lens=lens if alone else None,
         )  # fmt: skip
         stored = torch.stack(weights).float().cpu().numpy() if row < weighted else None
-        records.append(Record(details=details, weights=stored))
+        shown = frames is not None and np.isfinite(features[row]).all()
+        records.append(
+            Record(details=details, weights=stored, features=features[row] if shown else None)
+        )
     return records
 
 
-def _maps(attention: Attention, scores: Tensor, row: int, rollout: dict[str, Any]) -> list[Map]:
+def _maps(
+    attention: Attention, scores: Tensor | None, row: int, rollout: dict[str, Any]
+) -> list[Map]:
     """Return the maps of an image of a batch."""
-    columns = attention.targets[:, row], attention.maps[:, row].flatten(1), scores[:, row]
+    targets, maps = attention.targets[:, row].tolist(), attention.maps[:, row].flatten(1).tolist()
+    measured = [None] * len(maps) if scores is None else scores[:, row].tolist()
     return [
         Map(
             kind=kind,
             title=title_of(kind, **rollout),
             target=None if target < 0 else target,
             values=values,
-            faithfulness=None if math.isnan(score) else score,
+            faithfulness=score,
             signed=MAP_KINDS[kind].signed,
         )
         for kind, target, values, score in zip(
-            attention.kinds, *(column.tolist() for column in columns), strict=True
+            attention.kinds, targets, maps, measured, strict=True
         )
     ]
 

@@ -14,6 +14,7 @@ from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.evaluation import CALIBRATION_BINS, bin_of, report, wilson_interval
 from vit.explain.faithfulness import mean_interval
+from vit.reporting.tables import text_table, with_interval
 from vit.seeding import generator
 
 RESAMPLES = 1000
@@ -28,12 +29,6 @@ def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> list[list[float]]:
     points = torch.tensor([0.025, 0.975], dtype=torch.float64)
     intervals: list[list[float]] = torch.stack(samples).quantile(points, dim=0).T.tolist()
     return intervals
-
-
-def with_interval(row: dict[str, Any], key: str, form: str) -> str:
-    """Format a value and its 95% interval, such as `loss` and `loss_95`, with a format code."""
-    low, high = row[f"{key}_95"]
-    return f"{row[key]:{form}} ({low:{form}} to {high:{form}})"
 
 
 def measure_calibration(
@@ -83,11 +78,11 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
 
 def calibration_table(measured: dict[str, dict[str, Any]]) -> str:
     """Format the result of `measure_calibration` as text."""
-    lines = [f"{'probabilities':<32}{'log loss (95% interval)':<29}ECE (95% interval)"]
+    rows = [["probabilities", "log loss (95% interval)", "ECE (95% interval)"]]
     for name, row in measured.items():
         scale = f", temperature {row['temperature']:.3f}" if name == "calibrated" else ""
-        loss, ece = (with_interval(row, key, ".4f") for key in ("loss", "ece"))
-        lines.append(f"{name + scale:<32}{loss:<29}{ece}")
+        rows.append([name + scale, *(with_interval(row, key, ".4f") for key in ("loss", "ece"))])
+    lines = text_table(rows)
     if "calibrated" not in measured:
         lines.append(
             "no temperature: no images were held out (data.val_size=0), or this is a checkpoint or "
@@ -140,10 +135,12 @@ def measure_sets(
 
 def sets_table(measured: dict[str, list[dict[str, Any]]], coverage: float) -> str:
     """Format the result of `measure_sets` as text."""
-    lines = [f"sets with the true class of {coverage:.1%} of images, with 95% intervals"]
-    for kind, rows in measured.items():
-        lines.append(f"{kind.upper() + ' coverage':<28}{'classes in a set':<23}true class")
-        for row in rows:
-            covered, size = with_interval(row, "coverage", ".1%"), with_interval(row, "size", ".2f")
-            lines.append(f"{covered:<28}{size:<23}{row['class']}")
-    return "\n".join(lines)
+    rows = [["true class"]]
+    for kind in measured:
+        rows[0] += [f"{kind.upper()} coverage", "classes in a set"]
+    for found in zip(*measured.values(), strict=True):
+        rows.append([found[0]["class"]])
+        for row in found:
+            rows[-1] += [with_interval(row, "coverage", ".1%"), with_interval(row, "size", ".2f")]
+    title = f"sets with the true class of {coverage:.1%} of images, with 95% intervals"
+    return "\n".join([title, *text_table(rows)])

@@ -29,11 +29,11 @@ from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.comparison_table import as_markdown, as_text
 from vit.reporting.config import CompareConfig
+from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import load_run, load_test, require_not_trained_on, results_folder
 
 SUMMED_AT_ONCE = 500  # images; limits peak memory
 LONGEST_NAME = 20  # characters of a model's name
-LONGEST_FOLDER = 200  # bytes of a folder's name; file systems allow 255
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,12 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     names = _short_names([saved.name for saved in models])
     for other in models[1:]:
         require_not_trained_on(test, other, options.data.root or models[0].config.data.root)
-    folder = results_folder(models[0], options.out) / _folder_name(names[1:])
+    name = f"compare_{'_'.join(names[1:])}"[:60]  # file systems allow 255 bytes
+    folder = results_folder(models[0], options.out) / name
     folder.mkdir(parents=True, exist_ok=True)
-    for saved in models:
-        print(saved.describe(), flush=True)
-    measured = _measure(names, models, _resize(test, models, options), options.batch_size)
+    print("\n".join(saved.describe() for saved in models), flush=True)
+    tests = _resize(test, models, options)
+    measured = _measure(names, models, tests, options.batch_size)
     classifier, mapped = models[0].classifier, [each for each in measured if each.maps is not None]
     content = {
         "data": models[0].config.data.name,
@@ -103,8 +104,13 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         drawn = _choose(measured, test, options.probes, options.seed)
         Image.fromarray(_draw(test, drawn, measured)).save(picture)
     table.write_text(as_markdown(content, picture.name if mapped else None), encoding="utf-8")
-    (folder / "comparison.json").write_text(json.dumps(content, indent=1))
     print(f"\n{as_text(content)}")
+    if options.corruptions:
+        pairs = ((s.classifier, tests[s.classifier.preprocess]) for s in models)
+        tested = dict(zip(names, pairs, strict=True))
+        content["corruptions"], text = compare_corrupted(tested, folder, options)
+        print(f"\n{text}")
+    (folder / "comparison.json").write_text(json.dumps(content, indent=1))
     without = [each.saved.classifier.model for each in measured if each.maps is None]
     for line in dict.fromkeys(map(no_maps_text, without)):
         print(line)
@@ -132,12 +138,6 @@ def _short_names(names: Sequence[str]) -> list[str]:
     if len({*short}) == len(short):
         return short
     return [f"{name}_{number}" for number, name in enumerate(short, start=1)]
-
-
-def _folder_name(names: Sequence[str]) -> str:
-    """Return the name of the folder for a comparison with some models."""
-    name = f"compare_{'_'.join(names)}"
-    return name.encode()[:LONGEST_FOLDER].decode(errors="ignore")
 
 
 def _resize(

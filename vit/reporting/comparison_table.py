@@ -6,7 +6,7 @@ It is made from the contents of comparison.json, see `vit.reporting.comparison.c
 from typing import Any
 
 from vit.console import counted
-from vit.evaluation import text_columns
+from vit.reporting.tables import text_table, with_interval
 
 
 def as_markdown(content: dict[str, Any], picture: str | None) -> str:
@@ -33,13 +33,11 @@ def as_markdown(content: dict[str, Any], picture: str | None) -> str:
 def as_text(content: dict[str, Any]) -> str:
     """Format what a terminal shows of a comparison: heading, aligned table and sentences."""
     rows = _cells(content)
-    widths = [max(map(text_columns, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = [f"{content['data']}: {content['images']:,} test images", ""]
-    for row in rows:
-        cells = [f"{c}{' ' * (w - text_columns(c))}" for c, w in zip(row, widths, strict=True)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"- {sentence}." for sentence in _sentences(content))])
+    rows.insert(1, ["---"] * len(rows[0]))
+    table = (f"| {line} |" for line in text_table(rows, " | "))
+    title = f"{content['data']}: {content['images']:,} test images"
+    sentences = (f"- {sentence}." for sentence in _sentences(content))
+    return "\n".join([title, "", *table, "", *sentences])
 
 
 def _cells(content: dict[str, Any]) -> list[list[str]]:
@@ -50,13 +48,12 @@ def _cells(content: dict[str, Any]) -> list[list[str]]:
     rows = [[*head, f"p against {content['models'][0]['name']}", "images/s"]]
     p_values = ["–", *(_p_value(pair["mcnemar_p"]) for pair in content["pairs"])]
     for model, p_value in zip(content["models"], p_values, strict=True):
-        low, high = model["accuracy_95"]
         row = [
             model["name"],
             model["architecture"],
             f"{model['parameters']:,}",
             _training(model),
-            f"{model['accuracy']:.2%} ({low:.2%} to {high:.2%})",
+            with_interval(model, "accuracy", ".2%"),
             *([f"{model['balanced_accuracy']:.2%}"] if balanced else []),
             p_value,
             f"{model['images_per_second']:,.0f}",

@@ -185,9 +185,11 @@ class CompareConfig(ImagesConfig):
 
     Attributes:
         others: runs, model files or included models to compare with the first
+        corruptions: also compare accuracy with 15 corruptions at five severities
     """
 
     others: tuple[PathName, ...]
+    corruptions: Switch = False
 
 
 @settings("")

@@ -5,17 +5,14 @@ Shapes: N images.
 
 import functools
 import hashlib
-import itertools
-import json
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from vit.classifier import PART, Classifier
@@ -24,40 +21,32 @@ from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import wilson_interval
 from vit.explain.charts import corruption_chart, corruption_picture
+from vit.explain.faithfulness import mean_interval
 from vit.files import write_atomically
 from vit.model_file import SavedModel
 from vit.parallel import map_on_cores
 from vit.registry import CORRUPTIONS
-from vit.reporting.config import ReportConfig
-from vit.reporting.loading import is_ours
-from vit.run.folder import CORRUPTIONS_FILE, REPORT_FILE
-from vit.run.tracker import picture_tag
+from vit.reporting.config import CompareConfig, ReportConfig
+from vit.reporting.tables import Part, text_table, with_interval
+from vit.run.folder import CORRUPTIONS_FILE
 
 SEVERITIES = range(1, 6)
 
 
 def report_corruptions(
-    saved: SavedModel, test: ImageSet, folder: Path, result: dict[str, Any], options: ReportConfig
-) -> str:
-    """Measure the accuracy on corrupted test images, add it to a report, and draw it.
+    saved: SavedModel, test: ImageSet, folder: Path, clean: float, options: ReportConfig
+) -> Part:
+    """Measure the accuracy on corrupted test images, and draw it, see `summarize`.
 
     Args:
         saved: The model.
         test: The test images, with labels.
         folder: The folder of the report.
-        result: The report, which gets `summarize`'s result as "corruptions".
+        clean: Accuracy on clean images, 0 to 1.
         options: The evaluation.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: The folder contains a corruptions.json that is not one of ours.
     """
-    path, seed, clean = folder / CORRUPTIONS_FILE, options.seed, result["accuracy"]
-    correct = classify_corrupted(saved.classifier, test, path, seed, options.batch_size)
-    result["corruptions"] = found = summarize(correct)
-    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
+    path, seed = folder / CORRUPTIONS_FILE, options.seed
+    found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
     image = choose_probes(test, 1, seed).pixels()
     corrupted = {
         kind: [corrupt(image, kind, severity, seed)[0] for severity in SEVERITIES]
@@ -67,14 +56,9 @@ def report_corruptions(
         "corruptions": corruption_chart(found, clean),
         "corrupted_images": corruption_picture(image[0], corrupted),
     }
-    with SummaryWriter(str(folder)) as writer:
-        writer.add_scalar("test/corrupted_accuracy", found["mean"], saved.step)
-        for kind, row in found["kinds"].items():
-            writer.add_scalar(f"test/corruptions/{kind}", row["mean"], saved.step)
-        for tag, pixels in pictures.items():
-            writer.add_image(picture_tag(f"test/{tag}"), pixels, saved.step, dataformats="HWC")
-            Image.fromarray(pixels).save(folder / f"{tag}.png")
-    return as_table(found)
+    scalars = {f"corruptions/{kind}": row["mean"] for kind, row in found["kinds"].items()}
+    scalars["corrupted_accuracy"] = found["mean"]
+    return Part("corruptions", found, as_table(found), pictures, scalars)
 
 
 def classify_corrupted(
@@ -86,53 +70,48 @@ def classify_corrupted(
         classifier: The model.
         images: The images, with labels.
         path: A file for the results of each kind. Those of an earlier call that was interrupted are
-            used if the logits of the clean images and the first corrupted image are the same.
+            used if the seed and the logits of the clean images are the same.
         seed: Seed of the corruptions.
         batch_size: Most images at once.
 
     Returns:
         Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
-
-    Raises:
-        ValueError: The file is not one of ours.
     """
     labels, size = images.labels.cpu(), min(PART, batch_size)
     clean = classifier.logits_of_parts(images.parts(size), -(-len(images) // size)).cpu()
-    digest, sample = hashlib.sha256(clean.numpy().tobytes()), next(images.parts(1))
-    for kind, severity in itertools.product(CORRUPTIONS, SEVERITIES):
-        digest.update(corrupt(sample, kind, severity, seed).numpy().tobytes())
-    settings = digest.hexdigest()
-    if path.exists() and not is_ours(path, {"settings", "correct"}):
-        raise ValueError(f"out: {path} is not a file of a report; use another --out")
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    finished = stored["correct"] if stored.get("settings") == settings else {}
-    found = {"clean": (clean.argmax(dim=1) == labels)[None]}
-    per_kind = len(SEVERITIES) * len(images)
-    with tqdm(  # disable=None shows the bar on terminals only
-        total=per_kind * len(CORRUPTIONS), initial=per_kind * len(finished), desc="corruptions",
-        unit="image", unit_scale=True, leave=False, disable=None,
-    ) as bar:  # fmt: skip
+    settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
+    found = {"clean": (clean.argmax(dim=1) == labels)[None]} | _stored(path, settings)
 
-        def classify(part: Tensor, kind: str) -> Tensor:
-            guesses = []
-            for severity in SEVERITIES:
-                corrupted = corrupt(part, kind, severity, seed)
-                guesses.append(classifier.logits(corrupted, batch_size).argmax(dim=1).cpu())
-                bar.update(len(part))
-            return torch.stack(guesses)
+    def classify(part: Tensor, kind: str) -> Tensor:
+        guesses = []
+        for severity in SEVERITIES:
+            corrupted = corrupt(part, kind, severity, seed)
+            guesses.append(classifier.logits(corrupted, batch_size).argmax(dim=1).cpu())
+            bar.update(len(part))
+        return torch.stack(guesses)
 
-        for kind in CORRUPTIONS:
-            if kind not in finished:
-                work, threads = functools.partial(classify, kind=kind), torch.get_num_threads()
-                guesses = torch.cat(map_on_cores(work, images.parts(size), threads), dim=1)
-                rows = np.packbits((guesses == labels).numpy(), axis=1)
-                finished[kind] = [row.tobytes().hex() for row in rows]
-                content = {"settings": settings, "correct": finished}
-                write_atomically(path, json.dumps(content).encode())
-            bits = np.array([list(bytes.fromhex(row)) for row in finished[kind]], dtype=np.uint8)
-            rows = np.unpackbits(bits, axis=1, count=len(images))
-            found[kind] = torch.from_numpy(rows).bool()
+    missing = [kind for kind in CORRUPTIONS if kind not in found]
+    total = len(missing) * len(SEVERITIES) * len(images)
+    # disable=None shows the bar on terminals only.
+    with tqdm(total=total, desc="corruptions", unit="image", leave=False, disable=None) as bar:
+        for kind in missing:
+            work, threads = functools.partial(classify, kind=kind), torch.get_num_threads()
+            guesses = torch.cat(map_on_cores(work, images.parts(size), threads), dim=1)
+            found[kind] = guesses == labels
+            file = io.BytesIO()
+            np.savez_compressed(file, settings=settings, **found)  # type: ignore[arg-type]
+            write_atomically(path, file.getvalue())
     return found
+
+
+def _stored(path: Path, settings: str) -> dict[str, Tensor]:
+    """Read the finished results of `classify_corrupted` with the same settings."""
+    if not path.exists():
+        return {}
+    with np.load(path) as file:
+        if file["settings"] != settings:
+            return {}
+        return {kind: torch.from_numpy(file[kind]) for kind in file if kind != "settings"}
 
 
 def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
@@ -175,20 +154,48 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
     return {**result, "relative": ratio, "relative_95": (max(0.0, ratio - half), ratio + half)}
 
 
+def compare_corrupted(
+    models: dict[str, tuple[Classifier, ImageSet]], folder: Path, options: CompareConfig
+) -> tuple[dict[str, Any], str]:
+    """Compare the accuracy of models by name with the same corruptions, image by image.
+
+    Args:
+        models: The models, each with the test images of its size; all are compared with the first.
+        folder: A folder for the results of each model, see `classify_corrupted`.
+        options: The evaluation.
+
+    Returns:
+        For each model, kind of corruption, and the "mean" over kinds: what `_mean` returns, and
+        the difference to the first model with its 95% interval difference_95; and a table.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in models}
+    survived: dict[str, Tensor] = {}  # of the first model
+    for number, (name, (classifier, images)) in enumerate(models.items(), start=1):
+        path = folder / f"corruptions_{number}.npz"
+        correct = classify_corrupted(classifier, images, path, options.seed, options.batch_size)
+        clean, *hits = (correct[kind].double().mean(dim=0) for kind in ("clean", *CORRUPTIONS))
+        means = dict(
+            zip([*CORRUPTIONS, "mean"], [*hits, torch.stack(hits).mean(dim=0)], strict=True)
+        )
+        for kind, fraction in means.items():
+            mean, half = mean_interval(fraction - survived.setdefault(kind, fraction))
+            interval = {"difference": mean, "difference_95": (mean - half, mean + half)}
+            found[name][kind] = _mean(fraction, clean) | interval
+    name, *names = models
+    first, *others = found.values()
+    rows = [["corruption", f"{name} (95% interval)", *(f"{other} − {name}" for other in names)]]
+    for kind, row in first.items():
+        cells = [with_interval(other[kind], "difference", "+.1%") for other in others]
+        rows.append([kind.replace("_", " "), with_interval(row, "mean", ".1%"), *cells])
+    return found, "\n".join(text_table(rows))
+
+
 def as_table(summary: dict[str, Any]) -> str:
     """Format a summary as text, a row for each kind."""
-    lines = [
-        f"{'corruption':<16}{'severity 1':>11}{'2':>8}{'3':>8}{'4':>8}{'5':>8}"
-        f"{'mean (95% interval)':>28}{'relative to clean':>26}"
-    ]
+    rows = [["corruption", "severity 1", "2", "3", "4", "5", "mean (95% interval)"]]
+    rows[0].append("relative to clean")
     for kind, row in [*summary["kinds"].items(), ("mean", summary)]:
         cells = [f"{value:.1%}" for value in row.get("accuracy", [])] or [""] * len(SEVERITIES)
-        low, high = row["mean_95"]
-        line = f"{kind.replace('_', ' '):<16}{cells[0]:>11}"
-        line += "".join(f"{cell:>8}" for cell in cells[1:])
-        line += f"{row['mean']:>12.2%} ({low:.1%} to {high:.1%})"
-        if row["relative"] is not None:
-            low, high = row["relative_95"]
-            line += f"{row['relative']:>10.3f} ({low:.3f} to {high:.3f})"
-        lines.append(line)
-    return "\n".join(lines)
+        relative = "–" if row["relative"] is None else with_interval(row, "relative", ".3f")
+        rows.append([kind.replace("_", " "), *cells, with_interval(row, "mean", ".1%"), relative])
+    return "\n".join(text_table(rows))

@@ -29,6 +29,7 @@ from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
 from vit.reporting.config import HeadsConfig
 from vit.reporting.loading import load_run, load_split, results_folder
+from vit.reporting.tables import text_table
 from vit.run.folder import HEADS_FILE, HEADS_PICTURE
 
 LISTED = 8  # rows of each part of the table
@@ -128,17 +129,18 @@ def draw_heads(effects: Sequence[Effect]) -> np.ndarray:
 def as_table(found: dict[str, list[Effect]]) -> str:
     """Format the result of `measure_groups` as text: the largest effects of each part."""
     alone = {effect.heads[0]: effect.probability[0] for effect in found["heads"]}
-    lines = [f"{'muted':<35}{'fall in probability':>19}{'fall in accuracy':>20}"]
+    rows = [["muted", "fall in probability", "fall in accuracy", "alone"]]
     for part, effects in found.items():
         ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
         for effect in ranked[:LISTED]:
             named = [f"layer {layer} head {head}" for layer, head in effect.heads]
             name = f"layer {effect.heads[0][0]}" if part == "layers" else " and ".join(named)
             (mean, half), (points, spread) = effect.probability, effect.accuracy
-            line = f"{name:<35}{mean:>10.4f} ± {half:.4f}{points:>12.2%} ± {spread:.2%}"
-            if part == "pairs":
-                line += "   alone " + " + ".join(f"{alone[head]:.4f}" for head in effect.heads)
-            lines.append(line)
+            single = " + ".join(f"{alone[head]:.4f}" for head in effect.heads)
+            rows.append([
+                name, f"{mean:.4f} ± {half:.4f}", f"{points:.2%} ± {spread:.2%}",
+                single if part == "pairs" else "",
+            ])  # fmt: skip
         if len(effects) > LISTED:
-            lines.append(f"... {len(effects) - LISTED} more {part}")
-    return "\n".join(lines)
+            rows.append([f"... {len(effects) - LISTED} more {part}", "", "", ""])
+    return "\n".join(line.rstrip() for line in text_table(rows))

@@ -19,6 +19,7 @@ from vit.explain.faithfulness import (
 )
 from vit.model.attention_model import require_attention
 from vit.registry import ALL_KINDS
+from vit.reporting.tables import text_table
 
 BASELINES = {"random": "random", "centred": "centred Gaussian"}
 METRICS = {  # the arrow says whether lower or higher is better
@@ -92,19 +93,13 @@ def measure_maps(
 def as_table(table: Table, count: int) -> str:
     """Format the result of `measure_maps` as text."""
     metrics = [m for m in METRICS if any(m in values for values in table.values())]
-    lines = [
-        f"faithfulness of the maps for the predicted class: {count:,} test images, "
-        "mean ± 95% interval",
-        "map".ljust(40) + "".join(METRICS[metric].rjust(17) for metric in metrics),
-    ]
+    rows = [["map", *(METRICS[metric] for metric in metrics)]]
     for kind, values in table.items():
-        cells = (
-            "{:.3f} ± {:.3f}".format(*values[metric]) if metric in values else "–"
-            for metric in metrics
-        )
         entry = ALL_KINDS.get(kind)
         name = entry.title if entry else f"{BASELINES[kind]} (baseline)"
         if entry and not entry.class_specific:
             name += ", class-agnostic"
-        lines.append(name.ljust(40) + "".join(cell.rjust(17) for cell in cells))
-    return "\n".join(lines)
+        pairs = (values.get(metric) for metric in metrics)
+        rows.append([name, *("{:.3f} ± {:.3f}".format(*pair) if pair else "–" for pair in pairs)])
+    title = f"faithfulness of the maps for the predicted class: {count:,} test images, "
+    return "\n".join([f"{title}mean ± 95% interval", *text_table(rows)])

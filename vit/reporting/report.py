@@ -1,6 +1,5 @@
 """The report on the test images: metrics and figures. Training ends with the same report."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,18 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.data.augment import shrink
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.colours import as_rgb
 from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
@@ -35,15 +31,14 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
+from vit.reporting.tables import Part
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
 
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
-PROJECTED = 1000  # images in TensorBoard's projector
-THUMBNAIL = 64  # largest side of an image in the projector, in pixels
-PROJECTED_AT_ONCE, RANKED_AT_ONCE = 250, 1000  # limit peak memory
+RANKED_AT_ONCE = 1000  # images; limits peak memory
 
 
 def write_report(
@@ -62,12 +57,12 @@ def write_report(
         classifier: The model.
         images: The test images, with labels.
         folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves
-            and a projector of the features. Files of an earlier report are replaced.
+            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves.
+            Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
-        seed: Seed of the choice of these images and of those in the projector.
+        seed: Seed of the choice of these images.
         coverage: Fraction of images whose set of classes is to contain the true one; None makes no
             sets.
 
@@ -96,26 +91,34 @@ def write_report(
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
-    for old in (*folder.glob("[0-9]*/features"), *folder.glob("[0-9]*")):
-        with contextlib.suppress(OSError):  # not empty: it contains other files
-            old.rmdir()
-    # Before the figures, so that a folder with a part of a report is recognized as one.
-    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
-    rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
-    write_table(folder / PREDICTIONS_FILE, rows)
     with SummaryWriter(str(folder)) as writer:
-        for key in SCALARS:
-            writer.add_scalar(f"test/{key}", result[key], step)
-        for tag, pixels in pictures.items():
-            writer.add_image(picture_tag(f"test/{tag}"), pixels, step, dataformats="HWC")
-            Image.fromarray(pixels).save(folder / f"{tag}.png")
+        _write(writer, result, {key: result[key] for key in SCALARS}, pictures, step)
         probabilities = scaled.softmax(dim=1)
         for number, name in enumerate(images.classes):
             writer.add_pr_curve(
                 f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
             )
-        _project(writer, classifier, choose_probes(images, PROJECTED, seed), step)
+    rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
+    write_table(folder / PREDICTIONS_FILE, rows)
     return result
+
+
+def _write(
+    writer: SummaryWriter,
+    result: dict[str, Any],
+    scalars: dict[str, float],
+    pictures: dict[str, np.ndarray],
+    step: int,
+) -> None:
+    """Write a report, and log and draw what it consists of, in the folder of the writer."""
+    folder = Path(writer.log_dir)
+    # Before the figures, so that a folder with a part of a report is recognized as one.
+    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
+    for key, value in scalars.items():
+        writer.add_scalar(f"test/{key}", value, step)
+    for name, pixels in pictures.items():
+        writer.add_image(picture_tag(f"test/{name}"), pixels, step, dataformats="HWC")
+        Image.fromarray(pixels).save(folder / f"{name}.png")
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
@@ -215,27 +218,6 @@ def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: 
     return maps / maps[:, :1].abs().mean(dim=(2, 3), keepdim=True).clamp(min=1e-30)
 
 
-def _project(writer: SummaryWriter, classifier: Classifier, images: ImageSet, step: int) -> None:
-    """Write the features and thumbnails of images for TensorBoard's projector."""
-    parts = list(images.parts(PROJECTED_AT_ONCE))
-    writer.add_embedding(
-        torch.cat([classifier.features(part).cpu() for part in parts]),
-        [images.classes[label] for label in images.labels],
-        torch.cat([_thumbnails(part.cpu()) for part in parts]) / 255, step, "features",
-    )  # fmt: skip
-
-
-def _thumbnails(images: Tensor) -> Tensor:
-    """Shrink images (B, channels, H, W) uint8 to squares (B, 3, side, side), with white around."""
-    pixels = torch.from_numpy(as_rgb(images.movedim(1, -1).numpy())).movedim(-1, 1).float()
-    scale = min(1.0, THUMBNAIL / max(pixels.shape[-2:]))
-    rows, columns = (max(1, round(scale * n)) for n in pixels.shape[-2:])
-    side = max(rows, columns)
-    top, left = (side - rows) // 2, (side - columns) // 2
-    around = (left, side - columns - left, top, side - rows - top)
-    return F.pad(shrink(pixels, (rows, columns)).round(), around, value=255).to(torch.uint8)
-
-
 def report_files(folder: Path) -> list[Path]:
     """List the files of a report in a folder, except report.json."""
     return [path for pattern in REPORT_FILES for path in folder.glob(pattern)]
@@ -284,12 +266,21 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     if options.coverage is not None:
         print(f"\n{sets_table(result['sets'], options.coverage)}")
     if others is not None:
-        print(f"\n{report_unfamiliar(saved, test, others, folder, options, result)}")
+        _add(report_unfamiliar(saved, test, others, options), result, folder, saved.step)
     if options.corruptions:
-        print(f"\n{report_corruptions(saved, test, folder, result, options)}")
+        part = report_corruptions(saved, test, folder, result["accuracy"], options)
+        _add(part, result, folder, saved.step)
     has_maps = saved.classifier.has_maps
     if not has_maps:
         print(f"\n{no_maps_text(saved.classifier.model)}")
     probes = f", {folder / 'probes'}/*.png" if options.probes and has_maps else ""
     print(f"\nwrote {folder / REPORT_FILE}, {folder / PREDICTIONS_FILE}, {folder}/*.png{probes}")
     return result
+
+
+def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
+    """Add a part to a report and its folder, and print its table."""
+    result[part.name] = part.numbers
+    with SummaryWriter(str(folder)) as writer:
+        _write(writer, result, part.scalars, part.pictures, step)
+    print(f"\n{part.table}")

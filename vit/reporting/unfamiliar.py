@@ -3,13 +3,10 @@
 Shapes: N test images, M other images, D feature width.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,13 +18,12 @@ from vit.data.photos import find_photos
 from vit.data.sampling import balanced_subset
 from vit.data.stream import ImageFiles
 from vit.explain.charts import scores_picture
-from vit.files import write_atomically
 from vit.model_file import SavedModel
 from vit.registry import DATASETS
-from vit.reporting.calibration import bootstrap, with_interval
+from vit.reporting.calibration import bootstrap
 from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_split
-from vit.run.folder import REPORT_FILE
+from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
 
 NOISE = 2000  # images of noise
@@ -55,13 +51,9 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
 
 
 def report_unfamiliar(
-    saved: SavedModel, test: ImageSet, others: ImageSet, folder: Path, options: ReportConfig,
-    result: dict[str, Any],
-) -> str:  # fmt: skip
-    """Measure how well scores tell test images from others; draw it, and add it to the report.
-
-    Returns:
-        A table of the metrics of `detection`, which the report in the folder gets, too.
+    saved: SavedModel, test: ImageSet, others: ImageSet, options: ReportConfig
+) -> Part:
+    """Measure how well scores tell test images from others, see `detection`.
 
     Raises:
         ValueError: The training images cannot be read.
@@ -76,15 +68,15 @@ def report_unfamiliar(
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
     found = {name: detection(*pair) for name, pair in scores.items()}
-    result["unfamiliar"] = {"images": str(options.unfamiliar), "n": len(others), **found}
-    write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
-    Image.fromarray(scores_picture(scores)).save(folder / "unfamiliar.png")
-    lines = [f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"]
-    lines.append(f"{'score':<20}{''.join(f'{title:<25}' for title in METRICS.values())}".rstrip())
-    for name, row in found.items():
-        cells = (f"{with_interval(row, key, '.3f'):<25}" for key in METRICS)
-        lines.append(f"{name:<20}{''.join(cells)}".rstrip())
-    return "\n".join(lines)
+    rows = [["score", *METRICS.values()]]
+    rows += [[name, *(with_interval(found[name], key, ".3f") for key in METRICS)] for name in found]
+    title = f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"
+    return Part(
+        "unfamiliar",
+        {"images": str(options.unfamiliar), "n": len(others), **found},
+        "\n".join([title, *text_table(rows)]),
+        {"unfamiliar": scores_picture(scores)},
+    )
 
 
 def _outputs(classifier: Classifier, images: ImageSet) -> tuple[Tensor, Tensor]:

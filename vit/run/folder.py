@@ -40,10 +40,11 @@ REPORT_FILES = (  # written next to the report
     "corrupted_images.png",
     "probes/probe_*.png",
     "events.out.tfevents.*",
+    # Of earlier versions.
     "projector_config.pbtxt",
     *(f"[0-9]*/features/{name}" for name in ("tensors.tsv", "metadata.tsv", "sprite.png")),
 )
-CORRUPTIONS_FILE = "corruptions.json"  # results that the next report can use again
+CORRUPTIONS_FILE = "corruptions.npz"  # results that the next report can use again
 HEADS_FILE = "heads.json"  # what muting heads costs
 HEADS_PICTURE = "heads.png"
 ATTENTION_FOLDER = "attention"  # in the folder of the report
@@ -84,6 +85,7 @@ _WRITTEN = (
     f"{EVAL_FOLDER}/{PHOTOS_FOLDER}/*{SHEET_SUFFIX}",
     f"{EVAL_FOLDER}/{PHOTOS_FILE}",
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
+    f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
     f"{EXPORT_FOLDER}/timm/config.json",
     f"{EXPORT_FOLDER}/timm/model.safetensors",
     f"{EXPORT_FOLDER}/timm/{PREPROCESS_FILE}",
