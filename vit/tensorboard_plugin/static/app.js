@@ -1,7 +1,7 @@
 // The tab as a whole: its state, what it asks the server for, and its panes.
 
 import { fetchImages, fetchRuns } from "./api.js";
-import { cancelAll, classify } from "./asking.js";
+import { classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
 import { differenceOf } from "./comparison.js";
 import { make, write } from "./dom.js";
@@ -9,14 +9,12 @@ import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
 import { emptyState } from "./empty.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
-import { nearest, range, tokenName, tokenOf } from "./maths.js";
-import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
+import { MEAN, nearest, range, tokenName, tokenOf } from "./maths.js";
 import { Pane } from "./pane.js";
 import { open } from "./photo.js";
 import { scalesOf } from "./scale.js";
 import { FUSED, parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
-import { BRUSHES } from "./what_if.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
@@ -28,7 +26,7 @@ export class App {
   pointed = null; // name of the token under the pointer
   paints = 0;
   playing = null; // side of the pane that plays
-  brush = "point"; // one of BRUSHES
+  brush = "point"; // one of BRUSHES in what_if.js
   held = null; // the patch that is being moved or swapped
   photo = null; // a file of the user's, in place of the images
   history = []; // changes before the present ones
@@ -246,16 +244,6 @@ export class App {
     if (record) this.#keep(nextSpecial(record, this.state.token));
   }
 
-  moveHead = (by) => this.#move("head", nextHead, by);
-  moveLayer = (by) => this.#move("layer", nextLayer, by);
-
-  async #move(name, next, by) {
-    const { record, views } = this.panes[0];
-    if (!record) return;
-    await this.set({ [name]: next(record, this.state[name], by) });
-    views.heads.reveal();
-  }
-
   /** Show one head only, as large as possible, or all of them again. */
   enlarge() {
     if (this.state.view === "heads")
@@ -278,11 +266,6 @@ export class App {
     const { image } = this.state;
     const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
     return images.find(({ tag }) => tag === other) ?? next;
-  }
-
-  /** End the work of the live model; what was shown before stays. */
-  cancel() {
-    cancelAll();
   }
 
   isChanged() {
@@ -362,11 +345,6 @@ export class App {
     this.brush = brush;
     this.held = null;
     return this.refresh();
-  }
-
-  nextBrush() {
-    const brushes = Object.keys(BRUSHES);
-    this.takeBrush(brushes[(brushes.indexOf(this.brush) + 1) % brushes.length]);
   }
 
   /** Use the brush on the kept patch. */
@@ -479,6 +457,26 @@ function listenForPhotos(take) {
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => offered(event, event.dataTransfer));
   document.addEventListener("paste", (event) => offered(event, event.clipboardData));
+}
+
+/** Return the name of the patch next to a token; of one in the middle, if it is no patch. */
+function nextPatch(record, name, down, right) {
+  const { rows, columns } = record;
+  const prefix = record.prefix.length;
+  const token = name ? tokenOf(name, record) : null;
+  let [row, column] = [Math.floor((rows - 1) / 2), Math.floor((columns - 1) / 2)];
+  if (token !== null && token >= prefix) {
+    const within = (index, count) => Math.min(Math.max(index, 0), count - 1);
+    row = within(Math.floor((token - prefix) / columns) + down, rows);
+    column = within(((token - prefix) % columns) + right, columns);
+  }
+  return tokenName(prefix + row * columns + column, record);
+}
+
+/** Return the name of the next token that is no patch; after the last comes the mean of patches. */
+function nextSpecial(record, name) {
+  const names = [MEAN, ...range(record.prefix.length)].map((token) => tokenName(token, record));
+  return names[(names.indexOf(name) + 1) % names.length];
 }
 
 function latest(runs) {

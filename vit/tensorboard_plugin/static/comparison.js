@@ -8,7 +8,7 @@ export class ImageMenu {
   constructor(side, choose) {
     this.side = side;
     this.select = menu(`Image of the ${side === "a" ? "first" : "second"} pane`, choose);
-    this.element = make("label", { class: "which", "data-noexport": "" }, "image ", this.select);
+    this.element = make("label", { class: "which" }, "image ", this.select);
   }
 
   /**

@@ -17,6 +17,11 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Make a button with a text, or other contents. */
+export function button(contents, click, properties = {}) {
+  return make("button", { type: "button", click, ...properties }, ...[contents].flat());
+}
+
 /** Change an element's text, if it is another one: the browser then has nothing to lay out. */
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;

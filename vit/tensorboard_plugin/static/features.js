@@ -3,9 +3,9 @@
 // Shapes: L layers, P patches, D token width, K numbers of a patch. See vit/explain/features.py.
 
 import { fetchFeatures } from "./api.js";
-import { make, shortName, write } from "./dom.js";
+import { button, make, shortName, write } from "./dom.js";
 import { MEAN, percent, range } from "./maths.js";
-import { MARK, Raster, fitPicture, outline, patchBox } from "./raster.js";
+import { MARK, Raster, fitPicture, outline, patchBox, pointing } from "./raster.js";
 
 const SPREAD = 2.5; // standard deviations at the ends of a colour
 const [SMALLEST, LARGEST] = [32, 128]; // sides of a map
@@ -183,11 +183,7 @@ export class FeaturesView {
       this.#column(one, titles[index], index, side),
     );
     this.#labels = range(layers).map((layer) =>
-      make(
-        "button",
-        { type: "button", click: () => this.actions.choose({ layer }) },
-        `layer ${layer}`,
-      ),
+      button(`layer ${layer}`, () => this.actions.choose({ layer })),
     );
     const rows = this.#labels.flatMap((label, layer) => [
       label,
@@ -200,10 +196,6 @@ export class FeaturesView {
   #column({ record, features }, title, index, side) {
     const feature = ["components", "similarity"][index]; // others are not shown large
     const size = fitPicture(record, side, side);
-    const patchAt = ({ offsetX, offsetY }) => {
-      const [x, y] = [offsetX / size.patchWidth, offsetY / size.patchHeight].map(Math.floor);
-      return x < record.columns && y < record.rows ? y * record.columns + x : null;
-    };
     const raster = (listeners = {}) => {
       const map = new Raster(make("canvas", listeners));
       map.resize(size.width, size.height);
@@ -211,8 +203,7 @@ export class FeaturesView {
     };
     const listenersOf = (layer) =>
       feature && {
-        pointermove: (event) => this.actions.point(patchAt(event)),
-        pointerleave: () => this.actions.point(null),
+        ...pointing(record, size, this.actions.point),
         click: () => this.actions.choose({ layer, feature }),
       };
     const maps = features.numbers.map((_, layer) => raster(listenersOf(layer)));

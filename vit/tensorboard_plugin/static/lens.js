@@ -1,9 +1,9 @@
 // Layer-by-layer predictions (logit lens): the class as which every layer's tokens would be read.
 
 import { classColour, classColours, classOverlay, classPixel } from "./colours.js";
-import { make, write } from "./dom.js";
+import { button, make, write } from "./dom.js";
 import { MEAN, percent, range } from "./maths.js";
-import { Raster } from "./raster.js";
+import { Raster, pointing } from "./raster.js";
 
 const SIDE = 56; // of a layer's map
 
@@ -18,9 +18,7 @@ export function lensColours(record) {
 
 /** Return a function from a token to its colour over the picture at a layer. */
 export function lensOverlay(record, colours, layer) {
-  const { classes, probabilities } = record.details.lens;
-  return (token) =>
-    classOverlay(colours, classes[layer][1 + token][0], probabilities[layer][1 + token][0]);
+  return (token) => classOverlay(colours, ...lensOf(record, layer, token)[0]);
 }
 
 /** Return [class, probability] of a token at a layer, best first; MEAN is what the head reads. */
@@ -66,8 +64,8 @@ export class LensView {
       lens === null ? "No layer-by-layer predictions were recorded for this image." : "",
     );
     if (this.record !== record) this.#draw(record); // else a row may keep the focus
-    this.#rows.forEach(({ button }, layer) =>
-      button.setAttribute("aria-pressed", String(layer === state.layer)),
+    this.#rows.forEach(({ label }, layer) =>
+      label.setAttribute("aria-pressed", String(layer === state.layer)),
     );
   }
 
@@ -96,48 +94,30 @@ export class LensView {
 
   #row(record, layer) {
     const zoom = Math.max(1, Math.floor(SIDE / Math.max(record.rows, record.columns)));
-    const map = new Raster(
-      make("canvas", {
-        pointermove: (event) => {
-          const [row, column] = [event.offsetY, event.offsetX].map((at) => Math.floor(at / zoom));
-          const inside = row >= 0 && column >= 0 && row < record.rows && column < record.columns;
-          this.actions.point(inside ? row * record.columns + column : null);
-        },
-        pointerleave: () => this.actions.point(null),
-      }),
-    );
+    const size = { patchWidth: zoom, patchHeight: zoom };
+    const map = new Raster(make("canvas", pointing(record, size, this.actions.point)));
     map.resize(record.columns * zoom, record.rows * zoom);
-    const { classes, probabilities } = record.details.lens;
-    const first = 1 + record.prefix.length;
+    const first = record.prefix.length;
     const colours = Uint32Array.from(range(record.rows * record.columns), (patch) =>
-      classPixel(
-        this.colours,
-        classes[layer][first + patch][0],
-        probabilities[layer][first + patch][0],
-      ),
+      classPixel(this.colours, ...lensOf(record, layer, first + patch)[0]),
     );
     const box = [0, 0, record.columns * zoom, record.rows * zoom];
     map.paint([{ colours, box }], record.columns);
-    const guesses = range(classes[layer][0].length);
-    const pooled = guesses.map(() => bar());
-    const own = guesses.map(() => bar());
-    lensOf(record, layer, MEAN).forEach(([index, probability], rank) =>
+    const read = lensOf(record, layer, MEAN);
+    const [pooled, own] = range(2).map(() => read.map(() => bar()));
+    read.forEach(([index, probability], rank) =>
       fill(pooled[rank], record.className(index), probability),
     );
-    const button = make(
-      "button",
-      { type: "button", click: () => this.actions.choose(layer) },
-      `layer ${layer}`,
-    );
+    const label = button(`layer ${layer}`, () => this.actions.choose(layer));
     const element = make(
       "div",
       { class: "lens-row" },
-      button,
+      label,
       make("div", { class: "lens-map" }, map.canvas),
       make("div", {}, ...pooled.map((one) => one.element)),
       make("div", {}, ...own.map((one) => one.element)),
     );
-    return { element, button, own };
+    return { element, label, own };
   }
 
   /** Write how a token is read in each layer. */

@@ -1,18 +1,18 @@
 // A pane: one image of one run at one step. Two panes stand side by side to be compared.
 
 import { fetchRecord } from "./api.js";
-import { ask, liveOf } from "./asking.js";
+import { ask, cancelAll, liveOf } from "./asking.js";
 import { captionOf } from "./caption.js";
 import { ColourBar } from "./colour_bar.js";
 import { ImageMenu } from "./comparison.js";
-import { make, shortName, write } from "./dom.js";
+import { button, make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
+import { numbersOf } from "./exporting.js";
 import { FeaturesView, featuresOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
 import { MEAN, range, tokenName, tokenOf } from "./maths.js";
-import { numbersOf } from "./numbers.js";
 import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
 import { statisticsOf } from "./statistics.js";
@@ -76,16 +76,10 @@ export class Pane {
     this.scale = new ColourBar();
     this.lines = range(3).map(() => make("p", {}));
     this.readout = make("div", { class: "readout" }, ...this.lines);
-    this.play = make(
-      "button",
-      {
-        type: "button",
-        class: "play",
-        "aria-label": "Play the steps",
-        click: () => this.app.togglePlay(this.side),
-      },
-      "▶",
-    );
+    this.play = button("▶", () => this.app.togglePlay(this.side), {
+      class: "play",
+      "aria-label": "Play the steps",
+    });
     this.slider = make("input", {
       type: "range",
       min: 0,
@@ -98,9 +92,9 @@ export class Pane {
     this.change = new Change((target) => this.app.set({ target }));
     this.working = make(
       "p",
-      { class: "working", "data-noexport": "" },
+      { class: "working" },
       "The model is working … ",
-      make("button", { type: "button", click: () => this.app.cancel() }, "Cancel"),
+      button("Cancel", () => cancelAll()), // what was shown before stays
     );
     this.host = make("div", { class: "host" });
     this.content = make(
@@ -129,7 +123,7 @@ export class Pane {
         "header",
         {},
         this.title,
-        make("div", { class: "steps", "data-noexport": "" }, this.play, this.slider),
+        make("div", { class: "steps" }, this.play, this.slider),
         this.step,
       ),
       this.images.element,
@@ -287,19 +281,12 @@ export class Pane {
     this.chipParts = names.map((name, index) => {
       const swatch = make("i", { class: "swatch" });
       const value = make("span", { class: "number" });
-      const element = make(
-        "button",
-        {
-          type: "button",
-          class: "chip",
-          pointerenter: () => this.app.point(name),
-          pointerleave: () => this.app.point(null),
-          click: () => this.app.pin(name),
-        },
-        tokens[index] === MEAN ? null : swatch,
-        name,
-        tokens[index] === MEAN ? null : value,
-      );
+      const contents = tokens[index] === MEAN ? name : [swatch, name, value];
+      const element = button(contents, () => this.app.pin(name), {
+        class: "chip",
+        pointerenter: () => this.app.point(name),
+        pointerleave: () => this.app.point(null),
+      });
       return { element, swatch, value, token: tokens[index] };
     });
     this.chips.replaceChildren(...this.chipParts.map((part) => part.element));
