@@ -17,7 +17,6 @@ OURS: dict[str, dict[str, Any]] = {
     "class token": {},
     "mean": {"class_token": False, "global_pool": "avg"},
     "registers": {"reg_tokens": 2, "class_token": True, "global_pool": "avg"},
-    "fc_norm": {"fc_norm": True},
     "mean without fc_norm": {"class_token": False, "global_pool": "avg", "fc_norm": False},
 }
 TIMMS: dict[str, dict[str, Any]] = {

@@ -82,12 +82,6 @@ def test_rise_approaches_banzhaf_values(model, images):
     assert errors[1] < 0.04 * expected.abs().max() and errors[1] < errors[0] / 4
 
 
-@pytest.mark.parametrize("count", [0, -2, 3])
-def test_rise_needs_pairs_of_masks(model, images, count):
-    with pytest.raises(ValueError, match=f"^num_masks: {count} is not an even number from 2$"):
-        rise(model, images, GRID, TARGET, count, torch.Generator())
-
-
 def test_occlusion_and_integrated_gradients_are_made_in_float32(model, images):
     kinds = ["occlusion", "integrated_gradients"]
     exact = attention_maps(model, images, kinds, TARGET)[1]
