@@ -1,5 +1,6 @@
 """Occlusion, integrated gradients and RISE, compared with captum and with direct computations."""
 
+import functools
 import itertools
 
 import captum.attr
@@ -91,7 +92,8 @@ def test_occlusion_and_integrated_gradients_are_made_in_float32(model, images):
 
 
 def test_references_are_kinds_of_map(model, images, monkeypatch):
-    monkeypatch.setattr("vit.explain.references.RISE_MASKS", 20)
+    few = functools.partial(rise, num_masks=20)
+    monkeypatch.setattr("vit.explain.references.rise", few)
     logits, maps = attention_maps(model, images, [*REFERENCES, "rollout"], TARGET)
     torch.testing.assert_close(logits, model(images).detach())
     expected = {
