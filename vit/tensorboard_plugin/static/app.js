@@ -3,10 +3,9 @@
 import { fetchImages, fetchRuns } from "./api.js";
 import { classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
-import { differenceOf } from "./comparison.js";
+import { differenceOf } from "./captions.js";
 import { make, write } from "./dom.js";
 import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
-import { emptyState } from "./empty.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
 import { MEAN, nearest, range, tokenName, tokenOf } from "./maths.js";
@@ -445,6 +444,20 @@ export class App {
   numbers() {
     return this.panes.filter((pane) => !pane.element.hidden).map((pane) => pane.numbers());
   }
+}
+
+/** Make what the tab shows of a log directory without attention. */
+function emptyState() {
+  return make(
+    "section",
+    { class: "empty" },
+    make("h2", {}, "No attention has been recorded in this log directory."),
+    make("p", {}, "To make a small run in two minutes:"),
+    make("pre", {}, "python train.py --config shapes\ntensorboard --logdir runs"),
+    make("p", {}, "For a run that is finished, or a model of timm:"),
+    make("pre", {}, "python eval.py runs/quick maps"),
+    make("p", { class: "quiet" }, "This page looks for new runs every few seconds."),
+  );
 }
 
 /** Call a function with a photo that is dropped on the page or pasted. */

@@ -4,7 +4,7 @@
 
 import { fetchFeatures } from "./api.js";
 import { button, make, shortName, write } from "./dom.js";
-import { MEAN, percent, range } from "./maths.js";
+import { MEAN, percent, range, readCodes } from "./maths.js";
 import { MARK, Raster, fitPicture, outline, patchBox, pointing } from "./raster.js";
 
 const SPREAD = 2.5; // standard deviations at the ends of a colour
@@ -16,13 +16,7 @@ const CHANGED = "After a change, features are not computed again; Reset shows th
 
 /** Read numbers, L times K times rows, from what the server sends: 8 bits, then scales. */
 function readNumbers({ data }, layers, count, rows) {
-  const size = layers * count * rows;
-  const scales = 4 * layers * count; // bytes
-  const signed = data.byteLength === size + scales + 1;
-  if (!(count >= 1 && rows >= 1 && (signed || data.byteLength === size + scales)))
-    throw new Error("The features have another size than the image's details say.");
-  const codes = new (signed ? Int8Array : Uint8Array)(data, 0, size);
-  const scale = new Float32Array(data.slice(size, size + scales)); // aligned
+  const [codes, scale] = readCodes(data, layers * count, rows, "features");
   const vector = (at) =>
     Array.from(codes.subarray(at * rows, (at + 1) * rows), (code) => code * scale[at]);
   return range(layers).map((layer) => range(count).map((one) => vector(layer * count + one)));

@@ -35,25 +35,13 @@ export class LensView {
   constructor(actions) {
     this.actions = actions;
     this.tokenTitle = make("span", {});
-    this.titles = make(
-      "div",
-      { class: "lens-row titles" },
-      make("span", {}),
-      make("span", {}, "every patch"),
-      make("span", {}, "what the head reads"),
-      this.tokenTitle,
-    );
+    const titles = ["", "every patch", "what the head reads"].map((text) => make("span", {}, text));
+    this.titles = make("div", { class: "lens-row titles" }, ...titles, this.tokenTitle);
     this.list = make("div", {});
     this.legend = make("div", { class: "legend" });
     this.note = make("p", { class: "note" });
-    this.element = make(
-      "div",
-      { class: "view lens" },
-      this.titles,
-      this.list,
-      this.legend,
-      this.note,
-    );
+    const parts = [this.titles, this.list, this.legend, this.note];
+    this.element = make("div", { class: "view lens" }, ...parts);
   }
 
   layout(record, state) {
@@ -109,14 +97,9 @@ export class LensView {
       fill(pooled[rank], record.className(index), probability),
     );
     const label = button(`layer ${layer}`, () => this.actions.choose(layer));
-    const element = make(
-      "div",
-      { class: "lens-row" },
-      label,
-      make("div", { class: "lens-map" }, map.canvas),
-      make("div", {}, ...pooled.map((one) => one.element)),
-      make("div", {}, ...own.map((one) => one.element)),
-    );
+    const bars = [pooled, own].map((some) => make("div", {}, ...some.map((one) => one.element)));
+    const picture = make("div", { class: "lens-map" }, map.canvas);
+    const element = make("div", { class: "lens-row" }, label, picture, ...bars);
     return { element, label, own };
   }
 
@@ -135,11 +118,8 @@ export class LensView {
 
 /** Make a line with a bar, a name and a percentage. */
 export function bar() {
-  const [length, name, number] = [
-    make("i", {}),
-    make("span", {}),
-    make("span", { class: "number" }),
-  ];
+  const [length, name] = ["i", "span"].map((tag) => make(tag));
+  const number = make("span", { class: "number" });
   return { element: make("div", { class: "bar" }, length, name, number), length, name, number };
 }
 

@@ -2,9 +2,8 @@
 
 import { fetchRecord } from "./api.js";
 import { ask, cancelAll, liveOf } from "./asking.js";
-import { captionOf } from "./caption.js";
+import { ImageMenu, captionOf } from "./captions.js";
 import { ColourBar } from "./colour_bar.js";
-import { ImageMenu } from "./comparison.js";
 import { button, make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
 import { numbersOf } from "./exporting.js";
