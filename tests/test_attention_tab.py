@@ -503,13 +503,10 @@ def test_a_signed_map_has_colours_and_a_unit_of_its_own(page: Page, address: str
     page.mouse.move(*patch_at(frame, 1, 2))
     value = f"{values[9]:.2f} × mean".replace("-", "−")
     lines = frame.locator(".readout").first
-    expect(lines).to_contain_text(f"layer-wise relevance (for {details.classes[shown.target]})")
     expect(lines).to_contain_text(f"patch (1, 2) at {value}")
-    expect(frame.locator(".card").nth(2)).to_contain_text(f"here {value}")
     frame.locator(".card").first.click()
     expect(bar).to_contain_text("0123× uniform")
     assert numbers(frame)["unit"] == "uniform attention"
-    expect(lines).not_to_contain_text("red speaks")
 
 
 @pytest.mark.parametrize("statistic", ["distance", "importance"])

@@ -1,7 +1,6 @@
 """Attention maps compared with the papers' formulas, literal numbers and symmetries."""
 
 import copy
-import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from models import PLAIN
 from vit.explain.lrp import token_relevance
 from vit.explain.maps import MAP_KINDS, attention_maps, readout_of
 from vit.explain.rollout import (
-    attention_gradients,
     attention_rollout,
     class_relevance,
     fuse_heads,
@@ -20,7 +18,6 @@ from vit.explain.rollout import (
     head_maps,
     raw_attention,
 )
-from vit.model import attention
 from vit.model.vit import VisionTransformer
 from vit.registry import ALL_KINDS
 
@@ -212,7 +209,6 @@ SHARES = [[1, 12, 3], [8, 4, 4], [0, 12, 4]]
     ("ratio", "prefix", "expected"),
     [
         (0.0, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
-        (0.2, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Three of six, but the second to the fourth are equal and stay together.
         (0.5, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Four of six: they go together. The prefix token keeps its weights, be they the least.
@@ -401,37 +397,3 @@ def test_maps_in_bfloat16_are_close_to_those_in_float32():
     for kind, maps in found.items():
         assert maps.dtype == torch.float32 and not torch.equal(maps, exact[kind])
         assert (maps - exact[kind]).abs().max() < 0.3 * exact[kind].std()
-
-
-@pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])
-def test_gradients_are_finite_differences(variant, monkeypatch):
-    torch.manual_seed(0)
-    sizes = {"img_size": 8, "embed_dim": 4, "depth": 2, "num_heads": 2, "num_classes": 3}
-    vit = VisionTransformer(**(PLAIN | sizes | variant))
-    for parameter in vit.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    vit, image = vit.double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
-    logits, weights, _ = vit.forward_intermediates(image)
-    gradients = attention_gradients(logits, weights, torch.tensor([1]))
-    attend = attention.scaled_dot_product_attention
-
-    def logit(layer: int, place: tuple[int, ...], step: float) -> float:
-        """Return the logit with one weight of one layer nudged and all later layers following."""
-        calls = itertools.count()
-
-        def nudged(query, key, value, mask=None, dropout=None):
-            weights = attend(query, key, value, mask, dropout)[1]
-            if next(calls) == layer:
-                weights[0][place] += step
-            return weights @ value, weights
-
-        with monkeypatch.context() as patch:
-            patch.setattr(attention, "scaled_dot_product_attention", nudged)
-            return vit.forward_intermediates(image)[0][0, 1].item()
-
-    with torch.no_grad():
-        for layer, found in enumerate(gradients):
-            for place in np.ndindex(*found[0].shape):
-                slope = (logit(layer, place, 1e-5) - logit(layer, place, -1e-5)) / 2e-5
-                assert found[0][place].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
-    assert all(layer.abs().max() > 1e-2 for layer in gradients)
