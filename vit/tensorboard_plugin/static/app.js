@@ -18,6 +18,7 @@ import { Toolbar } from "./toolbar.js";
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
 const PLAY = 600; // milliseconds between steps
+const STEP_OF = { a: "step", b: "step2" }; // the state's step of each side
 
 export class App {
   state = parseState(readAddress());
@@ -46,9 +47,9 @@ export class App {
     this.notice = make("p", { class: "notice", role: "status", hidden: true });
     const panes = this.panes.map((pane) => pane.element);
     this.main = make("main", { id: "panes" }, this.notice, ...panes);
-    this.body = make("div", { class: "body" }, this.chooser.element, this.main);
+    this.body = make("div", "body", this.chooser.element, this.main);
     this.empty = emptyState();
-    this.waiting = make("p", { class: "empty quiet" }, "Loading …");
+    this.waiting = make("p", "empty quiet", "Loading …");
     const { canvas } = this.panes[0].picture;
     root.addEventListener("chosen", () => canvas.focus({ preventScroll: true }));
     root.append(this.toolbar.element, this.body, this.empty, this.waiting, this.banner, this.live);
@@ -278,16 +279,12 @@ export class App {
   /** Change the model or the image; `along`: as a part of the change before. */
   edit(changes, along = false) {
     if (!this.canAsk()) return this.toolbar.say(this.panes[0].liveNote);
-    if (!along) this.#keepEdits();
-    return this.#applyEdits(changes);
+    return this.#change(changes, along);
   }
 
-  #keepEdits() {
+  #change({ photo = this.photo, ...others }, along = false) {
     const { mute, patches } = this.state;
-    this.history.push({ mute, patches, photo: this.photo });
-  }
-
-  #applyEdits({ photo = this.photo, ...others }) {
+    if (!along) this.history.push({ mute, patches, photo: this.photo });
     this.photo = photo;
     return this.set(others);
   }
@@ -298,15 +295,13 @@ export class App {
     const differs = (before) => Object.entries(before).some(([name, value]) => value !== now[name]);
     while (this.history.length) {
       const before = this.history.pop();
-      if (differs(before)) return this.#applyEdits(before);
+      if (differs(before)) return this.#change(before, true);
     }
     return this.refresh();
   }
 
   reset() {
-    if (!this.isChanged()) return;
-    this.#keepEdits();
-    this.#applyEdits({ mute: "", patches: "", photo: null });
+    if (this.isChanged()) this.#change({ mute: "", patches: "", photo: null });
   }
 
   /** Show a photo in place of the images, if it can be read; null takes it away. */
@@ -316,9 +311,7 @@ export class App {
     } catch (error) {
       return this.toolbar.say(`${photo.name}: ${error.message}`);
     }
-    if (photo) return this.edit({ photo });
-    this.#keepEdits();
-    return this.#applyEdits({ photo });
+    return photo ? this.edit({ photo }) : this.#change({ photo });
   }
 
   muteHeads(heads) {
@@ -395,24 +388,24 @@ export class App {
 
   chooseStep(side, step) {
     if (step === undefined) return undefined;
-    const changes = side === "a" ? { step } : { step2: step };
-    if (this.state.linked === "yes" && this.state.run2)
-      Object.assign(changes, { step, step2: step });
-    return this.set(changes);
+    const { linked, run2 } = this.state;
+    const both = linked === "yes" && run2;
+    return this.set(both ? { step, step2: step } : { [STEP_OF[side]]: step });
   }
 
   moveStep(by, side = "a") {
-    const { steps } = this.panes[side === "a" ? 0 : 1];
-    const step = side === "a" ? this.state.step : this.state.step2;
-    return this.chooseStep(side, steps[steps.indexOf(step) + by]);
+    const { steps } = this.#paneOf(side);
+    return this.chooseStep(side, steps[steps.indexOf(this.state[STEP_OF[side]]) + by]);
   }
+
+  #paneOf = (side) => this.panes.find((pane) => pane.side === side);
 
   /** Show one step after the other, from the first if the last is shown; or stop. */
   async togglePlay(side) {
     this.playing = this.playing === side ? null : side;
     this.#showPlaying();
-    const pane = this.panes[side === "a" ? 0 : 1];
-    const last = () => (side === "a" ? this.state.step : this.state.step2) >= pane.steps.at(-1);
+    const pane = this.#paneOf(side);
+    const last = () => this.state[STEP_OF[side]] >= pane.steps.at(-1); // more may follow
     if (this.playing === side && last()) await this.chooseStep(side, pane.steps[0]);
     while (this.playing === side && !last()) {
       await new Promise((done) => setTimeout(done, PLAY));
@@ -450,13 +443,13 @@ export class App {
 function emptyState() {
   return make(
     "section",
-    { class: "empty" },
+    "empty",
     make("h2", {}, "No attention has been recorded in this log directory."),
     make("p", {}, "To make a small run in two minutes:"),
     make("pre", {}, "python train.py --config shapes\ntensorboard --logdir runs"),
     make("p", {}, "For a run that is finished, or a model of timm:"),
     make("pre", {}, "python eval.py runs/quick maps"),
-    make("p", { class: "quiet" }, "This page looks for new runs every few seconds."),
+    make("p", "quiet", "This page looks for new runs every few seconds."),
   );
 }
 

@@ -17,7 +17,7 @@ export function captionOf({ details, className, tag }) {
       make("span", {}, "predicted ", make("strong", {}, className(index))),
       make(
         "span",
-        { class: "fixed" },
+        "fixed",
         `${percent(probability)} `,
         mark === "" ? null : make("b", { class: mark, "aria-label": mark }, MARKS[mark]),
       ),
@@ -32,7 +32,7 @@ export class ImageMenu {
   constructor(side, choose) {
     this.side = side;
     this.select = menu(`Image of the ${side === "a" ? "first" : "second"} pane`, choose);
-    this.element = make("label", { class: "which" }, "image ", this.select);
+    this.element = make("label", "which", "image ", this.select);
   }
 
   /**

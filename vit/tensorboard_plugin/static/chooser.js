@@ -40,9 +40,9 @@ export class Chooser {
       "aria-label": "Images",
       keydown: (event) => this.#key(event),
     });
-    this.note = make("p", { class: "note" });
+    this.note = make("p", "note");
     const parts = [this.labels, this.outcomes, this.list, this.note];
-    this.element = make("aside", { class: "chooser" }, ...parts);
+    this.element = make("aside", "chooser", ...parts);
   }
 
   /** List the images of a run with their predictions at the step that is shown. */
@@ -86,8 +86,8 @@ export class Chooser {
     const words = [make("strong", {}, image.label ?? shortName(image.tag))];
     if (at.prediction !== null) {
       const [mood, mark] = MOODS[at.correct];
-      words.push(make("span", { class: mood }, mark + at.prediction));
-      words.push(make("span", { class: "quiet" }, percent(at.probability)));
+      words.push(make("span", mood, mark + at.prediction));
+      words.push(make("span", "quiet", percent(at.probability)));
     }
     return make(
       "div",
@@ -129,6 +129,6 @@ function picture(thumbnail) {
   try {
     return make("img", { src: checkedImage(thumbnail), alt: "" });
   } catch {
-    return make("span", { class: "no-picture" });
+    return make("span", "no-picture");
   }
 }

@@ -145,9 +145,9 @@ export class FeaturesView {
   /** @param {{choose: function(object): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
-    this.note = make("p", { class: "note" });
-    this.table = make("div", { class: "features" });
-    this.element = make("div", { class: "view" }, this.note, this.table);
+    this.note = make("p", "note");
+    this.table = make("div", "features");
+    this.element = make("div", "view", this.note, this.table);
   }
 
   /** Arrange a column for components, and one for each image of `state.compared`. */
@@ -181,10 +181,10 @@ export class FeaturesView {
     );
     const rows = this.#labels.flatMap((label, layer) => [
       label,
-      ...this.#columns.map(({ maps }) => maps[layer]?.canvas ?? make("span", {})),
+      ...this.#columns.map(({ maps }) => maps[layer]?.canvas ?? make("span")),
     ]);
     this.table.style.gridTemplateColumns = `${LABEL}px repeat(${titles.length}, max-content)`;
-    this.table.replaceChildren(make("span", {}), ...this.#columns.map(({ head }) => head), ...rows);
+    this.table.replaceChildren(make("span"), ...this.#columns.map(({ head }) => head), ...rows);
   }
 
   #column({ record, features }, title, index, side) {

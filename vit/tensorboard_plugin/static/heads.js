@@ -36,9 +36,9 @@ export class HeadsView {
    */
   constructor({ choose, enlarge, mute, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
-    this.over = make("canvas", {});
-    this.names = make("canvas", { class: "names" });
-    this.anchor = make("i", { class: "anchor" });
+    this.over = make("canvas");
+    this.names = make("canvas", "names");
+    this.anchor = make("i", "anchor");
     this.stack = make(
       "div",
       {
@@ -62,9 +62,9 @@ export class HeadsView {
       this.over,
       this.anchor,
     );
-    this.notes = range(3).map(() => make("p", { class: "note" }));
+    this.notes = range(3).map(() => make("p", "note"));
     const notes = this.notes.flatMap((note) => [note, " "]);
-    this.element = make("div", { class: "view heads" }, ...notes, this.names, this.stack);
+    this.element = make("div", "view heads", ...notes, this.names, this.stack);
   }
 
   /** Arrange the maps: those of each layer below each other, all sorted by a statistic, or one. */

@@ -23,7 +23,7 @@ export function helpDialog() {
     { "aria-label": "Keys", click: (event) => event.target === dialog && dialog.close() },
     make("h2", {}, "Keys"),
     make("dl", {}, ...KEYS.flatMap(([keys, does]) => [make("dt", {}, keys), make("dd", {}, does)])),
-    make("p", { class: "quiet" }, "Click a patch to keep it, and again to release it."),
+    make("p", "quiet", "Click a patch to keep it, and again to release it."),
     button("Close", () => dialog.close()),
   );
   return dialog;

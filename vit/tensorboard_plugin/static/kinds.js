@@ -53,9 +53,9 @@ export class MapsView {
   /** @param {{choose: function(string): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
-    this.list = make("div", { class: "cards" });
-    this.note = make("p", { class: "note" });
-    this.element = make("div", { class: "view" }, this.list, this.note);
+    this.list = make("div", "cards");
+    this.note = make("p", "note");
+    this.element = make("div", "view", this.list, this.note);
   }
 
   layout(record, state, width) {
@@ -84,13 +84,13 @@ export class MapsView {
   #card(record, map) {
     const canvas = make("canvas", pointing(record, this.size, this.actions.point));
     const context = resize(canvas, this.size.width, this.size.height);
-    const value = make("span", { class: "value" });
+    const value = make("span", "value");
     const faithfulness =
       map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3).replace("-", "−");
     const contents = [
       canvas,
       make("strong", {}, map.title),
-      make("span", { class: "quiet" }, aboutClass(record, map)),
+      make("span", "quiet", aboutClass(record, map)),
       make("span", { class: "quiet", title: FAITHFULNESS }, `faithfulness ${faithfulness}`),
       value,
     ];

@@ -34,14 +34,14 @@ export class LensView {
   /** @param {{choose: function(number): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
-    this.tokenTitle = make("span", {});
+    this.tokenTitle = make("span");
     const titles = ["", "every patch", "what the head reads"].map((text) => make("span", {}, text));
-    this.titles = make("div", { class: "lens-row titles" }, ...titles, this.tokenTitle);
-    this.list = make("div", {});
-    this.legend = make("div", { class: "legend" });
-    this.note = make("p", { class: "note" });
+    this.titles = make("div", "lens-row titles", ...titles, this.tokenTitle);
+    this.list = make("div");
+    this.legend = make("div", "legend");
+    this.note = make("p", "note");
     const parts = [this.titles, this.list, this.legend, this.note];
-    this.element = make("div", { class: "view lens" }, ...parts);
+    this.element = make("div", "view lens", ...parts);
   }
 
   layout(record, state) {
@@ -98,8 +98,8 @@ export class LensView {
     );
     const label = button(`layer ${layer}`, () => this.actions.choose(layer));
     const bars = [pooled, own].map((some) => make("div", {}, ...some.map((one) => one.element)));
-    const picture = make("div", { class: "lens-map" }, map.canvas);
-    const element = make("div", { class: "lens-row" }, label, picture, ...bars);
+    const picture = make("div", "lens-map", map.canvas);
+    const element = make("div", "lens-row", label, picture, ...bars);
     return { element, label, own };
   }
 
@@ -119,8 +119,8 @@ export class LensView {
 /** Make a line with a bar, a name and a percentage. */
 export function bar() {
   const [length, name] = ["i", "span"].map((tag) => make(tag));
-  const number = make("span", { class: "number" });
-  return { element: make("div", { class: "bar" }, length, name, number), length, name, number };
+  const number = make("span", "number");
+  return { element: make("div", "bar", length, name, number), length, name, number };
 }
 
 /** Fill in a line; an empty name clears it. */

@@ -63,18 +63,18 @@ export class Pane {
   }
 
   #build() {
-    this.title = make("h2", {});
-    this.file = make("p", { class: "file quiet" });
-    this.caption = make("p", { class: "caption" });
-    this.box = make("div", { class: "box" }, this.picture.canvas);
+    this.title = make("h2");
+    this.file = make("p", "file quiet");
+    this.caption = make("p", "caption");
+    this.box = make("div", "box", this.picture.canvas);
     this.chips = make("div", {
       class: "chips",
       role: "group",
       "aria-label": "Tokens that are no patches",
     });
     this.scale = new ColourBar();
-    this.lines = range(3).map(() => make("p", {}));
-    this.readout = make("div", { class: "readout" }, ...this.lines);
+    this.lines = range(3).map(() => make("p"));
+    this.readout = make("div", "readout", ...this.lines);
     this.play = button("▶", () => this.app.togglePlay(this.side), {
       class: "play",
       "aria-label": "Play the steps",
@@ -85,27 +85,27 @@ export class Pane {
       "aria-label": "Step",
       input: () => this.app.chooseStep(this.side, this.steps[Number(this.slider.value)]),
     });
-    this.step = make("output", {});
+    this.step = make("output");
     this.top = range(5).map(() => bar());
     this.bars = make("div", {}, ...this.top.map((one) => one.element));
     this.change = new Change((target) => this.app.set({ target }));
     this.working = make(
       "p",
-      { class: "working" },
+      "working",
       "The model is working … ",
       button("Cancel", () => cancelAll()), // what was shown before stays
     );
-    this.host = make("div", { class: "host" });
+    this.host = make("div", "host");
     this.content = make(
       "div",
-      { class: "content" },
+      "content",
       make(
         "div",
-        { class: "left" },
-        make("div", { class: "captions" }, this.file, this.caption),
+        "left",
+        make("div", "captions", this.file, this.caption),
         this.box,
         this.chips,
-        make("div", { class: "top" }, this.working, this.change.element, this.bars),
+        make("div", "top", this.working, this.change.element, this.bars),
         this.scale.element,
         this.readout,
       ),
@@ -117,14 +117,8 @@ export class Pane {
     this.message = make("p", { class: "message", role: "status" });
     this.element = make(
       "section",
-      { class: "pane" },
-      make(
-        "header",
-        {},
-        this.title,
-        make("div", { class: "steps" }, this.play, this.slider),
-        this.step,
-      ),
+      "pane",
+      make("header", {}, this.title, make("div", "steps", this.play, this.slider), this.step),
       this.images.element,
       this.message,
       this.content,
@@ -251,9 +245,7 @@ export class Pane {
     const usable = app.state.view !== "heads" || record.weights !== null;
     if (usable) view.layout(record, this.#seen(), this.host.clientWidth, app.viewHeight());
     else
-      this.host.replaceChildren(
-        make("p", { class: "note" }, `${record.missing} See Maps and Predictions.`),
-      );
+      this.host.replaceChildren(make("p", "note", `${record.missing} See Maps and Predictions.`));
     this.paint();
   }
 
@@ -278,8 +270,8 @@ export class Pane {
     if (JSON.stringify(names) === this.chipNames) return;
     this.chipNames = JSON.stringify(names);
     this.chipParts = names.map((name, index) => {
-      const swatch = make("i", { class: "swatch" });
-      const value = make("span", { class: "number" });
+      const swatch = make("i", "swatch");
+      const value = make("span", "number");
       const contents = tokens[index] === MEAN ? name : [swatch, name, value];
       const element = button(contents, () => this.app.pin(name), {
         class: "chip",

@@ -33,7 +33,7 @@ export class Toolbar {
     this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)), { title: LISTED });
     this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
     this.linked = this.#checkbox("linked");
-    this.linkedLabel = make("label", { class: "check" }, this.linked, "same step");
+    this.linkedLabel = make("label", "check", this.linked, "same step");
     this.said = make("span", { class: "said", role: "status" });
     this.help = helpDialog();
     this.tabs = Object.entries(VIEWS).map(([view, title]) =>
@@ -63,7 +63,7 @@ export class Toolbar {
     this.heat = this.#checkbox("heat");
     this.whatIf = new WhatIf(app);
     const lines = [this.#firstLine(), this.#secondLine(), this.whatIf.element];
-    this.element = make("header", { class: "toolbar" }, ...lines, this.help);
+    this.element = make("header", "toolbar", ...lines, this.help);
   }
 
   #checkbox(name) {
@@ -75,11 +75,11 @@ export class Toolbar {
     const { app } = this;
     return make(
       "div",
-      { class: "line" },
+      "line",
       make("label", {}, "Run ", this.runs),
       make("label", {}, "compare with ", this.others),
       this.linkedLabel,
-      make("span", { class: "space" }),
+      make("span", "space"),
       this.said,
       button("JSON", () => this.say(saveNumbers(app)), {
         title: "Save the numbers that are shown",
@@ -93,7 +93,7 @@ export class Toolbar {
 
   #secondLine() {
     const { statistic, over, order, feature } = this.menus;
-    const group = (...parts) => make("div", { class: "group" }, ...parts);
+    const group = (...parts) => make("div", "group", ...parts);
     const labelled = (text, one) => make("label", {}, text, one);
     this.groups = {
       heads: group(
@@ -110,10 +110,10 @@ export class Toolbar {
     };
     return make(
       "div",
-      { class: "line" },
+      "line",
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
       ...Object.values(this.groups),
-      make("span", { class: "space" }),
+      make("span", "space"),
       this.contrast,
       make("label", { class: "check", title: "Colours over the picture" }, this.heat, "overlay"),
     );

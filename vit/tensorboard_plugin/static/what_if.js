@@ -47,7 +47,7 @@ export class WhatIf {
     this.buttons = [this.head, this.layer, this.only];
     this.tools = make(
       "div",
-      { class: "group" },
+      "group",
       ...this.buttons,
       make("label", {}, "brush ", this.brush),
       this.other,
@@ -56,10 +56,10 @@ export class WhatIf {
       this.undo,
       this.reset,
     );
-    this.note = make("span", { class: "quiet" });
+    this.note = make("span", "quiet");
     this.element = make(
       "div",
-      { class: "line what-if" },
+      "line what-if",
       make("strong", {}, "What if"),
       this.tools,
       this.note,
@@ -110,13 +110,13 @@ export class Change {
   /** @param {function(number): void} choose - Called with the class that is clicked. */
   constructor(choose) {
     this.choose = choose;
-    this.words = make("p", {});
-    this.logit = make("p", { class: "logit" });
-    this.body = make("tbody", {});
+    this.words = make("p");
+    this.logit = make("p", "logit");
+    this.body = make("tbody");
     const titles = ["class", "before", "after", "logit"].map((text) =>
       make("th", { scope: "col" }, text),
     );
-    this.device = make("caption", { class: "quiet" });
+    this.device = make("caption", "quiet");
     const head = make("thead", {}, make("tr", {}, ...titles));
     this.table = make("table", {}, this.device, head, this.body);
     this.element = make(
@@ -157,7 +157,7 @@ export class Change {
           { "aria-selected": String(index === chosen), click: () => this.choose(index) },
           make("th", { scope: "row" }, button(record.className(index))),
           ...[before, after].map(({ probabilities }) => barOf(probabilities[index])),
-          make("td", { class: "number" }, signed(after.logits[index] - before.logits[index])),
+          make("td", "number", signed(after.logits[index] - before.logits[index])),
         ),
       ),
     );
@@ -166,7 +166,7 @@ export class Change {
 
 function barOf(probability) {
   const length = make("i", { style: `transform: scaleX(${probability})` });
-  return make("td", { class: "number" }, length, make("span", {}, percent(probability)));
+  return make("td", "number", length, make("span", {}, percent(probability)));
 }
 
 function bestOf({ logits }, count) {
