@@ -19,7 +19,6 @@ from vit.data.preprocess import Preprocess
 from vit.explain.canvas import overlay
 from vit.explain.colours import bar_of, colour_map
 from vit.explain.explanation import (
-    BAR_COLOUR,
     GAP,
     HEADER,
     NARROWEST,
@@ -203,12 +202,6 @@ def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifi
     assert faded[0] > 200 and faded[1] == faded[2] > 150  # paler than the photo
 
 
-def test_a_square_photo_has_no_frame(classifier):
-    photo = np.full((64, 64, 3), (200, 30, 30), np.uint8)
-    panel = photo_panel(sheet(classifier.explain(photo)), PANEL, PANEL)
-    assert (panel == (200, 30, 30)).all()
-
-
 @pytest.mark.parametrize("size", [(100, 200), (90, 30), (32, 32)])
 def test_padding_is_part_of_map_and_overlay(classifier, size):
     """The overlay is that of the padded photo, which the model sees, and so is its map."""
@@ -251,16 +244,6 @@ def test_photos_with_other_channels_have_sheets(channels):
     found = classifier.explain(pixels)
     assert found.photo.shape == pixels.shape and sheet(found).shape[2] == 3
     assert len(classifier.predict(pixels)) == 5
-
-
-def test_probabilities_are_bars_of_their_length(classifier):
-    shares = dict(zip(CLASSES, (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.02, 0.01), strict=True))
-    found = classifier.explain(draw_photo(32, 32), ("rollout", "relevance"))
-    drawn = sheet(replace(found, probabilities=shares, target="class 0"))
-    bars = (drawn == BAR_COLOUR).all(axis=2)
-    lengths = [int(n) for n in bars.sum(axis=1) if n]
-    found_lengths = sorted(set(lengths), reverse=True)
-    assert found_lengths == [round(p * ZOOM * NARROWEST) for p in list(shares.values())[:5]]
 
 
 def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):

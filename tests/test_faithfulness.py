@@ -172,11 +172,10 @@ def test_mask_iou_by_hand(one_map, expected):
     assert found.tolist() == [pytest.approx(expected, abs=1e-6)]
 
 
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7])
-def test_no_patch_of_a_constant_map_is_above_its_mean(value):
-    side = 7
-    masks = torch.ones(1, 4 * side, 4 * side, dtype=torch.bool)
-    assert mask_iou(torch.full((1, side, side), value), masks).tolist() == [0]
+def test_no_patch_of_a_constant_map_is_above_its_mean():
+    masks = torch.ones(1, 28, 28, dtype=torch.bool)
+    for value in (0.1, 1 / 3, 0.7):
+        assert mask_iou(torch.full((1, 7, 7), value), masks).tolist() == [0]
 
 
 # Over images.
@@ -187,9 +186,5 @@ def test_mean_interval_by_hand():
     mean, half_width = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert mean == 2.5
     assert half_width == pytest.approx(1.959964 * math.sqrt(5 / 3) / 2, abs=1e-9)
-    assert half_width == pytest.approx(1.2651, abs=1e-4)
-
-
-def test_mean_interval_of_one_image_is_not_known():
     mean, half_width = mean_interval(torch.tensor([0.25]))
-    assert mean == 0.25 and math.isnan(half_width)
+    assert mean == 0.25 and math.isnan(half_width)  # of one image, it is not known

@@ -28,7 +28,6 @@ from vit.explain.figures import (
     comparison_picture,
     filmstrip_picture,
     gallery_picture,
-    heads_picture,
     named,
     statistics_picture,
 )
@@ -132,17 +131,6 @@ def test_filmstrip_has_images_as_rows_and_steps_as_columns() -> None:
     assert rows.max() < 44 and columns.min() > 6 + 140 and columns.max() < 6 + 210
 
 
-def test_heads_picture_has_layers_as_rows_and_heads_as_columns() -> None:
-    (image,), maps = noise(1), torch.rand(2, 3, 2, 2) * 3
-    picture = heads_picture(image, maps, "aquarium_fish")
-    blank = np.full((1, 1, 3), 255, np.uint8)
-    cells = [
-        [first, *(colour_map(heat) for heat in layer)]
-        for first, layer in zip((as_pixels(image), blank), maps, strict=True)
-    ]
-    assert_cells(picture, cells, (44, 52), (102, 102), 96)
-
-
 def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
     values = torch.zeros(3, 2)
     values[2, 0] = 1.0
@@ -158,7 +146,7 @@ def test_statistics_of_a_broken_model_are_drawn(value: float) -> None:
     assert statistics_picture({"entropy": torch.full((3, 2), value)}).shape == (142, 208, 3)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 def test_comparison_has_a_map_of_each_model_and_of_two_the_difference(count: int) -> None:
     images, maps = noise(2), [torch.rand(2, 2, 3) * 3 for _ in range(count)]
     caption = "true cat\none without maps: dog\nanother: cat"
@@ -189,7 +177,7 @@ def test_gallery_sets_overlays_beside_their_images_row_by_row(count: int, column
 # Charts.
 
 
-@pytest.mark.parametrize("num_classes", [2, 30, 100])
+@pytest.mark.parametrize("num_classes", [2, 100])
 def test_confusion_picture_shows_shares_of_rows(num_classes):
     # Every image of the first class is taken for the last, though it has but one.
     counts = (1000 * np.eye(num_classes, dtype=int)).tolist()
@@ -254,18 +242,15 @@ def test_captions_name_truth_and_guess() -> None:
         captions_of(shares.log(), torch.tensor([1]), ["cat", "dog", "ship"])
 
 
-def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch, capsys):
+def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch):
     """STIXGeneral, which comes with matplotlib, stands for an East Asian font."""
     letter, pictures = "\u1d8a", []
     for installed in ((), ("No Such Font", "STIXGeneral")):
         monkeypatch.setattr(canvas, "EAST_ASIAN", installed)
         canvas.font_file.cache_clear()
-        canvas._warn_of_boxes.cache_clear()
         blank = np.full((40, 99, 3), 255, np.uint8)
         pictures.append(framed(blank, [(9, 30, "left", letter)], [], length=9, top=9))
         pictures.append(confusion_picture([[1, 0], [0, 1]], [letter, "b"]))
-        said = capsys.readouterr().err
-        assert said.count("warning: pictures show boxes") == (not installed)
     assert (pictures[0] != pictures[2]).any() and (pictures[1] != pictures[3]).any()
 
 

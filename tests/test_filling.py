@@ -111,10 +111,3 @@ def test_blur_by_hand():
     assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
     smooth = blurred(draw_images(2, (32, 32)))
     assert 0.02 < smooth.std() < 0.1  # of 1: a strong blur leaves little
-
-
-def test_fillings_that_cannot_be():
-    with pytest.raises(ValueError, match=r"^filling: 'grey' is not allowed; it must be mean, "):
-        make_filling("grey", draw_images(2))
-    with pytest.raises(ValueError, match=r"^filling: 'other' takes patches of other images; use "):
-        make_filling("other", draw_images(1))

@@ -17,7 +17,6 @@ OURS: dict[str, dict[str, Any]] = {
     "class token": {},
     "mean": {"class_token": False, "global_pool": "avg"},
     "registers": {"reg_tokens": 2, "class_token": True, "global_pool": "avg"},
-    "fc_norm": {"fc_norm": True},
     "mean without fc_norm": {"class_token": False, "global_pool": "avg", "fc_norm": False},
 }
 TIMMS: dict[str, dict[str, Any]] = {
@@ -90,16 +89,12 @@ def test_token_is_read_as_if_there_were_no_others(maker: str, variant: str) -> N
 @pytest.mark.parametrize(
     ("maker", "variant", "names"),
     [
-        ("ours", "class token", ["class token"]),
         ("ours", "mean", []),
         ("ours", "registers", ["class token", "register 1", "register 2"]),
-        ("timm", "class token", ["class token"]),
         ("timm", "registers", ["class token", "register 1", "register 2"]),
         ("timm", "distilled", ["class token", "distillation token"]),
         ("timm", "attention pooling", []),
         ("timm", "naflex", ["class token", *(f"register {n}" for n in (1, 2, 3, 4))]),
-        ("timm", "rotary", ["class token", *(f"register {n}" for n in (1, 2, 3, 4))]),
-        ("timm", "relative", ["class token"]),
     ],
 )
 def test_prefix_tokens_have_names(maker: str, variant: str, names: list[str]) -> None:

@@ -228,23 +228,6 @@ def test_random_interventions_give_what_torch_gives(
     assert {"ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm.gz"} < set(names)
 
 
-def test_a_muted_layer_has_no_attention_and_nothing_muted_changes_nothing(
-    page: Page, spec: Any
-) -> None:
-    (pixels, *_), *_ = random_cases(spec, 1)
-    model, layer = quick().model, 2
-    muted = [[layer, head] for head in range(spec["heads"])]
-    cases: list[Case] = [(pixels, [], []), (pixels, muted, [3]), (pixels, [], [])]
-    first, without, again = in_browser(page, cases, spec)
-    assert all(itertools.starmap(torch.equal, zip(first, again, strict=True)))
-    handle = model.blocks[layer].attn.register_forward_hook(
-        lambda _, __, output: (torch.zeros_like(output[0]), output[1])
-    )
-    expected, _ = in_torch(quick(), (pixels, [], [3]))
-    handle.remove()
-    torch.testing.assert_close(without[0], expected, rtol=0, atol=1e-4)
-
-
 def test_the_page_keeps_no_answers(page: Page, spec: Any) -> None:
     """The weights of each are 200 kB, which are not on the heap but in buffers beside it."""
     session = page.context.new_cdp_session(page)
@@ -284,11 +267,7 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
     sizes = {name: list(shape) for name, shape in shapes.items()}
     if kind == "other shape":
         sizes["logits"][1] += 1
-    if kind == "too large":
-        sizes["weights"] = [10**6, 10**6]
     inputs = {"images": [1, 3, 32, 32], "gates": [layers, heads], "keep": [1, 64]}
-    if kind == "other inputs":
-        inputs["keep"] = [1, 65]
     nodes, initializers = [], []
     for name, size in sizes.items():
         initializers.append(numpy_helper.from_array(np.array(size, np.int64), f"{name} size"))
@@ -334,10 +313,7 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
 
 REFUSALS = {
     "truncated graph": "The model cannot be loaded: ",
-    "empty graph": "The model cannot be loaded: ",
     "other file": "The model cannot be loaded: ",
-    "too large": "The model",
-    "other inputs": "The model failed: ",
     "other shape": "The model failed: logits are (1,11), not (1,10).",
     "lens of other classes": "The model failed: lens_classes has other classes.",
     "not finite": "The model failed: some logits are not numbers.",
@@ -353,7 +329,6 @@ def test_damaged_and_hostile_models_are_refused_in_a_sentence_and_the_next_one_w
     for kind in REFUSALS:
         site[0].files[f"/{kind}"] = {
             "truncated graph": lambda: good["/graph"][:20_000],
-            "empty graph": lambda: b"",
             "short weights": lambda: good["/float32"][:1000],
             "infinite weights": lambda: b"\x00\x7c" + good["/float16"][2:],
         }.get(kind, lambda kind=kind: hostile_graph(kind, spec))()

@@ -1,20 +1,16 @@
 """Attention maps compared with the papers' formulas, literal numbers and symmetries."""
 
 import copy
-import itertools
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from models import PLAIN
 from vit.explain.lrp import token_relevance
-from vit.explain.maps import MAP_KINDS, attention_maps, readout_of, title_of
+from vit.explain.maps import MAP_KINDS, attention_maps, readout_of
 from vit.explain.rollout import (
-    attention_gradients,
     attention_rollout,
     class_relevance,
     fuse_heads,
@@ -22,7 +18,6 @@ from vit.explain.rollout import (
     head_maps,
     raw_attention,
 )
-from vit.model import attention
 from vit.model.vit import VisionTransformer
 from vit.registry import ALL_KINDS
 
@@ -169,20 +164,8 @@ def test_head_maps_are_the_rows_that_are_read(readout, prefix):
         np.testing.assert_allclose(maps[place].numpy(), expected, rtol=0, atol=1e-6)
 
 
-def test_what_speaks_against_a_class_is_no_relevance():
-    weights = draw_weights(2, 1, 2, 5)
-    against = -draw_gradients(weights).abs()
-    how = {"readout": "class_token", "num_prefix_tokens": 1}
-    assert class_relevance(weights, against, **how).tolist() == [[0, 0, 0, 0]]
-    # No attention is left: what a token holds, it has from itself.
-    assert gradient_rollout(weights, against, **how).tolist() == [[0, 0, 0, 0]]
-    how = {"readout": "mean", "num_prefix_tokens": 1}
-    assert gradient_rollout(weights, against, **how).tolist() == [[1 / 4] * 4]
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-9])
-def test_small_relevances_are_precise(scale):
-    readout, prefix = "mean", 1
+def test_small_relevances_are_precise():
+    readout, prefix, scale = "mean", 1, 1e-9
     weights = draw_weights(4, 2, 3, prefix + 9)
     gradients = scale * draw_gradients(weights)
     maps = make_maps("relevance", weights, gradients, readout, prefix)
@@ -193,7 +176,7 @@ def test_small_relevances_are_precise(scale):
         for layer in layers:
             relevance = relevance + layer @ (np.eye(len(layer)) + relevance)
         expected = read_out(relevance, readout, prefix)
-        assert expected.max() < 30 * scale or scale == 1
+        assert expected.max() < 30 * scale
         np.testing.assert_allclose(maps[b].numpy(), expected, rtol=1e-5, atol=0)
 
 
@@ -202,9 +185,7 @@ def test_small_relevances_are_precise(scale):
     [
         ({"head_fusion": "sum"}, "head_fusion: 'sum' is not mean, max or min"),
         ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not at least 0 and less than 1"),
-        ({"discard_ratio": -0.1}, "discard_ratio: -0.1 is not at least 0 and less than 1"),
         ({"discard_ratio": float("nan")}, "discard_ratio: nan is not at least 0 and less than 1"),
-        ({"start_layer": 3}, "start_layer: 3 is not a layer of this model; it must be 0 to 2"),
         ({"start_layer": -1}, "start_layer: -1 is not a layer of this model; it must be 0 to 2"),
     ],
 )
@@ -228,14 +209,10 @@ SHARES = [[1, 12, 3], [8, 4, 4], [0, 12, 4]]
     ("ratio", "prefix", "expected"),
     [
         (0.0, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
-        # Less than one of six weights.
-        (0.1, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
-        (0.2, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Three of six, but the second to the fourth are equal and stay together.
         (0.5, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Four of six: they go together. The prefix token keeps its weights, be they the least.
         (0.7, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
-        (0.99, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
         (0.7, 2, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
         # Without prefix tokens, the second row loses everything and stays with itself.
         (0.8, 0, [[0, 1, 0], [0, 1, 0], [0, 1, 0]]),
@@ -245,15 +222,6 @@ def test_discarding_by_hand(ratio, prefix, expected):
     fused = fuse_heads(torch.tensor(SHARES)[None, None] / 16, prefix, "mean", ratio)
     assert fused.shape == (1, 3, 3)
     torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=5, max_size=5), st.integers(0, 2))
-def test_a_row_with_nothing_left_stays_with_itself(attended, prefix):
-    heads = torch.eye(5)[torch.tensor(attended).T]  # two heads, each looks at one token
-    fused = fuse_heads(heads[None], prefix, "min", 0.0)
-    agreed = [one if one == other else row for row, (one, other) in enumerate(attended)]
-    assert torch.equal(fused[0], torch.eye(5)[agreed])
 
 
 # Of a model.
@@ -281,7 +249,9 @@ def draw_images() -> Tensor:
     return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("options", ROLLOUTS.values(), ids=ROLLOUTS)
+@pytest.mark.parametrize(
+    "options", [{"start_layer": 1}, {"head_fusion": "max", "discard_ratio": 0.3}]
+)
 def test_rollout_of_a_model_takes_options(options):
     vit, images = draw_vit(MODELS["class token and registers"]), draw_images()
     _, found = attention_maps(vit, images, tuple(MAP_KINDS), **options)
@@ -293,8 +263,7 @@ def test_rollout_of_a_model_takes_options(options):
     _, plain = attention_maps(vit, images, tuple(MAP_KINDS))
     for kind in set(MAP_KINDS) - {"rollout"}:
         assert torch.equal(found[kind], plain[kind])
-    if options:
-        assert (found["rollout"] - plain["rollout"]).abs().max() > 1e-3
+    assert (found["rollout"] - plain["rollout"]).abs().max() > 1e-3
 
 
 @with_models
@@ -386,19 +355,17 @@ def test_only_the_kinds_asked_for_are_made():
             torch.testing.assert_close(found[kind], every[kind], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kinds", [["lime"], ["rollout", "lime"]])
-def test_unknown_kinds_are_refused(kinds):
+def test_unknown_kinds_are_refused():
     message = f"^kinds: 'lime' is not one of {', '.join(ALL_KINDS)}$"
     with pytest.raises(ValueError, match=message):
-        attention_maps(draw_vit(MODELS["mean"]), draw_images(), kinds)
+        attention_maps(draw_vit(MODELS["mean"]), draw_images(), ["rollout", "lime"])
 
 
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", MAP_KINDS)
-def test_maps_need_neither_free_parameters_nor_gradients_switched_on(kind, frozen):
+def test_maps_need_neither_free_parameters_nor_gradients_switched_on(kind):
     vit, images = draw_vit(MODELS["class token"]), draw_images()
     logits, found = attention_maps(vit, images, [kind])
-    vit.requires_grad_(not frozen)
+    vit.requires_grad_(False)
     for switched_on in (True, False):
         with torch.set_grad_enabled(switched_on):
             other_logits, others = attention_maps(vit, images, [kind])
@@ -430,45 +397,3 @@ def test_maps_in_bfloat16_are_close_to_those_in_float32():
     for kind, maps in found.items():
         assert maps.dtype == torch.float32 and not torch.equal(maps, exact[kind])
         assert (maps - exact[kind]).abs().max() < 0.3 * exact[kind].std()
-
-
-@pytest.mark.parametrize("variant", [{}, {"class_token": False, "global_pool": "avg"}])
-def test_gradients_are_finite_differences(variant, monkeypatch):
-    torch.manual_seed(0)
-    sizes = {"img_size": 8, "embed_dim": 4, "depth": 2, "num_heads": 2, "num_classes": 3}
-    vit = VisionTransformer(**(PLAIN | sizes | variant))
-    for parameter in vit.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    vit, image = vit.double().eval(), torch.randn(1, 3, 8, 8, dtype=torch.float64)
-    logits, weights, _ = vit.forward_intermediates(image)
-    gradients = attention_gradients(logits, weights, torch.tensor([1]))
-    attend = attention.scaled_dot_product_attention
-
-    def logit(layer: int, place: tuple[int, ...], step: float) -> float:
-        """Return the logit with one weight of one layer nudged and all later layers following."""
-        calls = itertools.count()
-
-        def nudged(query, key, value, mask=None, dropout=None):
-            weights = attend(query, key, value, mask, dropout)[1]
-            if next(calls) == layer:
-                weights[0][place] += step
-            return weights @ value, weights
-
-        with monkeypatch.context() as patch:
-            patch.setattr(attention, "scaled_dot_product_attention", nudged)
-            return vit.forward_intermediates(image)[0][0, 1].item()
-
-    with torch.no_grad():
-        for layer, found in enumerate(gradients):
-            for place in np.ndindex(*found[0].shape):
-                slope = (logit(layer, place, 1e-5) - logit(layer, place, -1e-5)) / 2e-5
-                assert found[0][place].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
-    assert all(layer.abs().max() > 1e-2 for layer in gradients)
-
-
-def test_title_of_rollout_names_what_is_not_the_default() -> None:
-    assert title_of("rollout") == title_of("rollout", "mean", 0.0, 0) == "attention rollout"
-    assert title_of("raw", "max", 0.9, 2) == "last layer's attention"
-    assert title_of("rollout", "max", 0.9, 2) == (
-        "attention rollout (max over heads, lowest 90% discarded, from layer 2)"
-    )

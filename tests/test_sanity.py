@@ -121,12 +121,6 @@ def test_shifted_inputs_leave_logits_and_maps_of_tokens_as_they_are(variant):
     assert rank_correlation(own, other).max() < 0.95
 
 
-@pytest.mark.parametrize("variant", [{"stem": "conv"}, {"pre_norm": True}])
-def test_inputs_cannot_be_shifted_without_a_linear_stem_with_bias(variant):
-    with pytest.raises(ValueError, match="stem=linear"):
-        for_shifted_inputs(draw_vit(**variant), 1.0)
-
-
 def test_nothing_but_the_mark_tells_the_marked_class():
     images = watermark.draw_set(1100, "train")
     plain, kinds, _ = draw_shapes(1100, fold_in(0, "watermark", "train"))

@@ -51,7 +51,7 @@ from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
 from vit.explain.rollout import attention_rollout
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
-from vit.tensorboard_plugin import add_attention, encoding, summary
+from vit.tensorboard_plugin import add_attention, encoding
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
     decode_details,
@@ -117,11 +117,6 @@ def test_a_record_survives_encoding(
     )
     found = decode_details(encode_details(record.details))
     assert close(json.loads(details_json(found)), plain(record))
-    assert record.weights is not None
-    codes, scale = decode_weights(encode_weights(record.weights))
-    error = np.abs(codes * scale[..., None] - record.weights)
-    largest = record.weights.max(axis=-1, keepdims=True)
-    assert (error <= largest / 510 * (1 + 1e-5)).all()
 
 
 def test_maps_of_older_records_are_not_signed_and_have_no_file() -> None:
@@ -153,18 +148,15 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
     ("change", "message"),
     [
         (lambda d: d.update(version=2), "the record is of another version"),
-        (lambda d: d.pop("grid"), "grid: Field required"),
         (lambda d: d.update(grid=[4, 6]), "rollout is .28,.; it must be .24,."),
         (lambda d: d.update(layers=2), "entropy is .3, 2.; it must be .2, 2."),
         (lambda d: d.update(label=4), "class 4 does not exist; there are 4"),
         (lambda d: d["statistics"]["sink"][0].pop(), "sink is ragged"),
-        (lambda d: d["statistics"]["entropy"][0].__setitem__(0, 1.5), "statistics.entropy.0.0: "),
         (lambda d: d["maps"][0]["values"].__setitem__(0, float("nan")), "maps.0.values.0: "),
         (lambda d: d["maps"][1].update(target=9), "class 9 does not exist"),
         (lambda d: d["lens"]["classes"].pop(), "lens is .2, 32, 3.; it must be .3, 32, 3."),
         (lambda d: d.update(image=d["image"] + '"onload="'), "image: "),
         (lambda d: d.update(image_size=[28, 16]), "not a PNG file of .28, 16. pixels"),
-        (lambda d: d.update(readout="max"), "readout: "),
     ],
 )
 def test_details_that_contradict_themselves_are_refused_in_one_line(
@@ -183,12 +175,6 @@ def test_an_image_of_too_many_pixels_is_refused() -> None:
     parts["image_size"] = [60_000, 60_000]
     with pytest.raises(ValueError, match="more than 16777216 pixels"):
         decode_details(zlib.compress(json.dumps(parts).encode()))
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000])
-def test_other_json_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match="details of the record are damaged"):
-        decode_details(zlib.compress(content))
 
 
 def test_details_do_not_decompress_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,10 +205,7 @@ SCALE = npy((1, 1, 2), "<f4", bytes(8))
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "not a zip file"),
-        (npz(), "weights is not a file"),
         (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4))), "scale is not a file"),
-        (npz(weights=b"text", scale=SCALE), "damaged"),
         (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(3)), scale=SCALE), "EOF: reading array data"),
         (npz(weights=npy((1, 1, 2, 2), "|u1", bytes(10**8)), scale=SCALE), "more than 8389"),
         (npz(weights=npy((1, 1, 2, 2), "<f4", bytes(16)), scale=SCALE), "float32"),
@@ -259,15 +242,11 @@ def test_a_live_model_survives_encoding(graph: bytes, note: str, floats: int) ->
     ("change", "message"),
     [
         (lambda d: d.update(version=2), "the record is of another version"),
-        (lambda d: d.update(spec=None), "the graph has 5 bytes"),
         (lambda d: d.update(graph=""), "the graph has 0 bytes"),
         (lambda d: d.update(graph="A" * (MAX_GRAPH // 3 * 4 + 4)), "at most 16777216"),
         (lambda d: d.update(graph="\u2028"), "graph: "),
-        (lambda d: d["spec"].update(channels=2), "spec.channels: "),
         (lambda d: d["spec"].update(mean=[0.5]), "mean is .1,.; it must be .3,."),
-        (lambda d: d["spec"].update(std=[0, 1, 1]), "spec.std.0: "),
         (lambda d: d["spec"].update(floats=2**27 + 1), "spec.floats: "),
-        (lambda d: d["spec"].update(floats="5"), "spec.floats: "),
         (lambda d: d["spec"].update(image_size=[60_000, 60_000]), "more than 16777216 pixels"),
         (lambda d: d["spec"].update(grid=[90, 90]), "attention weights are more than 16777216"),
     ],
@@ -305,7 +284,6 @@ def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> Non
     ("content", "message"),
     [
         (b"", "does not say its version"),
-        (b"\xff\xfe", "does not say its version"),
         (b"[1]", "does not say its version"),
         (b'{"version": 2, "part": "details"}', "is of version 2, and this Attention tab reads"),
         (b'{"version": 1, "part": "more"}', "unknown part 'more'"),
@@ -314,13 +292,6 @@ def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> Non
 def test_tags_of_another_version_are_refused(content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         part_of(content)
-
-
-def test_weights_must_agree_with_the_details() -> None:
-    record = make_record()
-    assert record.weights is not None
-    with pytest.raises(ValueError, match=r"weights are \(2, 2, 31, 31\); the details say"):
-        Record(details=record.details, weights=record.weights[1:])
 
 
 def test_large_images_have_small_thumbnails() -> None:
@@ -422,7 +393,7 @@ def server(
 
 
 @pytest.mark.slow
-def test_tab_is_there(server: Server) -> None:
+def test_tab_is_there_and_lists_runs_in_natural_order(server: Server) -> None:
     listing = fetch(f"{server.address}/data/plugins_listing").json()["attention"]
     assert listing["enabled"]
     assert listing["tab_name"] == "Attention"
@@ -432,13 +403,7 @@ def test_tab_is_there(server: Server) -> None:
     assert script.headers["X-Content-Type-Options"] == "nosniff"
     style = server.get("style.css")
     assert (style.status, style.headers.get_content_type()) == (200, "text/css")
-
-
-@pytest.mark.slow
-def test_runs_are_listed_in_natural_order(server: Server) -> None:
-    found = server.get("runs")
-    assert found.headers["Content-Type"] == "application/json"
-    runs = [run for run in found.json()["runs"] if run["name"].startswith("run")]
+    runs = [run for run in server.get("runs").json()["runs"] if run["name"].startswith("run")]
     assert runs == [
         {"name": "run_2", "images": 2, "last_step": 100, "wall_time": 1.7e9 + 100},
         {"name": "run_10", "images": 1, "last_step": 100, "wall_time": 1.7e9 + 100},
@@ -512,21 +477,17 @@ PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}
 ODD = [
     ("images", {}, 400, "run: missing"),
     ("images", {"run": "run_3"}, 404, "no run 'run_3'"),
-    ("images", {"run": "x" * 5000}, 404, "no run"),
     ("images", {"run": "newer"}, 400, "is of version 2, and this Attention tab reads version 1"),
     ("details", {"run": "run_2"}, 400, "tag: missing"),
     ("details", {**PLACE, "step": "5.0"}, 400, "step: '5.0' is not a whole number"),
     ("details", {**PLACE, "step": "9" * 400}, 400, "is not a whole number"),
     ("details", {**PLACE, "step": 6}, 404, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
-    ("weights", {**PLACE, "run": "run_3"}, 404, "no run 'run_3'"),
     ("weights", {**PLACE, "tag": "attention/probe_02"}, 404, "no image 'attention/probe_02'"),
     ("details", {"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the"),
     ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, 404, "no weights of"),
     ("weights", {"run": "damaged", "tag": "lying", "step": 0}, 400, "the details say (3, 2, 31,"),
     ("details", {**PLACE, "tag": LIVE_TAG}, 404, "no image 'attention/live'"),
-    ("live", {"run": "run_3"}, 404, "no run 'run_3'"),
     ("live_graph", {"run": "run_10"}, 404, "this run stored no model"),
-    ("live_graph", {"run": "damaged"}, 400, "the live model is damaged"),
     ("live_weights", {"run": "damaged", "step": 0}, 400, "the live model is damaged"),
     ("live_weights", {"run": "many_steps", "step": 0}, 404, "no weights that belong to"),
     *(
@@ -556,12 +517,6 @@ def test_only_listed_files_are_served(server: Server) -> None:
         found = server.get(route)
         assert found.status == 404
         assert found.headers["X-Content-Type-Options"] == "nosniff"
-
-
-@pytest.mark.slow
-def test_other_methods_are_refused(server: Server) -> None:
-    found = fetch(f"{server.address}/data/plugin/attention/runs", data=b"", method="POST")
-    assert (found.status, found.json()) == (405, {"error": "POST is not allowed; use GET"})
 
 
 @pytest.mark.slow
@@ -779,19 +734,6 @@ def test_add_attention_takes_maps_and_names(tmp_path: Path, arguments: dict[str,
     assert (details.classes, details.prefix) == (names, ["CLS"])
 
 
-def test_too_many_weights_are_left_out_with_a_warning(
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(summary, "MAX_WEIGHTS", 1000)
-    add_attention(**arguments)
-    arguments["writer"].close()
-    assert "2 x 3 x 13 x 13 attention weights are more than 1000" in capsys.readouterr().err
-    assert sorted(read_back(tmp_path)) == ["photo_00", "photo_01"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -801,7 +743,6 @@ def test_too_many_weights_are_left_out_with_a_warning(
         ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
         ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
         ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
-        ({"weights": []}, "weights: there are no layers"),
         ({"weights": attention(batch=3)}, r"layer 0 is \(3, 3, 13, 13\), not .* with B = 2"),
         ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
@@ -810,11 +751,8 @@ def test_too_many_weights_are_left_out_with_a_warning(
             {"num_prefix_tokens": 0, "weights": attention(tokens=12)},
             "readout: class_token needs num_prefix_tokens of at least 1",
         ),
-        ({"prefix_names": ["a", "b"]}, "prefix_names: 2 names for 1 tokens"),
         ({"logits": torch.randn(3, 4)}, r"logits: \(3, 4\) is not \(2, C\)"),
-        ({"classes": ["cat"]}, "classes: 1 names for 4 logits"),
         ({"model": torch.nn.Linear(2, 2)}, "model: Linear is not a vit.Classifier"),
-        ({"labels": [0]}, "labels: 1 labels for 2 images"),
         ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
         ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),
     ],

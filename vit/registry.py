@@ -176,7 +176,7 @@ ALL_KINDS = {
         "size", signed=True, default=False,
     ),
     "rise": MapKind(
-        "RISE", "references:rise_of_1000_masks", "passes", "size", signed=True, default=False
+        "RISE", "references:rise", "passes", "size", signed=True, default=False
     ),
 }  # fmt: skip
 

@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vit.console import warn
 from vit.explain.colours import UNIFORM, Bar, colour, colour_map
 
 DPI = 100  # pixels to 72 points
@@ -124,7 +123,6 @@ def font_file(words: str) -> str:
     """Choose the font for a text: the first of those that lack the fewest of its letters.
 
     The first is matplotlib's default font; installed ones with East Asian letters follow.
-    Letters that no font has are warned of once.
     """
     import matplotlib
 
@@ -141,20 +139,7 @@ def font_file(words: str) -> str:
         return default
     installed = {*font_manager.fontManager.get_font_names()} & {*EAST_ASIAN}
     others = [str(font_manager.findfont(name)) for name in EAST_ASIAN if name in installed]
-    best = min([default, *others], key=count_lacking)
-    if count_lacking(best):
-        _warn_of_boxes()
-    return best
-
-
-@functools.cache
-def _warn_of_boxes() -> None:
-    import matplotlib
-
-    warn(
-        "pictures show boxes for letters that no installed font has; install one that has "
-        f"them, such as Noto Sans CJK, and delete {matplotlib.get_cachedir()}/fontlist-*.json"
-    )
+    return min([default, *others], key=count_lacking)
 
 
 def framed(

@@ -13,17 +13,9 @@ import torch
 from torch import Tensor
 
 from vit.data.augment import shrink
-from vit.explain.canvas import (
-    DPI,
-    GAP,
-    Text,
-    font_file,
-    framed,
-    paper,
-    paste,
-    shorten,
-)
+from vit.explain.canvas import DPI, font_file, shorten
 from vit.explain.colours import as_pixels
+from vit.explain.figures import BLANK, sheet
 from vit.registry import CORRUPTIONS
 
 if TYPE_CHECKING:
@@ -155,22 +147,18 @@ def corruption_picture(image: Tensor, corrupted: dict[str, list[Tensor]]) -> np.
         image: The image, (channels, H, W) uint8.
         corrupted: For each kind the image at the five severities.
     """
-    side, top, margin = min(112, max(64, *image.shape[1:])), 44, 72
-    columns = {"clean": [image], **corrupted}
-    canvas = paper(top + 5 * (side + GAP), margin + len(columns) * (side + GAP))
-    texts: list[Text] = []
-    for column, (kind, images) in enumerate(columns.items()):
-        left = margin + column * (side + GAP)
-        texts.append((left + side / 2, top - 5, "center", kind.replace("_", "\n")))
-        for row, each in enumerate(images):
-            high = top + row * (side + GAP)
-            scale = min(1, side / max(each.shape))
-            size = tuple(max(1, round(scale * n)) for n in each.shape[1:])
-            shown = shrink(each[None].float(), size)
-            paste(canvas, as_pixels(shown[0].round().to(torch.uint8)), high, left, side)
-            if column == 1:
-                texts.append((GAP, high + side / 2 + 6, "left", f"severity {row + 1}"))
-    return framed(canvas, texts, [], length=0, top=0)
+    side = min(112, max(64, *image.shape[1:]))
+    scale = min(1, side / max(image.shape))
+    size = tuple(max(1, round(scale * n)) for n in image.shape[1:])
+
+    def shrunk(each: Tensor) -> np.ndarray:
+        return as_pixels(shrink(each[None].float(), size)[0].round().to(torch.uint8))
+
+    cells = [[shrunk(each) for each in row] for row in zip(*corrupted.values(), strict=True)]
+    cells = [[first, *row] for first, row in zip([shrunk(image)] + 4 * [BLANK], cells, strict=True)]
+    head = [kind.replace("_", "\n") for kind in ("clean", *corrupted)]
+    rows = [f"severity {number}" for number in range(1, 6)]
+    return sheet("", cells, head, rows, side=side, margin=72, bars=[])
 
 
 def _pixels_of(figure: "Figure") -> np.ndarray:

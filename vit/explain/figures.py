@@ -35,6 +35,7 @@ from vit.explain.features import colours
 from vit.explain.maps import map_title
 
 DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
+BLANK = paper(1, 1)  # in place of a picture
 NAME = 18  # height of a line with the name of an image, in pixels
 
 
@@ -112,7 +113,7 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
     ]
     head = ["step", *(f"{step:,}" for step in steps)]
     words = "rollout (class-agnostic)"  # fits over a single step
-    return _sheet(words, cells, head, [""] * len(cells), side=64, margin=GAP)
+    return sheet(words, cells, head, [""] * len(cells), side=64, margin=GAP)
 
 
 def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) -> np.ndarray:
@@ -129,7 +130,7 @@ def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) ->
     ]
     head = ["", *(f"layer {number}" for number in range(features.shape[1]))]
     words = "patches: principal components 1, 2, 3"
-    return _sheet(words, cells, head, [""] * len(cells), side=96, margin=GAP, bars=[])
+    return sheet(words, cells, head, [""] * len(cells), side=96, margin=GAP, bars=[])
 
 
 def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
@@ -140,14 +141,13 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
         maps: (L, H, rows, columns).
         caption: The class of the image.
     """
-    blank = np.full((1, 1, 3), 255, dtype=np.uint8)
     cells = [
-        [as_pixels(image) if number == 0 else blank, *(colour_map(heat) for heat in layer)]
+        [as_pixels(image) if number == 0 else BLANK, *(colour_map(heat) for heat in layer)]
         for number, layer in enumerate(maps)
     ]
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
     words = "attention of each head (class-agnostic)"
-    return _sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
+    return sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
 
 
 def statistics_picture(statistics: dict[str, Tensor]) -> np.ndarray:
@@ -293,7 +293,7 @@ def _panels(
     return framed(canvas, texts, list(dict.fromkeys(bars)), length=side - 12, top=head - GAP + 4)
 
 
-def _sheet(
+def sheet(
     title: str,
     cells: list[list[np.ndarray]],
     head: list[str],
@@ -303,14 +303,22 @@ def _sheet(
     margin: int,
     bars: Sequence[Bar] = (UNIFORM,),
 ) -> np.ndarray:
-    """Arrange pictures as a table with a title, column headings and row labels."""
+    """Arrange pictures as a table with a title, column headings and row labels.
+
+    Args:
+        title: A line above everything.
+        cells: The pictures, row by row.
+        head: Words above each column, up to two lines.
+        rows: Words at the left of each row.
+        side: The longer side of a picture, in pixels.
+        margin: Width of the words at the left, in pixels.
+        bars: Colour bars at the right.
+    """
     top = 44
     canvas = paper(top + len(cells) * (side + GAP), margin + len(head) * (side + GAP))
     texts: list[Text] = [(margin, top - 25, "left", title)]
-    texts += [
-        (margin + number * (side + GAP) + side / 2, top - 5, "center", words)
-        for number, words in enumerate(head)
-    ]
+    for number, words in enumerate(head):
+        texts.append((margin + number * (side + GAP) + side / 2, top - 5, "center", words))
     for number, (row, words) in enumerate(zip(cells, rows, strict=True)):
         high = top + number * (side + GAP)
         texts.append((4, high + side / 2, "left", words))

@@ -14,8 +14,6 @@ from torch import Generator, Tensor
 from vit.explain.faithfulness import mean_colour, to_patches, to_pixels
 from vit.seeding import generator
 
-RISE_MASKS = 1000
-
 
 @torch.no_grad()
 def occlusion(
@@ -78,8 +76,8 @@ def rise(
     images: Tensor,
     grid: tuple[int, int],
     target: Tensor,
-    num_masks: int,
-    random: Generator,
+    num_masks: int = 1000,
+    random: Generator | None = None,
 ) -> Tensor:
     """Estimate how much a patch raises a class's probability if others are hidden at random.
 
@@ -94,18 +92,14 @@ def rise(
         images: (B, channels, height, width), normalized.
         grid: Rows and columns of patches.
         target: (B,) int64, the class.
-        num_masks: Number of masks, even, at least 2.
-        random: Random numbers on the CPU. Maps of n masks and of the next n masks have those of
-            2n masks as their mean.
+        num_masks: Number of masks, even.
+        random: Random numbers on the CPU; None draws the same masks in every call. Maps of n masks
+            and of the next n masks have those of 2n masks as their mean.
 
     Returns:
         (B, rows, columns), -1 to 1.
-
-    Raises:
-        ValueError: num_masks is not even, or less than 2.
     """
-    if num_masks < 2 or num_masks % 2:
-        raise ValueError(f"num_masks: {num_masks} is not an even number from 2")
+    random = random or generator(0, "rise")
     total = torch.zeros(len(images), *grid, device=images.device)
     for _ in range(num_masks // 2):
         hidden = (torch.rand(1, *grid, generator=random) < 0.5).to(images.device)
@@ -116,13 +110,6 @@ def rise(
         )
         total += (shown - inverse)[:, None, None] * (1 - 2 * hidden.float())
     return total * 2 / num_masks
-
-
-def rise_of_1000_masks(
-    classify: Callable[[Tensor], Tensor], images: Tensor, grid: tuple[int, int], target: Tensor
-) -> Tensor:
-    """Compute `rise` with 1,000 masks, always the same."""
-    return rise(classify, images, grid, target, RISE_MASKS, generator(0, "rise"))
 
 
 def _of_class(values: Tensor, target: Tensor) -> Tensor:

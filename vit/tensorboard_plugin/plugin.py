@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import cached_property
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import PurePath
@@ -42,11 +43,13 @@ from vit.tensorboard_plugin.encoding import (
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Details, Live
 
 STATIC = resources.files("vit.tensorboard_plugin") / "static"
-STATIC_TYPES = {
+CONTENT_TYPES = {
     ".js": "text/javascript",
     ".mjs": "text/javascript",
     ".css": "text/css",
     ".gz": "application/octet-stream",  # not as Content-Encoding: the page decompresses it
+    ".bin": "application/octet-stream",
+    ".json": "application/json",
 }
 EVERYTHING = 1000  # more steps of a tag than TensorBoard keeps
 NO_MODEL = (
@@ -75,23 +78,15 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
     def get_plugin_apps(self) -> dict[str, Any]:
         """Return the applications that answer requests, by path."""
         # Only the names listed here can be requested.
-        static = {
-            f"/{folder}{file.name}": _application(_reader(file), content_type)
+        files = {
+            f"/{folder}{file.name}": (_reader(file), PurePath(file.name).suffix)
             for folder in ("", "onnxruntime/")
             for file in (STATIC / folder).iterdir()
-            if (content_type := STATIC_TYPES.get(PurePath(file.name).suffix))
+            if PurePath(file.name).suffix in CONTENT_TYPES
         }
         return {
-            **static,
-            "/palettes.js": _application(_palettes, STATIC_TYPES[".js"]),
-            "/runs": _application(self._runs, "application/json"),
-            "/images": _application(self._images, "application/json"),
-            "/details": _application(self._details, "application/json"),
-            "/weights": _application(self._weights, "application/octet-stream"),
-            "/features": _application(self._features, "application/octet-stream"),
-            "/live": _application(self._live, "application/json"),
-            "/live_graph": _application(self._live_graph, "application/octet-stream"),
-            "/live_weights": _application(self._live_weights, "application/octet-stream"),
+            path: _application(self._provider, answer, CONTENT_TYPES[suffix])
+            for path, (answer, suffix) in {**files, **ROUTES}.items()
         }
 
     def is_active(self) -> bool:
@@ -105,147 +100,44 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """Return the name of the tab and the script that draws it."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Attention")
 
-    def _runs(self, request: wrappers.Request) -> Answer:
-        """List the runs that have images, without reading any."""
-        runs = []
-        for run, series in self._list(request).items():
-            images = _image_tags(series)
-            if not images:
-                continue
-            runs.append(
-                {
-                    "name": run,
-                    "images": len(images),
-                    "last_step": max(one.max_step for one in series.values()),
-                    "wall_time": max(one.max_wall_time for one in series.values()),
-                }
-            )
-        return {"runs": sorted(runs, key=lambda run: _natural(run["name"]))}
 
-    def _images(self, request: wrappers.Request) -> Answer:
-        """List the images of a run with the predictions at every step.
+class Question:
+    """A request, and what is stored of the run that it names.
 
-        Images that cannot be read are left out, and "problems" says why; if none can, the first
-        problem is the answer.
-        """
-        run = _text(request, "run")
-        series = self._list_run(request, run)
-        images, problems = [], []
-        for tag in sorted(_image_tags(series), key=_natural):
-            try:
-                part_of(series[tag].plugin_content)
-                steps = [(datum, _decoded(datum)) for datum in self._read(request, run, tag)]
-                if steps:
-                    found = {"has_weights": weights_tag(tag) in series}
-                    images.append(_image(tag, steps) | found | {"features": _features(series, tag)})
-            except ValueError as error:
-                problems.append(_line(f"{tag}: {error}"))
-        if problems and not images:
-            raise ValueError(problems[0])
-        return {"images": images, "problems": problems}
+    Args:
+        provider: TensorBoard's data provider.
+        request: The request.
+    """
 
-    def _details(self, request: wrappers.Request) -> Answer:
-        """Return the details of an image at a step."""
-        run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
-        return details_json(self._details_of(request, run, tag, step))
+    def __init__(self, provider: Any, request: wrappers.Request) -> None:
+        self._provider, self._parameters = provider, request.args
+        self._place = {
+            "ctx": plugin_util.context(request.environ),
+            "experiment_id": plugin_util.experiment_id(request.environ),
+            "plugin_name": PLUGIN_NAME,
+        }
 
-    def _weights(self, request: wrappers.Request) -> Answer:
-        """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32.
-
-        A last byte says that the first L*H*N*N are int8.
-        """
-        run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
-        details = self._details_of(request, run, tag, step)
-        stored = self._list_run(request, run)
-        if (name := weights_tag(tag)) not in stored:
-            raise UnknownError(f"no weights of {tag!r} are stored; the tab shows its maps only")
-        part_of(stored[name].plugin_content)
-        codes, scale = decode_weights(_bytes(self._datum(request, run, name, step)))
-        shape = (details.layers, details.heads, details.tokens, details.tokens)
-        if codes.shape != shape:
-            raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
-        return _numbers(codes, scale)
-
-    def _features(self, request: wrappers.Request) -> Answer:
-        """Return features of an image, L*K*P numbers, or frames, L*K*D; in bytes as weights."""
-        run, tag, step = _text(request, "run"), _text(request, "tag"), _step(request)
-        found = self._list_run(request, run).get(tag)
-        if found is None or _part(found) != "features":
-            raise UnknownError(f"run {run!r} has no features {tag!r}; reload the page")
-        return _numbers(*decode_features(_bytes(self._datum(request, run, tag, step))))
-
-    def _live(self, request: wrappers.Request) -> Answer:
-        """Describe a run's model, and list the steps whose weights are stored.
-
-        Without a model that can be used, "spec" is null and "note" says why.
-        """
-        series = self._list_run(request, _text(request, "run"))
-        try:
-            live = self._live_of(request, series)
-        except ValueError as error:
-            return {"spec": None, "steps": [], "note": _line(str(error))}
-        steps = [
-            {"step": one.max_step, "wall_time": one.max_wall_time, "dtype": dtype}
-            for one in sorted(series.values(), key=lambda one: one.max_step)
-            if _part(one) and (dtype := live_dtype(one.plugin_content, live))
-        ]
-        spec = live.spec and dataclasses.asdict(live.spec)
-        return {"spec": spec, "steps": steps, "note": live.note}
-
-    def _live_graph(self, request: wrappers.Request) -> Answer:
-        """Return the ONNX graph of a run's model."""
-        return self._live_of(request, self._list_run(request, _text(request, "run"))).graph
-
-    def _live_weights(self, request: wrappers.Request) -> Answer:
-        """Return the weights of a run's model at a step, in the dtype in which they are stored."""
-        run, step = _text(request, "run"), _step(request)
-        series, tag = self._list_run(request, run), live_weights_tag(step)
-        live, found = self._live_of(request, series), series.get(tag)
-        if not found or not _part(found) or not (dtype := live_dtype(found.plugin_content, live)):
-            raise UnknownError(f"step {step} has no weights that belong to the model of this run")
-        weights = _bytes(self._datum(request, run, tag, step))
-        size = live.spec.floats * int(dtype[-2:]) // 8 if live.spec else 0
-        if len(weights) != size or size > MAX_LIVE_WEIGHTS:
-            raise ValueError(f"the weights of step {step} are damaged: {len(weights)} bytes")
-        return weights
-
-    def _live_of(self, request: wrappers.Request, series: dict[str, TensorTimeSeries]) -> Live:
-        """Return the model that a run stored last, without weights.
+    def text(self, name: str) -> str:
+        """Return a parameter.
 
         Raises:
-            ValueError: There is none, or it is damaged.
+            ValueError: It is missing or empty.
         """
-        if LIVE_TAG not in series or part_of(series[LIVE_TAG].plugin_content) != "live":
-            raise UnknownError(NO_MODEL)
-        run, last = _text(request, "run"), series[LIVE_TAG].max_step
-        return decode_live(_bytes(self._datum(request, run, LIVE_TAG, last)))
+        if not (value := self._parameters.get(name, "")):
+            raise ValueError(f"{name}: missing; name a {name}, as listed by the tab")
+        return value
 
-    def _details_of(self, request: wrappers.Request, run: str, tag: str, step: int) -> Details:
-        series = self._list_run(request, run)
-        if tag not in _image_tags(series):
-            raise UnknownError(f"run {run!r} has no image {tag!r}; reload the page")
-        part_of(series[tag].plugin_content)
-        return _decoded(self._datum(request, run, tag, step))
+    @property
+    def step(self) -> int:
+        """The step that is asked for."""
+        value = self.text("step")
+        if not re.fullmatch("[0-9]{1,18}", value):
+            raise ValueError(f"step: {value[:60]!r} is not a whole number, at least 0")
+        return int(value)
 
-    def _datum(self, request: wrappers.Request, run: str, tag: str, step: int) -> TensorDatum:
-        """Return what is stored at a step; the last if there are several."""
-        steps = {datum.step: datum for datum in self._read(request, run, tag)}
-        if step not in steps:
-            kept = ", ".join(map(str, steps))
-            raise UnknownError(f"{tag!r} has no step {step}; TensorBoard keeps {kept}")
-        return steps[step]
-
-    def _list_run(self, request: wrappers.Request, run: str) -> dict[str, TensorTimeSeries]:
-        found = self._list(request, run_tag_filter=RunTagFilter(runs=[run])).get(run)
-        if not found:
-            raise UnknownError(f"no run {run!r} with attention; reload the page")
-        return found
-
-    def _list(
-        self, request: wrappers.Request, **names: Any
-    ) -> dict[str, dict[str, TensorTimeSeries]]:
+    def list_runs(self, **names: Any) -> dict[str, dict[str, TensorTimeSeries]]:
         """Return what TensorBoard knows about every tag of every run."""
-        listed = self._provider.list_tensors(**_place(request), **names)
+        listed = self._provider.list_tensors(**self._place, **names)
         # A tag whose steps were all written again by a resumed run is listed without any.
         kept = {
             run: {tag: series for tag, series in tags.items() if series.max_step is not None}
@@ -253,41 +145,186 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         }
         return {run: tags for run, tags in kept.items() if tags}
 
-    def _read(self, request: wrappers.Request, run: str, tag: str) -> list[TensorDatum]:
+    @cached_property
+    def series(self) -> dict[str, TensorTimeSeries]:
+        """What TensorBoard knows about the tags of the run."""
+        run = self.text("run")
+        found = self.list_runs(run_tag_filter=RunTagFilter(runs=[run])).get(run)
+        if not found:
+            raise UnknownError(f"no run {run!r} with attention; reload the page")
+        return found
+
+    def read(self, tag: str) -> list[TensorDatum]:
         """Return what is stored at all steps of a tag, in the order of steps.
 
         Raises:
             ValueError: It is not a tensor.
         """
+        run = self.text("run")
+        wanted = RunTagFilter(runs=[run], tags=[tag])
         try:
             found = self._provider.read_tensors(
-                **_place(request),
-                downsample=EVERYTHING,
-                run_tag_filter=RunTagFilter(runs=[run], tags=[tag]),
+                **self._place, downsample=EVERYTHING, run_tag_filter=wanted
             )
         except TypeError as error:
             raise ValueError(f"{tag!r} is damaged: {error}") from None
         return sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
 
+    def read_bytes(self, tag: str, step: int) -> bytes:
+        """Return what is stored under a tag at a step; the last if there are several."""
+        steps = {datum.step: datum for datum in self.read(tag)}
+        if step not in steps:
+            kept = ", ".join(map(str, steps))
+            raise UnknownError(f"{tag!r} has no step {step}; TensorBoard keeps {kept}")
+        return _bytes(steps[step])
 
-def _place(request: wrappers.Request) -> dict[str, Any]:
-    """Return the arguments of all requests to the data provider."""
-    return {
-        "ctx": plugin_util.context(request.environ),
-        "experiment_id": plugin_util.experiment_id(request.environ),
-        "plugin_name": PLUGIN_NAME,
-    }
+    def details(self) -> Details:
+        """Return the details of the image that is asked for."""
+        run, tag, step = self.text("run"), self.text("tag"), self.step
+        if tag not in _image_tags(self.series):
+            raise UnknownError(f"run {run!r} has no image {tag!r}; reload the page")
+        part_of(self.series[tag].plugin_content)
+        return _decoded(self.read_bytes(tag, step), step)
+
+    def live(self) -> Live:
+        """Return the model that the run stored last, without weights.
+
+        Raises:
+            ValueError: There is none, or it is damaged.
+        """
+        found = self.series.get(LIVE_TAG)
+        if found is None or part_of(found.plugin_content) != "live":
+            raise UnknownError(NO_MODEL)
+        return decode_live(self.read_bytes(LIVE_TAG, found.max_step))
 
 
-def _application(answer: Callable[[wrappers.Request], Answer], content_type: str) -> Any:
-    """Turn a function from a request to JSON or bytes into a WSGI application."""
+def _runs(question: Question) -> Answer:
+    """List the runs that have images, without reading any."""
+    runs = [
+        {
+            "name": run,
+            "images": len(images),
+            "last_step": max(one.max_step for one in series.values()),
+            "wall_time": max(one.max_wall_time for one in series.values()),
+        }
+        for run, series in question.list_runs().items()
+        if (images := _image_tags(series))
+    ]
+    return {"runs": sorted(runs, key=lambda run: _natural(run["name"]))}
+
+
+def _images(question: Question) -> Answer:
+    """List the images of a run with the predictions at every step.
+
+    Images that cannot be read are left out, and "problems" says why; if none can, the first
+    problem is the answer.
+    """
+    series = question.series
+    images, problems = [], []
+    for tag in sorted(_image_tags(series), key=_natural):
+        try:
+            part_of(series[tag].plugin_content)
+            data = question.read(tag)
+            steps = [(datum, _decoded(_bytes(datum), datum.step)) for datum in data]
+            if steps:
+                found = {"has_weights": weights_tag(tag) in series}
+                images.append(_image(tag, steps) | found | {"features": _features_of(series, tag)})
+        except ValueError as error:
+            problems.append(_line(f"{tag}: {error}"))
+    if problems and not images:
+        raise ValueError(problems[0])
+    return {"images": images, "problems": problems}
+
+
+def _weights(question: Question) -> Answer:
+    """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32.
+
+    A last byte says that the first L*H*N*N are int8.
+    """
+    details, tag = question.details(), question.text("tag")
+    if (name := weights_tag(tag)) not in question.series:
+        raise UnknownError(f"no weights of {tag!r} are stored; the tab shows its maps only")
+    part_of(question.series[name].plugin_content)
+    codes, scale = decode_weights(question.read_bytes(name, question.step))
+    shape = (details.layers, details.heads, details.tokens, details.tokens)
+    if codes.shape != shape:
+        raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
+    return _numbers(codes, scale)
+
+
+def _features(question: Question) -> Answer:
+    """Return features of an image, L*K*P numbers, or frames, L*K*D; in bytes as weights."""
+    run, tag, step = question.text("run"), question.text("tag"), question.step
+    found = question.series.get(tag)
+    if found is None or _part(found) != "features":
+        raise UnknownError(f"run {run!r} has no features {tag!r}; reload the page")
+    return _numbers(*decode_features(question.read_bytes(tag, step)))
+
+
+def _live(question: Question) -> Answer:
+    """Describe a run's model, and list the steps whose weights are stored.
+
+    Without a model that can be used, "spec" is null and "note" says why.
+    """
+    series = question.series
+    try:
+        live = question.live()
+    except ValueError as error:
+        return {"spec": None, "steps": [], "note": _line(str(error))}
+    steps = [
+        {"step": one.max_step, "wall_time": one.max_wall_time, "dtype": dtype}
+        for one in sorted(series.values(), key=lambda one: one.max_step)
+        if _part(one) and (dtype := live_dtype(one.plugin_content, live))
+    ]
+    spec = live.spec and dataclasses.asdict(live.spec)
+    return {"spec": spec, "steps": steps, "note": live.note}
+
+
+def _live_weights(question: Question) -> Answer:
+    """Return the weights of a run's model at a step, in the dtype in which they are stored."""
+    step, live = question.step, question.live()
+    found = question.series.get(live_weights_tag(step))
+    if not found or not _part(found) or not (dtype := live_dtype(found.plugin_content, live)):
+        raise UnknownError(f"step {step} has no weights that belong to the model of this run")
+    weights = question.read_bytes(live_weights_tag(step), step)
+    size = live.spec.floats * int(dtype[-2:]) // 8 if live.spec else 0
+    if len(weights) != size or size > MAX_LIVE_WEIGHTS:
+        raise ValueError(f"the weights of step {step} are damaged: {len(weights)} bytes")
+    return weights
+
+
+def _palettes(_: Question) -> Answer:
+    """Return the colour tables of maps as a script."""
+    tables = {"INFERNO": UNIFORM[0], "RED_BLUE": SIGNED[0]}
+    lines = [
+        f'export const {key} = "{table_of(name).tobytes().hex()}";\n'
+        for key, name in tables.items()
+    ]
+    return "".join(lines).encode()
+
+
+ROUTES: dict[str, tuple[Callable[[Question], Answer], str]] = {
+    "/runs": (_runs, ".json"),
+    "/images": (_images, ".json"),
+    "/details": (lambda question: details_json(question.details()), ".json"),
+    "/weights": (_weights, ".bin"),
+    "/features": (_features, ".bin"),
+    "/live": (_live, ".json"),
+    "/live_graph": (lambda question: question.live().graph, ".bin"),
+    "/live_weights": (_live_weights, ".bin"),
+    "/palettes.js": (_palettes, ".js"),
+}
+
+
+def _application(provider: Any, answer: Callable[[Question], Answer], content_type: str) -> Any:
+    """Turn a function from a question to JSON or bytes into a WSGI application."""
 
     @wrappers.Request.application
     def application(request: wrappers.Request) -> wrappers.Response:
         try:
             if request.method not in ("GET", "HEAD"):
                 return _refusal(request, 405, f"{request.method} is not allowed; use GET")
-            return http_util.Respond(request, answer(request), content_type)
+            return http_util.Respond(request, answer(Question(provider, request)), content_type)
         except UnknownError as error:
             return _refusal(request, 404, str(error))
         except ValueError as error:
@@ -310,37 +347,9 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:1000]
 
 
-def _reader(file: Traversable) -> Callable[[wrappers.Request], Answer]:
+def _reader(file: Traversable) -> Callable[[Question], Answer]:
     """Return a function that answers with a file."""
     return lambda _: file.read_bytes()
-
-
-def _palettes(_: wrappers.Request) -> Answer:
-    """Return the colour tables of maps as a script."""
-    tables = {"INFERNO": UNIFORM[0], "RED_BLUE": SIGNED[0]}
-    lines = [
-        f'export const {key} = "{table_of(name).tobytes().hex()}";\n'
-        for key, name in tables.items()
-    ]
-    return "".join(lines).encode()
-
-
-def _text(request: wrappers.Request, name: str) -> str:
-    """Return a parameter of a request.
-
-    Raises:
-        ValueError: It is missing or empty.
-    """
-    if not (value := request.args.get(name, "")):
-        raise ValueError(f"{name}: missing; name a {name}, as listed by the tab")
-    return value
-
-
-def _step(request: wrappers.Request) -> int:
-    value = _text(request, "step")
-    if not re.fullmatch("[0-9]{1,18}", value):
-        raise ValueError(f"step: {value[:60]!r} is not a whole number, at least 0")
-    return int(value)
 
 
 def _image_tags(series: dict[str, TensorTimeSeries]) -> list[str]:
@@ -364,7 +373,7 @@ def _numbers(codes: np.ndarray, scale: np.ndarray) -> bytes:
     return codes.tobytes() + scale.astype("<f4").tobytes() + signed
 
 
-def _features(series: dict[str, TensorTimeSeries], tag: str) -> dict[str, str | None] | None:
+def _features_of(series: dict[str, TensorTimeSeries], tag: str) -> dict[str, str | None] | None:
     """Return the tags of an image's features and of their frames; None if it has none."""
     found = series.get(features_tag(tag))
     if found is None or _part(found) != "features":
@@ -378,35 +387,33 @@ def _bytes(datum: TensorDatum) -> bytes:
     return data
 
 
-def _decoded(datum: TensorDatum) -> Details:
+def _decoded(data: bytes, step: int) -> Details:
     try:
-        return decode_details(_bytes(datum))
+        return decode_details(data)
     except ValueError as error:
-        raise ValueError(f"step {datum.step}: {error}") from None
+        raise ValueError(f"step {step}: {error}") from None
 
 
 def _image(tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]:
     """Return what the list of images says about one of them."""
-    predictions = {datum.step: _prediction(datum, details) for datum, details in steps}
     latest = steps[-1][1]
+    predictions = {}
+    for datum, details in steps:  # of a step that was written again, the last counts
+        index, probability = details.top[0] if details.top else (None, None)
+        unknown = index is None or details.label is None
+        predictions[datum.step] = {
+            "step": datum.step,
+            "wall_time": datum.wall_time,
+            "prediction": None if index is None else details.classes[index],
+            "probability": probability,
+            "correct": None if unknown else index == details.label,
+        }
     return {
         "tag": tag,
         "name": latest.name,
         "label": None if latest.label is None else latest.classes[latest.label],
         "thumbnail": thumbnail(latest),
         "steps": list(predictions.values()),
-    }
-
-
-def _prediction(datum: TensorDatum, details: Details) -> dict[str, Any]:
-    index, probability = details.top[0] if details.top else (None, None)
-    unknown = index is None or details.label is None
-    return {
-        "step": datum.step,
-        "wall_time": datum.wall_time,
-        "prediction": None if index is None else details.classes[index],
-        "probability": probability,
-        "correct": None if unknown else index == details.label,
     }
 
 

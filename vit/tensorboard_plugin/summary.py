@@ -315,29 +315,19 @@ def _maps(
     """Return the maps of each image; where none are given, attention rollout."""
     from vit.explain.rollout import attention_rollout
 
-    if maps is None:
-        maps = {}
-        if readout is not None:
-            rollout = attention_rollout(
-                layers, readout=readout, num_prefix_tokens=num_prefix_tokens
-            )
-            maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
-    for kind, values in maps.items():
+    if maps is None and readout is not None:
+        rollout = attention_rollout(layers, readout=readout, num_prefix_tokens=num_prefix_tokens)
+        maps = {"rollout": (rollout * layers[0].shape[-1]).unflatten(1, grid)}
+    shown: list[list[Map]] = [[] for _ in range(batch)]
+    for kind, values in (maps or {}).items():
         if tuple(values.shape) != (batch, *grid) or not values.isfinite().all():
             raise ValueError(
                 f"maps: {kind} is {tuple(values.shape)}, not ({batch}, {grid[0]}, {grid[1]}) "
                 "finite numbers"
             )
-    return [
-        [
-            Map(
-                kind=kind,
-                title=ALL_KINDS[kind].title if kind in ALL_KINDS else kind,
-                target=None,
-                values=values[number].float().flatten().tolist(),
-                signed=kind in ALL_KINDS and ALL_KINDS[kind].signed,
-            )
-            for kind, values in maps.items()
-        ]
-        for number in range(batch)
-    ]
+        entry = ALL_KINDS.get(kind)
+        title, signed = (entry.title, entry.signed) if entry else (kind, False)
+        for number, heat in enumerate(values.float().flatten(1).tolist()):
+            one = Map(kind=kind, title=title, target=None, values=heat, signed=signed)
+            shown[number].append(one)
+    return shown

@@ -32,41 +32,50 @@ export const fetchLive = (run) => get("live", { run }, "json");
 export const fetchLiveGraph = (run) => get("live_graph", { run }, "arrayBuffer");
 export const fetchLiveWeights = (run, step) => get("live_weights", { run, step }, "arrayBuffer");
 
-/** Keeps the values used last, up to a number of bytes. */
-class Cache {
+/** Keeps the values used last, up to a total of their sizes, which are 1 unless told otherwise. */
+export class Cache {
   #entries = new Map(); // oldest first
-  #bytes = 0;
+  #total = 0;
+
+  constructor(most, sizeOf = () => 1, forget = () => {}) {
+    Object.assign(this, { most, sizeOf, forget });
+  }
 
   /** Return the promise of a key, and start to load what is not there; failures are not kept. */
   get(key, load) {
-    const known = this.#entries.get(key);
-    if (known) {
-      this.#entries.delete(key);
-      this.#entries.set(key, known);
-      return known.promise;
-    }
-    const entry = { promise: load(), bytes: 0 };
+    const entry = this.#entries.get(key) ?? { promise: load(), size: null };
+    this.#entries.delete(key);
     this.#entries.set(key, entry);
-    entry.promise.then(
-      (value) => this.#count(entry, value.bytes),
-      () => this.#entries.delete(key),
-    );
+    if (entry.size === null)
+      entry.promise.then(
+        (value) => this.#count(entry, value),
+        () => this.#entries.delete(key),
+      );
     return entry.promise;
   }
 
-  #count(entry, bytes) {
-    entry.bytes = bytes;
-    this.#bytes += bytes;
+  /** Return the promises of all values. */
+  values() {
+    return [...this.#entries.values()].map(({ promise }) => promise);
+  }
+
+  #count(entry, value) {
+    if (entry.size !== null) return;
+    entry.size = this.sizeOf(value);
+    this.#total += entry.size;
     for (const [key, oldest] of this.#entries) {
-      if (this.#bytes <= CACHE_BYTES || oldest === entry) return;
+      if (this.#total <= this.most || oldest === entry) return;
+      if (oldest.size === null) continue; // still loading
       this.#entries.delete(key);
-      this.#bytes -= oldest.bytes;
+      this.#total -= oldest.size;
+      oldest.promise.then(this.forget, () => {});
     }
   }
 }
 
-const records = new Cache();
-const someDetails = new Cache();
+const byBytes = () => new Cache(CACHE_BYTES, ({ bytes }) => bytes);
+const records = byBytes();
+const someDetails = byBytes();
 
 /** Load the features under a tag at a step, {data: ArrayBuffer}; see `fetchRecord`. */
 export function fetchFeatures(run, tag, at) {

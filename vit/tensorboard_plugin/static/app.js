@@ -1,26 +1,24 @@
 // The tab as a whole: its state, what it asks the server for, and its panes.
 
 import { fetchImages, fetchRuns } from "./api.js";
-import { cancelAll, classify } from "./asking.js";
+import { classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
-import { differenceOf } from "./comparison.js";
+import { differenceOf } from "./captions.js";
 import { make, write } from "./dom.js";
 import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
-import { emptyState } from "./empty.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
 import { listen } from "./keyboard.js";
-import { nearest, range, tokenName, tokenOf } from "./maths.js";
-import { nextHead, nextLayer, nextPatch, nextSpecial } from "./moves.js";
+import { MEAN, nearest, range, tokenName, tokenOf } from "./maths.js";
 import { Pane } from "./pane.js";
 import { open } from "./photo.js";
 import { scalesOf } from "./scale.js";
 import { FUSED, parseState, stateParameters } from "./state.js";
 import { Toolbar } from "./toolbar.js";
-import { BRUSHES } from "./what_if.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
 const PLAY = 600; // milliseconds between steps
+const STEP_OF = { a: "step", b: "step2" }; // the state's step of each side
 
 export class App {
   state = parseState(readAddress());
@@ -28,7 +26,7 @@ export class App {
   pointed = null; // name of the token under the pointer
   paints = 0;
   playing = null; // side of the pane that plays
-  brush = "point"; // one of BRUSHES
+  brush = "point"; // one of BRUSHES in what_if.js
   held = null; // the patch that is being moved or swapped
   photo = null; // a file of the user's, in place of the images
   history = []; // changes before the present ones
@@ -49,9 +47,9 @@ export class App {
     this.notice = make("p", { class: "notice", role: "status", hidden: true });
     const panes = this.panes.map((pane) => pane.element);
     this.main = make("main", { id: "panes" }, this.notice, ...panes);
-    this.body = make("div", { class: "body" }, this.chooser.element, this.main);
+    this.body = make("div", "body", this.chooser.element, this.main);
     this.empty = emptyState();
-    this.waiting = make("p", { class: "empty quiet" }, "Loading …");
+    this.waiting = make("p", "empty quiet", "Loading …");
     const { canvas } = this.panes[0].picture;
     root.addEventListener("chosen", () => canvas.focus({ preventScroll: true }));
     root.append(this.toolbar.element, this.body, this.empty, this.waiting, this.banner, this.live);
@@ -246,16 +244,6 @@ export class App {
     if (record) this.#keep(nextSpecial(record, this.state.token));
   }
 
-  moveHead = (by) => this.#move("head", nextHead, by);
-  moveLayer = (by) => this.#move("layer", nextLayer, by);
-
-  async #move(name, next, by) {
-    const { record, views } = this.panes[0];
-    if (!record) return;
-    await this.set({ [name]: next(record, this.state[name], by) });
-    views.heads.reveal();
-  }
-
   /** Show one head only, as large as possible, or all of them again. */
   enlarge() {
     if (this.state.view === "heads")
@@ -280,11 +268,6 @@ export class App {
     return images.find(({ tag }) => tag === other) ?? next;
   }
 
-  /** End the work of the live model; what was shown before stays. */
-  cancel() {
-    cancelAll();
-  }
-
   isChanged() {
     return Boolean(this.state.mute || this.state.patches || this.photo);
   }
@@ -296,16 +279,12 @@ export class App {
   /** Change the model or the image; `along`: as a part of the change before. */
   edit(changes, along = false) {
     if (!this.canAsk()) return this.toolbar.say(this.panes[0].liveNote);
-    if (!along) this.#keepEdits();
-    return this.#applyEdits(changes);
+    return this.#change(changes, along);
   }
 
-  #keepEdits() {
+  #change({ photo = this.photo, ...others }, along = false) {
     const { mute, patches } = this.state;
-    this.history.push({ mute, patches, photo: this.photo });
-  }
-
-  #applyEdits({ photo = this.photo, ...others }) {
+    if (!along) this.history.push({ mute, patches, photo: this.photo });
     this.photo = photo;
     return this.set(others);
   }
@@ -316,15 +295,13 @@ export class App {
     const differs = (before) => Object.entries(before).some(([name, value]) => value !== now[name]);
     while (this.history.length) {
       const before = this.history.pop();
-      if (differs(before)) return this.#applyEdits(before);
+      if (differs(before)) return this.#change(before, true);
     }
     return this.refresh();
   }
 
   reset() {
-    if (!this.isChanged()) return;
-    this.#keepEdits();
-    this.#applyEdits({ mute: "", patches: "", photo: null });
+    if (this.isChanged()) this.#change({ mute: "", patches: "", photo: null });
   }
 
   /** Show a photo in place of the images, if it can be read; null takes it away. */
@@ -334,9 +311,7 @@ export class App {
     } catch (error) {
       return this.toolbar.say(`${photo.name}: ${error.message}`);
     }
-    if (photo) return this.edit({ photo });
-    this.#keepEdits();
-    return this.#applyEdits({ photo });
+    return photo ? this.edit({ photo }) : this.#change({ photo });
   }
 
   muteHeads(heads) {
@@ -362,11 +337,6 @@ export class App {
     this.brush = brush;
     this.held = null;
     return this.refresh();
-  }
-
-  nextBrush() {
-    const brushes = Object.keys(BRUSHES);
-    this.takeBrush(brushes[(brushes.indexOf(this.brush) + 1) % brushes.length]);
   }
 
   /** Use the brush on the kept patch. */
@@ -418,24 +388,24 @@ export class App {
 
   chooseStep(side, step) {
     if (step === undefined) return undefined;
-    const changes = side === "a" ? { step } : { step2: step };
-    if (this.state.linked === "yes" && this.state.run2)
-      Object.assign(changes, { step, step2: step });
-    return this.set(changes);
+    const { linked, run2 } = this.state;
+    const both = linked === "yes" && run2;
+    return this.set(both ? { step, step2: step } : { [STEP_OF[side]]: step });
   }
 
   moveStep(by, side = "a") {
-    const { steps } = this.panes[side === "a" ? 0 : 1];
-    const step = side === "a" ? this.state.step : this.state.step2;
-    return this.chooseStep(side, steps[steps.indexOf(step) + by]);
+    const { steps } = this.#paneOf(side);
+    return this.chooseStep(side, steps[steps.indexOf(this.state[STEP_OF[side]]) + by]);
   }
+
+  #paneOf = (side) => this.panes.find((pane) => pane.side === side);
 
   /** Show one step after the other, from the first if the last is shown; or stop. */
   async togglePlay(side) {
     this.playing = this.playing === side ? null : side;
     this.#showPlaying();
-    const pane = this.panes[side === "a" ? 0 : 1];
-    const last = () => (side === "a" ? this.state.step : this.state.step2) >= pane.steps.at(-1);
+    const pane = this.#paneOf(side);
+    const last = () => this.state[STEP_OF[side]] >= pane.steps.at(-1); // more may follow
     if (this.playing === side && last()) await this.chooseStep(side, pane.steps[0]);
     while (this.playing === side && !last()) {
       await new Promise((done) => setTimeout(done, PLAY));
@@ -469,6 +439,20 @@ export class App {
   }
 }
 
+/** Make what the tab shows of a log directory without attention. */
+function emptyState() {
+  return make(
+    "section",
+    "empty",
+    make("h2", {}, "No attention has been recorded in this log directory."),
+    make("p", {}, "To make a small run in two minutes:"),
+    make("pre", {}, "python train.py --config shapes\ntensorboard --logdir runs"),
+    make("p", {}, "For a run that is finished, or a model of timm:"),
+    make("pre", {}, "python eval.py runs/quick maps"),
+    make("p", "quiet", "This page looks for new runs every few seconds."),
+  );
+}
+
 /** Call a function with a photo that is dropped on the page or pasted. */
 function listenForPhotos(take) {
   const offered = (event, { files }) => {
@@ -479,6 +463,26 @@ function listenForPhotos(take) {
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => offered(event, event.dataTransfer));
   document.addEventListener("paste", (event) => offered(event, event.clipboardData));
+}
+
+/** Return the name of the patch next to a token; of one in the middle, if it is no patch. */
+function nextPatch(record, name, down, right) {
+  const { rows, columns } = record;
+  const prefix = record.prefix.length;
+  const token = name ? tokenOf(name, record) : null;
+  let [row, column] = [Math.floor((rows - 1) / 2), Math.floor((columns - 1) / 2)];
+  if (token !== null && token >= prefix) {
+    const within = (index, count) => Math.min(Math.max(index, 0), count - 1);
+    row = within(Math.floor((token - prefix) / columns) + down, rows);
+    column = within(((token - prefix) % columns) + right, columns);
+  }
+  return tokenName(prefix + row * columns + column, record);
+}
+
+/** Return the name of the next token that is no patch; after the last comes the mean of patches. */
+function nextSpecial(record, name) {
+  const names = [MEAN, ...range(record.prefix.length)].map((token) => tokenName(token, record));
+  return names[(names.indexOf(name) + 1) % names.length];
 }
 
 function latest(runs) {

@@ -1,6 +1,6 @@
 // Asking the live model of a step what it says of a changed image, or without some of its heads.
 
-import { fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
+import { Cache, fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
 import { FILLS, changedPatches, changedPixels, mutedHeads } from "./edits.js";
 import { LiveModel } from "./live.js";
 import { MEAN, Weights, range } from "./maths.js";
@@ -11,27 +11,17 @@ import { headStatistics } from "./statistics.js";
 const KEPT = 4; // models, and answers without changes
 const TOP = 5; // classes
 
-const lives = new Map();
-const models = new Map();
-const answers = new Map();
-
-/** Return the value of a key, made if it is not there; the oldest is forgotten. */
-function remembered(known, key, makeIt, forget = () => {}) {
-  const found = known.get(key) ?? makeIt();
-  known.delete(key);
-  known.set(key, found);
-  found.catch(() => known.delete(key));
-  for (const [oldest, one] of known) {
-    if (known.size <= KEPT) break;
-    known.delete(oldest);
-    one.then(forget, () => {});
-  }
-  return found;
-}
+const lives = new Cache(KEPT);
+const models = new Cache(
+  KEPT,
+  () => 1,
+  (model) => model.close(),
+);
+const answers = new Cache(KEPT);
 
 /** Ask which steps of a run are live; `news` changes when the run has something new. */
 export function liveOf(run, news) {
-  return remembered(lives, JSON.stringify([run, news]), () => fetchLive(run));
+  return lives.get(JSON.stringify([run, news]), () => fetchLive(run));
 }
 
 /** Return the model of a step; it is loaded once. */
@@ -43,12 +33,16 @@ export function modelAt(run, { spec, steps }, step) {
     return LiveModel.create({ graph, weights, dtype: at.dtype, spec });
   };
   const key = JSON.stringify([run, step, at.wall_time]);
-  return remembered(models, key, load, (model) => model.close());
+  return models.get(key, load);
 }
 
 /** End what the models are doing. */
 export function cancelAll() {
-  for (const one of models.values()) one.then((model) => model.cancel());
+  for (const one of models.values())
+    one.then(
+      (model) => model.cancel(),
+      () => {},
+    );
 }
 
 /** Return the pixels of a record's image, or of a photo, as the model of a step takes them. */
@@ -74,7 +68,7 @@ export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const image = await pixelsOf(record, spec, photo);
   const name = photo ? [photo.name, photo.size, photo.lastModified] : record.tag;
   const key = JSON.stringify([record.run, record.step, name]);
-  const before = await remembered(answers, key, () =>
+  const before = await answers.get(key, () =>
     model.classify(image.data, { slot: `${slot} before` }),
   );
   const heads = mutedHeads(mute, record);

@@ -10,6 +10,8 @@ const OUTCOMES = [
   ["wrong", "wrong"],
 ];
 
+const MOODS = { null: ["", ""], true: ["right", "✓ "], false: ["wrong", "✗ "] };
+
 export class Chooser {
   #label = "";
   #outcome = "";
@@ -38,15 +40,9 @@ export class Chooser {
       "aria-label": "Images",
       keydown: (event) => this.#key(event),
     });
-    this.note = make("p", { class: "note" });
-    this.element = make(
-      "aside",
-      { class: "chooser" },
-      this.labels,
-      this.outcomes,
-      this.list,
-      this.note,
-    );
+    this.note = make("p", "note");
+    const parts = [this.labels, this.outcomes, this.list, this.note];
+    this.element = make("aside", "chooser", ...parts);
   }
 
   /** List the images of a run with their predictions at the step that is shown. */
@@ -78,41 +74,33 @@ export class Chooser {
     const shown = JSON.stringify([rows, chosen]);
     if (shown === this.#shown) return;
     this.#shown = shown;
-    this.list.replaceChildren(
-      ...rows.map(({ image, at }, index) =>
-        make(
-          "div",
-          {
-            role: "option",
-            id: `image-${index}`,
-            "aria-selected": String(image.tag === chosen),
-            title: image.name || image.tag,
-            click: () => this.choose(image.tag),
-          },
-          picture(image.thumbnail),
-          make(
-            "div",
-            {},
-            make("strong", {}, image.label ?? shortName(image.tag)),
-            at.prediction === null
-              ? null
-              : make(
-                  "span",
-                  { class: mood(at.correct) },
-                  `${at.correct === null ? "" : at.correct ? "✓ " : "✗ "}${at.prediction}`,
-                ),
-            at.probability === null
-              ? null
-              : make("span", { class: "quiet" }, percent(at.probability)),
-          ),
-        ),
-      ),
-    );
+    this.list.replaceChildren(...rows.map((row, index) => this.#option(row, index, chosen)));
     const index = this.#tags.indexOf(chosen);
     if (index >= 0) {
       this.list.setAttribute("aria-activedescendant", `image-${index}`);
       this.list.children[index].scrollIntoView({ block: "nearest" });
     } else this.list.removeAttribute("aria-activedescendant");
+  }
+
+  #option({ image, at }, index, chosen) {
+    const words = [make("strong", {}, image.label ?? shortName(image.tag))];
+    if (at.prediction !== null) {
+      const [mood, mark] = MOODS[at.correct];
+      words.push(make("span", mood, mark + at.prediction));
+      words.push(make("span", "quiet", percent(at.probability)));
+    }
+    return make(
+      "div",
+      {
+        role: "option",
+        id: `image-${index}`,
+        "aria-selected": String(image.tag === chosen),
+        title: image.name || image.tag,
+        click: () => this.choose(image.tag),
+      },
+      picture(image.thumbnail),
+      make("div", {}, ...words),
+    );
   }
 
   /** Choose another image of the list, `by` places further; the first, if none of it is shown. */
@@ -141,10 +129,6 @@ function picture(thumbnail) {
   try {
     return make("img", { src: checkedImage(thumbnail), alt: "" });
   } catch {
-    return make("span", { class: "no-picture" });
+    return make("span", "no-picture");
   }
-}
-
-function mood(correct) {
-  return correct === null ? "" : correct ? "right" : "wrong";
 }

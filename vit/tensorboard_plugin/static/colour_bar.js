@@ -5,17 +5,17 @@ import { make, write } from "./dom.js";
 export class ColourBar {
   constructor() {
     this.gradient = make("canvas", { width: 256, height: 1 });
-    this.marker = make("i", { class: "marker" });
-    this.ticks = make("div", {});
-    this.unit = make("span", {});
-    this.beyond = make("span", { class: "beyond" });
+    this.marker = make("i", "marker");
+    this.ticks = make("div");
+    this.unit = make("span");
+    this.beyond = make("span", "beyond");
     this.element = make(
       "div",
       { class: "scale", "aria-hidden": "true" },
       this.marker,
       this.gradient,
       this.ticks,
-      make("p", { class: "unit" }, this.unit, " ", this.beyond),
+      make("p", "unit", this.unit, " ", this.beyond),
     );
   }
 

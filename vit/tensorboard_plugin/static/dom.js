@@ -4,10 +4,11 @@
  * Make an element.
  *
  * Properties whose value is a function are event listeners; null, undefined and false leave an
- * attribute out.
+ * attribute out. A string in their place is the class.
  */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
+  if (typeof properties === "string") properties = { class: properties };
   for (const [name, value] of Object.entries(properties)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value !== null && value !== undefined && value !== false)
@@ -15,6 +16,11 @@ export function make(tag, properties = {}, ...children) {
   }
   element.append(...children.filter((child) => child !== null));
   return element;
+}
+
+/** Make a button with a text, or other contents. */
+export function button(contents, click, properties = {}) {
+  return make("button", { type: "button", click, ...properties }, ...[contents].flat());
 }
 
 /** Change an element's text, if it is another one: the browser then has nothing to lay out. */

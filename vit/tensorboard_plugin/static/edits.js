@@ -19,16 +19,27 @@ const PATCHES = new RegExp(`^\\d{1,6}:${FILL}(,\\d{1,6}:${FILL})*$`);
 export const readHeads = (text) => (HEADS.test(text) ? text : undefined);
 export const readPatches = (text) => (PATCHES.test(text) ? text : undefined);
 
+const listOf = (text) => text.split(",").filter(Boolean);
+
+/** Read changed patches: from a patch to its fill. */
+const readFills = (text) =>
+  new Map(
+    listOf(text).map((pair) => {
+      const [patch, fill] = pair.split(":");
+      return [Number(patch), fill];
+    }),
+  );
+
 /** Return the muted heads that a record has, [layer, head] each. */
 export function mutedHeads(text, { layers, heads }) {
-  return [...new Set(text.split(",").filter(Boolean))]
+  return [...new Set(listOf(text))]
     .map((one) => one.split(".").map(Number))
     .filter(([layer, head]) => layer < layers && head < heads);
 }
 
 /** Mute some heads, or sound them again if all of them are muted. */
 export function toggleHeads(text, heads) {
-  const muted = new Set(text.split(",").filter(Boolean));
+  const muted = new Set(listOf(text));
   const names = heads.map((head) => head.join("."));
   const again = names.every((name) => muted.has(name));
   names.forEach((name) => (again ? muted.delete(name) : muted.add(name)));
@@ -37,27 +48,19 @@ export function toggleHeads(text, heads) {
 
 /** Mute the others and sound a head; or, where that is so, sound them all. */
 export function onlyHead(text, head, others) {
-  const sounding = text.split(",").filter((name) => name && name !== head.join("."));
+  const sounding = listOf(text).filter((name) => name !== head.join("."));
   return toggleHeads(sounding.join(), others);
 }
 
 /** Return the changed patches that a record has: from a patch to its fill. */
 export function changedPatches(text, { rows, columns }) {
-  const pairs = text
-    .split(",")
-    .filter(Boolean)
-    .map((one) => one.split(":"));
-  const known = pairs.filter((pair) => pair.every((one) => !(Number(one) >= rows * columns)));
-  return new Map(known.map(([patch, fill]) => [Number(patch), fill]));
+  const isThere = (one) => !(Number(one) >= rows * columns); // a fill may be a word
+  return new Map([...readFills(text)].filter((pair) => pair.every(isThere)));
 }
 
 /** Change some patches: [patch, fill] each, where null is the patch as it was. */
 export function fillPatches(text, fills) {
-  const pairs = text
-    .split(",")
-    .filter(Boolean)
-    .map((one) => one.split(":"));
-  const all = new Map(pairs.map(([patch, fill]) => [Number(patch), fill]));
+  const all = readFills(text);
   for (const [patch, fill] of fills) {
     if (fill === null || fill === String(patch)) all.delete(patch);
     else all.set(patch, fill);
@@ -67,13 +70,8 @@ export function fillPatches(text, fills) {
 
 /** Return the fills that move the pixels of a patch to another one, or swap the two. */
 export function moved(text, from, to, swap) {
-  const now = new Map(
-    text
-      .split(",")
-      .filter(Boolean)
-      .map((one) => one.split(":")),
-  );
-  const fillOf = (patch) => now.get(String(patch)) ?? String(patch);
+  const now = readFills(text);
+  const fillOf = (patch) => now.get(patch) ?? String(patch);
   return [
     [to, fillOf(from)],
     [from, swap ? fillOf(to) : "mean"],

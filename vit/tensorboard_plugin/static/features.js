@@ -3,9 +3,9 @@
 // Shapes: L layers, P patches, D token width, K numbers of a patch. See vit/explain/features.py.
 
 import { fetchFeatures } from "./api.js";
-import { make, shortName, write } from "./dom.js";
-import { MEAN, percent, range } from "./maths.js";
-import { MARK, Raster, fitPicture, outline, patchBox } from "./raster.js";
+import { button, make, shortName, write } from "./dom.js";
+import { MEAN, percent, range, readCodes } from "./maths.js";
+import { MARK, Raster, fitPicture, outline, patchBox, pointing } from "./raster.js";
 
 const SPREAD = 2.5; // standard deviations at the ends of a colour
 const [SMALLEST, LARGEST] = [32, 128]; // sides of a map
@@ -16,13 +16,7 @@ const CHANGED = "After a change, features are not computed again; Reset shows th
 
 /** Read numbers, L times K times rows, from what the server sends: 8 bits, then scales. */
 function readNumbers({ data }, layers, count, rows) {
-  const size = layers * count * rows;
-  const scales = 4 * layers * count; // bytes
-  const signed = data.byteLength === size + scales + 1;
-  if (!(count >= 1 && rows >= 1 && (signed || data.byteLength === size + scales)))
-    throw new Error("The features have another size than the image's details say.");
-  const codes = new (signed ? Int8Array : Uint8Array)(data, 0, size);
-  const scale = new Float32Array(data.slice(size, size + scales)); // aligned
+  const [codes, scale] = readCodes(data, layers * count, rows, "features");
   const vector = (at) =>
     Array.from(codes.subarray(at * rows, (at + 1) * rows), (code) => code * scale[at]);
   return range(layers).map((layer) => range(count).map((one) => vector(layer * count + one)));
@@ -151,9 +145,9 @@ export class FeaturesView {
   /** @param {{choose: function(object): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
-    this.note = make("p", { class: "note" });
-    this.table = make("div", { class: "features" });
-    this.element = make("div", { class: "view" }, this.note, this.table);
+    this.note = make("p", "note");
+    this.table = make("div", "features");
+    this.element = make("div", "view", this.note, this.table);
   }
 
   /** Arrange a column for components, and one for each image of `state.compared`. */
@@ -183,27 +177,19 @@ export class FeaturesView {
       this.#column(one, titles[index], index, side),
     );
     this.#labels = range(layers).map((layer) =>
-      make(
-        "button",
-        { type: "button", click: () => this.actions.choose({ layer }) },
-        `layer ${layer}`,
-      ),
+      button(`layer ${layer}`, () => this.actions.choose({ layer })),
     );
     const rows = this.#labels.flatMap((label, layer) => [
       label,
-      ...this.#columns.map(({ maps }) => maps[layer]?.canvas ?? make("span", {})),
+      ...this.#columns.map(({ maps }) => maps[layer]?.canvas ?? make("span")),
     ]);
     this.table.style.gridTemplateColumns = `${LABEL}px repeat(${titles.length}, max-content)`;
-    this.table.replaceChildren(make("span", {}), ...this.#columns.map(({ head }) => head), ...rows);
+    this.table.replaceChildren(make("span"), ...this.#columns.map(({ head }) => head), ...rows);
   }
 
   #column({ record, features }, title, index, side) {
     const feature = ["components", "similarity"][index]; // others are not shown large
     const size = fitPicture(record, side, side);
-    const patchAt = ({ offsetX, offsetY }) => {
-      const [x, y] = [offsetX / size.patchWidth, offsetY / size.patchHeight].map(Math.floor);
-      return x < record.columns && y < record.rows ? y * record.columns + x : null;
-    };
     const raster = (listeners = {}) => {
       const map = new Raster(make("canvas", listeners));
       map.resize(size.width, size.height);
@@ -211,8 +197,7 @@ export class FeaturesView {
     };
     const listenersOf = (layer) =>
       feature && {
-        pointermove: (event) => this.actions.point(patchAt(event)),
-        pointerleave: () => this.actions.point(null),
+        ...pointing(record, size, this.actions.point),
         click: () => this.actions.choose({ layer, feature }),
       };
     const maps = features.numbers.map((_, layer) => raster(listenersOf(layer)));

@@ -3,7 +3,7 @@
 import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
 import { mutedHeads } from "./edits.js";
-import { CHANGED, MARK, Raster, resize } from "./raster.js";
+import { MARK, Raster, crossOut, resize } from "./raster.js";
 import { scaleOfHead, valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
 import { uniformDistance } from "./statistics.js";
@@ -36,9 +36,9 @@ export class HeadsView {
    */
   constructor({ choose, enlarge, mute, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
-    this.over = make("canvas", {});
-    this.names = make("canvas", { class: "names" });
-    this.anchor = make("i", { class: "anchor" });
+    this.over = make("canvas");
+    this.names = make("canvas", "names");
+    this.anchor = make("i", "anchor");
     this.stack = make(
       "div",
       {
@@ -62,9 +62,9 @@ export class HeadsView {
       this.over,
       this.anchor,
     );
-    this.notes = range(3).map((at) => make("p", { class: "note", "data-noexport": at === 2 }));
+    this.notes = range(3).map(() => make("p", "note"));
     const notes = this.notes.flatMap((note) => [note, " "]);
-    this.element = make("div", { class: "view heads" }, ...notes, this.names, this.stack);
+    this.element = make("div", "view heads", ...notes, this.names, this.stack);
   }
 
   /** Arrange the maps: those of each layer below each other, all sorted by a statistic, or one. */
@@ -207,7 +207,8 @@ export class HeadsView {
         context.fillText(text, 2, top + this.cellHeight / 2 + 4);
         context.textAlign = "center";
       }
-      if (muted.has(`${layer}.${head}`)) this.#cross(context, left, top);
+      if (muted.has(`${layer}.${head}`))
+        crossOut(context, [left, top, this.cellWidth, this.cellHeight], 2);
       if (layer === state.layer && head === state.head) {
         context.strokeStyle = style.getPropertyValue("--accent");
         context.lineWidth = 2;
@@ -216,18 +217,6 @@ export class HeadsView {
         this.anchor.style.height = `${this.cellHeight + 3 * LINE}px`;
       }
     }
-  }
-
-  /** Cross out the map of a muted head. */
-  #cross(context, left, top) {
-    context.strokeStyle = CHANGED;
-    context.lineWidth = 2;
-    context.beginPath();
-    context.moveTo(left, top);
-    context.lineTo(left + this.cellWidth, top + this.cellHeight);
-    context.moveTo(left + this.cellWidth, top);
-    context.lineTo(left, top + this.cellHeight);
-    context.stroke();
   }
 
   /** Return a map's name; a short one if the long ones do not fit. */
@@ -260,18 +249,14 @@ export class HeadsView {
     return { layer: cell.layer, head: cell.head, token };
   }
 
-  #move(event, choose) {
+  /** Choose the map that an arrow key leads to. */
+  async #move(event, choose) {
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.down, ArrowDown: this.down }[
       event.key
     ];
     if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     event.stopPropagation();
-    this.step(by, choose);
-  }
-
-  /** Choose another map, `by` places further. */
-  async step(by, choose) {
     const { chosen } = this;
     const at = this.all.findIndex(
       ([layer, head]) => layer === chosen.layer && head === chosen.head,
@@ -279,11 +264,6 @@ export class HeadsView {
     const next = this.all[Math.max(at, 0) + by];
     if (!next) return;
     await choose(...next);
-    this.reveal();
-  }
-
-  /** Scroll to the chosen map. */
-  reveal() {
     this.anchor.scrollIntoView({ block: "nearest" });
   }
 

@@ -1,7 +1,7 @@
 // Kinds of map of the whole image, side by side.
 
-import { make, write } from "./dom.js";
-import { MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
+import { button, make, write } from "./dom.js";
+import { MARK, drawOverlay, fitPicture, outline, patchBox, pointing, resize } from "./raster.js";
 
 const SIDE = 176; // of the largest picture
 const FAITHFULNESS =
@@ -53,9 +53,9 @@ export class MapsView {
   /** @param {{choose: function(string): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
-    this.list = make("div", { class: "cards" });
-    this.note = make("p", { class: "note" });
-    this.element = make("div", { class: "view" }, this.list, this.note);
+    this.list = make("div", "cards");
+    this.note = make("p", "note");
+    this.element = make("div", "view", this.list, this.note);
   }
 
   layout(record, state, width) {
@@ -82,34 +82,20 @@ export class MapsView {
   }
 
   #card(record, map) {
-    const canvas = make("canvas", {
-      pointermove: (event) => this.actions.point(this.#patchAt(record, event)),
-      pointerleave: () => this.actions.point(null),
-    });
+    const canvas = make("canvas", pointing(record, this.size, this.actions.point));
     const context = resize(canvas, this.size.width, this.size.height);
-    const value = make("span", { class: "value" });
+    const value = make("span", "value");
     const faithfulness =
       map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3).replace("-", "−");
-    const element = make(
-      "button",
-      {
-        class: "card",
-        type: "button",
-        click: () => this.actions.choose(map.kind),
-      },
+    const contents = [
       canvas,
       make("strong", {}, map.title),
-      make("span", { class: "quiet" }, aboutClass(record, map)),
+      make("span", "quiet", aboutClass(record, map)),
       make("span", { class: "quiet", title: FAITHFULNESS }, `faithfulness ${faithfulness}`),
       value,
-    );
+    ];
+    const element = button(contents, () => this.actions.choose(map.kind), { class: "card" });
     return { element, context, value, map };
-  }
-
-  #patchAt(record, event) {
-    const row = Math.floor(event.offsetY / this.size.patchHeight);
-    const column = Math.floor(event.offsetX / this.size.patchWidth);
-    return row < record.rows && column < record.columns ? row * record.columns + column : null;
   }
 
   /** Paint all maps, mark a patch in them, or none, and write its value. */

@@ -1,9 +1,9 @@
 // Layer-by-layer predictions (logit lens): the class as which every layer's tokens would be read.
 
 import { classColour, classColours, classOverlay, classPixel } from "./colours.js";
-import { make, write } from "./dom.js";
+import { button, make, write } from "./dom.js";
 import { MEAN, percent, range } from "./maths.js";
-import { Raster } from "./raster.js";
+import { Raster, pointing } from "./raster.js";
 
 const SIDE = 56; // of a layer's map
 
@@ -18,9 +18,7 @@ export function lensColours(record) {
 
 /** Return a function from a token to its colour over the picture at a layer. */
 export function lensOverlay(record, colours, layer) {
-  const { classes, probabilities } = record.details.lens;
-  return (token) =>
-    classOverlay(colours, classes[layer][1 + token][0], probabilities[layer][1 + token][0]);
+  return (token) => classOverlay(colours, ...lensOf(record, layer, token)[0]);
 }
 
 /** Return [class, probability] of a token at a layer, best first; MEAN is what the head reads. */
@@ -36,26 +34,14 @@ export class LensView {
   /** @param {{choose: function(number): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
-    this.tokenTitle = make("span", {});
-    this.titles = make(
-      "div",
-      { class: "lens-row titles" },
-      make("span", {}),
-      make("span", {}, "every patch"),
-      make("span", {}, "what the head reads"),
-      this.tokenTitle,
-    );
-    this.list = make("div", {});
-    this.legend = make("div", { class: "legend" });
-    this.note = make("p", { class: "note" });
-    this.element = make(
-      "div",
-      { class: "view lens" },
-      this.titles,
-      this.list,
-      this.legend,
-      this.note,
-    );
+    this.tokenTitle = make("span");
+    const titles = ["", "every patch", "what the head reads"].map((text) => make("span", {}, text));
+    this.titles = make("div", "lens-row titles", ...titles, this.tokenTitle);
+    this.list = make("div");
+    this.legend = make("div", "legend");
+    this.note = make("p", "note");
+    const parts = [this.titles, this.list, this.legend, this.note];
+    this.element = make("div", "view lens", ...parts);
   }
 
   layout(record, state) {
@@ -66,8 +52,8 @@ export class LensView {
       lens === null ? "No layer-by-layer predictions were recorded for this image." : "",
     );
     if (this.record !== record) this.#draw(record); // else a row may keep the focus
-    this.#rows.forEach(({ button }, layer) =>
-      button.setAttribute("aria-pressed", String(layer === state.layer)),
+    this.#rows.forEach(({ label }, layer) =>
+      label.setAttribute("aria-pressed", String(layer === state.layer)),
     );
   }
 
@@ -96,48 +82,25 @@ export class LensView {
 
   #row(record, layer) {
     const zoom = Math.max(1, Math.floor(SIDE / Math.max(record.rows, record.columns)));
-    const map = new Raster(
-      make("canvas", {
-        pointermove: (event) => {
-          const [row, column] = [event.offsetY, event.offsetX].map((at) => Math.floor(at / zoom));
-          const inside = row >= 0 && column >= 0 && row < record.rows && column < record.columns;
-          this.actions.point(inside ? row * record.columns + column : null);
-        },
-        pointerleave: () => this.actions.point(null),
-      }),
-    );
+    const size = { patchWidth: zoom, patchHeight: zoom };
+    const map = new Raster(make("canvas", pointing(record, size, this.actions.point)));
     map.resize(record.columns * zoom, record.rows * zoom);
-    const { classes, probabilities } = record.details.lens;
-    const first = 1 + record.prefix.length;
+    const first = record.prefix.length;
     const colours = Uint32Array.from(range(record.rows * record.columns), (patch) =>
-      classPixel(
-        this.colours,
-        classes[layer][first + patch][0],
-        probabilities[layer][first + patch][0],
-      ),
+      classPixel(this.colours, ...lensOf(record, layer, first + patch)[0]),
     );
     const box = [0, 0, record.columns * zoom, record.rows * zoom];
     map.paint([{ colours, box }], record.columns);
-    const guesses = range(classes[layer][0].length);
-    const pooled = guesses.map(() => bar());
-    const own = guesses.map(() => bar());
-    lensOf(record, layer, MEAN).forEach(([index, probability], rank) =>
+    const read = lensOf(record, layer, MEAN);
+    const [pooled, own] = range(2).map(() => read.map(() => bar()));
+    read.forEach(([index, probability], rank) =>
       fill(pooled[rank], record.className(index), probability),
     );
-    const button = make(
-      "button",
-      { type: "button", click: () => this.actions.choose(layer) },
-      `layer ${layer}`,
-    );
-    const element = make(
-      "div",
-      { class: "lens-row" },
-      button,
-      make("div", { class: "lens-map" }, map.canvas),
-      make("div", {}, ...pooled.map((one) => one.element)),
-      make("div", {}, ...own.map((one) => one.element)),
-    );
-    return { element, button, own };
+    const label = button(`layer ${layer}`, () => this.actions.choose(layer));
+    const bars = [pooled, own].map((some) => make("div", {}, ...some.map((one) => one.element)));
+    const picture = make("div", "lens-map", map.canvas);
+    const element = make("div", "lens-row", label, picture, ...bars);
+    return { element, label, own };
   }
 
   /** Write how a token is read in each layer. */
@@ -155,12 +118,9 @@ export class LensView {
 
 /** Make a line with a bar, a name and a percentage. */
 export function bar() {
-  const [length, name, number] = [
-    make("i", {}),
-    make("span", {}),
-    make("span", { class: "number" }),
-  ];
-  return { element: make("div", { class: "bar" }, length, name, number), length, name, number };
+  const [length, name] = ["i", "span"].map((tag) => make(tag));
+  const number = make("span", "number");
+  return { element: make("div", "bar", length, name, number), length, name, number };
 }
 
 /** Fill in a line; an empty name clears it. */

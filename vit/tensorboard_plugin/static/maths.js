@@ -13,15 +13,18 @@ export const MEAN = -1; // instead of a token: the mean over all patches
  */
 export function storedWeights(buffer, shape) {
   const { layers, heads, tokens } = shape;
-  const size = layers * heads * tokens * tokens;
-  const scales = 4 * layers * heads * tokens; // bytes
-  const signed = buffer.byteLength === size + scales + 1;
-  if (!signed && buffer.byteLength !== size + scales) {
-    throw new Error("The weights have another size than the image's details say.");
-  }
+  return new Weights(...readCodes(buffer, layers * heads * tokens, tokens, "weights"), shape);
+}
+
+/** Read rows of 8-bit numbers, and the scale of each row, from what the server sends. */
+export function readCodes(buffer, rows, columns, what) {
+  const size = rows * columns;
+  const signed = buffer.byteLength === size + 4 * rows + 1;
+  if (!(columns >= 1 && (signed || buffer.byteLength === size + 4 * rows)))
+    throw new Error(`The ${what} have another size than the image's details say.`);
   const codes = new (signed ? Int8Array : Uint8Array)(buffer, 0, size);
-  const floats = buffer.slice(size, size + scales); // a copy, because floats must be aligned
-  return new Weights(codes, new Float32Array(floats), shape);
+  const floats = buffer.slice(size, size + 4 * rows); // a copy, because floats must be aligned
+  return [codes, new Float32Array(floats)];
 }
 
 /**

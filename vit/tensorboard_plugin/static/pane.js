@@ -1,18 +1,17 @@
 // A pane: one image of one run at one step. Two panes stand side by side to be compared.
 
 import { fetchRecord } from "./api.js";
-import { ask, liveOf } from "./asking.js";
-import { captionOf } from "./caption.js";
+import { ask, cancelAll, liveOf } from "./asking.js";
+import { ImageMenu, captionOf } from "./captions.js";
 import { ColourBar } from "./colour_bar.js";
-import { ImageMenu } from "./comparison.js";
-import { make, shortName, write } from "./dom.js";
+import { button, make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
+import { numbersOf } from "./exporting.js";
 import { FeaturesView, featuresOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
 import { MEAN, range, tokenName, tokenOf } from "./maths.js";
-import { numbersOf } from "./numbers.js";
 import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
 import { statisticsOf } from "./statistics.js";
@@ -64,55 +63,49 @@ export class Pane {
   }
 
   #build() {
-    this.title = make("h2", {});
-    this.file = make("p", { class: "file quiet" });
-    this.caption = make("p", { class: "caption" });
-    this.box = make("div", { class: "box" }, this.picture.canvas);
+    this.title = make("h2");
+    this.file = make("p", "file quiet");
+    this.caption = make("p", "caption");
+    this.box = make("div", "box", this.picture.canvas);
     this.chips = make("div", {
       class: "chips",
       role: "group",
       "aria-label": "Tokens that are no patches",
     });
     this.scale = new ColourBar();
-    this.lines = range(3).map(() => make("p", {}));
-    this.readout = make("div", { class: "readout" }, ...this.lines);
-    this.play = make(
-      "button",
-      {
-        type: "button",
-        class: "play",
-        "aria-label": "Play the steps",
-        click: () => this.app.togglePlay(this.side),
-      },
-      "▶",
-    );
+    this.lines = range(3).map(() => make("p"));
+    this.readout = make("div", "readout", ...this.lines);
+    this.play = button("▶", () => this.app.togglePlay(this.side), {
+      class: "play",
+      "aria-label": "Play the steps",
+    });
     this.slider = make("input", {
       type: "range",
       min: 0,
       "aria-label": "Step",
       input: () => this.app.chooseStep(this.side, this.steps[Number(this.slider.value)]),
     });
-    this.step = make("output", {});
+    this.step = make("output");
     this.top = range(5).map(() => bar());
     this.bars = make("div", {}, ...this.top.map((one) => one.element));
     this.change = new Change((target) => this.app.set({ target }));
     this.working = make(
       "p",
-      { class: "working", "data-noexport": "" },
+      "working",
       "The model is working … ",
-      make("button", { type: "button", click: () => this.app.cancel() }, "Cancel"),
+      button("Cancel", () => cancelAll()), // what was shown before stays
     );
-    this.host = make("div", { class: "host" });
+    this.host = make("div", "host");
     this.content = make(
       "div",
-      { class: "content" },
+      "content",
       make(
         "div",
-        { class: "left" },
-        make("div", { class: "captions" }, this.file, this.caption),
+        "left",
+        make("div", "captions", this.file, this.caption),
         this.box,
         this.chips,
-        make("div", { class: "top" }, this.working, this.change.element, this.bars),
+        make("div", "top", this.working, this.change.element, this.bars),
         this.scale.element,
         this.readout,
       ),
@@ -124,14 +117,8 @@ export class Pane {
     this.message = make("p", { class: "message", role: "status" });
     this.element = make(
       "section",
-      { class: "pane" },
-      make(
-        "header",
-        {},
-        this.title,
-        make("div", { class: "steps", "data-noexport": "" }, this.play, this.slider),
-        this.step,
-      ),
+      "pane",
+      make("header", {}, this.title, make("div", "steps", this.play, this.slider), this.step),
       this.images.element,
       this.message,
       this.content,
@@ -258,9 +245,7 @@ export class Pane {
     const usable = app.state.view !== "heads" || record.weights !== null;
     if (usable) view.layout(record, this.#seen(), this.host.clientWidth, app.viewHeight());
     else
-      this.host.replaceChildren(
-        make("p", { class: "note" }, `${record.missing} See Maps and Predictions.`),
-      );
+      this.host.replaceChildren(make("p", "note", `${record.missing} See Maps and Predictions.`));
     this.paint();
   }
 
@@ -285,21 +270,14 @@ export class Pane {
     if (JSON.stringify(names) === this.chipNames) return;
     this.chipNames = JSON.stringify(names);
     this.chipParts = names.map((name, index) => {
-      const swatch = make("i", { class: "swatch" });
-      const value = make("span", { class: "number" });
-      const element = make(
-        "button",
-        {
-          type: "button",
-          class: "chip",
-          pointerenter: () => this.app.point(name),
-          pointerleave: () => this.app.point(null),
-          click: () => this.app.pin(name),
-        },
-        tokens[index] === MEAN ? null : swatch,
-        name,
-        tokens[index] === MEAN ? null : value,
-      );
+      const swatch = make("i", "swatch");
+      const value = make("span", "number");
+      const contents = tokens[index] === MEAN ? name : [swatch, name, value];
+      const element = button(contents, () => this.app.pin(name), {
+        class: "chip",
+        pointerenter: () => this.app.point(name),
+        pointerleave: () => this.app.point(null),
+      });
       return { element, swatch, value, token: tokens[index] };
     });
     this.chips.replaceChildren(...this.chipParts.map((part) => part.element));

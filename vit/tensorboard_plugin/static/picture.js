@@ -1,7 +1,17 @@
 // The large picture: patch grid, heat map, and the patches that are pointed at.
 
 import { make } from "./dom.js";
-import { CHANGED, MARK, drawOverlay, fitPicture, outline, patchBox, resize } from "./raster.js";
+import {
+  CHANGED,
+  MARK,
+  crossOut,
+  drawOverlay,
+  fitPicture,
+  outline,
+  patchAt,
+  patchBox,
+  resize,
+} from "./raster.js";
 
 export class Picture {
   /**
@@ -61,12 +71,7 @@ export class Picture {
 
   /** Return the patch under the pointer, or null. */
   patchAt(event) {
-    if (!this.size) return null;
-    const row = Math.floor(event.offsetY / this.size.patchHeight);
-    const column = Math.floor(event.offsetX / this.size.patchWidth);
-    const inside =
-      row >= 0 && column >= 0 && row < this.record.rows && column < this.record.columns;
-    return inside ? row * this.record.columns + column : null;
+    return this.size ? patchAt(this.record, this.size, event) : null;
   }
 
   /**
@@ -93,13 +98,8 @@ export class Picture {
     context.lineWidth = 1.5;
     context.beginPath();
     context.rect(left + 1.5, top + 1.5, width - 2, height - 2);
-    if (isOut) {
-      context.moveTo(left + 2, top + 2);
-      context.lineTo(left + width - 1, top + height - 1);
-      context.moveTo(left + width - 1, top + 2);
-      context.lineTo(left + 2, top + height - 1);
-    }
     context.stroke();
+    if (isOut) crossOut(context, [left + 2, top + 2, width - 3, height - 3], 1.5);
   }
 
   #drawGrid() {

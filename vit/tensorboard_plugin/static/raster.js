@@ -98,6 +98,19 @@ export function drawOverlay(context, record, size, colourOf) {
   }
 }
 
+/** Return the patch under the pointer, or null. */
+export function patchAt({ rows, columns }, { patchWidth, patchHeight }, { offsetX, offsetY }) {
+  const [column, row] = [offsetX / patchWidth, offsetY / patchHeight].map(Math.floor);
+  const inside = row >= 0 && column >= 0 && row < rows && column < columns;
+  return inside ? row * columns + column : null;
+}
+
+/** Return listeners that call a function with the patch under the pointer, or null. */
+export const pointing = (record, size, point) => ({
+  pointermove: (event) => point(patchAt(record, size, event)),
+  pointerleave: () => point(null),
+});
+
 /** Return left, top, width and height of a patch. */
 export function patchBox(record, { patchWidth, patchHeight }, patch) {
   const [row, column] = [Math.floor(patch / record.columns), patch % record.columns];
@@ -106,12 +119,25 @@ export function patchBox(record, { patchWidth, patchHeight }, patch) {
 
 /** Outline a patch, visible on every colour. */
 export function outline(context, [left, top, width, height], colour, thickness) {
-  for (const [style, line, inset] of [
-    ["#000", thickness + 2, 0.5],
-    [colour, thickness, 0.5],
-  ]) {
+  const lines = [
+    ["#000", thickness + 2],
+    [colour, thickness],
+  ];
+  for (const [style, line] of lines) {
     context.strokeStyle = style;
     context.lineWidth = line;
-    context.strokeRect(left + inset, top + inset, width - 2 * inset, height - 2 * inset);
+    context.strokeRect(left + 0.5, top + 0.5, width - 1, height - 1);
   }
+}
+
+/** Cross out what is muted or left out. */
+export function crossOut(context, [left, top, width, height], thickness) {
+  context.strokeStyle = CHANGED;
+  context.lineWidth = thickness;
+  context.beginPath();
+  context.moveTo(left, top);
+  context.lineTo(left + width, top + height);
+  context.moveTo(left + width, top);
+  context.lineTo(left, top + height);
+  context.stroke();
 }

@@ -13,7 +13,7 @@ export const STATISTICS = {
 };
 export const OVER = { image: "of this image", run: "mean over images" };
 export const ORDERS = { layer: "by layer", lowest: "lowest first", highest: "highest first" };
-export const CONTRASTS = { fixed: "fixed", auto: "automatic", log: "logarithmic" };
+export const CONTRASTS = { fixed: "fixed", auto: "automatic" };
 export const FUSED = ["mean", "max", "rollout"]; // instead of a head
 
 const oneOf = (options) => (text) => (text in options ? text : undefined);

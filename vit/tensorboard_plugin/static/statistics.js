@@ -2,6 +2,7 @@
 
 import { fetchDetails } from "./api.js";
 import { range } from "./maths.js";
+import { STATISTICS } from "./state.js";
 
 /**
  * Return the statistics to show for a record.
@@ -27,14 +28,9 @@ export async function statisticsOf(record, images, over) {
   const alike = all.filter(
     ({ layers, heads }) => layers === record.layers && heads === record.heads,
   );
-  const mean = (name) => meanOf(alike.map(({ statistics }) => statistics[name]));
-  return {
-    entropy: mean("entropy"),
-    distance: mean("distance"),
-    sink: mean("sink"),
-    importance: mean("importance"), // the same in all of them
-    images: alike.length,
-  };
+  const meanOfAll = (name) => meanOf(alike.map(({ statistics }) => statistics[name]));
+  const means = Object.keys(STATISTICS).map((name) => [name, meanOfAll(name)]);
+  return { ...Object.fromEntries(means), images: alike.length };
 }
 
 /**
@@ -45,8 +41,7 @@ export async function statisticsOf(record, images, over) {
  */
 export function headStatistics(weights, { rows, columns, details }) {
   const { layers, heads, tokens, prefix, removed } = weights;
-  const side = details.image_size[0] / rows;
-  const square = side === details.image_size[1] / columns;
+  const side = patchSide({ rows, columns, details });
   const patches = range(rows * columns).map((patch) => [
     Math.floor(patch / columns),
     patch % columns,
@@ -78,7 +73,7 @@ export function headStatistics(weights, { rows, columns, details }) {
   const table = (name) => all.map((layer) => layer.map((one) => one[name]));
   return {
     entropy: table("entropy"),
-    distance: square ? table("distance") : null,
+    distance: side === null ? null : table("distance"),
     sink: table("sink"),
   };
 }
@@ -91,14 +86,19 @@ function meanOf(tables) {
   );
 }
 
+/** Return the side of a patch in pixels, or null if patches are not square. */
+function patchSide({ rows, columns, details }) {
+  const [height, width] = details.image_size;
+  return height / rows === width / columns ? height / rows : null;
+}
+
 /**
  * Return the mean attention distance in pixels if every patch attends to all patches alike, or null
  * if patches are not square.
  */
 export function uniformDistance({ rows, columns, details }) {
-  const [height, width] = details.image_size;
-  const side = height / rows;
-  if (side !== width / columns) return null;
+  const side = patchSide({ rows, columns, details });
+  if (side === null) return null;
   let sum = 0;
   for (let down = 1 - rows; down < rows; down++) {
     for (let right = 1 - columns; right < columns; right++) {

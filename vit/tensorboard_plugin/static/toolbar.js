@@ -1,7 +1,7 @@
 // The two lines above the panes: what is shown, how, and what can be saved.
 
-import { copyLink, saveNumbers, savePicture } from "./exporting.js";
-import { make, menu, offer } from "./dom.js";
+import { copyLink, saveNumbers } from "./exporting.js";
+import { button, make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
 import { CONTRASTS, DIRECTIONS, FEATURES, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
@@ -15,134 +15,108 @@ const EXPLAINED = [
 ].join("\n");
 const LISTED = "Runs with recorded attention. python eval.py RUN maps adds that of a finished one.";
 const CONTRAST =
-  "fixed: 0 to 3, or −3 to 3 if signed; the others: all values that are shown, on both sides";
+  "fixed: 0 to 3, or −3 to 3 if signed; automatic: all values that are shown, on both sides";
 const NONE = JSON.stringify(null); // no run has this name, because names are quoted
+
+// Menus of a part of the state: its options, the name of the menu, and what explains it.
+const MENUS = {
+  statistic: [STATISTICS, "Statistic of the heads", EXPLAINED],
+  over: [OVER, "Images of the statistic"],
+  order: [ORDERS, "Order of the heads"],
+  feature: [FEATURES, "Picture of the features"],
+  contrast: [CONTRASTS, "Contrast", CONTRAST],
+};
 
 export class Toolbar {
   constructor(app) {
     this.app = app;
     this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)), { title: LISTED });
     this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
-    this.linked = make("input", {
-      type: "checkbox",
-      change: () => app.set({ linked: this.linked.checked ? "yes" : "no" }),
-    });
-    this.linkedLabel = make("label", { class: "check" }, this.linked, "same step");
+    this.linked = this.#checkbox("linked");
+    this.linkedLabel = make("label", "check", this.linked, "same step");
     this.said = make("span", { class: "said", role: "status" });
     this.help = helpDialog();
     this.tabs = Object.entries(VIEWS).map(([view, title]) =>
-      make(
-        "button",
-        {
-          type: "button",
-          role: "tab",
-          id: `tab-${view}`,
-          "aria-controls": "panes",
-          click: () => app.set({ view }),
-          keydown: (event) => this.#moveTab(event),
-        },
-        title,
-      ),
+      button(title, () => app.set({ view }), {
+        role: "tab",
+        id: `tab-${view}`,
+        "aria-controls": "panes",
+        keydown: (event) => this.#moveTab(event),
+      }),
     );
     this.directions = Object.entries(DIRECTIONS).map(([direction, text]) => {
-      const input = make("input", {
-        type: "radio",
-        name: "direction",
-        value: direction,
-        change: () => app.set({ direction }),
-      });
+      const change = () => app.set({ direction });
+      const input = make("input", { type: "radio", name: "direction", value: direction, change });
       return { input, label: make("label", {}, input, make("span", {}, text)) };
     });
-    this.statistics = menu("Statistic of the heads", (statistic) => app.set({ statistic }), {
-      title: EXPLAINED,
-    });
-    this.over = menu("Images of the statistic", (over) => app.set({ over }));
-    this.orders = menu("Order of the heads", (order) => app.set({ order }));
+    this.menus = Object.fromEntries(
+      Object.entries(MENUS).map(([name, [, label, title]]) => [
+        name,
+        menu(label, (value) => app.set({ [name]: value }), { title }),
+      ]),
+    );
     this.targets = menu("Class that the maps explain", (target) =>
       app.set({ target: Number(target) }),
     );
-    this.features = menu("Picture of the features", (feature) => app.set({ feature }));
     this.second = menu("Second image", (second) => app.set({ second }));
-    this.contrasts = menu("Contrast", (contrast) => app.set({ contrast }), { title: CONTRAST });
-    this.contrast = make("label", {}, "contrast ", this.contrasts);
-    this.heat = make("input", {
-      type: "checkbox",
-      change: () => app.set({ heat: this.heat.checked ? "yes" : "no" }),
-    });
+    this.contrast = make("label", {}, "contrast ", this.menus.contrast);
+    this.heat = this.#checkbox("heat");
     this.whatIf = new WhatIf(app);
-    const lines = [this.#first(), this.#second(), this.whatIf.element];
-    this.element = make("header", { class: "toolbar" }, ...lines, this.help);
+    const lines = [this.#firstLine(), this.#secondLine(), this.whatIf.element];
+    this.element = make("header", "toolbar", ...lines, this.help);
   }
 
-  #first() {
-    const button = (text, click, title) => make("button", { type: "button", click, title }, text);
+  #checkbox(name) {
+    const change = ({ target }) => this.app.set({ [name]: target.checked ? "yes" : "no" });
+    return make("input", { type: "checkbox", change });
+  }
+
+  #firstLine() {
+    const { app } = this;
     return make(
       "div",
-      { class: "line" },
+      "line",
       make("label", {}, "Run ", this.runs),
       make("label", {}, "compare with ", this.others),
       this.linkedLabel,
-      make("span", { class: "space" }),
+      make("span", "space"),
       this.said,
-      button(
-        "PNG",
-        () => this.#try(() => savePicture(this.app)),
-        "Save what is shown as a picture",
-      ),
-      button(
-        "JSON",
-        () => this.#try(() => saveNumbers(this.app)),
-        "Save the numbers that are shown",
-      ),
-      button(
-        "Copy link",
-        () => this.#try(() => copyLink(this.app)),
-        "Copy an address that shows the same",
-      ),
-      button("Keys", () => this.help.showModal(), "Show the keys (?)"),
+      button("JSON", () => this.say(saveNumbers(app)), {
+        title: "Save the numbers that are shown",
+      }),
+      button("Copy link", async () => this.say(await copyLink(app)), {
+        title: "Copy an address that shows the same",
+      }),
+      button("Keys", () => this.help.showModal(), { title: "Show the keys (?)" }),
     );
   }
 
-  #second() {
-    this.forHeads = make(
-      "div",
-      { class: "group" },
-      make(
-        "div",
-        { class: "segments", role: "radiogroup", "aria-label": "Direction" },
-        ...this.directions.map((one) => one.label),
+  #secondLine() {
+    const { statistic, over, order, feature } = this.menus;
+    const group = (...parts) => make("div", "group", ...parts);
+    const labelled = (text, one) => make("label", {}, text, one);
+    this.groups = {
+      heads: group(
+        make(
+          "div",
+          { class: "segments", role: "radiogroup", "aria-label": "Direction" },
+          ...this.directions.map((one) => one.label),
+        ),
+        group(labelled("statistic ", statistic), over),
+        labelled("order ", order),
       ),
-      make("div", { class: "group" }, make("label", {}, "statistic ", this.statistics), this.over),
-      make("label", {}, "order ", this.orders),
-    );
-    this.forMaps = make("div", { class: "group" }, make("label", {}, "class ", this.targets));
-    this.forFeatures = make(
-      "div",
-      { class: "group" },
-      make("label", {}, "picture ", this.features),
-      make("label", {}, "second image ", this.second),
-    );
+      maps: group(labelled("class ", this.targets)),
+      features: group(labelled("picture ", feature), labelled("second image ", this.second)),
+    };
     return make(
       "div",
-      { class: "line" },
+      "line",
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
-      this.forHeads,
-      this.forMaps,
-      this.forFeatures,
-      make("span", { class: "space" }),
+      ...Object.values(this.groups),
+      make("span", "space"),
       this.contrast,
       make("label", { class: "check", title: "Colours over the picture" }, this.heat, "overlay"),
     );
-  }
-
-  async #try(action) {
-    let text;
-    try {
-      text = await action();
-    } catch (error) {
-      text = `That failed: ${error.message}`;
-    }
-    this.say(text);
   }
 
   /** Say something for a few seconds. */
@@ -165,55 +139,41 @@ export class Toolbar {
 
   /** @param {object[]} images - Those of the first pane's run. */
   render(images) {
-    const { state, runs, panes } = this.app;
+    const { app, tabs } = this;
+    const { state } = app;
     this.whatIf.render(images);
-    const names = runs.map((run) => [JSON.stringify(run.name), run.name]);
-    const known = names.some(([, name]) => name === state.run);
-    offer(
-      this.runs,
-      known ? names : [[JSON.stringify(state.run), `${state.run} (not found)`], ...names],
-      JSON.stringify(state.run),
-    );
-    const others = names.map(([value, name]) => [
-      value,
-      name === state.run ? "this run, another step" : name,
-    ]);
-    const otherKnown = state.run2 === "" || names.some(([, name]) => name === state.run2);
-    if (!otherKnown) others.push([JSON.stringify(state.run2), `${state.run2} (not found)`]);
-    offer(
-      this.others,
-      [[NONE, "nothing"], ...others],
-      state.run2 === "" ? NONE : JSON.stringify(state.run2),
-    );
-    this.linkedLabel.hidden = state.run2 === "";
-    this.linked.checked = state.linked === "yes";
-    this.tabs.forEach((tab) => {
+    this.#renderRuns(app.runs, state);
+    for (const tab of tabs) {
       const chosen = tab.id === `tab-${state.view}`;
       tab.setAttribute("aria-selected", String(chosen));
       tab.tabIndex = chosen ? 0 : -1;
-    });
+    }
     this.directions.forEach(({ input }) => (input.checked = input.value === state.direction));
-    offer(this.statistics, Object.entries(STATISTICS), state.statistic);
-    offer(this.over, Object.entries(OVER), state.over);
-    offer(this.orders, Object.entries(ORDERS), state.order);
-    offer(this.contrasts, Object.entries(CONTRASTS), state.contrast);
+    for (const [name, [options]] of Object.entries(MENUS))
+      offer(this.menus[name], Object.entries(options), state[name]);
+    for (const [view, group] of Object.entries(this.groups)) group.hidden = view !== state.view;
     this.contrast.hidden = state.view === "lens";
-    this.forHeads.hidden = state.view !== "heads";
-    this.forMaps.hidden = state.view !== "maps";
-    this.forFeatures.hidden = state.view !== "features";
-    offer(this.features, Object.entries(FEATURES), state.feature);
     const tags = images.map(({ tag, label }) => [tag, label ? `${tag}, ${label}` : tag]);
-    offer(this.second, tags, this.app.lender(images, state.second)?.tag);
+    offer(this.second, tags, app.lender(images, state.second)?.tag);
     this.heat.checked = state.heat === "yes";
-    const record = panes.map((pane) => pane.record).find(Boolean);
+    const record = app.panes.map((pane) => pane.record).find(Boolean);
     if (!record) return;
-    const targets = targetsOf(record);
-    offer(
-      this.targets,
-      targets.length
-        ? targets.map((target) => [String(target), record.className(target)])
-        : [["", "—"]],
-      targets.length ? String(targetOf(record, state.target)) : "",
-    );
+    const targets = targetsOf(record).map((target) => [String(target), record.className(target)]);
+    const chosen = String(targetOf(record, state.target) ?? "");
+    offer(this.targets, targets.length ? targets : [["", "—"]], chosen);
+  }
+
+  /** Offer the runs; one that the address names, but that does not exist, is offered too. */
+  #renderRuns(runs, { run, run2, linked }) {
+    const known = runs.map(({ name }) => name);
+    const missing = (name) =>
+      known.includes(name) ? [] : [[JSON.stringify(name), `${name} (not found)`]];
+    const options = (nameOf) => known.map((name) => [JSON.stringify(name), nameOf(name)]);
+    offer(this.runs, [...missing(run), ...options((name) => name)], JSON.stringify(run));
+    const others = options((name) => (name === run ? "this run, another step" : name));
+    if (run2 !== "") others.push(...missing(run2));
+    offer(this.others, [[NONE, "nothing"], ...others], run2 ? JSON.stringify(run2) : NONE);
+    this.linkedLabel.hidden = run2 === "";
+    this.linked.checked = linked === "yes";
   }
 }

@@ -1,7 +1,7 @@
 // The line of the toolbar that changes the model and the image, and what a change did to a pane.
 
 import { describeEdits } from "./edits.js";
-import { make, menu, offer, shortName, write } from "./dom.js";
+import { button, make, menu, offer, shortName, write } from "./dom.js";
 import { percent, range } from "./maths.js";
 import { FUSED } from "./state.js";
 
@@ -16,7 +16,7 @@ export const BRUSHES = {
   restore: "restore",
 };
 const ROWS = 6; // classes that are compared
-const BRUSH = "What a click or a stroke on the picture does to patches (B; H at the kept patch)";
+const BRUSH = "What a click or a stroke on the picture does to patches (H: to the kept patch)";
 const MUTE = "Leave this head out of its layer's output (M)";
 const PHOTO = "Ask about a photo of your own, also dropped or pasted. It stays in this page.";
 
@@ -24,12 +24,12 @@ const PHOTO = "Ask about a photo of your own, also dropped or pasted. It stays i
 export class WhatIf {
   constructor(app) {
     this.app = app;
-    const button = (text, title, click) => make("button", { type: "button", title, click }, text);
     this.brush = menu("Brush", (brush) => app.takeBrush(brush), { title: BRUSH });
     this.other = menu("Image that lends its patches", (other) => app.set({ other }));
-    this.head = button("", MUTE, () => app.mute("head"));
-    this.layer = button("", "Leave out all heads of the layer (L)", () => app.mute("layer"));
-    this.only = button("", "Leave out the other heads of the layer (O)", () => app.mute("others"));
+    const titled = (text, title, click) => button(text, click, { title });
+    this.head = titled("", MUTE, () => app.mute("head"));
+    this.layer = titled("", "Leave out all heads of the layer (L)", () => app.mute("layer"));
+    this.only = titled("", "Leave out the other heads of the layer (O)", () => app.mute("others"));
     this.file = make("input", {
       type: "file",
       accept: "image/*",
@@ -39,15 +39,15 @@ export class WhatIf {
         this.file.value = ""; // so that the same file can be chosen again
       },
     });
-    this.photo = button("Photo …", PHOTO, () =>
+    this.photo = titled("Photo …", PHOTO, () =>
       app.photo ? app.takePhoto(null) : this.file.click(),
     );
-    this.undo = button("Undo", "Take back the last change (U)", () => app.undo());
-    this.reset = button("Reset", "Take back all changes (R)", () => app.reset());
+    this.undo = titled("Undo", "Take back the last change (U)", () => app.undo());
+    this.reset = titled("Reset", "Take back all changes (R)", () => app.reset());
     this.buttons = [this.head, this.layer, this.only];
     this.tools = make(
       "div",
-      { class: "group" },
+      "group",
       ...this.buttons,
       make("label", {}, "brush ", this.brush),
       this.other,
@@ -56,10 +56,10 @@ export class WhatIf {
       this.undo,
       this.reset,
     );
-    this.note = make("span", { class: "quiet" });
+    this.note = make("span", "quiet");
     this.element = make(
       "div",
-      { class: "line what-if" },
+      "line what-if",
       make("strong", {}, "What if"),
       this.tools,
       this.note,
@@ -110,13 +110,13 @@ export class Change {
   /** @param {function(number): void} choose - Called with the class that is clicked. */
   constructor(choose) {
     this.choose = choose;
-    this.words = make("p", {});
-    this.logit = make("p", { class: "logit" });
-    this.body = make("tbody", {});
+    this.words = make("p");
+    this.logit = make("p", "logit");
+    this.body = make("tbody");
     const titles = ["class", "before", "after", "logit"].map((text) =>
       make("th", { scope: "col" }, text),
     );
-    this.device = make("caption", { class: "quiet" });
+    this.device = make("caption", "quiet");
     const head = make("thead", {}, make("tr", {}, ...titles));
     this.table = make("table", {}, this.device, head, this.body);
     this.element = make(
@@ -155,9 +155,9 @@ export class Change {
         make(
           "tr",
           { "aria-selected": String(index === chosen), click: () => this.choose(index) },
-          make("th", { scope: "row" }, make("button", { type: "button" }, record.className(index))),
+          make("th", { scope: "row" }, button(record.className(index))),
           ...[before, after].map(({ probabilities }) => barOf(probabilities[index])),
-          make("td", { class: "number" }, signed(after.logits[index] - before.logits[index])),
+          make("td", "number", signed(after.logits[index] - before.logits[index])),
         ),
       ),
     );
@@ -166,7 +166,7 @@ export class Change {
 
 function barOf(probability) {
   const length = make("i", { style: `transform: scaleX(${probability})` });
-  return make("td", { class: "number" }, length, make("span", {}, percent(probability)));
+  return make("td", "number", length, make("span", {}, percent(probability)));
 }
 
 function bestOf({ logits }, count) {

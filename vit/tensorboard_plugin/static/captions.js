@@ -1,6 +1,30 @@
-// Two panes side by side: which image each of them shows, and whether it is the same one.
+// Which image a pane shows: the menu, the line above the picture, and the difference of two panes.
 
 import { make, menu, offer, shortName } from "./dom.js";
+import { percent } from "./maths.js";
+
+const MARKS = { right: "✓", wrong: "✗" };
+
+/** Return the parts of a record's caption; its tag if no class is known. */
+export function captionOf({ details, className, tag }) {
+  const { label, top } = details;
+  const parts = [];
+  if (label !== null) parts.push(make("span", {}, "true ", make("strong", {}, className(label))));
+  if (top.length) {
+    const [index, probability] = top[0];
+    const mark = label === null ? "" : index === label ? "right" : "wrong";
+    parts.push(
+      make("span", {}, "predicted ", make("strong", {}, className(index))),
+      make(
+        "span",
+        "fixed",
+        `${percent(probability)} `,
+        mark === "" ? null : make("b", { class: mark, "aria-label": mark }, MARKS[mark]),
+      ),
+    );
+  }
+  return parts.length ? parts : [make("span", {}, tag)];
+}
 
 /** The menu of a pane's images. A pane that compares shows the same image unless told otherwise. */
 export class ImageMenu {
@@ -8,7 +32,7 @@ export class ImageMenu {
   constructor(side, choose) {
     this.side = side;
     this.select = menu(`Image of the ${side === "a" ? "first" : "second"} pane`, choose);
-    this.element = make("label", { class: "which", "data-noexport": "" }, "image ", this.select);
+    this.element = make("label", "which", "image ", this.select);
   }
 
   /**
