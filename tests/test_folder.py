@@ -13,14 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10 as CIFAR
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
-from vit.data.layout import CIFAR10, IMAGE_SUFFIXES, recognize
+from vit.data.layout import CIFAR10, recognize
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
@@ -120,15 +119,6 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, name, half):
     assert capsys.readouterr().err == (
         f"skipped 1 of {len(intact) + 1} images in {root} that cannot be read: {half}/dog/{name}\n"
     )
-
-
-def test_at_most_ten_of_those_left_out_are_named(root, capsys):
-    for number in range(12):
-        (root / "test" / "owl" / f"bad_{number:02d}.png").touch()
-    assert len(load("folder", root, train=False, on_bad_image="skip")) == 12
-    line = capsys.readouterr().err
-    assert line.startswith("skipped 12 of 24 images in") and line.endswith("and 2 more\n")
-    assert line.count("bad_") == 10
 
 
 # Wrong layouts.
@@ -284,13 +274,11 @@ def test_a_fraction_of_each_class_is_for_testing(classes_only, capsys, fraction,
     assert capsys.readouterr() == ("", "")
 
 
-def test_validation_images_are_for_testing_only_where_no_others_are(root, capsys):
+def test_validation_images_are_for_testing_only_where_no_others_are(root):
     expected = read_folder(root, train=False).origins
     shutil.copytree(root / "test", root / "val")
     assert read_folder(root, train=False).origins == expected
-    assert capsys.readouterr().err == ""
     assert len(read_folder(root, train=True)) == 24
-    assert capsys.readouterr().err.startswith(f"not used: {root / 'val'}; ")
     shutil.rmtree(root / "test")
     found = read_folder(root, train=False).origins
     assert found == tuple(path.replace("/test/", "/val/") for path in expected)
@@ -338,10 +326,6 @@ def test_images_are_recognized(root, classes_only, tmp_path):
     assert recognize(table) == "table"
     for other in (tmp_path, tmp_path / "nowhere", ROOT, ROOT / "data", root / "train" / "cat"):
         assert recognize(other) is None, other
-
-
-def test_suffixes_are_those_of_torchvision_and_four_more():
-    assert {*IMAGE_SUFFIXES} == {*IMG_EXTENSIONS, ".gif", ".avif", ".heic", ".heif"}
 
 
 def test_the_name_of_the_data_set_follows_from_the_root(root, classes_only, tmp_path, monkeypatch):

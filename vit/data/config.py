@@ -37,8 +37,8 @@ class DataConfig:
         root: folder where data sets are stored or downloaded to; with name=folder, the folder that
             contains train/<class>/ and test/<class>/, or the classes' folders themselves; with
             name=shards, the folder that contains train/*.tar and test/*.tar, or the tar files
-            (docs/data.md); with name=table, a CSV or JSONL file with columns path, label and,
-            optionally, split
+            (docs/data.md); with name=table, a CSV file with columns path, label and, optionally,
+            split
         test_fraction: with name=folder, shards or table, fraction of each class that is set aside
             as test images, where these name none; null is 0.2 there
         download: download the data set if it is not in root

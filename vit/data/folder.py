@@ -10,12 +10,11 @@ from vit.data.images import ImageSet, user_files
 from vit.data.layout import (
     TRAIN,
     content,
-    find_test_folders,
+    find_test_folder,
     has_parts,
     is_image,
     refuse_loose_images,
     report_ignored,
-    report_unused,
     some,
     visible_files,
     visible_folders,
@@ -45,7 +44,7 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     if not has_parts(root):
         classes, paths, labels = _find(root, report=train)
         return user_files(data, train, True, root, paths, labels, classes)
-    test, *unused = find_test_folders(root, data.test_fraction, "<class>/")
+    test = find_test_folder(root, data.test_fraction, "<class>/")
     classes, paths, labels = _find(root / (TRAIN if train else test), report=train)
     if train:
         tested, _, _ = _find(root / test, report=True)
@@ -58,8 +57,6 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
                 f"data.root: train/ and {test}/ in {root} must contain the same classes, but "
                 f"{' and '.join(only)}; rename, add or delete folders until they agree"
             )
-        for name in unused:
-            report_unused(f"{root / name}")
     return user_files(data, train, False, root, paths, labels, classes)
 
 

@@ -15,7 +15,7 @@ IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
     ".gif", ".avif", ".heic", ".heif",
 )  # fmt: skip
-TABLE_SUFFIXES = (".csv", ".jsonl")
+TABLE_SUFFIX = ".csv"
 SHARD_SUFFIX, CLASSES_FILE = ".tar", "classes.txt"
 CIFAR10 = ("cifar-10-batches-py", "cifar-10-python.tar.gz")  # the data set, unpacked or not
 # Folders, and words in a table's column "split", for the images of each part. Images for validation
@@ -44,8 +44,10 @@ def has_parts(root: Path) -> bool:
     return any((root / name).is_dir() for name in (TRAIN, TEST, *VALIDATION))
 
 
-def find_test_folders(root: Path, test_fraction: float | None, example: str) -> list[str]:
-    """Return the names of the folders of test images in a folder that has parts; the first is used.
+def find_test_folder(root: Path, test_fraction: float | None, example: str) -> str:
+    """Return the name of the folder of test images in a folder that has parts.
+
+    test/ comes before val/, valid/ and validation/, which then are not used.
 
     Args:
         root: See `has_parts`.
@@ -55,8 +57,8 @@ def find_test_folders(root: Path, test_fraction: float | None, example: str) -> 
     Raises:
         ValueError: There is none, or test_fraction is given although there is one.
     """
-    found = [name for name in (TEST, *VALIDATION) if (root / name).is_dir()]
-    if not found:
+    found = next((name for name in (TEST, *VALIDATION) if (root / name).is_dir()), None)
+    if found is None:
         raise ValueError(
             f"data.root: {root} has no test/ ({content(root)}); add test/{example} "
             f"(or val/{example}), or point --data.root at {root / TRAIN} to split it by "
@@ -65,15 +67,9 @@ def find_test_folders(root: Path, test_fraction: float | None, example: str) -> 
     if test_fraction is not None:
         raise ValueError(
             f"data.test_fraction: {test_fraction} is not allowed; it must be null, because {root} "
-            f"has test images in {found[0]}/"
+            f"has test images in {found}/"
         )
     return found
-
-
-def report_unused(what: str) -> None:
-    """Say that images for validation are not used, because there are test images."""
-    reason = "there are separate test images, and data.val_size holds out training images"
-    note(f"not used: {what}; {reason}")
 
 
 def report_ignored(folder: Path, files: Sequence[str]) -> None:
@@ -88,7 +84,7 @@ def report_ignored(folder: Path, files: Sequence[str]) -> None:
 
 def recognize(root: Path) -> str | None:
     """Return the value of data.name for images of the user's own, or None for anything else."""
-    if root.suffix.lower() in TABLE_SUFFIXES and root.is_file():
+    if root.suffix.lower() == TABLE_SUFFIX and root.is_file():
         return "table"
     part = next((root / name for name in (TRAIN, TEST) if (root / name).is_dir()), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.

@@ -82,8 +82,7 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
     """Turn a photo into Pillow images, upright, in the channels of a model, on white.
 
     Grey and RGB are converted into each other as Pillow does. With any other number of channels,
-    they are the pages of a TIFF file, all grey and of one size, or the bands of the image as they
-    are stored, e.g. RGBA. 16-bit values are divided by 257.
+    they are the bands of the image as they are stored, e.g. RGBA. 16-bit values are divided by 257.
 
     Args:
         photo: A file, a member of a tar file, a Pillow image, or an array (height, width) or

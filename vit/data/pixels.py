@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, ImageSequence
+from PIL import ExifTags, Image, ImageOps
 
 with contextlib.suppress(ImportError):  # with this package, Pillow reads HEIC files
     import pillow_heif  # type: ignore[import-not-found]
@@ -136,17 +136,9 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
     """
     if 0 in image.size:
         raise Unusable("has no pixels")
-    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-    if pages > 1 and _is_grey(image):
-        if pages != channels:
-            raise _wrong_channels(pages, channels)
-        found = tuple(_page(page) for page in ImageSequence.Iterator(image))
-        if any(page.mode != "L" or page.size != found[0].size for page in found):
-            raise Unusable("has pages that differ in size or colour, so they are not channels")
-        return found
     if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
         return ImageOps.exif_transpose(image).split()
-    return (convert(_page(image), channels),)
+    return (convert(_upright(image), channels),)
 
 
 def convert(image: Image.Image, channels: int) -> Image.Image:
@@ -155,16 +147,16 @@ def convert(image: Image.Image, channels: int) -> Image.Image:
     if stored == channels:
         return image
     if channels not in (1, 3):
-        raise _wrong_channels(stored, channels)
+        what = "1 channel" if stored == 1 else f"{stored} channels"
+        raise Unusable(
+            f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and "
+            "3, are converted into each other"
+        )
     return image.convert("RGB" if channels == 3 else "L")
 
 
-def _is_grey(image: Image.Image) -> bool:
-    return image.mode in ("1", "L") or image.mode.startswith("I")
-
-
-def _page(image: Image.Image) -> Image.Image:
-    """Return an image, or the current page of a file, loaded: mode L where it is grey, else RGB."""
+def _upright(image: Image.Image) -> Image.Image:
+    """Return the image, or the first of a file, loaded: mode L where it is grey, else RGB."""
     if image.mode == "F":
         raise Unusable("has floating-point pixels, which are not supported; convert it to 8 bits")
     upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
@@ -181,12 +173,4 @@ def _page(image: Image.Image) -> Image.Image:
     if photo.mode == "RGB":
         photo.load()
         return photo
-    return photo.convert("L" if _is_grey(photo) else "RGB")  # a copy: a further page replaces photo
-
-
-def _wrong_channels(stored: int, channels: int) -> Unusable:
-    what = "1 channel" if stored == 1 else f"{stored} channels"
-    return Unusable(
-        f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and 3, "
-        "are converted into each other"
-    )
+    return photo.convert("L" if photo.mode in ("1", "L") else "RGB")

@@ -28,22 +28,20 @@ from vit.data.layout import (
     TRAIN,
     VALIDATION,
     content,
-    find_test_folders,
+    find_test_folder,
     has_parts,
     is_image,
     is_shard,
     is_visible,
-    report_unused,
     some,
 )
 from vit.data.photos import TarMember
 from vit.settings import shorten
 
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 LAYOUTS = (
     "data.name=shards needs train/*.tar and test/*.tar, or *.tar, to be split by "
-    "data.test_fraction: point --data.root at the folder that contains train/ and test/, or the "
-    "shards"
+    "data.test_fraction, none of them compressed: point --data.root at the folder that contains "
+    "train/ and test/, or the shards"
 )
 LABELS = ("cls", "json")  # a .cls counts before a .json
 BELONG = "members that share a name up to the first dot belong together"
@@ -70,9 +68,7 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     root = Path(data.root).expanduser()
     divided = has_parts(root)
     if divided:
-        test, *unused = find_test_folders(root, data.test_fraction, f"*{SHARD_SUFFIX}")
-        for name in unused if train else ():
-            report_unused(f"{root / name}")
+        test = find_test_folder(root, data.test_fraction, f"*{SHARD_SUFFIX}")
         folder = root / (TRAIN if train else test)
         parts = [root / name for name in (TRAIN, test) if (root / name).is_dir()]
     else:
@@ -111,14 +107,7 @@ def _refuse_mixed(root: Path) -> None:
 
 def _find(folder: Path) -> list[Path]:
     """Return the shards in a folder, sorted by name."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    compressed = [name for name in names if name.lower().endswith(COMPRESSED)]
-    if compressed:
-        raise ValueError(
-            f"data.root: {folder} contains compressed shards ({some(compressed)}), in which no "
-            "image can be read by itself; decompress them: images are compressed already"
-        )
-    shards = [folder / name for name in names if is_shard(name)]
+    shards = sorted(path for path in folder.glob("*") if is_shard(path.name))
     if not shards:
         raise ValueError(f"data.root: {folder} contains no shards ({content(folder)}); {LAYOUTS}")
     return shards

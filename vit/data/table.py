@@ -1,17 +1,14 @@
-"""Tables of image files and their labels: CSV or JSONL, one image per row."""
+"""CSV tables of image files and their labels, one image per row."""
 
 import csv
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
-from vit.data.layout import TEST, TRAIN, VALIDATION, content, report_unused, some
+from vit.data.layout import TEST, TRAIN, VALIDATION, content, some
 from vit.settings import shorten
 
 PATH, LABEL, SPLIT = "path", "label", "split"
@@ -34,10 +31,9 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     Class names are sorted, as numbers if they all are whole numbers.
 
     Args:
-        data: `data.root` is a CSV file with a header, or a JSONL file with an object per line, in
-            UTF-8. Paths are relative to its folder. Images for validation are the test images
-            where no others are named, and are left out otherwise. Without a column "split",
-            `data.test_fraction` splits the images.
+        data: `data.root` is a CSV file with a header, in UTF-8. Paths are relative to its folder.
+            Images for validation are the test images where no others are named, and are left out
+            otherwise. Without a column "split", `data.test_fraction` splits the images.
         train: Whether to list the training images rather than the test images.
 
     Raises:
@@ -63,11 +59,13 @@ def _read(file: Path) -> list[_Row]:
     """Read a table and check each row by itself."""
     if not file.is_file():
         raise ValueError(
-            f"data.root: {file} is not a file ({content(file)}); data.name=table needs a CSV or "
-            f"JSONL file with {EXPECTED}"
+            f"data.root: {file} is not a file ({content(file)}); data.name=table needs a CSV file "
+            f"with {EXPECTED}"
         )
     try:
-        rows = [_row(file, line, record) for line, record in _records(file)]
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream)
+            rows = [_row(file, reader.line_num, record) for record in reader]
     except UnicodeDecodeError as error:
         raise ValueError(f"data.root: {file} is not UTF-8 text ({error})") from None
     except csv.Error as error:
@@ -80,38 +78,18 @@ def _read(file: Path) -> list[_Row]:
     return rows
 
 
-def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield line numbers, and the text of the lines of JSONL or dictionaries of the rows of CSV."""
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        if file.suffix.lower() == ".jsonl":
-            yield from ((line, text) for line, text in enumerate(stream, 1) if text.strip())
-        else:
-            reader = csv.DictReader(stream)
-            yield from ((reader.line_num, record) for record in reader)
-
-
-def _row(file: Path, line: int, record: Any) -> _Row:
-    if isinstance(record, str):
-        try:
-            record = json.loads(record)
-        except json.JSONDecodeError as error:
-            raise _problem(file, line, f"not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise _problem(file, line, f"not an object with {EXPECTED}")
+def _row(file: Path, line: int, record: dict[str, str]) -> _Row:
+    """Check a row as `csv.DictReader` returns it: missing values are None."""
     if None in record:
         raise _problem(file, line, "more values than the header has columns")
-    record = {key.strip().lower(): value for key, value in record.items()}
+    record = {key.strip().lower(): (value or "").strip() for key, value in record.items()}
     if PATH not in record or LABEL not in record:
         columns = some([shorten(name) for name in record])
         raise _problem(file, line, f"found the columns {columns}; expected are {EXPECTED}")
-    for name in (PATH, LABEL, SPLIT):
-        value = record.get(name)
-        if value is not None and type(value) not in (str, int):
-            raise _problem(file, line, f"{name} is {shorten(value)!r}, not text")
-        record[name] = "" if value is None else str(value).strip()
-        if not record[name] and name != SPLIT:
+    for name in (PATH, LABEL):
+        if not record[name]:
             raise _problem(file, line, f"the {name} is empty")
-    split = record[SPLIT].lower()
+    split = record.get(SPLIT, "").lower()
     if split not in ("", TRAIN, TEST, *VALIDATION):
         what = f"{SPLIT} is {shorten(split)!r}; it must be {TRAIN}, {VALIDATION[0]} or {TEST}"
         raise _problem(file, line, what)
@@ -142,17 +120,14 @@ def _part(file: Path, rows: list[_Row], data: DataConfig, train: bool) -> list[_
             f"{file} has a column {SPLIT}"
         )
     parts = {name: [row for row in rows if row.split == name] for name in (TRAIN, TEST)}
-    unused = [row for row in rows if row.split == VALIDATION[0]]
     if not parts[TEST]:
-        parts[TEST], unused = unused, []
+        parts[TEST] = [row for row in rows if row.split == VALIDATION[0]]
     for name in (TEST, TRAIN) if train else (TEST,):  # test images alone can be evaluated
         if not parts[name]:
             raise ValueError(
                 f"data.root: {file} has no rows with {SPLIT} {name}; add some, or delete the "
                 f"column {SPLIT} to use data.test_fraction"
             )
-    if train and unused:
-        report_unused(f"{len(unused):,} rows of {file} with {SPLIT} {VALIDATION[0]}")
     return parts[TRAIN if train else TEST]
 
 
