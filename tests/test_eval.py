@@ -1,7 +1,6 @@
 """eval.py on a trained model: maps, photos, comparing models, invalid input."""
 
 import json
-import math
 import re
 import runpy
 import shutil
@@ -18,6 +17,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from scipy.stats import binomtest
 from torch import Tensor
 
 from small_runs import Call, Ended
@@ -85,13 +85,10 @@ def shapes() -> ImageSet:
     return load("shapes", "", train=False)
 
 
-def map_images(
-    opened: SavedModel, images: Tensor, target: str | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def map_images(opened: SavedModel, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits and every kind of map of (n, 3, 32, 32) uint8 images."""
-    aim = None if target is None else torch.full((len(images),), KINDS.index(target))
     classifier = opened.classifier
-    return attention_maps(classifier.model, classifier.normalize(images), list(MAP_KINDS), aim)
+    return attention_maps(classifier.model, classifier.normalize(images), list(MAP_KINDS))
 
 
 # Attention of test images.
@@ -207,15 +204,14 @@ def test_a_rerun_replaces_its_files_and_leaves_others_alone(call, demo, tmp_path
     assert (folder / "faithfulness.json").read_text() == measured
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"images": []}'])
-def test_an_index_of_something_else_is_not_ours(call, demo, tmp_path, content):
+def test_an_index_of_something_else_is_not_ours(call, demo, tmp_path):
     folder = tmp_path / "attention"
     folder.mkdir()
-    (folder / "index.json").write_text(content)
+    (folder / "index.json").write_text('{"images": []}')
     (folder / "image_00001.png").write_text("mine")
     ended = call(demo, "maps", "--indices", 5, "--faithfulness", 0, "--out", tmp_path)
     assert ended.code == 2 and "contains files other than maps" in ended.error
-    assert (folder / "index.json").read_text() == content
+    assert (folder / "index.json").read_text() == '{"images": []}'
     assert (folder / "image_00001.png").read_text() == "mine"
 
 
@@ -433,13 +429,6 @@ def read_comparison(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "comparison.json").read_text())
 
 
-def sign_test(one: int, other: int) -> float:
-    """Add up the chances of all splits at least as uneven, of a fair coin."""
-    tries = one + other
-    uneven = [k for k in range(tries + 1) if abs(2 * k - tries) >= abs(one - other)]
-    return sum(math.comb(tries, k) for k in uneven) / 2**tries
-
-
 def test_comparison_counts_what_each_gets_right(compared, others, opened, shapes):
     folder, printed = compared
     content = read_comparison(folder)
@@ -457,7 +446,7 @@ def test_comparison_counts_what_each_gets_right(compared, others, opened, shapes
     intervals = [wilson_interval(int(r.sum()), len(shapes)) for r in right]
     assert [tuple(model["accuracy_95"]) for model in models] == intervals
     assert (pair["first"], pair["other"], pair["only_right"]) == ("shapes", "worse", only)
-    assert pair["mcnemar_p"] == pytest.approx(sign_test(*only), rel=1e-9)
+    assert pair["mcnemar_p"] == pytest.approx(binomtest(only[0], sum(only)).pvalue, rel=1e-9)
     for accuracy, (low, high) in zip(accuracies, intervals, strict=True):
         assert f"| {accuracy:.2%} ({low:.2%} to {high:.2%}) " in printed
     verdict = "significant" if pair["mcnemar_p"] < 0.05 else "not significant"
@@ -469,8 +458,7 @@ def test_comparison_says_how_much_attention_moved_and_where_most(compared, other
     (pair,) = read_comparison(compared[0])["pairs"]
     worse = load_model(others / "worse", "cpu", "float32")
     one, other = (
-        torch.cat([map_images(run, part)[1]["rollout"] for part in shapes.images.split(500)])
-        for run in (opened, worse)
+        run.classifier.maps(shapes.images, ["rollout"])[1]["rollout"] for run in (opened, worse)
     )
     moved = ((one - other).abs().sum(dim=(1, 2)) / 64 / 2).double()  # there are no other tokens
     assert pair["moved_attention"] == pytest.approx(moved.mean().item(), abs=1e-5)
@@ -521,7 +509,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = (folder / "good.png").read_bytes()
     (folder / "cut.png").write_bytes(content[: len(content) // 2])
     Image.new("1", (9500, 9500)).save(folder / "huge.png")  # more than Pillow trusts
-    (folder / "folder.png").mkdir()
     (folder / "no_run").mkdir()
     weights = timm.create_model("resnet10t", pretrained=False, num_classes=10).state_dict()
     save_file(weights, folder / "cnn.safetensors")
@@ -533,16 +520,11 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BAD_WORDS = [
     ("DEMO photo BAD/none.png", "photo: BAD/none.png: file not found"),
     ("DEMO photo BAD/cut.png", "photo: BAD/cut.png cannot be read as an image"),
-    ("DEMO photo BAD/folder.png", "photo: BAD/folder.png contains no image files (.jpg"),
     ("DEMO photo BAD/huge.png", "photo: BAD/huge.png cannot be read as an image: Image size"),
     ("DEMO photo BAD/good.png --target ship", "target: 'ship' is not a class of this model"),
-    ("DEMO maps --target ship", "circle, square, triangle, star"),
     ("DEMO maps --indices 2000", "indices: 2000 is not a test image; it must be 0 to 1999"),
-    ("DEMO maps --indices 3 -1", "indices: -1 is not a test image"),
     ("DEMO compare BAD/none", "BAD/none does not exist"),
-    ("DEMO compare DEMO BAD/none", "BAD/none does not exist"),
     ("BAD/cnn.safetensors", "without the config of a run of this project"),
-    ("BAD/cnn.safetensors maps", "BAD/cnn.safetensors contains only weights"),
     ("BAD/cnn.pt", "BAD/cnn.pt is not a checkpoint of this project"),
     ("DEMO maps --start_layer 4", "start_layer: 4 is not a layer of this model; it must be"),
     ("/dev/zero", "/dev/zero is not a regular file"),

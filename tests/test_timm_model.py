@@ -201,8 +201,8 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ),
         ({"timm_args": {"depth": 3}}, "model.timm_args: .* must be null with model.name=vit"),
         ({"timm_args": "text"}, "model.timm_args: 'text' is not allowed; it must be arguments by"),
-        ({"timm_args": {3: 3}}, "model.timm_args: 3 is not the name of an argument"),
-        ({"timm_args": {"a": {1, 2}}}, "model.timm_args: {1, 2} is not a number"),
+        ({"timm_args": {3: 3}}, "model.timm_args: '3' is not allowed; it must be arguments"),
+        ({"timm_args": {"a": {1, 2}}}, "model.timm_args: '{1, 2}' is not allowed"),
         (
             {"name": "timm:test_resnet", "timm_args": {"depht": 3, "b": 1, "stem_width": 4}},
             r"model.timm_args: depht is not among the arguments of timm:test_resnet: .*drop_",

@@ -18,19 +18,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
 from vit.console import is_out_of_memory, printable, program, rank
+from vit.recipes import compose, read_config, read_yaml, recipes
+from vit.reporting.config import COMMANDS
 from vit.settings import Switch, describe, is_list, keys, shorten, suggest, unknown
 from vit.startup import import_quickly
-
-if TYPE_CHECKING:  # each command imports the settings that it reads
-    from vit.training.config import Config
 from vit.training.config import Config, to_dict
 
-RENAMED = {"attention": "maps", "image": "photo"}  # flags of earlier versions, commands now
+# What train.py is told beside the config.
+OPTIONS = {
+    "overwrite": "delete an earlier run in the folder and its evaluations first; other files are "
+    "kept",
+    "resume.allow_changes": "resume an interrupted run even if settings of the optimizer, the "
+    "schedule, the augmentation or the hardware have changed; data and model must be the same",
+    "resume.extend": "extend a finished run to a larger number of --train.epochs: a new schedule "
+    "for the added epochs starts from its last weights and optimizer state",
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -94,7 +101,6 @@ def eval_main() -> None:
 
         from vit.hardware import cores_to_use
         from vit.model.variants import load_attention
-        from vit.reporting.config import COMMANDS
 
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         for variant in options.model.attention:
@@ -102,7 +108,7 @@ def eval_main() -> None:
         resolve_name(f"vit.reporting.{COMMANDS[command].function}")(run, options)
 
 
-def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
+def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     """Read the command line of train.py.
 
     Args:
@@ -115,9 +121,6 @@ def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
         ValueError: A key is not known, or a value is not allowed.
         SystemExit: `--help` or `--print_config` was given.
     """
-    from vit.recipes import compose, read_arguments, read_config
-    from vit.training.config import Config
-
     usage = "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]"
     about = (
         "Train a Vision Transformer.\n\nDefaults below are those of a setting that no file names. "
@@ -131,35 +134,17 @@ def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
         help="YAML file or name of a recipe, e.g. shapes; may be repeated: later files override "
         "earlier ones, and flags override files (default: quick)",
     )
-    for flag, about in (
-        ("print_config", "print the resulting config as YAML and exit"),
-        (
-            "overwrite",
-            "delete an earlier run in the folder and its evaluations first; other files are kept",
-        ),
-        (
-            "resume.allow_changes",
-            "resume an interrupted run even if settings of the optimizer, the schedule, the "
-            "augmentation or the hardware have changed; data and model must be the same",
-        ),
-        (
-            "resume.extend",
-            "extend a finished run to a larger number of --train.epochs: a new schedule for the "
-            "added epochs starts from its last weights and optimizer state",
-        ),
-    ):
-        parser.add_argument(f"--{flag}", action="store_true", help=about)
+    parser.add_switch("print_config", "print the resulting config as YAML and exit")
+    for name, help_text in OPTIONS.items():
+        parser.add_switch(name, help_text)
     parser.add_fields(Config)
     given = parser.parse(arguments)
     files, print_config = given.pop("config", []), given.pop("print_config", False)
-    options = {
-        name.rpartition(".")[2]: given.pop(name, False)
-        for name in ("overwrite", "resume.allow_changes", "resume.extend")
-    }
+    options = {name.rpartition(".")[2]: given.pop(name, False) for name in OPTIONS}
     if options["extend"] and options["overwrite"]:
         raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
-    if "model.timm_args" in given:
-        given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
+    if text := given.get("model.timm_args"):
+        given["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
     config = compose([read_config(file) for file in files], _nested(given))
     if print_config:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
@@ -180,29 +165,23 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
         ValueError: A command or key is not known, or a value is not allowed.
         SystemExit: `--help` was given.
     """
-    from vit.reporting.config import COMMANDS
-
     words, asks = list(arguments), _asks(arguments)
     if asks and words[0].startswith("-"):
         usage = f"%(prog)s RUN [{' | '.join(COMMANDS)}] ..."
-        _Parser(usage, _list_commands(COMMANDS), asks).parse(["--help"])
+        _Parser(usage, _list_commands(), asks).parse(["--help"])
     # `eval.py maps --help` has no run, and needs none.
-    run = "RUN" if not words or (asks and words[0] in COMMANDS) else words.pop(0)
-    given = [word[2:].partition("=")[0] for word in (run, *words) if word.startswith("--")]
-    for key in given:
-        if (old := RENAMED.get(key, key)) in COMMANDS:
-            usage = f"{program('eval')} RUN {old} {COMMANDS[old].words}".strip()
-            raise ValueError(f"{key}: this is a command now: {usage}")
-    if run.startswith("-") or (run in COMMANDS and not Path(run).exists()) or not arguments:
-        name = f" {run}" if run in COMMANDS else ""
-        raise ValueError(f"run: missing; it comes first: {program('eval')} runs/quick{name}")
+    run = "RUN" if asks and words[0] in COMMANDS else "".join(words[:1])
+    words = words if run == "RUN" else words[1:]
+    if not run or run.startswith("-") or (run in COMMANDS and not Path(run).exists()):
+        raise ValueError(f"run: missing; it comes first: {program('eval')} runs/quick {run}")
     name = words.pop(0) if words and not words[0].startswith("-") else "report"
     if name not in COMMANDS:
         meant = suggest(name, COMMANDS) or f"; it must be one of {', '.join(COMMANDS)}"
         raise ValueError(f"{shorten(name)}: no such command{meant}")
-    for key in given:
+    for word in words:
+        key = word.removeprefix("--").partition("=")[0]
         owners = [owner for owner, command in COMMANDS.items() if key in keys(command.config)]
-        if owners and name not in owners:
+        if word.startswith("--") and owners and name not in owners:
             raise ValueError(f"{key}: not a setting of {name}, but of {', '.join(owners)}")
     config, _, first = COMMANDS[name]
     usage = f"%(prog)s RUN {name} {first} [--FIELD VALUE ...]".replace("  ", " ")
@@ -211,9 +190,9 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     return name, run, config(**_nested(parser.parse(words)))
 
 
-def _list_commands(commands: dict[str, Any]) -> str:
+def _list_commands() -> str:
     """Say what the commands of eval.py do."""
-    lines = (f"  {name:<9}{_title(command.config)}\n" for name, command in commands.items())
+    lines = (f"  {name:<9}{_title(command.config)}\n" for name, command in COMMANDS.items())
     return (
         "Evaluate a trained Vision Transformer.\n\n"
         "RUN is a run folder, model.safetensors, a checkpoint, or cifar10_quick, which is\n"
@@ -245,15 +224,10 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        key, explicit, value = message.removeprefix("argument --").partition(
-            ": ignored explicit argument "
-        )
-        if explicit:
-            message = f"{key}: takes no value, so leave out {value}"
-        missing = message.partition(" arguments are required: ")[2]
-        if missing:
-            message = f"{missing}: missing; {self.format_usage().strip()}"
         raise ValueError(shorten(message.removeprefix("argument "), 200))
+
+    def add_switch(self, name: str, about: str) -> None:
+        self.add_argument(f"--{name}", action="store_true", help=about)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return what the command line sets, as {key: text}."""
@@ -277,7 +251,7 @@ class _Parser(argparse.ArgumentParser):
         for cls in config.__mro__ if self.asked else ():
             text = inspect.cleandoc(cls.__doc__ or "")
             for name, about in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
-                doc.setdefault(name, about)
+                doc.setdefault(name, " ".join(about.split()).replace("%", "%%"))
         title = f"{prefix.rstrip('.')}: {_title(config).strip('.')}".removeprefix(": ")
         section: Any = self if brief else self.add_argument_group(title)
         order = [*doc, *(field.name for field in dataclasses.fields(config))]
@@ -286,44 +260,39 @@ class _Parser(argparse.ArgumentParser):
                 self.add_fields(field.type, f"{prefix}{field.name}.", brief)
                 continue
             how: dict[str, Any] = {"nargs": "+"} if is_list(field.type) else {}
-            about = " ".join(doc.get(field.name, "-").split())
+            how["help"] = about = doc.get(field.name, "")
             if field.default is field.default_factory:  # neither is given
-                self.add_argument(field.name, help=about, metavar=first, **how)
+                self.add_argument(field.name, metavar=first, **how)
                 continue
-            # Describing every field takes longer than all else, so it is done only when asked.
-            allowed = describe(field.type) if self.asked else ""
-            default = json.dumps(field.default).strip('"').replace("[]", "none")
-            notes = f"{allowed}; default: {default}"
-            if not brief:
-                about = f"{about[0].upper()}{about[1:]}."
-            elif allowed.startswith("one of "):
-                notes = allowed.removeprefix("one of ")  # of which the first is the default
-            else:
-                notes = f"default: {default}" if field.default else ""
-            text = f"{about} ({notes})".replace(" ()", "").replace("%", "%%")
+            if self.asked:  # describing every field takes longer than all else
+                how["help"] = _help_text(about, describe(field.type), field.default, brief)
             if brief and field.type == Switch:
-                how = {"action": "store_true"}
+                how["action"] = "store_true"
             else:
                 how["metavar"] = "V" if brief else "VALUE"
-            section.add_argument(f"--{prefix}{field.name}", help=text, **how)
+            section.add_argument(f"--{prefix}{field.name}", **how)
+
+
+def _help_text(about: str, allowed: str, default: Any, brief: bool) -> str:
+    """Say what a setting is, what it accepts, and its default."""
+    shown = json.dumps(default).strip('"').replace("[]", "none")
+    if not brief:
+        return f"{about[0].upper()}{about[1:]}. ({allowed}; default: {shown})"
+    choices = allowed.partition("one of ")[2]  # of which the first is the default
+    notes = choices or (f"default: {shown}" if default else "")
+    return f"{about} ({notes})" if notes else about
 
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
-    if word in ("true", "false"):
-        return f"{word}: follows a flag that takes no value; leave it out"
-    key, _, value = word.removeprefix("--").partition("=")
-    if "config" in known:
-        from vit.recipes import RECIPES
-
-        if key.endswith((".yaml", ".yml")) or (RECIPES / f"{key}.yaml").is_file():
-            return f"{shorten(key)}: no such key; did you mean --config {shorten(key)}?"
-    if not word.startswith("-") and key not in known:
-        return f"{shorten(word) or repr(word)}: not expected here; settings are flags, see --help"
-    if not word.startswith("-"):
-        return f"{shorten(word)}: settings are flags: --{key} {shorten(value) or 'VALUE'}"
+    key = word.removeprefix("--").partition("=")[0]
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"
-    return unknown(key, known)
+    if word.startswith("-"):
+        return unknown(key, known)
+    is_config = word.endswith((".yaml", ".yml")) or word in recipes()
+    is_config = is_config and "config" in known
+    hint = f"did you mean --config {shorten(word)}?" if is_config else "settings are --KEY VALUE"
+    return f"{shorten(word) or repr(word)}: not expected here; {hint}"
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

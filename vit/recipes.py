@@ -5,22 +5,19 @@ annotations of the configs, as for flags.
 """
 
 import dataclasses
-import difflib
-import io
-import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
-from vit.settings import require, shorten
+from vit.settings import require, shorten, suggest
 from vit.training.config import Config, TrainConfig
 
 NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
-LONGEST_FILE = 100_000  # bytes; a config has a few thousand
+GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
 _CODE = Path(__file__).resolve().parent
 # Next to the code where the package is installed, beside it in a checkout.
 RECIPES = next(
@@ -30,28 +27,42 @@ RECIPES = next(
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Reads every value as text, and null as None; refuses tags and repeated keys."""
+    """Reads every value as text, whatever its tag, and null as None; refuses repeated keys."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        plain = (self.DEFAULT_SCALAR_TAG, self.DEFAULT_SEQUENCE_TAG, self.DEFAULT_MAPPING_TAG)
-        if node.tag not in plain:
-            tag = shorten(node.tag.replace("tag:yaml.org,2002:", "!!"))
-            self._refuse(node, f"the tag {tag} is not allowed; write plain values")
         is_null = isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL
         return None if is_null else super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self._refuse(key, "a key must be text")
-            if key.value in mapping:
-                self._refuse(key, f"{shorten(key.value)}: given twice; keep one")
-            mapping[key.value] = self.construct_object(value, deep)
-        return mapping
+        names: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in names:
+                problem = "a key must be text, and given once"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(key.value)
+        return {key.value: self.construct_object(value, deep) for key, value in node.value}
 
-    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+def read_yaml(text: bytes | str, source: str) -> Any:
+    """Read YAML as nested lists and dictionaries, in which every value is still text.
+
+    Args:
+        text: The YAML.
+        source: Where it comes from, which messages begin with.
+
+    Raises:
+        ValueError: It is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_TextLoader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        problem = str(error).replace('in "<byte string>", ', "at ")
+        raise ValueError(f"{source} is not YAML: {shorten(problem, 200)}") from None
+
+
+def recipes() -> list[str]:
+    """List the names of the recipes."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -63,27 +74,17 @@ def read_config(name: str) -> dict[str, Any]:
     Raises:
         ValueError: There is no such file, or it is not YAML of the expected form.
     """
+    source = f"config: {shorten(name) or repr(name)}"
     try:
-        with _find_config(name).open("rb") as stream:
-            content = stream.read(LONGEST_FILE + 1)  # no more: /dev/zero has no end
-        if len(content) > LONGEST_FILE:
-            raise ValueError(f"longer than {LONGEST_FILE} bytes")
-        values = yaml.load(io.BytesIO(content), Loader=_TextLoader)
-        if not isinstance(values, dict):
-            raise ValueError("a config consists of lines `key: value`")
+        content = _find_config(name).read_bytes()
     except FileNotFoundError:
-        recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-        near = difflib.get_close_matches(Path(name).stem, recipes, n=1)
-        known = f"the recipes are {', '.join(recipes)}"
-        hint = f"did you mean {near[0]}?" if near else known
-        raise ValueError(f"config not found: {shorten(name)} ({hint})") from None
-    except RecursionError:
-        raise ValueError(f"config: {shorten(name)}: nested too deeply") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = getattr(error, "strerror", None) or str(error).replace('in "<file>", ', "at ")
-        raise ValueError(
-            f"config: {shorten(name) or repr(name)}: {shorten(problem, 200)}"
-        ) from None
+        hint = suggest(Path(name).stem, recipes()) or f"; the recipes are {', '.join(recipes())}"
+        raise ValueError(f"config not found: {shorten(name)}{hint}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: {getattr(error, 'strerror', error)}") from None
+    values = read_yaml(content, source)
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: a config consists of lines `key: value`")
     return values
 
 
@@ -99,35 +100,23 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     """
     # The recipe's model for short budgets is of no use where the command line chooses another.
     other_model = flags.get("model", {}).keys() & {"name", "pretrained"}
-    recipe = {} if files or other_model else read_config("quick")
-    stated = _require_groups(merge([recipe, *files, flags]))
-    given = stated.get("train", {}).get("budget_minutes")
-    minutes = TrainConfig(budget_minutes=given).budget_minutes
-    chosen = _require_groups(merge([*(at_budget(file, minutes) for file in files), flags]))
-    data = chosen.get("data", {})
-    root, name = data.get("root"), None
-    root = None if "name" in data or not isinstance(root, str) else Path(root).expanduser()
-    if root is not None and (name := recognize(root)):
-        chosen = merge([chosen, {"data": {"name": name}}])
-    config = Config(**merge([at_budget(recipe, minutes), chosen]))
-    if root is not None and name is None and config.data.root != DataConfig.root:
-        check_default_data(root)
-    if "out" not in chosen and config.data.name != "cifar10":
+    if not files and not other_model:
+        files = [read_config("quick")]
+        del files[0]["out"]  # named after the data set below
+    budget = merge([*files, flags]).get("train", {}).get("budget_minutes")
+    minutes = TrainConfig(budget_minutes=budget).budget_minutes
+    values = merge([*(at_budget(file, minutes) for file in files), flags])
+    data = values.get("data", {})
+    root = None if "name" in data else data.get("root")
+    name = recognize(Path(root).expanduser()) if isinstance(root, str) else None
+    if name is not None:
+        values["data"] = {**data, "name": name}
+    config = Config(**values)
+    if root not in (None, DataConfig.root) and name is None:
+        check_default_data(Path(config.data.root).expanduser())
+    if "out" not in values and config.data.name != "cifar10":
         config = dataclasses.replace(config, out=_default_out(config.data))
     return config
-
-
-def _require_groups(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings, of which the config refuses those that are no groups of keys and should be.
-
-    Raises:
-        ValueError: There are such.
-    """
-    for field in dataclasses.fields(Config):
-        value = values.get(field.name, {})
-        if dataclasses.is_dataclass(field.type) and not isinstance(value, dict):
-            Config(**{field.name: value})
-    return values
 
 
 def _default_out(data: DataConfig) -> str:
@@ -155,57 +144,35 @@ def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
         The settings, without `budgets`.
 
     Raises:
-        ValueError: `budgets` is not of this form, or a setting is not allowed.
+        ValueError: `budgets` is not of this form.
     """
-    settings = {**values}
-    entries = settings.pop("budgets", None) or {}
-    form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
-    require(isinstance(entries, dict), "budgets", entries, form)
-    starts: dict[float, dict[str, Any]] = {}
-    for key, entry in entries.items():
-        is_number = re.fullmatch(r"[\d.]*\d[\d.]*", key) and key.count(".") <= 1
-        require(bool(is_number), "budgets", key, "a number of minutes, at least 0")
-        require(isinstance(entry, dict), f"budgets.{key}", entry, "settings: {model: {depth: 3}}")
-        starts[float(key)] = entry
-    reached = [start for start in starts if minutes is not None and start <= minutes]
-    return merge([settings, starts[max(reached)] if reached else {}])
+    settings = {key: value for key, value in values.items() if key != "budgets"}
+    budgets = values.get("budgets") or {}
+    try:
+        entries = {float(start): dict(entry) for start, entry in budgets.items()}
+    except (AttributeError, TypeError, ValueError):
+        form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
+        raise ValueError(f"budgets: {shorten(budgets)} is not allowed; it must be {form}") from None
+    reached = [start for start in entries if minutes is not None and start <= minutes]
+    return merge([settings, entries[max(reached)] if reached else {}])
 
 
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Merge nested dictionaries, of which the later ones win, field by field.
 
-    What is no group of keys where another part has one stays, so that the config refuses it.
+    Raises:
+        ValueError: Something else is given for a group of keys.
     """
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            old = merged.get(key, value)
-            if isinstance(old, dict) and isinstance(value, dict):
-                merged[key] = {**old, **value}
+            if key in GROUPS:
+                given = "a list" if isinstance(value, list) else value
+                require(isinstance(value, dict), key, given, "a group of keys with values")
+                merged[key] = {**merged.get(key, {}), **value}
             else:
-                merged[key] = old if isinstance(value, dict) else value
+                merged[key] = value
     return merged
-
-
-def read_arguments(key: str, text: str) -> Any:
-    """Read a flag such as `{depth: 4}` as a dictionary of text; other text is returned as it is.
-
-    Args:
-        key: The key of the flag, for messages.
-        text: Its value.
-
-    Raises:
-        ValueError: It is not YAML of the expected form.
-    """
-    try:
-        value = yaml.load(text, Loader=_TextLoader)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(
-            f"{key}: {shorten(text) or repr(text)} is not YAML such as '{{depth: 4}}': "
-            f"{shorten(problem, 200)}"
-        ) from None
-    return value if isinstance(value, dict) else text
 
 
 def _find_config(name: str) -> Path:

@@ -20,6 +20,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     TypeAdapter,
     ValidationError,
 )  # fmt: skip
@@ -38,27 +39,16 @@ def _switch(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Turn the text in nested lists and dictionaries into the numbers and switches it stands for.
-
-    Raises:
-        ValueError: A key is not text, or a value is neither plain nor a list or dictionary.
-    """
+    """Turn the text in nested lists and dictionaries into the numbers and switches it means."""
     if isinstance(value, dict):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"{odd[0]!r} is not the name of an argument; names are text")
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return int(value)
-        with contextlib.suppress(ValueError):
-            if math.isfinite(number := float(value)):
-                return number
-        return _SWITCHES.get(value.lower(), value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise ValueError(f"{shorten(value)} is not a number, text, true, false, null or a list of them")
+    for number in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError, OverflowError):
+            if math.isfinite(number(value)):
+                return number(value)
+    return _switch(value)
 
 
 Count = Annotated[int, Field(ge=1, le=LARGE)]
@@ -81,7 +71,7 @@ DeviceName = Literal["auto", "cpu", "cuda", "mps", "xpu"]
 Precision = Literal["auto", "float32", "bfloat16"]
 # Arguments of a function, of which this project knows neither the names nor the types.
 Arguments = Annotated[
-    dict[str, Any],
+    dict[str, JsonValue],
     BeforeValidator(_plain),
     Field(description="arguments by name, such as {depth: 4, embed_dim: 96}"),
 ]
@@ -115,20 +105,22 @@ def shorten(value: object, length: int = 60) -> str:
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Check a rule between settings.
+    """Check a rule for a setting.
 
     Raises:
         ValueError: The condition is false; the line names key, value and what is allowed.
     """
     if not condition:
-        raise ValueError(f"{key}: {shorten(value)} is not allowed; it must be {allowed}")
+        given = "null" if value is None else shorten(value)
+        raise ValueError(f"{key}: {given} is not allowed; it must be {allowed}")
 
 
 def check(config: Any, name: str, condition: bool, allowed: str) -> None:
     """Check a rule for a field of a group of settings; arguments and errors as for `require`."""
     value = getattr(config, name)
-    typed = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    require(condition, f"{config.group}.{name}".lstrip("."), typed, allowed)
+    if isinstance(value, tuple):  # as it is typed
+        value = " ".join(map(str, value))
+    require(condition, f"{config.group}.{name}".lstrip("."), value, allowed)
 
 
 def divisors(number: int) -> str:
@@ -211,18 +203,17 @@ def unknown(key: str, known: Sequence[str]) -> str:
 def _one_line(error: ValidationError, config: Any, group: str) -> str:
     """Turn the first of pydantic's errors into one line: key, value, what is allowed."""
     first = error.errors(include_url=False)[0]
-    names = [name for name in first["loc"] if isinstance(name, str)]
-    prefix = f"{group}." if group else ""
-    key = prefix + ".".join(names)
+    kind, names = config, [group] if group else []
+    for name in first["loc"]:  # those after the field are of an item in it
+        if dataclasses.is_dataclass(kind):
+            kind = {field.name: field.type for field in dataclasses.fields(kind)}.get(str(name))
+            names.append(str(name))
+    key, value = ".".join(names), first["input"]
     if first["type"] == "value_error":  # in our own words; a rule between settings names its key
         words = str(first["ctx"]["error"])
         return words if words.startswith(key) else f"{key}: {words}"
-    if first["type"] == "unexpected_keyword_argument":
-        return unknown(key, [prefix + known for known in keys(config)])
-    kind = config
-    for name in names:
-        kind = {field.name: field.type for field in dataclasses.fields(kind)}[name]
-    value = first["input"]
+    if kind is None:
+        return unknown(key, keys(config, f"{group}." if group else ""))
     if value is None:
         given = "null"
     elif isinstance(value, dict | list | tuple):  # which may be of any size
@@ -269,10 +260,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested dictionaries as one, with keys like `train.seed`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        part = (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-        flat |= part
+        is_group = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if is_group else {prefix + key: value}
     return flat
 
 

@@ -199,14 +199,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check that model and augmentation fit the images of the data set."""
-        require(
-            self.data.channels in (None, 1, 3) or self.data.spec.own_files,
-            "data.channels",
-            self.data.channels,
-            f"1 or 3 with data.name={self.data.name}",
-        )
+        has_channels = self.data.channels in (None, 1, 3) or self.data.spec.own_files
+        check(self.data, "channels", has_channels, f"1 or 3 with data.name={self.data.name}")
         height, width = self.data.spec.image_size
-        patch_size, padding = self.model.patch_size, self.augment.crop_padding
+        patch_size = self.model.patch_size
         size = f"{height}" if height == width else f"{height}x{width}"
         common = math.gcd(height, width)
         is_timm = self.model.name != "vit"
@@ -220,28 +216,16 @@ class Config:
                 f"a multiple of model.patch_size={patch_size}, e.g. "
                 + " ".join(map(str, nearest[:1] if height == width else nearest)),
             )
-        require(
-            is_timm or patch_size is None or common % patch_size == 0,
-            "model.patch_size",
-            patch_size,
-            f"a divisor of the image size, {size}: {divisors(common)}",
-        )
-        require(
-            self.model.stem == "linear"
-            or self.model.pretrained is not None
-            or patch_size is None
-            or patch_size.bit_count() == 1,
-            "model.patch_size",
-            patch_size,
-            "a power of two with model.stem=conv",
-        )
+        divides = is_timm or patch_size is None or common % patch_size == 0
+        allowed = f"a divisor of the image size, {size}: {divisors(common)}"
+        check(self.model, "patch_size", divides, allowed)
+        is_other = self.model.stem == "linear" or self.model.pretrained is not None
+        halves = is_other or patch_size is None or patch_size.bit_count() == 1
+        check(self.model, "patch_size", halves, "a power of two with model.stem=conv")
         limit = min(height, width) - 1
-        require(
-            self.augment.crop == "resized" or padding <= limit,
-            "augment.crop_padding",
-            padding,
-            f"0 to {limit} pixels with images of {size} pixels",
-        )
+        fits = self.augment.crop == "resized" or self.augment.crop_padding <= limit
+        allowed = f"0 to {limit} pixels with images of {size} pixels"
+        check(self.augment, "crop_padding", fits, allowed)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
