@@ -240,7 +240,7 @@ def damage(state: dict[str, Tensor]) -> None:
             "cifar10_quick",
             "cifar10_quick is a model with model.name=vit, not timm:test_res",
         ),
-        ("timm:test_resnett.r160_in1k", "has no weights named test_resnett.r160_in1k; near it"),
+        ("timm:test_resnett.r160_in1k", "test_resnett.r160_in1k; did you mean test_resnet"),
     ],
 )
 def test_a_bad_source_is_one_line(pretrained: str, message: str, tmp_path: Path) -> None:
