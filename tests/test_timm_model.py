@@ -130,11 +130,11 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ({"timm_args": {"a": {1, 2}}}, "model.timm_args: {1, 2} is not a number"),
         (
             {"name": "timm:test_resnet", "timm_args": {"depht": 3, "b": 1, "stem_width": 4}},
-            r"model.timm_args: depht is not among the arguments of timm:test_resnet: .*drop_",
+            r"model.timm_args: timm cannot build .* argument 'depht'",
         ),
         (
             {"name": "timm:test_resnet", "timm_args": {"num_classes": 3}},
-            "model.timm_args: num_classes is not allowed; the data set determines it",
+            "model.timm_args: num_classes is not allowed; the data set determines",
         ),
         (
             {"name": "timm:test_resnet", "timm_args": {"checkpoint_path": "/etc/passwd"}},
@@ -180,7 +180,7 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"model:\n  timm_args: {text}\n  name: timm:test_vit\n")
     for arguments in (["--model.timm_args", text], ["--config", str(tmp_path / "run.yaml")]):
         config, _ = parse_train(["--model.name", "timm:test_vit", *arguments])
-        with pytest.raises(ValueError, match=r"timm_args: x is not among the arguments of timm"):
+        with pytest.raises(ValueError, match=r"timm cannot build .* argument 'x'"):
             check_config(config)
     model = ModelConfig(name="timm:test_vit", timm_args=expected)
     assert model == ModelConfig(name="timm:test_vit", timm_args={**expected, "depth": "2"})

@@ -177,8 +177,8 @@ def _find_model(path: Path) -> Path:
         checkpoints = checkpoint_paths(path)
         if not checkpoints:
             raise ValueError(
-                f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_* of a run, nor "
-                "config.json as transformers saves it"
+                f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "
+                "config.json of a model that transformers saved"
             )
         path = checkpoints[-1]
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end

@@ -94,7 +94,9 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
         weights = _rename(stored, names)
         if "head.weight" in weights and kind.startswith("dinov2"):
             del weights["head.weight"], weights["head.bias"]
-            notes.append("its head reads class token and mean of the patches, so the head is left out")
+            notes.append(
+                "its head reads class token and mean of the patches, so the head is left out"
+            )
         elif "head.weight" in weights:
             kept = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
             # Two classes of ImageNet are called crane.
