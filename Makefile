@@ -8,6 +8,8 @@ INSTALL := $(PIP) --require-hashes --only-binary :all:
 # Keeps the versions that are in a lock already, where requirements*.txt allow it.
 COMPILE := .venv/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock'
+# With TORCH=cpu, PyTorch comes from here, without 5 GB of libraries for GPUs.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Tests that start processes wait for them, so one worker more than there are cores.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -17,7 +19,8 @@ ONNXRUNTIME := vit/tensorboard_plugin/static/onnxruntime
 .PHONY: help demo check test coverage lint lint-js docs tour lock onnxruntime clean
 
 help:
-	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes"
+	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes;"
+	@echo "            TORCH=cpu installs PyTorch without its libraries for GPUs"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
 	@echo "make test   all tests, about 15 minutes on two cores"
 	@echo "make coverage  all tests, and which lines of vit/ they run"
@@ -64,7 +67,13 @@ tour: .venv/installed-dev
 .venv/requirements: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
+ifeq ($(TORCH),cpu)
+	$(PIP) --no-deps --index-url $(CPU_INDEX) $$(grep -oE '^torch(vision)?==[0-9.]+' requirements.lock)
+	awk '/^[a-z]/ {kept = !/^(torch|torchvision|triton|cuda-|nvidia-)/} kept' requirements.lock > .venv/cpu.lock
+	$(INSTALL) --no-deps --requirement .venv/cpu.lock
+else
 	$(INSTALL) --requirement requirements.lock
+endif
 	touch $@
 
 # The package itself is installed because TensorBoard finds plugins only through the entry points of

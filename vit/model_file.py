@@ -21,6 +21,7 @@ from vit.console import program, warn
 from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
+from vit.hub import HUB, download
 from vit.model.config import ModelConfig
 from vit.model.variants import attention_digest
 from vit.run.checkpoint import (
@@ -53,6 +54,7 @@ class SavedModel:
         path: The file.
         fingerprint: Identifies the user's files it was trained on, see
             `vit.data.images.user_files`; "" for published data sets and old files.
+        home: The folder in which results about the model belong; None is next to the file.
     """
 
     classifier: Classifier
@@ -61,6 +63,7 @@ class SavedModel:
     total_steps: int | None
     path: Path
     fingerprint: str = ""
+    home: Path | None = None
 
     @property
     def finished(self) -> bool:
@@ -70,6 +73,8 @@ class SavedModel:
     @property
     def run(self) -> Path:
         """The folder of the run, or the one in which results about the model belong."""
+        if self.home:
+            return self.home
         folder = self.path.resolve().parent
         if folder == BUNDLED:  # nothing is written into the package
             return Path("runs") / self.path.stem
@@ -102,8 +107,8 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
 
     Args:
         name: Run folder (its finished model, or else its newest checkpoint), model.safetensors,
-            checkpoint, the name of a bundled model such as "cifar10_quick", or the folder of a
-            classifier as transformers saves it.
+            checkpoint, the name of a bundled model such as "cifar10_quick", the folder of a
+            classifier as transformers saves it, or "hf-hub:OWNER/NAME" on the Hugging Face Hub.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "mps" or "xpu".
         precision: "auto" (bfloat16 where the hardware supports it), "float32" or "bfloat16".
 
@@ -117,6 +122,10 @@ def load(name: str | Path, device: str = "auto", precision: str = "auto") -> Cla
 
 def load_model(name: str | Path, device: str = "auto", precision: str = "auto") -> SavedModel:
     """Load a trained model together with its config; arguments and errors as for `load`."""
+    home = None
+    if str(name).startswith(HUB):
+        home = Path("runs") / str(name).removeprefix(HUB).replace("/", "-")
+        name = download(str(name))
     if folder := transformers_folder(Path(name)):
         path = folder / MODEL_FILE
         state = resolve_name("vit.pretrained.transformers:read_classifier")(folder)
@@ -149,7 +158,7 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
     )  # fmt: skip
     return SavedModel(
         classifier, config, state["step"], state.get("total_steps"), path,
-        state.get("fingerprint", ""),
+        state.get("fingerprint", ""), home,
     )  # fmt: skip
 
 

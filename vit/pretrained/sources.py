@@ -4,12 +4,14 @@ Each place can hold weights for our VisionTransformer or for a timm model; `Mode
 for which.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vit.hub import HUB, download
 from vit.model.config import TIMM, ModelConfig
 from vit.model.timm_model import FROM_DATA, REFUSED
 from vit.model_file import bundled_models, is_own_file, load_model, transformers_folder
@@ -21,6 +23,7 @@ from vit.pretrained.architecture import (
     settings_of_timm,
 )
 from vit.pretrained.transformers import read_transformers
+from vit.run.folder import MODEL_FILE
 from vit.settings import shorten, suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
@@ -41,12 +44,14 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
         ValueError: There are no such weights, they cannot be read or fetched, or our
             VisionTransformer lacks a part of their model.
     """
+    if name.startswith(HUB):
+        return dataclasses.replace(find_source(str(download(name)), model), name=name)
     path = Path(name)
     if name.startswith(TIMM):
         return _from_timm(name, name.removeprefix(TIMM), model)
     if folder := transformers_folder(path):
         return read_transformers(folder, model.name)[0]
-    if (path / TIMM_CONFIG).is_file():
+    if (path / TIMM_CONFIG).is_file() and not is_own_file(path / MODEL_FILE):
         return _from_timm(name, f"{LOCAL}{name}", model)
     if path.is_file() and not is_own_file(path):
         return _from_file(name, model)
@@ -57,9 +62,9 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
     is_path = len(path.parts) > 1
     names = [] if is_path else [f"{TIMM}{known}" for known in timm.list_models()]
     raise ValueError(
-        f"model.pretrained: {name} does not exist; it must be timm:NAME, a .safetensors or "
-        f".pth file, a folder as timm or transformers saves it, a run folder, or one of "
-        f"{', '.join(bundled_models())}{suggest(name, [*bundled_models(), *names])}"
+        f"model.pretrained: {name} does not exist; it must be timm:NAME, hf-hub:OWNER/NAME, a "
+        ".safetensors or .pth file, a folder as timm or transformers saves it, a run folder, or "
+        f"one of {', '.join(bundled_models())}{suggest(name, [*bundled_models(), *names])}"
     )
 
 

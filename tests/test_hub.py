@@ -1,0 +1,134 @@
+"""Models on the Hugging Face Hub, of which a local server stands in for the part that is used."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.testing import assert_close
+
+from vit.evaluation import as_table, report
+from vit.model_file import load_model
+from vit.reporting.model_card import write_hub
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMIT = "0" * 40
+LOAD = """
+import sys, torch, vit
+from vit.model.config import ModelConfig
+from vit.pretrained.sources import find_source
+
+classifier = vit.load("hf-hub:me/model", device="cpu", precision="float32")
+source = find_source("hf-hub:me/model", ModelConfig())
+assert all(torch.equal(source.weights[k], v) for k, v in classifier.model.state_dict().items())
+images = torch.arange(2 * 3 * 32 * 32).remainder(256).byte().view(2, 3, 32, 32)
+torch.save(classifier.logits(images), sys.argv[1])
+print(classifier.run)
+try:
+    vit.load("hf-hub:me/other")
+except ValueError as error:
+    print(error)
+"""
+
+
+def serve(repositories: Path) -> ThreadingHTTPServer:
+    """Serve OWNER/NAME/FILE in a folder as the Hub does."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, status: int, content: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def do_GET(self) -> None:
+            parts = self.path.partition("?")[0].strip("/").split("/")
+            if parts[:2] == ["api", "models"] and repositories.joinpath(*parts[2:4]).is_dir():
+                files = sorted(repositories.joinpath(*parts[2:4]).iterdir())
+                tree = [
+                    {
+                        "type": "file",
+                        "path": file.name,
+                        "oid": "0" * 40,
+                        "size": file.stat().st_size,
+                    }
+                    for file in files
+                ]
+                about = {"id": "/".join(parts[2:4]), "sha": COMMIT}
+                content = json.dumps(about if parts[4] == "revision" else tree).encode()
+                self.answer(200, content, Content_Type="application/json")
+                return
+            if parts[2:3] == ["resolve"]:
+                file = repositories.joinpath(*parts[:2], *parts[4:])
+                if file.is_file():
+                    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                    self.answer(200, file.read_bytes(), ETag=f'"{digest}"', X_Repo_Commit=COMMIT)
+                    return
+            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+        do_HEAD = do_GET
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.mark.slow
+def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(tmp_path: Path) -> None:
+    saved = load_model("cifar10_quick", "cpu", "float32")
+    images = torch.arange(2 * 3 * 32 * 32).remainder(256).byte().view(2, 3, 32, 32)
+    (tmp_path / "me").mkdir()
+    write_hub(saved, tmp_path / "me/model")
+    server = serve(tmp_path)
+    # In processes of their own, because huggingface_hub reads its settings once.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+    }
+    for problem in ("cannot be downloaded (404", "is not in the cache, and the Hub cannot be"):
+        run = subprocess.run(
+            [sys.executable, "-c", LOAD, tmp_path / "logits.pt"],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        home, error = run.stdout.splitlines()
+        assert home == str(Path("runs/me-model"))
+        assert error.startswith(f"hf-hub:me/other {problem}")
+        assert_close(torch.load(tmp_path / "logits.pt"), saved.classifier.logits(images))
+        (tmp_path / "logits.pt").unlink()
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
+    saved = load_model("cifar10_quick", "cpu", "float32")
+    data = dataclasses.replace(saved.config.data, root="/home/ada/photos")
+    config = dataclasses.replace(saved.config, data=data, out="/home/ada/runs/quick")
+    saved = dataclasses.replace(saved, config=config, home=tmp_path)
+    (tmp_path / "eval").mkdir()
+    result = report(torch.eye(10), torch.arange(10), saved.classifier.classes)
+    content = json.dumps({**result, "images_per_second": 1.0})
+    (tmp_path / "eval/report.json").write_text(content)
+    write_hub(saved, tmp_path / "hub")
+    assert b"/home/ada" not in b"".join(file.read_bytes() for file in (tmp_path / "hub").iterdir())
+    _, metadata, text = (tmp_path / "hub/README.md").read_text().split("---\n", 2)
+    (measured,) = yaml.safe_load(metadata)["model-index"][0]["results"]
+    assert measured["metrics"] == [{"type": "accuracy", "value": 1.0}]
+    assert measured["dataset"]["name"] == "cifar10"
+    assert as_table(json.loads(content)) in text
+    assert "- `model.stem`: conv" in text

@@ -1,0 +1,40 @@
+"""Models on the Hugging Face Hub: `hf-hub:OWNER/NAME` names one wherever a folder is expected."""
+
+from pathlib import Path
+
+from vit.settings import shorten
+
+HUB = "hf-hub:"  # before a repository's name, as in timm's names
+FILES = ["*.json", "*.safetensors"]  # what a model is read from; nothing that could be executed
+
+
+def download(name: str) -> Path:
+    """Download a model from the Hub, or find it in the cache.
+
+    Args:
+        name: hf-hub:OWNER/NAME; @REVISION (a branch, tag or commit) may follow.
+
+    Returns:
+        Its folder in the cache of huggingface_hub, which nothing may be written into.
+
+    Raises:
+        ValueError: There is no such model, or neither the Hub nor a copy can be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
+    except HFValidationError:
+        raise ValueError(f"{name} is not a name on the Hub; it must be {HUB}OWNER/NAME") from None
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{name} is not in the cache, and the Hub cannot be reached; connect to the internet, "
+            f"or download it elsewhere with: hf download {repository} --local-dir FOLDER"
+        ) from None
+    except HfHubHTTPError as error:
+        raise ValueError(
+            f"{name} cannot be downloaded ({shorten(error, 80)}); check the name, or log in with "
+            "hf auth login if it is private"
+        ) from None

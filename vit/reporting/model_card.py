@@ -1,0 +1,145 @@
+"""A model as the Hugging Face Hub expects it: model file, config.json and model card."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit.data.preprocess import Preprocess
+from vit.evaluation import as_table
+from vit.hub import HUB
+from vit.model.config import TIMM
+from vit.model_file import SavedModel, load_model, save_model
+from vit.reporting.export_formats import Runner
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
+from vit.settings import flatten
+from vit.training.config import Config, to_dict
+
+LIBRARY = "vit-from-scratch"
+CARD = """---
+{metadata}
+---
+
+# {name}
+
+A Vision Transformer with {weights:,} weights that classifies {size} images into {count} classes:
+{classes}.
+
+Trained with {library}, which loads it and shows what it attends to:
+
+```python
+import vit
+
+classifier = vit.load("hf-hub:OWNER/{name}")
+classifier.predict("photo.jpg")
+classifier.explain("photo.jpg")
+```
+
+Training on other images can start from its weights:
+
+    python train.py --model.pretrained hf-hub:OWNER/{name} --data.root FOLDER
+
+## Training
+
+{steps:,} optimizer steps on `{data}`, with these settings, all others as by default (config.json):
+
+{settings}
+
+## Results
+
+{results}
+
+## Limits
+
+The model assigns one of its {count} classes to every image, also if it shows something else. The
+results hold for images like the test images; on others, accuracy can be considerably lower.
+
+## Licence
+
+None is stated yet. Choose one, and write it into the metadata at the top of this file.
+"""
+
+
+def write_hub(saved: SavedModel, folder: Path) -> None:
+    """Write a folder for `hf upload OWNER/NAME FOLDER`; it does not tell where files were."""
+    classifier = saved.classifier
+    config = without_places(saved.config)
+    content = {
+        "library_name": LIBRARY,
+        "config": to_dict(config),
+        "preprocess": classifier.preprocess.to_dict(),
+        "label_names": list(classifier.classes),
+    }
+    folder.mkdir()
+    save_model(folder / MODEL_FILE, classifier, config, saved.step, saved.fingerprint)
+    (folder / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(saved), encoding="utf-8")
+
+
+def without_places(config: Config) -> Config:
+    """Return a config without the folders of the machine on which it was used."""
+    defaults = Config()
+    data = dataclasses.replace(config.data, root=defaults.data.root)
+    source = config.model.pretrained
+    if source and not source.startswith((TIMM, HUB)):
+        source = Path(source).name
+    model = dataclasses.replace(config.model, pretrained=source)
+    return dataclasses.replace(config, data=data, model=model, out=defaults.out)
+
+
+def model_card(saved: SavedModel) -> str:
+    """Describe a model in Markdown, with the results of its report on the test images."""
+    classifier, config = saved.classifier, without_places(saved.config)
+    file = saved.run / EVAL_FOLDER / REPORT_FILE
+    defaults = flatten(to_dict(Config()))
+    settings = {k: v for k, v in flatten(to_dict(config)).items() if v != defaults[k]}
+    report = (
+        json.loads(file.read_text(encoding="utf-8")) if saved.finished and file.exists() else None
+    )
+    return CARD.format(
+        metadata=_metadata(saved, report),
+        name=saved.name,
+        weights=sum(weight.numel() for weight in classifier.model.parameters()),
+        size=_describe(classifier.preprocess),
+        count=len(classifier.classes),
+        classes=", ".join(classifier.classes),
+        library=LIBRARY,
+        steps=saved.step,
+        data=config.data.name,
+        settings="\n".join(f"- `{key}`: {value}" for key, value in settings.items()),
+        results=f"On the test images:\n\n```\n{as_table(report)}\n```"
+        if report
+        else "Not measured.",
+    )
+
+
+def load_hub(folder: Path) -> Runner:
+    """Load a folder as `vit.load` loads it from the Hub."""
+    return load_model(folder, "cpu", "float32").classifier.forward
+
+
+def _describe(preprocess: Preprocess) -> str:
+    """Name the size and the colours of images, such as "32 x 32 RGB"."""
+    rows, columns = preprocess.image_size
+    colours = {1: "grey", 3: "RGB"}.get(preprocess.channels, f"{preprocess.channels}-channel")
+    return f"{rows} x {columns} {colours}"
+
+
+def _metadata(saved: SavedModel, report: dict[str, Any] | None) -> str:
+    """Return the Hub's metadata as YAML, with the accuracy if it was measured."""
+    about: dict[str, Any] = {
+        "library_name": LIBRARY,
+        "license": "unknown",
+        "pipeline_tag": "image-classification",
+    }
+    if report:
+        data = saved.config.data.name
+        result = {
+            "task": {"type": "image-classification"},
+            "dataset": {"name": data, "type": data},
+            "metrics": [{"type": "accuracy", "value": report["accuracy"]}],
+        }
+        about["model-index"] = [{"name": saved.name, "results": [result]}]
+    return yaml.safe_dump(about, sort_keys=False).strip()
