@@ -85,15 +85,3 @@ def test_neighbour_conv_adds_what_the_neighbours_weigh(num_prefix_tokens: int) -
     assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(found[:, :num_prefix_tokens], tokens[:, :num_prefix_tokens])
     assert (layer(tokens, (columns, rows)) - expected).abs().max() > 0.1
-
-
-def test_block_has_the_convolution_only_where_it_is_asked_for() -> None:
-    plain = EncoderBlock(8, 2, 2)
-    mixing = EncoderBlock(8, 2, 2, mlp_conv=True, num_prefix_tokens=1)
-    assert not any("conv" in name for name in plain.state_dict())
-    assert mixing.mlp.conv.conv.weight.shape == (16, 1, 3, 3)
-    torch.manual_seed(0)
-    tokens = torch.randn(1, 7, 8, requires_grad=True)
-    mixing.mlp(tokens, (2, 3))[0, 6].sum().backward()  # the patch at the lower right
-    reached = tokens.grad[0].abs().sum(dim=1) > 0
-    assert reached.tolist() == [False, False, True, True, False, True, True]

@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.models import vision_transformer as vits
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -72,7 +73,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"model_name": "beitv2_base_patch16_224", "patch_size": 8, "use_shared_rel_pos_bias": True},
     ),
 }
+# Options of timm's VisionTransformer that the families above do not have.
+OPTIONS: list[dict[str, Any]] = [
+    {"global_pool": "avg", "class_token": False, "pre_norm": True, "qk_norm": True},
+    {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.5, "scale_attn_norm": True},
+    {"global_pool": "map", "class_token": False, "scale_mlp_norm": True},
+    {"block_fn": vits.ResPostBlock, "init_values": 0.5, "dynamic_img_size": True},
+    {"model_name": "deit_tiny_distilled_patch16_224"},
+    {"use_naflex": True},
+]
+PLAIN = {"model_name": "vit_tiny_patch16_224", "patch_size": 8}
 MODELS = [model for models in FAMILIES.values() for model in models]
+MODELS += [PLAIN | options for options in OPTIONS]
 with_models = pytest.mark.parametrize(
     "model", MODELS, ids=[model["model_name"] for model in MODELS]
 )

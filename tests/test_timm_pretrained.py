@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from small_runs import assert_same, environment
@@ -199,7 +199,6 @@ def test_both_heads_of_a_distilled_model_are_trained(tmp_path: Path) -> None:
             r"does not fit timm:test_resnet: cls_token has no place in it, and conv1\.0\.weight is "
             r"missing \(\d+ more\); name their model",
         ),
-        ("test_convnext", "test_resnet", "stem.0.weight is missing"),
     ],
 )
 def test_weights_of_another_architecture_are_one_line(
@@ -226,28 +225,21 @@ def test_weights_of_another_width_are_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def damage(state: dict[str, Tensor]) -> None:
-    state["conv1.0.weight"][0, 0, 0, 0] = torch.nan
-
-
 @pytest.mark.parametrize(
     ("pretrained", "message"),
     [
         ("nan.pth", "has NaN or infinite values in conv1.0.weight"),
-        ("empty.pth", "contains no tensors by name"),
-        ("nowhere", "nowhere does not exist; it must be timm:NAME"),
         (
             "cifar10_quick",
             "cifar10_quick is a model with model.name=vit, not timm:test_res",
         ),
-        ("timm:test_resnett.r160_in1k", "has no weights named test_resnett.r160_in1k; near it"),
+        ("timm:test_resnett.r160_in1k", "test_resnett.r160_in1k; did you mean test_resnet"),
     ],
 )
 def test_a_bad_source_is_one_line(pretrained: str, message: str, tmp_path: Path) -> None:
     state = draw("test_resnet").state_dict()
-    damage(state)
+    state["conv1.0.weight"][0, 0, 0, 0] = torch.nan
     torch.save(state, tmp_path / "nan.pth")
-    torch.save({"a": 1}, tmp_path / "empty.pth")
     path = tmp_path / pretrained
     name = str(path) if path.exists() else pretrained
     with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:

@@ -280,18 +280,13 @@ def with_config(**values: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("vit-backbone", None, "is not a classifier: it has no head; train one with --model.pre"),
-        ("dinov2", None, "is not a classifier: it has no head"),
+        ("vit-backbone", None, "is not a classifier: it has no head; train a new head with --"),
         ("vit", without_weights, "of type vit in config.json, pytorch_model.bin; it must be of"),
         ("vit", with_config(model_type="swin"), "model of type swin .* must be of type vit, deit"),
         ("vit", with_config(hidden_act="relu"), "has hidden_act=relu; it must be gelu or"),
         ("vit", with_config(num_attention_heads=None), "is incomplete or damaged: TypeError"),
-        ("vit", with_config(num_attention_heads=0), "is incomplete or damaged: ZeroDivision"),
-        ("vit", with_config(vision_config=[]), "is incomplete or damaged: TypeError"),
-        ("vit", with_config(model_type=[]), r"model of type \[\] in"),
         ("vit", with_config(image_size=64), r"pos_embed is \[1, 17, 48\], not \[1, 65, 48\]"),
         ("beit", with_config(use_shared_relative_position_bias=True), "rel_pos_bias.* is missing"),
-        ("dinov3", with_config(use_gated_mlp=True, hidden_act="silu"), "it has no head"),
         ("vit", lambda path: (path / "model.safetensors").write_bytes(b"no"), "is incomplete or d"),
     ],
 )
@@ -311,6 +306,8 @@ def test_the_head_of_dinov2_is_left_out(tmp_path: Path) -> None:
     values = MODELS["dinov2"][1]
     model = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**values))
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="its head reads class token and mean of the patches"):
+    with pytest.raises(
+        ValueError, match=r"cannot be loaded as a classifier: its head .*--model.pretrained"
+    ):
         vit.load(tmp_path, "cpu")
     assert "head.weight" not in read_transformers(tmp_path)[0].weights

@@ -172,17 +172,23 @@ def _find_model(path: Path) -> Path:
         bundled = bundled_models()
         if str(path) in bundled:
             return bundled[str(path)]
-        beside = map(str, path.parent.iterdir()) if path.parent.is_dir() else ()
+        files = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = [str(file) for file in files if suggest(path.name, [file.name])]
+        near += bundled if len(path.parts) == 1 else []
         raise ValueError(
-            f"{path} does not exist; it must be a run folder, a model file, or a bundled model: "
-            f"{', '.join(bundled)}{suggest(str(path), [*bundled, *beside])}"
+            f"{path} does not exist; it must be a run folder, a model file, a folder saved by "
+            f"transformers (with config.json), or a bundled model: {', '.join(bundled)}"
+            f"{suggest(str(path), near)}"
         )
     if path.is_dir() and (path / MODEL_FILE).exists():
         path = path / MODEL_FILE
     if path.is_dir() and not path.match(FOLDER_PATTERN):
         checkpoints = checkpoint_paths(path)
         if not checkpoints:
-            raise ValueError(f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*")
+            raise ValueError(
+                f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "
+                "config.json of a model that transformers saved"
+            )
         path = checkpoints[-1]
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")

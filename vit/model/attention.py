@@ -4,7 +4,6 @@ Shapes: B batch, H heads, N queries, M keys, D token width, d head width. In sel
 and keys come from the same tokens, so M = N.
 """
 
-import operator
 from collections.abc import Callable
 
 import torch
@@ -13,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit.model.dropout import Dropout
-from vit.model.fused_kernel import Kind, agrees_with_fused_kernel
+from vit.model.fused_kernel import is_released
 
 # A function like `scaled_dot_product_attention`, or a module class whose forward is one and whose
 # constructor takes num_heads and head_dim.
@@ -94,26 +93,19 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
-def uses_fused_kernel(
-    device: torch.device, dtype: torch.dtype, num_heads: int, tokens: int, width: int, masked: bool
-) -> bool:
+def uses_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's fused kernel computes `scaled_dot_product_attention`, and faster.
 
     Args:
         device: Device of the queries.
         dtype: Data type of the queries. In bfloat16 on a CPU, the backward pass of the kernel takes
             several times as long as that of the function.
-        num_heads: H.
-        tokens: N.
-        width: d, width of a head.
-        masked: Whether there is a mask.
     """
     faster = device.type != "cpu" or dtype == torch.float32
-    kind = Kind(device, dtype, (num_heads, tokens, width), masked)
-    return faster and agrees_with_fused_kernel(scaled_dot_product_attention, kind)
+    return faster and is_released(scaled_dot_product_attention)
 
 
-# torch.compile takes the answer instead of tracing the comparison. This is what
+# torch.compile takes the answer instead of tracing how it is found. This is what
 # torch.compiler.assume_constant_result does, which takes a second to import torch's compiler.
 uses_fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -122,9 +114,9 @@ class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
     One fused projection computes queries, keys and values. Each head attends independently, and an
-    output projection combines the heads. Where torch's fused kernel computes the same as
-    `scaled_dot_product_attention`, see `uses_fused_kernel`, it takes its place, except where the
-    weights are needed or dropped.
+    output projection combines the heads. torch's fused kernel takes the place of
+    `scaled_dot_product_attention` as released, see `uses_fused_kernel`, except where there is a
+    mask, or the weights are needed or dropped.
 
     Args:
         dim: D, token width.
@@ -190,21 +182,13 @@ class MultiHeadSelfAttention(nn.Module):
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         query, key = self.q_norm(query), self.k_norm(key)
-        if mask is not None:
-            mask = mask.unsqueeze(-3)  # broadcast over heads
-        if not need_weights and self._uses_fused_kernel(query, mask):
-            heads = F.scaled_dot_product_attention(query, key, value, mask)
+        dropping = self.training and self.attn_drop.p > 0
+        may_fuse = self.attention is None and mask is None and not (need_weights or dropping)
+        if may_fuse and uses_fused_kernel(query.device, query.dtype):
+            heads = F.scaled_dot_product_attention(query, key, value)
         else:
             attend = self.attention or scaled_dot_product_attention
-            heads, weights = attend(query, key, value, mask, self.attn_drop)
+            for_all_heads = None if mask is None else mask.unsqueeze(-3)
+            heads, weights = attend(query, key, value, for_all_heads, self.attn_drop)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))
         return (output, weights) if need_weights else output
-
-    def _uses_fused_kernel(self, query: Tensor, mask: Tensor | None) -> bool:
-        dropping = self.training and self.attn_drop.p > 0
-        if self.attention is not None or dropping:
-            return False
-        # operator.index makes numbers of the symbols that torch.compile may have for them.
-        heads, tokens, width = map(operator.index, query.shape[1:])
-        masked = mask is not None
-        return uses_fused_kernel(query.device, query.dtype, heads, tokens, width, masked)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.model.config import PATCH_SIZE, TIMM, ModelConfig
 from vit.model.embed import resample_pos_embed
@@ -179,7 +179,14 @@ def _fit_timm(
     advice = "name their model with model.name, and its arguments with model.timm_args"
     check_names(weights, expected, head, f"{source.name} does not fit {config.name}", advice)
     body = {key: value for key, value in weights.items() if key not in head}
-    fitted = _load(source, body, model, config.name, complete, advice)
+    try:
+        fitted = _load(source, body, model, config.name, complete)
+    except Exception as error:  # timm checks shapes in many places and ways
+        reason = str(error).partition("state_dict for")[2].partition("size mismatch for ")[2]
+        raise ValueError(
+            f"model.pretrained: timm cannot fit {source.name} to this {config.name} for images of "
+            f"{channels} channels: {shorten(reason or error, 200)}; {advice}"
+        ) from None
     adapted = [
         f"{key} {_by(body[key].shape)} -> {_by(value.shape)}"
         for key, value in fitted.items()
@@ -195,53 +202,38 @@ def _fit_timm(
 def _load(
     source: Pretrained,
     body: dict[str, Tensor],
-    model: nn.Module,
+    model: Any,
     name: str,
     arguments: Mapping[str, Any],
-    advice: str,
 ) -> dict[str, Tensor]:
-    """Let timm load weights without a head into a new model, and return its state dict.
-
-    Raises:
-        ValueError: The shapes differ and timm cannot adapt them.
-    """
+    """Let timm load weights without a head into a new model, and return its state dict."""
     import timm
 
-    about: Any = model.pretrained_cfg
-    arguments = {key: value for key, value in arguments.items() if key != NORM_EPS}
-    channels, convs = arguments["in_chans"], about.get("first_conv") or ()
-    convs = (convs,) if isinstance(convs, str) else convs
-    input_size = source.input_size or about["input_size"]
-    for conv in convs if source.input_size is None else ():
-        # Some models divide the image into more channels before their first convolution.
+    about, channels = model.pretrained_cfg, arguments["in_chans"]
+    _, *size = source.input_size or about["input_size"]
+    convs = about.get("first_conv") or ()
+    adapted = {}  # here, because timm leaves random kernels where this fails
+    for conv in (convs,) if isinstance(convs, str) else convs:
         kernel, new = body[f"{conv}.weight"], model.get_parameter(f"{conv}.weight")
-        if new.ndim == 4:
-            input_size = (kernel.shape[1] * channels // new.shape[1], *input_size[1:])
-    try:
-        if input_size[0] != channels:
-            for conv in convs:  # where this fails, timm leaves random kernels
-                timm.models.adapt_input_conv(channels, body[f"{conv}.weight"], input_size[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about how timm resamples
-            loaded = timm.create_model(
-                name.removeprefix(TIMM),
-                pretrained=True,
-                pretrained_cfg_overlay={
-                    "state_dict": body,
-                    "input_size": input_size,
-                    # Other classes than the model's, so that timm does not look for a head.
-                    "num_classes": CLASSES + 1,
-                    "classifier": about["classifier"] or (),
-                },
-                num_classes=CLASSES,
-                **arguments,
-            )
-    except Exception as error:  # timm checks shapes in many places and ways
-        reason = str(error).partition("state_dict for")[2].partition("size mismatch for ")[2]
-        raise ValueError(
-            f"model.pretrained: timm cannot fit {source.name} to this {name} for images of "
-            f"{channels} channels: {shorten(reason or error, 200)}; {advice}"
-        ) from None
+        # Some models divide the image into more channels before their first convolution.
+        before = kernel.shape[1] * channels // new.shape[1] if new.ndim == 4 else 3
+        if before != channels:
+            adapted[f"{conv}.weight"] = timm.models.adapt_input_conv(channels, kernel, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about how timm resamples
+        loaded = timm.create_model(
+            name.removeprefix(TIMM),
+            pretrained=True,
+            pretrained_cfg_overlay={
+                "state_dict": {**body, **adapted},
+                "input_size": (channels, *size),
+                # Other classes than the model's, so that timm does not look for a head.
+                "num_classes": CLASSES + 1,
+                "classifier": about["classifier"] or (),
+            },
+            num_classes=CLASSES,
+            **{key: value for key, value in arguments.items() if key != NORM_EPS},
+        )
     return loaded.state_dict()
 
 

@@ -5,7 +5,6 @@ for which.
 """
 
 import dataclasses
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from vit.pretrained.architecture import (
 )
 from vit.pretrained.transformers import read_transformers
 from vit.run.folder import MODEL_FILE
-from vit.settings import shorten
+from vit.settings import shorten, suggest
 
 LOCAL = "local-dir:"  # before a folder, in timm's names
 TIMM_CONFIG = "config.json"  # in a folder that timm saved
@@ -60,12 +59,12 @@ def find_source(name: str, model: ModelConfig) -> Pretrained:
         return _from_own(name, model)
     import timm
 
-    is_model = not set(name) & set(r"/\:") and timm.is_model(name)
+    is_path = len(path.parts) > 1
+    names = [] if is_path else [f"{TIMM}{known}" for known in timm.list_models()]
     raise ValueError(
         f"model.pretrained: {name} does not exist; it must be timm:NAME, hf-hub:OWNER/NAME, a "
         ".safetensors or .pth file, a folder as timm or transformers saves it, a run folder, or "
-        f"one of {', '.join(bundled_models())}"
-        + (f"; did you mean {TIMM}{name}?" if is_model else "")
+        f"one of {', '.join(bundled_models())}{suggest(name, [*bundled_models(), *names])}"
     )
 
 
@@ -95,7 +94,16 @@ def _from_own(name: str, model: ModelConfig) -> Pretrained:
 
 def _from_timm(name: str, timm_name: str, config: ModelConfig) -> Pretrained:
     """Let timm fetch a model from the hub, or read it from a folder."""
-    _require_weights(timm_name)
+    import timm
+
+    if ":" not in timm_name and not timm.is_model_pretrained(timm_name):
+        architecture = timm_name.partition(".")[0]
+        known = ", ".join(timm.list_pretrained(f"{architecture}.*"))
+        near = suggest(architecture, timm.list_models(pretrained=True))
+        raise ValueError(
+            f"model.pretrained: timm {timm.__version__} has no weights named {timm_name}"
+            + (f"; it has {known}" if known else near)
+        )
     if config.name == "vit":
         with torch.device("meta"):  # the architecture is checked before anything large is fetched
             empty = _create(name, timm_name, pretrained=False)
@@ -104,16 +112,14 @@ def _from_timm(name: str, timm_name: str, config: ModelConfig) -> Pretrained:
         input_size = (stem.proj.in_channels, rows, columns)
         check_vit(empty.state_dict(), settings, input_size, name)
     model = _create(name, timm_name, pretrained=True)
-    about = model.pretrained_cfg
+    about, classes = model.pretrained_cfg, model.pretrained_cfg.get("label_names")
     if config.name != "vit":
-        arguments = model.pretrained_model_args
-        size = arguments.get("img_size", about["input_size"][1:])
-        rows, columns = (size, size) if isinstance(size, int) else size
-        input_size = (arguments.get("in_chans", about["input_size"][0]), rows, columns)
-        if about["architecture"] != config.name.removeprefix(TIMM).partition(".")[0]:
-            arguments = {}  # those of another model may not exist
+        size = model.pretrained_model_args.get("img_size", about["input_size"][1:])
+        input_size = (about["input_size"][0], *((size, size) if isinstance(size, int) else size))
+        is_same = about["architecture"] == config.name.removeprefix(TIMM).partition(".")[0]
+        # Those of another model may not exist.
+        arguments = model.pretrained_model_args if is_same else {}
         settings = {"timm_args": {k: v for k, v in arguments.items() if k not in LEFT_OUT}}
-    classes = about.get("label_names")
     return Pretrained(
         name,
         settings,
@@ -122,21 +128,6 @@ def _from_timm(name: str, timm_name: str, config: ModelConfig) -> Pretrained:
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
         classes=None if classes is None else tuple(classes),
-    )
-
-
-def _require_weights(timm_name: str) -> None:
-    """Check that timm has weights of this name, unless it is a place to look for them."""
-    import timm
-
-    if ":" in timm_name or timm.is_model_pretrained(timm_name):
-        return
-    architecture = timm_name.partition(".")[0]
-    known = timm.list_pretrained(f"{architecture}.*")
-    near = difflib.get_close_matches(architecture, timm.list_models(pretrained=True), n=3)
-    choice = f"it has {', '.join(known)}" if known else f"near it: {', '.join(near) or 'none'}"
-    raise ValueError(
-        f"model.pretrained: timm {timm.__version__} has no weights named {timm_name}; {choice}"
     )
 
 
@@ -189,8 +180,7 @@ def _from_file(name: str, model: ModelConfig) -> Pretrained:
     heads, rest = divmod(settings["embed_dim"], USUAL_WIDTH)
     if "num_heads" in assumed and settings["num_heads"] != heads and not rest:
         notes.append(
-            f"warning: heads are {settings['embed_dim'] // settings['num_heads']} wide with "
-            f"num_heads={settings['num_heads']}; in most models they are {USUAL_WIDTH} wide, which "
-            f"is --model.num_heads {heads}"
+            f"warning: in most models heads are {USUAL_WIDTH} wide, not "
+            f"{settings['embed_dim'] // settings['num_heads']}, which is --model.num_heads {heads}"
         )
     return Pretrained(name, settings, weights, input_size, notes=tuple(notes))

@@ -94,7 +94,9 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
         weights = _rename(stored, names)
         if "head.weight" in weights and kind.startswith("dinov2"):
             del weights["head.weight"], weights["head.bias"]
-            notes.append("its head reads class token and mean of the patches, so it is left out")
+            notes.append(
+                "its head reads class token and mean of the patches, so the head is left out"
+            )
         elif "head.weight" in weights:
             kept = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
             # Two classes of ImageNet are called crane.
@@ -124,9 +126,14 @@ def read_classifier(folder: Path) -> dict[str, Any]:
     try:
         source, preprocess = read_transformers(folder)
         if source.classes is None:
-            reason = next((note for note in source.notes if "head" in note), "it has no head")
-            advice = f"train one with --model.pretrained {folder}"
-            raise ValueError(f"{folder} is not a classifier: {reason}; {advice}")
+            advice = f"train a new head with --model.pretrained {folder}"
+            if any("head is left out" in note for note in source.notes):
+                raise ValueError(
+                    f"{folder} cannot be loaded as a classifier: its head reads the class token "
+                    "beside the mean of the patches, and heads of this project read one of the two"
+                    f"; {advice}"
+                )
+            raise ValueError(f"{folder} is not a classifier: it has no head; {advice}")
         model = adopt(ModelConfig(pretrained=str(folder)), source.settings, str(folder))
         weights = fit(source, model, preprocess.image_size, preprocess.channels).weights
     except ValueError as error:
