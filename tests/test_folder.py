@@ -286,7 +286,7 @@ def test_validation_images_are_for_testing_only_where_no_others_are(root):
 
 def test_a_fraction_beside_test_images_is_refused(root):
     with pytest.raises(
-        ValueError, match=r"^data\.test_fraction: 0\.3 .* has test images in test/$"
+        ValueError, match=r"^data\.test_fraction: 0\.3 .* says which images are for testing$"
     ):
         read_folder(root, train=True, test_fraction=0.3)
     with pytest.raises(

@@ -125,5 +125,5 @@ def test_a_table_that_is_no_text_or_is_missing(folder):
 
 def test_a_fraction_beside_a_split_is_refused(folder):
     file = write(folder, "path,label,split", *rows([*"abab"], ["train"] * 2 + ["test"] * 2))
-    with pytest.raises(ValueError, match=r"^data\.test_fraction: 0\.5 .* has a column split$"):
+    with pytest.raises(ValueError, match=r"^data\.test_fraction: 0\.5 .* are for testing$"):
         read(file, test_fraction=0.5)

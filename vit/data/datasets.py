@@ -66,9 +66,7 @@ def _drop(images: ImageSet, unreadable: Sequence[int]) -> ImageSet:
     names = some([images.name(index) for index in unreadable])
     count = f"{len(unreadable):,} of {len(images):,} images in {images.folder}"
     note(f"skipped {count} that cannot be read: {names}")
-    readable = torch.ones(len(images), dtype=torch.bool)
-    readable[list(unreadable)] = False
-    kept = images.select(readable.nonzero().squeeze(1))
+    kept, _ = images.divide(torch.tensor(unreadable))
     for name, number in zip(kept.classes, kept.class_counts(), strict=True):
         if number == 0:
             raise ValueError(
@@ -199,10 +197,7 @@ def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet,
     Raises:
         ValueError: A class would be left without training images.
     """
-    held = held_out(images.labels, images.classes, size, seed)
-    kept = torch.ones(len(images), dtype=torch.bool)
-    kept[held] = False
-    return images.select(kept.nonzero().squeeze(1)), images.select(held)
+    return images.divide(held_out(images.labels, images.classes, size, seed))
 
 
 def _first(training: ImageSet, count: int) -> ImageSet:

@@ -8,10 +8,8 @@ from torch import Tensor
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet, user_files
 from vit.data.layout import (
-    TRAIN,
     content,
-    find_test_folder,
-    has_parts,
+    find_parts,
     is_image,
     refuse_loose_images,
     report_ignored,
@@ -41,40 +39,34 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
             there are test images.
     """
     root = Path(data.root).expanduser()
-    if not has_parts(root):
-        classes, paths, labels = _find(root, report=train)
-        return user_files(data, train, True, root, paths, labels, classes)
-    test = find_test_folder(root, data.test_fraction, "<class>/")
-    classes, paths, labels = _find(root / (TRAIN if train else test), report=train)
-    if train:
-        tested, _, _ = _find(root / test, report=True)
-        if classes != tested:
-            extra = {TRAIN: {*classes} - {*tested}, test: {*tested} - {*classes}}
-            only = [
-                f"only {name}/ has {some(sorted(extra[name]))}" for name in extra if extra[name]
-            ]
-            raise ValueError(
-                f"data.root: train/ and {test}/ in {root} must contain the same classes, but "
-                f"{' and '.join(only)}; rename, add or delete folders until they agree"
-            )
-    return user_files(data, train, False, root, paths, labels, classes)
+    parts = find_parts(root, "<class>/")
+    found = [_find(part, report=train) for part in (parts if train else parts[-1:])]
+    classes, paths, labels = found[0]
+    tested, _, _ = found[-1]
+    if classes != tested:
+        extra = [sorted({*one} - {*other}) for one, other in ((classes, tested), (tested, classes))]
+        names = zip(parts, extra, strict=True)
+        only = [f"only {part.name}/ has {some(more)}" for part, more in names if more]
+        raise ValueError(
+            f"data.root: train/ and {parts[1].name}/ in {root} must contain the same classes, but "
+            f"{' and '.join(only)}; rename, add or delete folders until they agree"
+        )
+    return user_files(data, train, len(parts) == 1, root, paths, labels, classes)
 
 
 def _find(folder: Path, report: bool) -> tuple[list[str], list[str], Tensor]:
     """Return the class names, image files and labels of a folder; report which are not read."""
-    classes = sorted(path.name for path in visible_folders(folder))
+    classes = [path.name for path in visible_folders(folder)]
     if not classes:
         if not folder.exists():
             raise ValueError(f"data.root: {folder} does not exist; {LAYOUTS}")
         refuse_loose_images(folder)
         raise ValueError(f"data.root: {folder} has no class folders ({content(folder)}); {LAYOUTS}")
-    paths, labels, others = list[str](), list[int](), list[str]()
-    for label, name in enumerate(classes):
-        files = visible_files(folder / name)
-        images = [path for path in files if is_image(path)]
-        paths += images
-        labels += [label] * len(images)
-        others += [path for path in files if not is_image(path)]
+    files = [
+        (path, label) for label, name in enumerate(classes) for path in visible_files(folder / name)
+    ]
     if report:
-        report_ignored(folder, others)
-    return classes, paths, torch.tensor(labels, dtype=torch.int64)
+        report_ignored(folder, (path for path, _ in files))
+    images = [(path, label) for path, label in files if is_image(path)]
+    labels = torch.tensor([label for _, label in images], dtype=torch.int64)
+    return classes, [path for path, _ in images], labels

@@ -66,6 +66,12 @@ class ImageSet:
             origins=tuple((self.origins or range(len(self)))[i] for i in indices.tolist()),
         )
 
+    def divide(self, indices: Tensor) -> tuple["ImageSet", "ImageSet"]:
+        """Return the images at other indices, in their order, and those at `indices` (n,)."""
+        others = torch.ones(len(self), dtype=torch.bool)
+        others[indices] = False
+        return self.select(others.nonzero().squeeze(1)), self.select(indices)
+
     def name(self, index: int) -> str:
         """Return what an image is called: its file, relative to the folder, or "no. 17"."""
         origin = self.origins[index] if self.origins else index
@@ -169,8 +175,14 @@ def user_files(
         listed: What identifies the files and labels; None means their names.
 
     Raises:
-        ValueError: There are too few classes, or images of a class.
+        ValueError: There are too few classes, or images of a class, or `data.test_fraction` is
+            given although the files are not split.
     """
+    if not split and data.test_fraction is not None:
+        raise ValueError(
+            f"data.test_fraction: {data.test_fraction} is not allowed; it must be null, because "
+            f"{data.root} says which images are for testing"
+        )
     if len(classes) < 2:
         raise ValueError(
             f"data.root: {folder} has a single class, {classes[0]}; a classifier needs at least two"
@@ -195,6 +207,5 @@ def user_files(
     )  # fmt: skip
     if fraction is None:
         return images
-    test = torch.zeros(len(labels), dtype=torch.bool)
-    test[fraction_per_class(labels, fraction, 0, "data.test_fraction")] = True
-    return images.select((~test if train else test).nonzero().squeeze(1))
+    test = fraction_per_class(labels, fraction, 0, "data.test_fraction").sort().values
+    return images.divide(test)[0 if train else 1]

@@ -5,7 +5,7 @@ is imported.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vit.console import counted, note
@@ -34,50 +34,41 @@ def is_image(path: str) -> bool:
     return path.lower().endswith(IMAGE_SUFFIXES)
 
 
-def is_shard(name: str) -> bool:
-    """Say whether a file's name is that of a tar file."""
-    return is_visible(name) and name.endswith(SHARD_SUFFIX)
-
-
 def has_parts(root: Path) -> bool:
     """Say whether a folder has train/ or a folder of test images, rather than class folders."""
     return any((root / name).is_dir() for name in (TRAIN, TEST, *VALIDATION))
 
 
-def find_test_folder(root: Path, test_fraction: float | None, example: str) -> str:
-    """Return the name of the folder of test images in a folder that has parts.
+def find_parts(root: Path, example: str) -> list[Path]:
+    """Return the folders of the training and the test images, or the root alone, to be split.
 
-    test/ comes before val/, valid/ and validation/, which then are not used.
+    test/ comes before val/, valid/ and validation/, which then are not used. train/ may be missing.
 
     Args:
-        root: See `has_parts`.
-        test_fraction: `data.test_fraction`, which must be None.
-        example: What such a folder contains, for the error message.
+        root: The folder of a user's images.
+        example: What a folder of test images contains, for the error message.
 
     Raises:
-        ValueError: There is none, or test_fraction is given although there is one.
+        ValueError: There is train/, but no folder of test images.
     """
-    found = next((name for name in (TEST, *VALIDATION) if (root / name).is_dir()), None)
-    if found is None:
-        raise ValueError(
-            f"data.root: {root} has no test/ ({content(root)}); add test/{example} "
-            f"(or val/{example}), or point --data.root at {root / TRAIN} to split it by "
-            "data.test_fraction"
-        )
-    if test_fraction is not None:
-        raise ValueError(
-            f"data.test_fraction: {test_fraction} is not allowed; it must be null, because {root} "
-            f"has test images in {found}/"
-        )
-    return found
+    if not has_parts(root):
+        return [root]
+    for name in (TEST, *VALIDATION):
+        if (root / name).is_dir():
+            return [root / TRAIN, root / name]
+    raise ValueError(
+        f"data.root: {root} has no test/ ({content(root)}); add test/{example} (or val/{example}), "
+        f"or point --data.root at {root / TRAIN} to split it by data.test_fraction"
+    )
 
 
-def report_ignored(folder: Path, files: Sequence[str]) -> None:
-    """Print how many files in a folder are not read because of their suffix."""
-    if files:
-        kinds = {path.suffix.lower() or path.name for path in map(Path, files)}
+def report_ignored(folder: Path, files: Iterable[str]) -> None:
+    """Print how many of the files in a folder are not images by their suffix."""
+    others = [Path(path) for path in files if not is_image(path)]
+    if others:
+        kinds = {path.suffix.lower() or path.name for path in others}
         note(
-            f"ignored {counted(len(files), 'file', ',')} of other types in {folder} "
+            f"ignored {counted(len(others), 'file', ',')} of other types in {folder} "
             f"({some(sorted(kinds))}); supported are {', '.join(IMAGE_SUFFIXES)}"
         )
 
@@ -88,7 +79,7 @@ def recognize(root: Path) -> str | None:
         return "table"
     part = next((root / name for name in (TRAIN, TEST) if (root / name).is_dir()), root)
     # Any tar file may lie in a folder, but not in train/ or beside a list of classes.
-    if _has_shard(part) and (part != root or (root / CLASSES_FILE).is_file()):
+    if tar_files(part) and (part != root or (root / CLASSES_FILE).is_file()):
         return "shards"
     folders = visible_folders(part)
     # Downloaded data sets may lie beside a folder of images, but not beside class folders.
@@ -142,20 +133,19 @@ def refuse_to_download(name: str, root: Path) -> None:
         )
 
 
-def _has_shard(folder: Path) -> bool:
-    return folder.is_dir() and any(is_shard(path.name) for path in folder.iterdir())
-
-
 def _has_image(folder: Path) -> bool:
     with os.scandir(folder) as entries:
         return any(is_visible(entry.name) and is_image(entry.name) for entry in entries)
 
 
 def visible_folders(folder: Path) -> list[Path]:
-    """List the folders in a folder, without hidden ones; none if there is no such folder."""
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if is_visible(path.name) and path.is_dir()]
+    """List the folders in a folder, sorted, without hidden ones; none if there is no folder."""
+    return sorted(path for path in folder.glob("*") if is_visible(path.name) and path.is_dir())
+
+
+def tar_files(folder: Path) -> list[Path]:
+    """List the tar files in a folder, sorted, without hidden ones; none if there is no folder."""
+    return sorted(path for path in folder.glob(f"*{SHARD_SUFFIX}") if is_visible(path.name))
 
 
 def visible_files(folder: Path) -> list[str]:

@@ -70,7 +70,7 @@ def find_photos(names: Iterable[str], key: str) -> list[Path]:
                 raise ValueError(
                     f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
                 )
-            report_ignored(path, [name for name in inside if not is_image(name)])
+            report_ignored(path, inside)
             found.update(dict.fromkeys(map(Path, sorted(images))))
         else:
             _require_file(path, key)

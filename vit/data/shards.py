@@ -28,12 +28,11 @@ from vit.data.layout import (
     TRAIN,
     VALIDATION,
     content,
-    find_test_folder,
-    has_parts,
+    find_parts,
     is_image,
-    is_shard,
     is_visible,
     some,
+    tar_files,
 )
 from vit.data.photos import TarMember
 from vit.settings import shorten
@@ -66,20 +65,17 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
             images.
     """
     root = Path(data.root).expanduser()
-    divided = has_parts(root)
-    if divided:
-        test = find_test_folder(root, data.test_fraction, f"*{SHARD_SUFFIX}")
-        folder = root / (TRAIN if train else test)
-        parts = [root / name for name in (TRAIN, test) if (root / name).is_dir()]
-    else:
+    parts = find_parts(root, f"*{SHARD_SUFFIX}")
+    split = len(parts) == 1
+    if split:
         _refuse_mixed(root)
-        folder, parts = root, [root]
-    shards = _find(folder)
+    shards = _find(parts[0 if train else -1])
     members, labels = index_shards(shards)
     if (root / CLASSES_FILE).is_file():
         classes = _read_classes(root / CLASSES_FILE)
     else:
-        classes = _count_classes([index_shards(_find(part)) for part in parts])
+        found = [index_shards(_find(part)) for part in parts if part.is_dir()]
+        classes = _count_classes({label for _, labels in found for label in labels})
     highest = max(labels)
     if highest >= len(classes):
         raise ValueError(
@@ -90,12 +86,12 @@ def list_shards(data: DataConfig, train: bool) -> ImageSet:
     numbers = torch.tensor(labels)
     names = "".join(f"{shard.name}\0{shard.stat().st_size}\n" for shard in shards)
     listed = f"{names}{len(labels)}\n".encode() + numbers.numpy().tobytes()
-    return user_files(data, train, not divided, root, members, numbers, classes, listed)
+    return user_files(data, train, split, root, members, numbers, classes, listed)
 
 
 def _refuse_mixed(root: Path) -> None:
     """Refuse training and test shards in one folder, which would be mixed."""
-    names = sorted(path.name for path in root.glob(f"*{SHARD_SUFFIX}"))
+    names = [path.name for path in tar_files(root)]
     training = [name for name in names if name.lower().startswith(TRAIN)]
     others = [name for name in names if name.lower().startswith((TEST, *VALIDATION))]
     if training and others:
@@ -107,7 +103,7 @@ def _refuse_mixed(root: Path) -> None:
 
 def _find(folder: Path) -> list[Path]:
     """Return the shards in a folder, sorted by name."""
-    shards = sorted(path for path in folder.glob("*") if is_shard(path.name))
+    shards = tar_files(folder)
     if not shards:
         raise ValueError(f"data.root: {folder} contains no shards ({content(folder)}); {LAYOUTS}")
     return shards
@@ -128,9 +124,8 @@ def _read_classes(file: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _count_classes(parts: Sequence[tuple[Sequence[TarMember], Sequence[int]]]) -> tuple[str, ...]:
+def _count_classes(known: set[int]) -> tuple[str, ...]:
     """Return a name for each label, from 0 to the highest; each must occur."""
-    known = {label for _, labels in parts for label in labels}
     if max(known) >= len(known):
         raise ValueError(
             f"data.root: the images have {len(known)} different labels, up to {max(known)}; number "
@@ -149,22 +144,20 @@ def index_shards(shards: Sequence[Path]) -> tuple[tuple[TarMember, ...], tuple[i
     Raises:
         ValueError: A shard cannot be read, or has an image without a label or the reverse.
     """
-    found = [(shard, shard.stat()) for shard in shards]
-    return _index_shards(tuple((shard, stat.st_size, stat.st_mtime_ns) for shard, stat in found))
-
-
-@functools.lru_cache(maxsize=2)  # training and test images, which are listed several times in a run
-def _index_shards(
-    stamps: tuple[tuple[Path, int, int], ...],
-) -> tuple[tuple[TarMember, ...], tuple[int, ...]]:
     hidden = True if rank() else None  # None shows the bar on terminals only
-    with tqdm(stamps, "indexing shards", unit="shard", leave=False, disable=hidden) as bar:
-        found = [pair for shard, _, _ in bar for pair in _index_shard(shard)]
+    with tqdm(shards, "indexing shards", unit="shard", leave=False, disable=hidden) as bar:
+        found = [pair for shard in bar for pair in _index_shard(shard, *_stamp(shard))]
     return tuple(member for member, _ in found), tuple(label for _, label in found)
 
 
-def _index_shard(shard: Path) -> list[tuple[TarMember, int]]:
-    """Read the headers and labels of a shard."""
+def _stamp(shard: Path) -> tuple[int, int]:
+    stat = shard.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@functools.cache  # images are listed several times in a run
+def _index_shard(shard: Path, size: int, changed: int) -> tuple[tuple[TarMember, int], ...]:
+    """Read the headers and labels of a shard, again if its size or the time of change differs."""
     samples: dict[str, dict[str, TarMember]] = {}
     with shard.open("rb") as file:
         for info in _headers(shard, file):
@@ -192,7 +185,7 @@ def _index_shard(shard: Path) -> list[tuple[TarMember, int]]:
             raise _problem(
                 shard, f"no images in it ({', '.join(IMAGE_SUFFIXES)}); delete the shard"
             )
-        return [_labelled(shard, file, key, sample) for key, sample in samples.items()]
+        return tuple(_labelled(shard, file, key, sample) for key, sample in samples.items())
 
 
 def _labelled(
@@ -223,24 +216,19 @@ def _labelled(
 
 def _headers(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar file, and check that it is complete."""
-    last, end = "", 0
+    last = ""
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
             while (info := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # or it grows with the shard
-                last, end = printable(info.name), tar.offset
+                last = printable(info.name)
                 yield info
-        # tarfile takes a damaged header for the end, and needs no end.
-        file.seek(end)
-        rest = file.read(END)
-        if not rest:
-            raise tarfile.ReadError("the end of the archive is missing")
-        if rest.strip(b"\0"):
-            raise tarfile.ReadError("a damaged header, or another tar file joined to it")
+            file.seek(tar.offset)  # tarfile takes a damaged header for the end, and needs no end
+            rest = file.read(END)
+        if not rest or rest.strip(b"\0"):
+            raise tarfile.ReadError("no end, a damaged header, or another tar file joined to it")
     except (tarfile.TarError, ValueError, OSError) as error:
-        what = (
-            f"cut or damaged after {last}, byte {end:,}" if last else "not an uncompressed tar file"
-        )
+        what = f"cut or damaged after {last}" if last else "not an uncompressed tar file"
         raise _problem(shard, f"{what} ({error}); copy or make it again") from None
 
 

@@ -48,7 +48,7 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     numeric = all(label.isdecimal() for label in labels)
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
     split = rows[0].split is None
-    chosen = rows if split else _part(file, rows, data, train)
+    chosen = rows if split else _part(file, rows, train)
     numbers = {label: number for number, label in enumerate(classes)}
     targets = torch.tensor([numbers[row.label] for row in chosen])
     paths = [str(row.path) for row in chosen]
@@ -112,13 +112,8 @@ def _check_paths(file: Path, rows: list[_Row]) -> None:
         raise _problem(file, missing[0].line, what)
 
 
-def _part(file: Path, rows: list[_Row], data: DataConfig, train: bool) -> list[_Row]:
+def _part(file: Path, rows: list[_Row], train: bool) -> list[_Row]:
     """Return the rows of the training or test images of a table with a column "split"."""
-    if data.test_fraction is not None:
-        raise ValueError(
-            f"data.test_fraction: {data.test_fraction} is not allowed; it must be null, because "
-            f"{file} has a column {SPLIT}"
-        )
     parts = {name: [row for row in rows if row.split == name] for name in (TRAIN, TEST)}
     if not parts[TEST]:
         parts[TEST] = [row for row in rows if row.split == VALIDATION[0]]
