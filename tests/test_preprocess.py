@@ -114,7 +114,7 @@ def test_a_line_of_pixels_needs_no_memory(size: tuple[int, int], fit: str) -> No
     line = np.full((*size, 3), 9, np.uint8)
     wanted = dataclasses.replace(CIFAR10, image_size=(224, 224), fit=fit)
     assert (wanted.resize(line)[:, 111, 111] == 9).all()
-    seen = wanted.crop(*size)
+    seen, _ = wanted.view(*size)
     assert line[seen].size and (fit != "crop" or line[seen].size <= 3 * 2 * LONGEST)
 
 
@@ -164,10 +164,9 @@ def test_a_spot_is_where_the_view_says(size: tuple[int, int], fit: str) -> None:
     pixels[tuple(slice(middle - 8, middle + 8) for middle in place)] = 255
     bright = wanted.resize(pixels)[0] > 180  # brighter than padding
     found = bright.nonzero().float().mean(dim=0).numpy() + 0.5
-    padding = wanted.padding(*size)
-    for axis, seen in enumerate(wanted.crop(*size)):
-        view = seen.stop - seen.start + sum(padding[axis])
-        expected = (place[axis] - seen.start + padding[axis][0]) / view
+    for axis, (seen, padding) in enumerate(zip(*wanted.view(*size), strict=True)):
+        view = seen.stop - seen.start + sum(padding)
+        expected = (place[axis] - seen.start + padding[0]) / view
         assert found[axis] / 32 == pytest.approx(expected, abs=0.04)
 
 

@@ -316,10 +316,11 @@ class Classifier:
         best = next(iter(probabilities))
         aim = logits.argmax(dim=1) if target is None else target
         _, maps = self.maps(image, kinds, aim)
+        seen, padding = self.preprocess.view(*pixels.shape[:2])
         explanation: Explanation = _late("explain.explanation:Explanation")(
             photo=pixels,
-            seen=self.preprocess.crop(*pixels.shape[:2]),
-            padding=self.preprocess.padding(*pixels.shape[:2]),
+            seen=seen,
+            padding=padding,
             fill=self.preprocess.fill,
             maps={kind: found[0].cpu() for kind, found in maps.items()},
             probabilities=probabilities,

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vit.data.layout import IMAGE_SUFFIXES, is_image, report_ignored, visible_files
-from vit.data.pixels import Bands, Unusable, bands_of, convert
+from vit.data.pixels import Bands, Unusable, bands_of
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 
@@ -171,6 +171,5 @@ def _bands_of_array(array: np.ndarray, channels: int) -> Bands:
         )
     bands = pixels.shape[2]
     if bands in (1, 3):
-        image = Image.fromarray(pixels if bands == 3 else pixels[..., 0])
-        return (convert(image, channels),)
+        return bands_of(Image.fromarray(pixels if bands == 3 else pixels[..., 0]), channels)
     return tuple(Image.fromarray(pixels[..., band]) for band in range(bands))

@@ -138,21 +138,17 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
         raise Unusable("has no pixels")
     if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
         return ImageOps.exif_transpose(image).split()
-    return (convert(_upright(image), channels),)
-
-
-def convert(image: Image.Image, channels: int) -> Image.Image:
-    """Turn an image of mode L or RGB into the one that has the channels wanted."""
-    stored = len(image.getbands())
+    photo = _upright(image)
+    stored = len(photo.getbands())
     if stored == channels:
-        return image
+        return (photo,)
     if channels not in (1, 3):
         what = "1 channel" if stored == 1 else f"{stored} channels"
         raise Unusable(
             f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and "
             "3, are converted into each other"
         )
-    return image.convert("RGB" if channels == 3 else "L")
+    return (photo.convert("RGB" if channels == 3 else "L"),)
 
 
 def _upright(image: Image.Image) -> Image.Image:

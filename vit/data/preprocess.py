@@ -48,21 +48,23 @@ class Preprocess(ArrayPreprocess):
         height, width = (round(STORED_SCALE * n) for n in self.image_size)
         return dataclasses.replace(self, image_size=(height, width))
 
-    def crop(self, height: int, width: int) -> tuple[slice, slice]:
-        """Return the rows and columns of a photo that the model sees."""
-        rows, columns = (
-            slice(max(0, start), min(n, stop))
-            for n, (start, stop) in zip((height, width), self._seen(height, width), strict=True)
-        )
-        return rows, columns
+    def view(
+        self, height: int, width: int
+    ) -> tuple[tuple[slice, slice], tuple[tuple[int, int], tuple[int, int]]]:
+        """Return the rows and columns of a photo that the model sees, and the padding around them.
 
-    def padding(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return what the model sees around a photo, in pixels of it: above, below; left, right."""
-        vertical, horizontal = (
-            (max(0, -start), max(0, stop - n))
-            for n, (start, stop) in zip((height, width), self._seen(height, width), strict=True)
-        )
-        return vertical, horizontal
+        The padding is in pixels of the photo: above, below; left, right.
+        """
+        cuts, size = self.plan(height, width)
+        seen, padding = [], []
+        sides = zip((height, width), cuts, size, self.image_size, strict=True)
+        for side, cut, resized, target in sides:
+            scale, first = (cut.stop - cut.start) / resized, offset(resized, target)
+            start = cut.start + math.floor(first * scale + 0.5)
+            stop = max(start + 1, cut.start + math.floor((first + target) * scale + 0.5))
+            seen.append(slice(max(0, start), min(side, stop)))
+            padding.append((max(0, -start), max(0, stop - side)))
+        return (seen[0], seen[1]), (padding[0], padding[1])
 
     def resize(self, photo: Photo | TarMember, key: str = "photo") -> Tensor:
         """Resize a photo to the model's image size, and crop or pad it; see `fit`.
@@ -116,20 +118,6 @@ class Preprocess(ArrayPreprocess):
         """Scale images (N, C, H, W) uint8 to float32 with mean 0 and standard deviation 1."""
         scale, shift = _scale_and_shift(self, images.device)
         return images.float().mul_(scale).sub_(shift)
-
-    def _seen(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return where the model's input starts and stops in a photo, rows and columns.
-
-        With padding it reaches beyond the photo.
-        """
-        cuts, size = self.plan(height, width)
-        edges = []
-        for cut, resized, target in zip(cuts, size, self.image_size, strict=True):
-            scale, first = (cut.stop - cut.start) / resized, offset(resized, target)
-            start = cut.start + math.floor(first * scale + 0.5)
-            stop = cut.start + math.floor((first + target) * scale + 0.5)
-            edges.append((start, max(start + 1, stop)))
-        return edges[0], edges[1]
 
 
 @functools.cache  # so that a training step moves nothing from the host to the device
