@@ -18,7 +18,6 @@ from torch import Tensor
 
 from models import PLAIN
 from vit.classifier import Classifier
-from vit.data import corruptions
 from vit.data.corruptions import corrupt, parameters
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -294,13 +293,6 @@ def test_parameters_lie_between_the_published_ones():
     assert parameters("jpeg", 2, 500) == parameters("jpeg", 2, 224) == [18]
     middle = round(math.sqrt(32 * 224))
     assert parameters("jpeg", 2, middle)[0] == pytest.approx((65 + 18) / 2, abs=0.2)
-
-
-def test_the_registry_names_each_function_and_its_parameters():
-    for kind, entry in CORRUPTIONS.items():
-        assert callable(getattr(corruptions, kind))
-        assert len(entry.at_32) == len(entry.at_224)
-        assert all(len(row) == 5 for row in (*entry.at_32, *entry.at_224))
 
 
 def correlated(count: int) -> dict[str, Tensor]:

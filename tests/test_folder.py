@@ -21,16 +21,8 @@ from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import CIFAR10, recognize
 from vit.model_file import load_model, save_model
-from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
-from vit.reporting.config import (
-    CompareConfig,
-    EvalDataConfig,
-    MapsConfig,
-    PhotoConfig,
-    ReportConfig,
-)
-from vit.reporting.photos import classify_photos
+from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
 from vit.reporting.report import evaluate_run
 from vit.run.folder import MODEL_FILE
 from vit.training.config import Config, from_dict
@@ -190,10 +182,10 @@ def small(root: Path, out: Path, **data: Any) -> Config:
 
 
 @pytest.mark.slow
-def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
+def test_a_run_names_its_classes_and_refuses_others(root, tmp_path, capsys):
     for half in ("train", "test"):
         (root / half / "cat" / "bad.png").touch()
-    run = tmp_path / "run"
+    run, other = tmp_path / "run", tmp_path / "other"
     result = train(small(root, run, on_bad_image="skip"))
     expected = [f"skipped 1 of {n} images in {root} that" for n in (25, 13, 13)]
     lines = capsys.readouterr().err.splitlines()  # of training and twice of test images
@@ -201,21 +193,14 @@ def test_a_run_from_training_to_every_way_to_look(root, tmp_path, capsys):
     assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
     saved = load_model(run)
     assert saved.classifier.classes == CLASSES
-    common = {"device": "cpu", "precision": "float32"}
-    options = ReportConfig(**common, probes=1)
+    options = ReportConfig(device="cpu", precision="float32", probes=1)
     again = evaluate_run(str(run), options)
     assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
-    explain_run(str(run), MapsConfig(**common, probes=1, faithfulness=0))
-    assert (run / "eval/attention/index.json").exists()
-    classify_photos(str(run), PhotoConfig(**common, photos=(str(root / "test/owl/26.png"),)))
-    assert "owl" in capsys.readouterr().out
-    other = tmp_path / "other"
     other.mkdir()
     renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
     save_model(other / MODEL_FILE, renamed, saved.config, 1)
-    compare_runs(str(run), CompareConfig(**common, probes=1, others=(str(run),)))
     with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
-        compare_runs(str(run), CompareConfig(**common, probes=1, others=(str(other),)))
+        compare_runs(str(run), CompareConfig(probes=1, others=(str(other),)))
     (root / "test" / "owl").rename(root / "test" / "emu")
     with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
@@ -285,13 +270,10 @@ def test_validation_images_are_for_testing_only_where_no_others_are(root):
 
 
 def test_a_fraction_beside_test_images_is_refused(root):
-    with pytest.raises(
-        ValueError, match=r"^data\.test_fraction: 0\.3 .* says which images are for testing$"
-    ):
+    words = r"^data\.test_fraction: 0\.3 .* must be null"
+    with pytest.raises(ValueError, match=words):
         read_folder(root, train=True, test_fraction=0.3)
-    with pytest.raises(
-        ValueError, match=r"^data\.test_fraction: 0\.3 .* null with data\.name=shap"
-    ):
+    with pytest.raises(ValueError, match=words):
         DataConfig(name="shapes", test_fraction=0.3)
 
 
@@ -305,15 +287,6 @@ def test_classes_of_which_nothing_can_be_split_are_refused(classes_only):
         shutil.rmtree(classes_only / name)
     with pytest.raises(ValueError, match=r"has a single class, c d; a classifier needs at least"):
         read_folder(classes_only, train=True)
-
-
-def test_a_small_folder_trains_with_the_defaults(classes_only, tmp_path, capsys):
-    config = small(classes_only, tmp_path / "run", val_size=None)
-    result = train(config)
-    assert result["n"] == 7 and list(result["per_class"]) == ["c d", "rød", "猫"]
-    line = capsys.readouterr().out.partition("\n")[0]
-    assert "images (c d 11, rød 7, 猫 7), 3 held out (1 in each of 3 classes)" in line
-    assert "the 7 test images (c d 3, rød 2, 猫 2) are used once" in line
 
 
 # Recognizing a user's images.

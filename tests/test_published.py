@@ -25,7 +25,7 @@ from torchvision import datasets as tv
 
 from vit.data import published
 from vit.data.config import DataConfig
-from vit.data.datasets import load, load_training, open_images
+from vit.data.datasets import load, open_images
 from vit.data.images import ImageSet
 from vit.registry import DATASETS
 
@@ -240,13 +240,6 @@ def test_a_set_is_downloaded_once_and_read(name, serve, capsys):
             open_images(data, train=True)
 
 
-def test_training_downloads_the_test_images_too(serve):
-    data = serve("svhn")
-    load_training(dataclasses.replace(data, val_size=0), seed=0)
-    test = open_images(dataclasses.replace(data, download=False), train=False)
-    assert sorted(test.labels.tolist()) == sorted(TESTED)
-
-
 def refused(data: DataConfig) -> str:
     """Return the line that says why a data set cannot be read, and what to do."""
     with pytest.raises(ValueError) as info:
@@ -319,7 +312,7 @@ def test_an_archive_is_unpacked_without_a_network(archive, download, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("damage", ["missing", "changed", "half"])
+@pytest.mark.parametrize("damage", ["missing", "changed"])
 def test_damaged_files_are_refused_or_replaced(archive, damage):
     root, packed = archive.parent, archive.read_bytes()
     data = config(name_of(archive), root, download=False)
@@ -330,7 +323,7 @@ def test_damaged_files_are_refused_or_replaced(archive, damage):
         if damage == "missing":
             file.unlink()
         else:
-            file.write_bytes(b"x" + content[1:] if damage == "changed" else content[:-9])
+            file.write_bytes(b"x" + content[1:])
         archive.write_bytes(packed[:-9])
         assert "data.download=false" in refused(data)
         archive.write_bytes(packed)
@@ -351,14 +344,13 @@ def test_a_missing_package_is_named(name, package, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["cifar10", "svhn"])
-def test_nothing_is_downloaded_into_a_folder_of_images(name, tmp_path):
+def test_nothing_is_downloaded_into_a_folder_of_images(tmp_path):
     for part in ("train", "test"):
         for kind in ("cat", "dog"):
             (tmp_path / part / kind).mkdir(parents=True)
             (tmp_path / part / kind / "1.jpg").write_bytes(jpeg(1))
     with pytest.raises(ValueError, match=r"images of your own.*use --data\.name folder to train"):
-        open_images(config(name, tmp_path), train=True)
+        open_images(config("svhn", tmp_path), train=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
 
 
@@ -374,7 +366,3 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
         for image, label in zip(part.images.flatten(1).numpy(), part.labels.tolist(), strict=True)
     ]
     assert sorted(found) == sorted(zip(map(bytes, expected), original.target, strict=True))
-    for part in (training, test):
-        per_class = part.labels.bincount()
-        assert per_class.max() - per_class.min() <= 8  # as there are 174 to 183 of each
-    assert torch.equal(load("digits", tmp_path, train=False).images, test.images)

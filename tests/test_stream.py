@@ -22,13 +22,11 @@ from small_runs import StopAt, command, environment, make_loop, metrics, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
-from vit.data.datasets import fit_into_memory, load_test_images, load_training, open_images
+from vit.data.datasets import fit_into_memory, load_training, open_images
 from vit.data.images import ImageSet
-from vit.data.preprocess import Preprocess
 from vit.data.stream import ImageFiles, default_workers
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
-from vit.evaluation import evaluate
 from vit.hardware import free_memory, usable_cores
 from vit.model.config import ModelConfig
 from vit.run.checkpoint import checkpoint_steps
@@ -185,16 +183,6 @@ def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
     assert_same_run(resumed, kept)
 
 
-def test_evaluation_is_the_same_in_memory_and_in_files(kept: Result, pictures: Path) -> None:
-    classifier = kept[0].classifier()
-    streamed = load_test_images(folder(pictures))
-    in_files(streamed)
-    in_memory_set = load_test_images(folder(pictures, memory_gb=1))
-    reports = [evaluate(classifier, images, batch_size=5) for images in (streamed, in_memory_set)]
-    assert torch.equal(reports[0][1], reports[1][1])
-    assert reports[0][0]["confusion_matrix"] == reports[1][0]["confusion_matrix"]
-
-
 # Memory.
 
 
@@ -217,21 +205,14 @@ def test_files_decoded_in_advance_do_not_count_as_fast(
     assert counts == [15, 15, 17 + 16]
 
 
-def test_images_are_kept_if_they_fit(pictures: Path) -> None:
-    images = open_images(folder(pictures), train=True)
-    assert in_files(images).nbytes == 48 * 3 * 32 * 32 == in_memory(images.in_memory()).nbytes
-    gigabytes = 48 * 3 * 32 * 32 / 1e9
-    assert fit_into_memory([images], gigabytes)
-    assert not fit_into_memory([images], 0.99 * gigabytes)
-    assert not fit_into_memory([images, images], gigabytes)
-    assert fit_into_memory([images.in_memory(), images], gigabytes)
-
-
-def test_a_quarter_of_the_free_memory_is_for_images(
+def test_images_are_kept_if_they_fit_by_default_into_a_quarter_of_the_free_memory(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = open_images(folder(pictures), train=True)
     need = in_files(images).nbytes
+    assert need == 48 * 3 * 32 * 32 == in_memory(images.in_memory()).nbytes
+    assert fit_into_memory([images.in_memory(), images], need / 1e9)
+    assert not fit_into_memory([images, images], 1.99 * need / 1e9)
     for free, processes, fits in ((4 * need, 1, True), (4 * need - 4, 1, False),
                                   (8 * need, 2, True), (8 * need - 8, 2, False)):  # fmt: skip
         monkeypatch.setattr("vit.data.datasets.free_memory", lambda free=free: free)
@@ -346,9 +327,6 @@ def test_unreadable_files_are_left_out_alike(
     for left, right in zip(kept, streamed, strict=True):
         assert len(left) == len(right) and torch.equal(left.labels, right.labels)
         assert torch.equal(in_memory(left), right.pixels())
-    preprocess = Preprocess.from_config(DataConfig(name="folder"))
-    files = ImageFiles((str(path), "none.png"), preprocess)
-    assert files.unreadable() == [0, 1]
 
 
 def check_left_out(world: World, roots: list[str], out: str, expected: list[int]) -> None:

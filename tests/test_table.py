@@ -94,10 +94,6 @@ WRONG = {
         ["path,label", "images/0.png,a", "images/1.png,b", "images/0.png,b"],
         "line 4: ROOT/images/0.png is already in line 2, as a; keep one",
     ),
-    "class without training images": (
-        ["path,label,split", *rows([*"ababac"], ["train"] * 3 + ["test"] * 3)],
-        "class c has 0 training images in ROOT, and needs at least 1",
-    ),
     "no test images": (
         ["path,label,split", *rows([*"ab"], ["train"] * 2)],
         "has no rows with split test; add some, or delete the column split",
@@ -121,9 +117,3 @@ def test_a_table_that_is_no_text_or_is_missing(folder):
         read(folder / "images" / "0.png")
     with pytest.raises(ValueError, match=r"is not a file \(it contains images\); data\.name=table"):
         read(folder)
-
-
-def test_a_fraction_beside_a_split_is_refused(folder):
-    file = write(folder, "path,label,split", *rows([*"abab"], ["train"] * 2 + ["test"] * 2))
-    with pytest.raises(ValueError, match=r"^data\.test_fraction: 0\.5 .* are for testing$"):
-        read(file, test_fraction=0.5)
