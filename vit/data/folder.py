@@ -56,7 +56,7 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
 
 def _find(folder: Path, report: bool) -> tuple[list[str], list[str], Tensor]:
     """Return the class names, image files and labels of a folder; report which are not read."""
-    classes = [path.name for path in visible_folders(folder)]
+    classes = sorted(path.name for path in visible_folders(folder))
     if not classes:
         if not folder.exists():
             raise ValueError(f"data.root: {folder} does not exist; {LAYOUTS}")

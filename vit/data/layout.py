@@ -139,8 +139,8 @@ def _has_image(folder: Path) -> bool:
 
 
 def visible_folders(folder: Path) -> list[Path]:
-    """List the folders in a folder, sorted, without hidden ones; none if there is no folder."""
-    return sorted(path for path in folder.glob("*") if is_visible(path.name) and path.is_dir())
+    """List the folders in a folder, without hidden ones; none if there is no such folder."""
+    return [path for path in folder.glob("*") if is_visible(path.name) and path.is_dir()]
 
 
 def tar_files(folder: Path) -> list[Path]:
