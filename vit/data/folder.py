@@ -44,9 +44,8 @@ def list_folder(data: DataConfig, train: bool) -> ImageSet:
     classes, paths, labels = found[0]
     tested, _, _ = found[-1]
     if classes != tested:
-        extra = [sorted({*one} - {*other}) for one, other in ((classes, tested), (tested, classes))]
-        names = zip(parts, extra, strict=True)
-        only = [f"only {part.name}/ has {some(more)}" for part, more in names if more]
+        extra = zip(parts, ({*classes} - {*tested}, {*tested} - {*classes}), strict=True)
+        only = [f"only {part.name}/ has {some(sorted(names))}" for part, names in extra if names]
         raise ValueError(
             f"data.root: train/ and {parts[1].name}/ in {root} must contain the same classes, but "
             f"{' and '.join(only)}; rename, add or delete folders until they agree"

@@ -47,12 +47,12 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     labels = {row.label for row in rows}
     numeric = all(label.isdecimal() for label in labels)
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
-    split = rows[0].split is None
-    chosen = rows if split else _part(file, rows, train)
+    parts = _find_parts(file, rows, train)
+    chosen = parts[0 if train else -1]
     numbers = {label: number for number, label in enumerate(classes)}
     targets = torch.tensor([numbers[row.label] for row in chosen])
     paths = [str(row.path) for row in chosen]
-    return user_files(data, train, split, file.parent, paths, targets, classes)
+    return user_files(data, train, len(parts) == 1, file.parent, paths, targets, classes)
 
 
 def _read(file: Path) -> list[_Row]:
@@ -112,18 +112,21 @@ def _check_paths(file: Path, rows: list[_Row]) -> None:
         raise _problem(file, missing[0].line, what)
 
 
-def _part(file: Path, rows: list[_Row], train: bool) -> list[_Row]:
-    """Return the rows of the training or test images of a table with a column "split"."""
-    parts = {name: [row for row in rows if row.split == name] for name in (TRAIN, TEST)}
-    if not parts[TEST]:
-        parts[TEST] = [row for row in rows if row.split == VALIDATION[0]]
+def _find_parts(file: Path, rows: list[_Row], train: bool) -> list[list[_Row]]:
+    """Return the rows of the training and of the test images, or all rows, to be split."""
+    if rows[0].split is None:
+        return [rows]
+    training, test, validation = (
+        [row for row in rows if row.split == name] for name in (TRAIN, TEST, VALIDATION[0])
+    )
+    parts = {TRAIN: training, TEST: test or validation}
     for name in (TEST, TRAIN) if train else (TEST,):  # test images alone can be evaluated
         if not parts[name]:
             raise ValueError(
                 f"data.root: {file} has no rows with {SPLIT} {name}; add some, or delete the "
                 f"column {SPLIT} to use data.test_fraction"
             )
-    return parts[TRAIN if train else TEST]
+    return [*parts.values()]
 
 
 def _problem(file: Path, line: int, what: str) -> ValueError:
