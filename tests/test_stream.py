@@ -192,7 +192,7 @@ def test_files_decoded_in_advance_do_not_count_as_fast(
     """Eight workers have 16 batches ready before the first step, which must not be timed."""
 
     def decode(files: ImageFiles, tasks: Sequence[Any]) -> Iterator[Any]:  # without processes
-        return map(stream._Decoding(files.preprocess).__getitems__, tasks)
+        return map(stream._Decoding(files.preprocess).__getitem__, tasks)
 
     monkeypatch.setattr(ImageFiles, "_decode", decode)
     counts = []

@@ -35,12 +35,12 @@ Decoded = tuple[Tensor, dict[int, str]]
 
 
 class _Decoding(Dataset[Any]):
-    """Decodes lists of files; a DataLoader gives it files instead of indices."""
+    """Decodes lists of files; a DataLoader gives it such lists instead of indices."""
 
     def __init__(self, preprocess: Preprocess) -> None:
         self.preprocess = preprocess
 
-    def __getitems__(self, files: Sequence[ImageFile]) -> Decoded:
+    def __getitem__(self, files: Sequence[ImageFile]) -> Decoded:
         """Return images (B, C, H, W) uint8, and by position what is wrong with unreadable ones."""
         shape = (len(files), self.preprocess.channels, *self.preprocess.image_size)
         images, problems = torch.zeros(shape, dtype=torch.uint8), {}
@@ -50,10 +50,6 @@ class _Decoding(Dataset[Any]):
             except ValueError as error:
                 problems[position] = str(error)
         return images, problems
-
-
-def _unchanged(decoded: Any) -> Any:
-    return decoded
 
 
 def _start_worker(number: int) -> None:
@@ -177,12 +173,12 @@ class ImageFiles:
         """Decode one list of files after the other; workers decode the next ones meanwhile."""
         decoding, workers = _Decoding(self.preprocess), min(self.num_workers, len(tasks))
         if workers == 0:
-            return map(decoding.__getitems__, tasks)
+            return map(decoding.__getitem__, tasks)
         loader = DataLoader(
             decoding,
-            batch_sampler=tasks,  # type: ignore[arg-type]  # files, not their indices
+            sampler=tasks,
+            batch_size=None,  # each task is a batch already
             num_workers=workers,
-            collate_fn=_unchanged,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_start_worker,
             generator=generator(0, "loader"),  # without it the global one is advanced
