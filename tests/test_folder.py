@@ -60,24 +60,18 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
 # What is read.
 
 
-def test_test_images_are_the_pictures_in_the_order_of_their_paths(root):
-    data = load("folder", root, train=False)
+def test_images_are_the_pictures_and_those_for_training_are_mixed_always_alike(root):
+    test, data, again = (load("folder", root, train=train) for train in (False, True, True))
     numbers = [24, 27, 30, 33, 25, 28, 31, 34, 26, 29, 32, 35]
-    assert data.images.dtype == torch.uint8
-    assert torch.equal(data.images, torch.stack([as_tensor(picture(n)) for n in numbers]))
-    assert data.labels.tolist() == [number % 3 for number in numbers]
-    assert data.classes == CLASSES and data.masks is None
-
-
-def test_training_images_are_the_pictures_mixed_always_alike(root):
-    data, again = (load("folder", root, train=True) for _ in range(2))
+    assert torch.equal(test.images, torch.stack([as_tensor(picture(n)) for n in numbers]))
     assert torch.equal(data.images, again.images) and torch.equal(data.labels, again.labels)
-    numbers = {as_tensor(picture(n)).numpy().tobytes(): n for n in range(24)}
-    found = [numbers[image.numpy().tobytes()] for image in data.images]
-    assert sorted(found) == list(range(24))
-    assert data.labels.tolist() == [number % 3 for number in found]
-    part, _ = load_training(folder(root, train_size=10), seed=0)
-    assert set(part.labels.tolist()) == {0, 1, 2}
+    known = {as_tensor(picture(n)).numpy().tobytes(): n for n in range(36)}
+    for images, expected in ((test, range(24, 36)), (data, range(24))):
+        found = [known[image.numpy().tobytes()] for image in images.images]
+        assert sorted(found) == [*expected]
+        assert images.labels.tolist() == [number % 3 for number in found]
+        assert images.classes == CLASSES
+    assert set(data.labels[:10].tolist()) == {0, 1, 2}
 
 
 # Broken pictures.
@@ -306,11 +300,9 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, classes_only, tmp_
     (tmp_path / "sets" / CIFAR10[0]).mkdir(parents=True)
     for words, name, out in (
         (["--data.root", str(root)], "folder", "runs/pictures"),
-        (["--data.root", str(classes_only)], "folder", "runs/flowers and more"),
         (["--data.root", str(root), "--data.name", "cifar10"], "cifar10", "runs/quick"),
         (["--data.root", str(tmp_path / "sets")], "cifar10", "runs/quick"),
         (["--data.root", "data"], "cifar10", "runs/quick"),  # the default, which is created
-        (["--data.name", "folder", "--data.root", str(root)], "folder", "runs/pictures"),
         (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
         (["--config", "quick", "--data.root", str(root)], "folder", "runs/quick"),
         (["--data.name", "folder", "--data.root", "/"], "folder", "runs/folder"),

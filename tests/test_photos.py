@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 import vit.data.pixels
-from vit.data.photos import to_bands, to_photo
+from vit.data.photos import to_photo
 
 
 def draw(channels: int, height: int = 12, width: int = 9) -> np.ndarray:
@@ -89,22 +88,6 @@ def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pillow_heif", package)
     runpy.run_path(vit.data.pixels.__file__)
     assert registered == [True]
-
-
-@pytest.mark.parametrize("suffix", IMG_EXTENSIONS)
-def test_pixels_outlive_their_file(tmp_path: Path, suffix: str) -> None:
-    path, tried = tmp_path / f"photo{suffix}", 0
-    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK"):
-        try:
-            Image.fromarray(draw(3, 40, 30)).convert(mode).save(path)
-        except OSError:  # this kind of file has no such mode
-            continue
-        tried += 1
-        with Image.open(path) as file:
-            expected = [to_photo(file, channels) for channels in (1, 3)]
-        for pixels, (band,) in zip(expected, (to_bands(path, 1), to_bands(path, 3)), strict=True):
-            np.testing.assert_array_equal(np.asarray(band), pixels.squeeze())
-    assert tried
 
 
 def test_photos_are_turned_upright(tmp_path: Path) -> None:

@@ -301,17 +301,6 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(
 # Files that cannot be read.
 
 
-def test_an_unreadable_file_stops_a_streamed_run_before_it_starts(root: Path) -> None:
-    for half in ("test", "train"):
-        path = sorted((root / half).glob("dog/*.png"))[0]
-        content = break_file(path)
-        with pytest.raises(ValueError, match=r"^data\.root: .*on_bad_image skip$") as info:
-            load_training(folder(root), 0)
-        assert str(path) in str(info.value)
-        path.write_bytes(content)
-    load_training(folder(root), 0)
-
-
 def test_unreadable_files_are_left_out_alike(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
