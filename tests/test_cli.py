@@ -68,15 +68,7 @@ BAD_FLAGS = [
     ("--data.channels 2", "data.channels: 2", "1 or 3 with data.name=cifar10\n"),
     ("--optim.lr=", "optim.lr: ''", "a number"),
     ("--optim.lr nan", "optim.lr: nan", "a number above 0, up to 1000000"),
-    ("--train.restarts 4 2", "train.restarts: 4 2", "ascending numbers of epochs below "),
-    ("--train.restarts 10", "train.restarts: 10", "epochs below train.epochs=10"),
-    (
-        "--train.restarts 2 --train.budget_minutes 3",
-        "train.restarts: 2",
-        "empty with train.budget_minutes",
-    ),
     ("--train.freeze head", "train.freeze: 'head'", "one of none, backbone"),
-    ("--resume.extend --overwrite", "resume.extend: not together with --overwrite", "deletes"),
     (f"--optim.lr {'9' * 400}", "optim.lr: 999", "a number above 0, up to 1000000"),
     (f"--model.depth {'9' * 5000}", "model.depth: '999", "a whole number from 1 to 1000\n"),
     ("--model.depth null", "model.depth: null", "it must be a whole number from 1 to 1000\n"),
@@ -87,7 +79,7 @@ BAD_FLAGS = [
     ),
     ("--modle.depth 3", "modle.depth", "did you mean model.depth?"),
     ("--overwrite true", "true: follows a flag that takes no value", "leave it out\n"),
-    ("--resume.extend=true", "resume.extend: takes no value", "leave out 'true'\n"),
+    ("--resume.allow_changes=true", "resume.allow_changes: takes no value", "leave out 'true'\n"),
     ("--model.embed_dims=3", "model.embed_dims", "did you mean model.embed_dim?"),
     ("--depth 3", "depth", "did you mean model.depth?"),
     ("--train.lr 0.1", "train.lr", "did you mean optim.lr?"),
@@ -277,7 +269,7 @@ def test_printed_config_is_a_config_that_gives_the_same_run(
     again, options = parse_train(["--config", str(file)])
     assert again == parse_train(["--model.depth", "7"])[0]
     assert again.model.depth == 7
-    assert options == {"overwrite": False, "allow_changes": False, "extend": False}
+    assert options == {"overwrite": False, "allow_changes": False}
 
 
 FLAG = ("--model.depth", "4")
@@ -303,7 +295,7 @@ def test_a_file_after_the_flag_does_not_redirect_the_run() -> None:
     words = ["--out", "my/run", "--config", str(ROOT / "configs/shapes.yaml"), "--overwrite"]
     config, options = parse_train(words)
     assert config.out == "my/run" and config.data.name == "shapes"
-    assert options == {"overwrite": True, "allow_changes": False, "extend": False}
+    assert options == {"overwrite": True, "allow_changes": False}
 
 
 def test_of_files_only_what_they_set_is_replaced(tmp_path: Path) -> None:

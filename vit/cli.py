@@ -109,7 +109,7 @@ def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
         arguments: The words after `train.py`. Without `--config`, the recipe "quick" is read.
 
     Returns:
-        The config, and the arguments `overwrite`, `allow_changes` and `extend` of `train`.
+        The config, and the arguments `overwrite` and `allow_changes` of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -142,11 +142,6 @@ def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
             "resume an interrupted run even if settings of the optimizer, the schedule, the "
             "augmentation or the hardware have changed; data and model must be the same",
         ),
-        (
-            "resume.extend",
-            "extend a finished run to a larger number of --train.epochs: a new schedule for the "
-            "added epochs starts from its last weights and optimizer state",
-        ),
     ):
         parser.add_argument(f"--{flag}", action="store_true", help=about)
     parser.add_fields(Config)
@@ -154,10 +149,8 @@ def parse_train(arguments: Sequence[str]) -> tuple["Config", dict[str, bool]]:
     files, print_config = given.pop("config", []), given.pop("print_config", False)
     options = {
         name.rpartition(".")[2]: given.pop(name, False)
-        for name in ("overwrite", "resume.allow_changes", "resume.extend")
+        for name in ("overwrite", "resume.allow_changes")
     }
-    if options["extend"] and options["overwrite"]:
-        raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     if "model.timm_args" in given:
         given["model.timm_args"] = read_arguments("model.timm_args", given["model.timm_args"])
     config = compose([read_config(file) for file in files], _nested(given))

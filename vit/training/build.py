@@ -93,8 +93,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
             f"train.epochs: {train.epochs} are {total_steps:,} steps, but the run in {config.out} "
             f"has already made {state.step:,}; use more epochs"
         )
-    # The first part of an extended run, so that it is what it was before the extension.
-    shorten_averages(model, (*schedule.restarts, total_steps)[0])
+    shorten_averages(model, total_steps)
     schedule = dataclasses.replace(schedule, total_steps=total_steps)
     return dataclasses.replace(step, schedule=schedule)
 
@@ -124,7 +123,6 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
         decay=config.optim.schedule,
-        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
     )
 
 
