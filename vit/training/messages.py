@@ -67,7 +67,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{trained}\n"
         f"{maps}"
         f"device   {processes}{describe(device)}, {str(step.precision).removeprefix('torch.')}"
-        f"{attention}, {step.compilation.describe()}\n"
+        f"{attention}, {'' if step.compiled else 'not '}compiled\n"
         f"steps    {_steps_text(config, step, len(images))}\n"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )

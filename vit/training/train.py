@@ -166,7 +166,7 @@ def build_loop(
         "environment": {
             **env.describe(config.model),
             "threads": torch.get_num_threads(),
-            "compiled": step.compilation.used,
+            "compiled": step.compiled,
             "steps_per_epoch": schedule.steps_per_epoch,
         },
     }
