@@ -21,7 +21,7 @@ from vit.model_file import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
-from vit.run.folder import MODEL_FILE, lock_run, stored_config
+from vit.run.folder import lock_run, stored_config
 from vit.run.resume import check_run
 from vit.training.checks import check_processes
 from vit.training.config import Config
@@ -107,14 +107,8 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
     """
     if under_torchrun():
         return config
-    folder = Path(config.out)
-    stored = None if overwrite else stored_config(folder)
-    count, fresh = (choose_processes(config, before, cores_to_use()) for before in (stored, None))
-    if count != fresh and not (folder / MODEL_FILE).exists():
-        note(
-            f"number of processes of the run: {count}, which it keeps when it is resumed; "
-            f"a new run would have {fresh}"
-        )
+    stored = None if overwrite else stored_config(Path(config.out))
+    count = choose_processes(config, stored, cores_to_use())
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
     check_processes(config, count)
     return config
