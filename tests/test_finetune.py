@@ -6,25 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
-from small_runs import assert_same, make_loop, make_step, small
-from vit.data import shapes
+from small_runs import make_loop, make_step, small
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.sampling import epoch_batches
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model
-from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker
-from vit.training.config import Config, OptimConfig, from_dict
+from vit.training.config import OptimConfig
 from vit.training.optim import build_optimizers
-from vit.training.step import TrainingStep
-from vit.training.train import train
 
 RATES = {
     "lr": 0.01, "weight_decay": 0.5,
@@ -224,36 +218,3 @@ def test_checkpointed_blocks_give_the_same_gradients_from_less_memory(precision)
         assert torch.equal(gradient, checkpointed[key]), key
     assert torch.equal(drawn, drawn_too)  # random numbers go on where they were
     assert little < much / 2
-
-
-@pytest.mark.slow
-def test_extended_run_is_one_whose_schedule_starts_over_even_if_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(shapes, "TEST", 100)
-    parts = {"data": {"train_size": 128, "val_size": 20}, "track": {"probes": 0, "every": 1}}
-
-    def config(run: Path, epochs: int, restarts: tuple[int, ...] = ()) -> Config:
-        return small(run, **parts, train={"epochs": epochs, "restarts": restarts})
-
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    train(config(whole, 4, (2,)))
-    train(config(run, 2))
-    finished = [run / name for name in ("model.safetensors", "eval/report.json", "config.yaml")]
-    before = [path.read_bytes() for path in finished]
-    update = TrainingStep.update
-
-    def killed_in_the_last_epoch(step: TrainingStep, *batch: Tensor) -> Tensor:
-        if step.state.step == 7:
-            raise KeyboardInterrupt
-        return update(step, *batch)
-
-    monkeypatch.setattr(TrainingStep, "update", killed_in_the_last_epoch)
-    with pytest.raises(KeyboardInterrupt):
-        train(config(run, 4), extend=True)
-    assert checkpoint_steps(run) == [4, 6]
-    assert [path.read_bytes() for path in finished] == before
-
-    monkeypatch.setattr(TrainingStep, "update", update)
-    train(config(run, 4), extend=True)
-    assert_same(whole, run)
-    assert from_dict(yaml.safe_load((run / "config.yaml").read_text())).train.restarts == (2,)
-    assert load_model(run).config.train.restarts == (2,)

@@ -83,7 +83,6 @@ EDGES = {
     "optim.clip_grad": ("0", "-1", "1000001"),
     "optim.ema_decay": ("0", "1"),
     "train.epochs": ("0", "1000001"),
-    "train.restarts": ("0", "-1", "10", "1000001"),
     "train.budget_minutes": ("0", "-1", "1000001"),
     "train.small_scale": ("0", "1.1"),
     "train.small_share": ("-0.1", "1.1"),

@@ -14,15 +14,8 @@ import torch
 import yaml
 
 from vit.run.checkpoint import Checkpoint, save_checkpoint
-from vit.run.folder import (
-    LOCK_FILE,
-    OWNER_FILE,
-    finish_extension,
-    lock_run,
-    prepare_run,
-    stored_config,
-)
-from vit.run.resume import check_run, extend_config
+from vit.run.folder import LOCK_FILE, OWNER_FILE, lock_run, prepare_run
+from vit.run.resume import check_run
 from vit.training.config import Config, to_dict
 
 HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
@@ -114,67 +107,11 @@ def test_run_of_a_version_without_a_key_is_resumed(unfinished: Config) -> None:
     assert check_run(unfinished, overwrite=False, environment=HOW) is not None
 
 
-@pytest.fixture
-def finished(unfinished: Config) -> Config:
-    """A finished run of ten epochs."""
+def test_finished_run_is_refused(unfinished: Config) -> None:
     (Path(unfinished.out) / "model.safetensors").touch()
-    return unfinished
-
-
-def longer(config: Config, epochs: int = 20, **changes: Any) -> Config:
-    return replace(config, train=replace(config.train, epochs=epochs, **changes))
-
-
-def test_finished_run_is_extended_only_if_asked(finished: Config) -> None:
-    with pytest.raises(ValueError, match=r"finished run; .* extend it with --resume\.extend"):
-        check_run(longer(finished), overwrite=False, environment=HOW)
-    config = extend_config(longer(finished))
-    assert (config.train.epochs, config.train.restarts) == (20, (10,))
-    found = check_run(config, overwrite=False, environment=HOW, extend=True)
-    assert found is not None and found.step == 7
-
-
-def test_extension_leaves_the_config_of_the_finished_run_until_it_is_finished(
-    finished: Config,
-) -> None:
-    file = Path(finished.out) / "config.yaml"
-    before, config = file.read_text(), extend_config(longer(finished))
-    prepare_run(config, resume=True, step=7)
-    assert file.read_text() == before
-    assert extend_config(longer(finished)) == config  # the same command again
-    slower = replace(config, optim=replace(config.optim, lr=1e-4))
-    prepare_run(slower, resume=True, step=9)
-    finish_extension(Path(finished.out))
-    assert file.read_text().splitlines()[:2] == [
-        "# changed after step 7: train.epochs: 10 -> 20; train.restarts: () -> (10,)",
-        "# changed after step 9: optim.lr: 0.002 -> 0.0001",
-    ]
-    assert stored_config(Path(finished.out)) == to_dict(slower)
-    assert not file.with_name("extension.yaml").exists()
-    assert extend_config(longer(finished, 30)).train.restarts == (10, 20)
-
-
-@pytest.fixture
-def extended(finished: Config) -> Config:
-    """A finished run of ten epochs whose extension to 20 was interrupted."""
-    begun = extend_config(longer(finished))
-    checkpoint = Checkpoint(
-        step=8, config=to_dict(begun), classes=["a"], model={"w": torch.zeros(1)}, environment=HOW
-    )
-    save_checkpoint(Path(finished.out), checkpoint)
-    return finished
-
-
-def test_extension_that_has_begun_keeps_its_length(extended: Config) -> None:
-    again = extend_config(longer(extended))
-    found = check_run(again, overwrite=False, environment=HOW, extend=True)
-    assert found is not None and found.step == 8
-    words = (
-        r"contains an interrupted extension to 20 epochs with another config "
-        r"\(train\.epochs: 20 -> 30\); resume it with its own values, or"
-    )
-    with pytest.raises(ValueError, match=words):
-        check_run(extend_config(longer(extended, 30)), False, HOW, extend=True)
+    with pytest.raises(ValueError, match=r"finished run; .* --model\.pretrained "):
+        check_run(unfinished, overwrite=False, environment=HOW, allow_changes=True)
+    assert check_run(unfinished, overwrite=True, environment=HOW) is None
 
 
 @pytest.mark.parametrize(
@@ -185,37 +122,30 @@ def test_extension_that_has_begun_keeps_its_length(extended: Config) -> None:
         ("optim", {"layer_decay": 0.5}),
     ],
 )  # fmt: skip
-def test_extension_with_other_data_or_another_model_is_refused(
-    finished: Config, group: str, changes: dict[str, Any]
+def test_other_data_or_another_model_is_refused_even_if_changes_are_allowed(
+    unfinished: Config, group: str, changes: dict[str, Any]
 ) -> None:
-    other = replace(
-        longer(finished), **{group: replace(getattr(longer(finished), group), **changes)}
-    )
+    other = replace(unfinished, **{group: replace(getattr(unfinished, group), **changes)})
     (key,) = changes
-    with pytest.raises(ValueError, match=rf"a run with other data .*\({group}\.{key}: "):
-        check_run(extend_config(other), False, HOW, allow_changes=True, extend=True)
+    with pytest.raises(
+        ValueError, match=rf"an unfinished run with other data .*\({group}\.{key}: "
+    ):
+        check_run(other, overwrite=False, environment=HOW, allow_changes=True)
 
 
-def test_extension_with_other_rates_is_made_if_allowed(finished: Config) -> None:
-    config = extend_config(longer(finished))
-    config = replace(config, optim=replace(config.optim, lr=1e-4))
-    with pytest.raises(ValueError, match=r"another config \(optim\.lr: 0\.002 -> 0\.0001\)"):
-        check_run(config, False, HOW, extend=True)
-    assert check_run(config, False, HOW, allow_changes=True, extend=True) is not None
-
-
-def test_what_cannot_be_extended_is_refused(finished: Config, tmp_path: Path) -> None:
-    run = Path(finished.out)
-    with pytest.raises(ValueError, match=r"^resume\.extend: .* contains no finished run"):
-        extend_config(replace(longer(finished), out=str(tmp_path / "nowhere")))
-    with pytest.raises(ValueError, match=r"^train\.epochs: 10 .* more than the 10 epochs of"):
-        extend_config(longer(finished, 10))
-    config = extend_config(longer(finished, 11))
-    for path in (run / "checkpoints").iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match=r"^resume\.extend: .* no checkpoint"):
-        check_run(config, False, HOW, extend=True)
-    limited = longer(finished, 10, budget_minutes=5.0)
-    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(limited)))
-    with pytest.raises(ValueError, match=r"^resume\.extend: .* a length in minutes"):
-        extend_config(longer(finished))
+def test_run_of_an_earlier_version_whose_schedule_starts_over_is_refused(
+    unfinished: Config,
+) -> None:
+    """It would go on with another schedule; without restarts, the key changes nothing."""
+    for restarts, refused in (([], False), ([5], True)):
+        values = to_dict(unfinished)
+        values["train"]["restarts"] = restarts
+        run = Path(unfinished.out)
+        (run / "config.yaml").write_text(yaml.safe_dump(values))
+        checkpoint = Checkpoint(8, values, ["a"], {"w": torch.zeros(1)}, environment=HOW)
+        save_checkpoint(run, checkpoint)
+        if refused:
+            with pytest.raises(ValueError, match=r"train\.restarts"):
+                check_run(unfinished, overwrite=False, environment=HOW, allow_changes=True)
+        else:
+            assert check_run(unfinished, overwrite=False, environment=HOW) is not None

@@ -56,25 +56,3 @@ def test_rates_by_hand() -> None:
 def test_small_size_is_in_whole_patches(patch: int, scale: float, size: int) -> None:
     assert scaled_size((32, 32), scale, patch) == (size, size)
     assert scaled_size((64, 32), scale, patch)[1] == size
-
-
-def test_phases_are_those_since_the_last_restart() -> None:
-    whole = make(2000, small_fraction=0.75, mix_fraction=1, restarts=(1000,))
-    assert whole.phases() == [Phase(1000, 0.75, (24, 24)), Phase(1750, 0.25, (32, 32))]
-
-
-def test_restarts_put_schedules_one_after_another() -> None:
-    settings = {"small_fraction": 0.5, "mix_fraction": 0.75, "warmup": 0.1}
-    whole = make(100, **settings, restarts=(20, 60))
-    step, work = 0, 0.0
-    for length in (20, 40, 40):
-        part = make(length, **settings)
-        for number in range(length):
-            assert whole.lr_factor(step) == part.lr_factor(number)
-            assert whole.image_size(step) == part.image_size(number)
-            assert whole.mixes(step) == part.mixes(number)
-            assert whole.work(step) == pytest.approx(work + part.work(number))
-            step += 1
-        work += part.work(length)
-    assert whole.work(100) == pytest.approx(work)
-    assert whole.epochs == 10

@@ -35,9 +35,8 @@ OPTIONS = {
     "kept",
     "resume.allow_changes": "resume an interrupted run even if settings of the optimizer, the "
     "schedule, the augmentation or the hardware have changed; data and model must be the same",
-    "resume.extend": "extend a finished run to a larger number of --train.epochs: a new schedule "
-    "for the added epochs starts from its last weights and optimizer state",
 }
+RENAMED = {"attention": "maps", "image": "photo"}  # flags of version 0.1, commands now
 
 
 def fail(message: str) -> NoReturn:
@@ -115,7 +114,7 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
         arguments: The words after `train.py`. Without `--config`, the recipe "quick" is read.
 
     Returns:
-        The config, and the arguments `overwrite`, `allow_changes` and `extend` of `train`.
+        The config, and the arguments `overwrite` and `allow_changes` of `train`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -141,8 +140,6 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
     given = parser.parse(arguments)
     files, print_config = given.pop("config", []), given.pop("print_config", False)
     options = {name.rpartition(".")[2]: given.pop(name, False) for name in OPTIONS}
-    if options["extend"] and options["overwrite"]:
-        raise ValueError("resume.extend: not together with --overwrite, which deletes the run")
     if text := given.get("model.timm_args"):
         given["model.timm_args"] = read_yaml(text, f"model.timm_args: {shorten(text)}")
     config = compose([read_config(file) for file in files], _nested(given))
@@ -169,6 +166,10 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
     if asks and words[0].startswith("-"):
         usage = f"%(prog)s RUN [{' | '.join(COMMANDS)}] ..."
         _Parser(usage, _list_commands(), asks).parse(["--help"])
+    for flag in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
+        if (command := RENAMED.get(flag, flag)) in COMMANDS:
+            usage = f"{program('eval')} RUN {command} {COMMANDS[command].words}".strip()
+            raise ValueError(f"{flag}: this is a command now: {usage}")
     # `eval.py maps --help` has no run, and needs none.
     run = "RUN" if asks and words[0] in COMMANDS else "".join(words[:1])
     words = words if run == "RUN" else words[1:]
@@ -284,6 +285,8 @@ def _help_text(about: str, allowed: str, default: Any, brief: bool) -> str:
 
 
 def _no_such_flag(word: str, known: Sequence[str]) -> str:
+    if word in ("true", "false"):
+        return f"{word}: follows a flag that takes no value; leave it out"
     key = word.removeprefix("--").partition("=")[0]
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key}: this is a group of keys; set one with --{key}.<field> VALUE"

@@ -27,8 +27,8 @@ from vit.model.variants import attention_digest
 from vit.run.checkpoint import (
     CHECKPOINT_FOLDER,
     FOLDER_PATTERN,
+    FOREIGN,
     checkpoint_paths,
-    describe_foreign,
     read_checkpoint,
 )
 from vit.run.folder import MODEL_FILE
@@ -266,8 +266,7 @@ def _read_model(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
     if METADATA_KEY not in metadata and DIGEST_KEY not in metadata:
         raise ValueError(
-            f"{path} contains only weights, without the config of a run of this project"
-            f"{describe_foreign(tensors)}"
+            f"{path} contains only weights, without the config of a run of this project{FOREIGN}"
         )
     digest = metadata.get(DIGEST_KEY, "")
     blanked = data.replace(digest.encode(), BLANK.encode(), 1) if digest else data

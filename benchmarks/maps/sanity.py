@@ -178,8 +178,7 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     """Train the recipe of a run on a few images, without augmentation, from other weights."""
     train = dataclasses.replace(
         saved.config.train, seed=saved.config.train.seed + SEED, epochs=epochs,
-        batch_size=max(1, len(training) // 10), small_share=0, budget_minutes=None, restarts=(),
-        accumulate=1,
+        batch_size=max(1, len(training) // 10), small_share=0, budget_minutes=None, accumulate=1,
     )  # fmt: skip
     config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
     device, precision = saved.classifier.device, saved.classifier.precision

@@ -1,4 +1,4 @@
-"""What the processes of a run are doing: how fast each is, and which of them the others wait for.
+"""What the processes of a run are doing, and which of them the others wait for.
 
 Processes that train together wait for each other in every step. If one of them hangs, all do, and
 none of their errors would say which one was the first. So a thread in each process watches it. The
@@ -9,12 +9,11 @@ import contextlib
 import json
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -24,8 +23,6 @@ T = TypeVar("T")
 
 Doing = Literal["computing", "reading images", "waiting for others", "not training"]
 
-SLOW = 0.8  # fraction of the others' speed below which a process is named
-SHORTEST = 5.0  # seconds of work below which its speed says little
 LIMIT = 60.0  # seconds that a process may wait for another before that one is named
 PATIENCE = 10.0  # seconds in which a process has to end after another one has failed
 FAILED = "failed"  # the key of what a process says that fails
@@ -42,7 +39,6 @@ class Activity:
         now: The present activity; "not training" is everything outside of training steps.
         since: When it began, in seconds as `time.perf_counter` counts them.
         step: Optimizer steps done.
-        images: Number of images that this process has trained on since `start`.
     """
 
     def __init__(self) -> None:
@@ -51,20 +47,14 @@ class Activity:
         self.start()
 
     def start(self) -> None:
-        """Count time and images from zero."""
-        self.images = 0
-        self._ended: dict[Doing, float] = dict.fromkeys(get_args(Doing), 0.0)  # in seconds
+        """Count training time from zero."""
+        self._trained = 0.0  # seconds, without the present activity
         self.since = time.perf_counter()
-
-    def seconds(self) -> dict[Doing, float]:
-        """Return the time spent on each activity since `start`."""
-        now = time.perf_counter() - self.since
-        return {**self._ended, self.now: self._ended[self.now] + now}
 
     def training_seconds(self) -> float:
         """Return the time spent on training steps since `start`."""
-        seconds = self.seconds()
-        return sum(seconds.values()) - seconds["not training"]
+        present = time.perf_counter() - self.since
+        return self._trained + (0.0 if self.now == "not training" else present)
 
     @contextlib.contextmanager
     def doing(self, what: Doing) -> Iterator[None]:
@@ -77,7 +67,7 @@ class Activity:
             self._change(before)
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches; the time until each of them is there counts as reading."""
+        """Yield batches; until each of them is there, the process is reading."""
         iterator = iter(batches)
         while True:
             with self.doing("reading images"):
@@ -88,62 +78,8 @@ class Activity:
             yield batch
 
     def _change(self, what: Doing) -> None:
-        now = time.perf_counter()
-        self._ended[self.now] += now - self.since
-        self.now, self.since = what, now
-
-
-class Observed(NamedTuple):
-    """What a process did in an epoch.
-
-    Attributes:
-        seconds: Time of its training steps in which it did not wait for other processes.
-        images_per_second: Its own speed in that time.
-        reading: Percentage of the time of its training steps in which it waited for images.
-        waiting: Percentage of that time in which it waited for other processes.
-        host: The name of its machine.
-    """
-
-    seconds: float
-    images_per_second: float
-    reading: float
-    waiting: float
-    host: str
-
-
-def observe(activity: Activity) -> Observed:
-    """Summarize what this process did since `activity.start`."""
-    seconds, training = activity.seconds(), activity.training_seconds()
-    waiting = seconds["waiting for others"]
-    return Observed(
-        training - waiting,
-        activity.images / (training - waiting),
-        100 * seconds["reading images"] / training,
-        100 * waiting / training,
-        socket.gethostname(),
-    )
-
-
-def processes_text(observed: Sequence[Observed]) -> str:
-    """Describe the processes of a run in one line: lowest and highest values, and who is slow."""
-    speeds = [each.images_per_second for each in observed]
-    text = (
-        f"{len(observed)} processes: each alone {_span(speeds, ',.0f')} images/s   "
-        f"reading {_span([each.reading for each in observed], '.0f')} %   "
-        f"waiting for others {_span([each.waiting for each in observed], '.0f')} %"
-    )
-    slow = [
-        f"process {number} on {each.host}"
-        for number, each in enumerate(observed)
-        if each.seconds >= SHORTEST
-        and speeds[number] < SLOW * statistics.median(speeds[:number] + speeds[number + 1 :])
-    ]
-    return f"{text}   slower than the others: {', '.join(slow)}" if slow else text
-
-
-def _span(values: Sequence[float], form: str) -> str:
-    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
-    return low if low == high else f"{low} to {high}"
+        self._trained, self.since = self.training_seconds(), time.perf_counter()
+        self.now = what
 
 
 class Watch(threading.Thread):

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
 from vit.distributed.watch import Activity, Watch
-
-T = TypeVar("T")
 
 MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 
@@ -84,14 +82,6 @@ class World:
             with self.activity.doing("waiting for others"):
                 dist.broadcast_object_list(box, src=0)
         return box[0]
-
-    def collect(self, value: T) -> list[T]:
-        """Return the values of all processes, in all of them."""
-        values = [value] * self.size
-        if self.size > 1:
-            with self.activity.doing("waiting for others"):
-                dist.all_gather_object(values, value)
-        return values
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,6 @@ import dataclasses
 import io
 import shutil
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from vit.run.sharded import read_state, read_whole
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
+FOREIGN = "; to fine-tune the weights of a ViT, use train.py --model.pretrained FILE"
 KEEP = 2  # checkpoints; the older one is used if the newer cannot be read
 
 
@@ -150,7 +150,7 @@ def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint, or is damaged")
     if not {"step", "config", "classes", "model"} <= state.keys():
-        raise ValueError(f"{path} is not a checkpoint of this project{describe_foreign(state)}")
+        raise ValueError(f"{path} is not a checkpoint of this project{FOREIGN}")
     if content is None:
         raise ValueError(f"{path} is damaged: its SHA-256 checksum does not match")
     return _checkpoint(state)
@@ -170,19 +170,6 @@ def _unpickle(data: bytes) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception:  # foreign and damaged files raise all kinds of errors
             return None
-
-
-def describe_foreign(names: Collection[str]) -> str:
-    """Describe how to use weights from another project, if they are those of a ViT."""
-    for wrapper in ("state_dict", "model"):
-        if isinstance(names, dict) and isinstance(names.get(wrapper), dict):
-            names = names[wrapper]
-    if not {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= set(names):
-        return ""
-    return (
-        ": it contains the weights of a ViT with timm's names but no config; fine-tune them with "
-        "train.py --model.pretrained FILE"
-    )
 
 
 def latest_checkpoint(run: Path) -> Checkpoint | None:

@@ -20,7 +20,6 @@ from vit.settings import changed_keys
 from vit.training.config import Config, from_dict, to_dict
 
 CONFIG_FILE = "config.yaml"
-EXTENSION_FILE = "extension.yaml"  # config of an extension, until it is finished
 MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
 OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
@@ -94,7 +93,7 @@ _WRITTEN = (
     f"{EXPORT_FOLDER}/model.pt2",
     f"{EXPORT_FOLDER}/live.html",
     ".*.tmp",
-    EXTENSION_FILE,
+    "extension.yaml",  # of earlier versions
     CONFIG_FILE,
 )
 
@@ -179,8 +178,7 @@ def lasting(values: dict[str, Any]) -> dict[str, Any]:
 def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
     """Create the run folder and write the config; unless resuming, delete an earlier run first.
 
-    Only files that this project writes are deleted. The config of a finished run that is being
-    extended stays until `finish_extension`.
+    Only files that this project writes are deleted.
 
     Args:
         config: The run.
@@ -193,8 +191,7 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
         for pattern in _WRITTEN:
             for path in run.glob(pattern):
                 delete(path)
-    extends = (run / MODEL_FILE).exists()
-    write_config(config, step, run / (EXTENSION_FILE if extends else CONFIG_FILE))
+    write_config(config, step, run / CONFIG_FILE)
     return run
 
 
@@ -204,25 +201,18 @@ def write_config(config: Config, step: int, path: Path) -> None:
     Args:
         config: The run.
         step: Optimizer steps done with the config that is there now.
-        path: config.yaml, or the file that will replace it when an extension is finished.
+        path: The file.
     """
     values = to_dict(config)
-    before = path if path.exists() else path.with_name(CONFIG_FILE)
-    stored = stored_config(before)
+    stored = stored_config(path)
     comments = []
     if stored is not None:
-        comments = [line for line in before.read_text().splitlines() if line.startswith("#")]
+        comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
         changes = changed_keys(lasting(stored), lasting(values))
         if changes:
             comments.append(f"# changed after step {step}: {'; '.join(changes)}")
     text = "\n".join([*comments, yaml.safe_dump(values, sort_keys=False)])
     write_atomically(path, text.encode())
-
-
-def finish_extension(run: Path) -> None:
-    """Let the config of an extension take the place of that of the run, if there is one."""
-    if (run / EXTENSION_FILE).exists():
-        (run / EXTENSION_FILE).replace(run / CONFIG_FILE)
 
 
 def write_split(config: Config, training: ImageSet, held_out: ImageSet) -> None:

@@ -9,16 +9,13 @@ import torch
 from torch import nn
 
 from vit.classifier import Classifier
-from vit.console import is_out_of_memory, say
 from vit.data.images import ImageSet
 from vit.data.sampling import class_weights, divide_epoch
 from vit.data.stream import ImageFiles
-from vit.distributed.shard import is_sharded, replicate
 from vit.model.attention_model import size_unit
 from vit.pretrained.adapt import Pretrained
 from vit.seeding import generator
-from vit.settings import shorten
-from vit.training.compile import Compilation, choose_compilation, compiled
+from vit.training.compile import compile_step
 from vit.training.schedule import Schedule, scaled_size
 from vit.training.start import Run
 from vit.training.state import start_state
@@ -83,8 +80,8 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         total_steps = schedule.total_steps
     elif not state.total_steps:
         total_steps = fit_budget(step, training, end, logged)
-    eager, step = step, compile_step(run, step, training, total_steps)
-    if train.budget_minutes and not state.total_steps and step.forward is not eager.forward:
+    step = compile_step(run, step, total_steps)
+    if train.budget_minutes and not state.total_steps and step.compiled:
         total_steps = fit_budget(step, training, end, logged)
     state.total_steps = total_steps
     state.seconds += env.world.agree(time.perf_counter() - begin)
@@ -93,8 +90,7 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
             f"train.epochs: {train.epochs} are {total_steps:,} steps, but the run in {config.out} "
             f"has already made {state.step:,}; use more epochs"
         )
-    # The first part of an extended run, so that it is what it was before the extension.
-    shorten_averages(model, (*schedule.restarts, total_steps)[0])
+    shorten_averages(model, total_steps)
     schedule = dataclasses.replace(schedule, total_steps=total_steps)
     return dataclasses.replace(step, schedule=schedule)
 
@@ -124,87 +120,7 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
         mix_fraction=config.augment.mix_share,
         warmup=config.optim.warmup,
         decay=config.optim.schedule,
-        restarts=tuple(epochs * per_epoch for epochs in train.restarts),
     )
-
-
-def compile_step(run: Run, step: TrainingStep, training: ImageSet, steps: int) -> TrainingStep:
-    """Compile the model of a step if the run is to be compiled, the same in all processes.
-
-    Args:
-        run: The run.
-        step: The training step without compilation.
-        training: The training images.
-        steps: Steps in the run.
-
-    Returns:
-        The step; several accelerators average gradients in its backward pass.
-
-    Raises:
-        ValueError: The model is to be compiled, but cannot be.
-    """
-    checkpoint, env = run.checkpoint, run.env
-    choice, began = run.config.train.compile, None
-    if checkpoint is not None:  # early versions stored it only in the config
-        began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
-    with env.world.main_first():
-        compilation = choose_compilation(choice, began, env.device, env.precision, steps)
-    compilation = env.world.agree(compilation)
-    exchanges = env.world.size > 1 and env.device.type != "cpu"  # during the backward pass
-    sharded = is_sharded(step.forward)
-    if compilation.used:
-        if env.world.main:
-            say("compiling the model, which takes a minute or two the first time")
-        forward = compiled(step.forward, by_block=exchanges or sharded)
-        fast = dataclasses.replace(step, forward=forward)
-        error = try_sizes(fast, training)
-        if not env.world.largest(torch.tensor(float(error is not None))):
-            step = fast
-        else:
-            error = shorten(error or "in another process", 200)
-            compilation = Compilation(False, f"it failed ({error})")
-            if choice != "auto" or began:
-                with env.world.main_first():
-                    raise ValueError(
-                        f"train.compile: torch.compile failed ({error}); train without it by "
-                        f"--train.compile false{' --resume.allow_changes' if began else ''}"
-                    )
-    if exchanges and not sharded:
-        step = dataclasses.replace(step, forward=replicate(step.forward))
-    return dataclasses.replace(step, compilation=compilation)
-
-
-def try_sizes(step: TrainingStep, training: ImageSet) -> str | None:
-    """Run a forward and a backward pass for each image size, so that the model is compiled.
-
-    A failure is found here, not at the step at which the images grow. The state stays as it is.
-
-    Args:
-        step: The training step.
-        training: The training images.
-
-    Returns:
-        What went wrong, or None.
-    """
-    state = step.state
-    began, buffers = state.step, [(b, b.clone()) for b in state.model.buffers()]
-    indices = torch.arange(step.schedule.batch_size) % len(training)
-    starts = {phase.image_size: phase.start for phase in step.schedule.phases()}
-    try:
-        for start in starts.values():
-            state.step = start
-            for images, labels in step.inputs(training).batches(step.world.part(indices)[None]):
-                step.backward(*step.prepare(images, labels))
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        return str(error)
-    finally:
-        state.step = began
-        state.model.zero_grad(set_to_none=True)
-        for buffer, old in buffers:
-            buffer.copy_(old)
-    return None
 
 
 def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:

@@ -1,21 +1,26 @@
 """Whether a run's model is compiled by torch.compile, which is faster but has to be compiled first.
 
 The choice of `train.compile: auto` is a function of the number of steps, the device and the
-precision. It is stored in the checkpoints: a resumed or extended run goes on as it began.
+precision. It is stored in the checkpoints: a resumed run goes on as it began.
 """
 
+import dataclasses
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+
+from vit.console import say
+from vit.distributed.shard import is_sharded, replicate
+from vit.training.start import Run
+from vit.training.step import TrainingStep
 
 # Compiling takes half a minute to a minute for each image size and saves about an eighth of a step.
 MANY_STEPS = 5_000  # from which auto compiles
@@ -23,23 +28,40 @@ COMPILABLE = ("cpu", "cuda", "xpu")  # devices for which auto compiles
 CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does not name a compiler
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """Whether the model is compiled.
+def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
+    """Compile the model of a step if the run is to be compiled, the same in all processes.
 
-    Attributes:
-        used: Whether it is.
-        reason: Why not, if the user might expect it; "" without a reason.
+    torch compiles it when it first gets images of a size.
+
+    Args:
+        run: The run.
+        step: The training step without compilation.
+        steps: Steps in the run.
+
+    Returns:
+        The step; several accelerators average gradients in its backward pass.
+
+    Raises:
+        ValueError: The model is to be compiled, but what torch needs for it is missing.
     """
-
-    used: bool
-    reason: str = ""
-
-    def describe(self) -> str:
-        """Return how training prints it."""
-        if self.used:
-            return "compiled"
-        return f"not compiled: {self.reason}" if self.reason else "not compiled"
+    checkpoint, env = run.checkpoint, run.env
+    choice, began = run.config.train.compile, None
+    if checkpoint is not None:  # early versions stored it only in the config
+        began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
+    with env.world.main_first():
+        wanted = choose_compilation(choice, began, env.device, env.precision, steps)
+    wanted = env.world.agree(wanted)
+    exchanges = env.world.size > 1 and env.device.type != "cpu"  # during the backward pass
+    sharded, forward = is_sharded(step.forward), step.forward
+    if wanted:
+        if env.world.main:
+            say("compiling the model in the first steps, which takes a minute or two once")
+        # What torch fails to compile runs as it is, unless compilation was asked for.
+        torch._dynamo.config.suppress_errors = choice == "auto"
+        forward = compiled(forward, by_block=exchanges or sharded)
+    if exchanges and not sharded:
+        forward = replicate(forward)
+    return dataclasses.replace(step, forward=forward, compiled=wanted)
 
 
 def choose_compilation(
@@ -48,7 +70,7 @@ def choose_compilation(
     device: torch.device,
     precision: torch.dtype,
     steps: int,
-) -> Compilation:
+) -> bool:
     """Decide whether to compile the model of a run.
 
     Args:
@@ -70,13 +92,10 @@ def choose_compilation(
             f"{' --resume.allow_changes' if began else ''}"
         )
     if wanted != "auto":
-        return Compilation(wanted)
+        return wanted
     # In float32, nearly all of a CPU's time goes into matrix products, which stay what they are.
     gains = device.type in COMPILABLE and (device.type, precision) != ("cpu", torch.float32)
-    pays = gains and steps >= MANY_STEPS
-    if pays and missing:
-        return Compilation(False, f"{missing} was not found")
-    return Compilation(pays)
+    return gains and steps >= MANY_STEPS and missing is None
 
 
 def missing_tool(device: torch.device) -> str | None:

@@ -42,7 +42,7 @@ else:
     OptimizerName = Literal[*OPTIMIZERS]
 
 # Keys in files of earlier versions.
-RETIRED = {"model": ("attn_kernel",), "track": ("max_cost",)}
+RETIRED = {"model": ("attn_kernel",), "train": ("restarts",), "track": ("max_cost",)}
 
 
 @settings("optim")
@@ -89,8 +89,6 @@ class TrainConfig:
 
     Attributes:
         epochs: number of passes over the training images
-        restarts: epochs after which the schedule starts over, with a new warmup; --resume.extend
-            adds the length of the finished run
         budget_minutes: training time in minutes, instead of epochs: a short benchmark sets the
             number of steps; epochs of a second or less make the run longer, because validation and
             a checkpoint follow each; null trains for the given number of epochs
@@ -126,7 +124,6 @@ class TrainConfig:
     """
 
     epochs: Count = 10
-    restarts: tuple[Count, ...] = ()
     budget_minutes: Positive | None = None
     freeze: Literal["none", "backbone"] = "none"
     whiten: Switch = True
@@ -147,15 +144,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         allowed = f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}"
         check(self, "accumulate", self.batch_size % self.accumulate == 0, allowed)
-        restarts = list(self.restarts)
-        ascending = restarts == sorted({*restarts}) and max(restarts, default=0) < self.epochs
-        allowed = f"ascending numbers of epochs below train.epochs={self.epochs}"
-        check(self, "restarts", ascending, allowed)
         allowed = "auto or replicate with train.freeze=backbone, where there is little to share"
         shards = self.parallel in ("shard", "hybrid")
         check(self, "parallel", self.freeze == "none" or not shards, allowed)
-        has_epochs = not restarts or self.budget_minutes is None
-        check(self, "restarts", has_epochs, "empty with train.budget_minutes")
 
 
 @settings("track")

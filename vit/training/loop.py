@@ -19,8 +19,6 @@ from vit.console import say, warn
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_batches, epoch_batches
 from vit.distributed.stop import Diverged, Stopped, StopRequest
-from vit.distributed.watch import observe, processes_text
-from vit.distributed.world import under_torchrun
 from vit.evaluation import Evaluator
 from vit.hardware import cores_of_all_processes
 from vit.run.saver import Saver
@@ -85,17 +83,14 @@ class Loop:
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             ) as bar, self.stop.deferred():  # fmt: skip
                 while state.step < schedule.total_steps:
+                    before = state.step
                     with world.activity.doing("computing"):
                         measured = self._train_epoch(bar)
-                    observed = observe(world.activity)
-                    speed = world.size * world.activity.images / world.activity.training_seconds()
+                    images = schedule.batch_size * (state.step - before)
+                    speed = images / world.activity.training_seconds()
                     self._save()
                     if self.tracker is not None:
                         say(self._epoch_text(measured.get("val/accuracy"), speed))
-                    if world.size > 1 and under_torchrun():
-                        lines = processes_text(world.collect(observed))
-                        if world.main:
-                            say(lines)
                     if self.stop.agreed(world):
                         raise Stopped
                 if state.skipped == state.step:  # no step counted, of fewer than max_skipped
@@ -141,7 +136,6 @@ class Loop:
         for number, (images, labels) in enumerate(activity.reading(parts), start=done + 1):
             point = self.step(images, labels)
             activity.step = state.step
-            activity.images += len(labels)
             state.points.append(point)
             self._losses.append(point[0])
             if state.skipped_in_a_row >= self.max_skipped:

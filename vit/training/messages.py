@@ -67,7 +67,7 @@ def start_text(config: Config, step: TrainingStep, images: ImageSet, held_out: I
         f"{trained}\n"
         f"{maps}"
         f"device   {processes}{describe(device)}, {str(step.precision).removeprefix('torch.')}"
-        f"{attention}, {step.compilation.describe()}\n"
+        f"{attention}, {'' if step.compiled else 'not '}compiled\n"
         f"steps    {_steps_text(config, step, len(images))}\n"
         f"run      {config.out}; watch it with: {tensorboard_command(Path(config.out))}"
     )
@@ -111,7 +111,7 @@ def _counts(classes: Sequence[str], labels: Tensor) -> str:
 
 
 def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
-    """Describe the length of a run: steps, images in each, epochs and restarts."""
+    """Describe the length of a run: steps, images in each, and epochs."""
     schedule, state, minutes = step.schedule, step.state, config.train.budget_minutes
     batch = f"{schedule.batch_size} images each"
     if schedule.batch_size < config.train.batch_size and config.data.balance != "sampler":
@@ -127,9 +127,6 @@ def _steps_text(config: Config, step: TrainingStep, num_images: int) -> str:
     if schedule.total_steps < FEW_STEPS and config.model.pretrained is None and not state.frozen:
         key = "epochs" if minutes is None else "budget_minutes"
         text += f"; too few to train from scratch: raise --train.{key}"
-    if schedule.restarts:
-        restarts = ", ".join(f"{step:,}" for step in schedule.restarts)
-        text += f"; the schedule starts over after step {restarts}"
     return f"{text}; resuming after step {state.step:,}" if state.step else text
 
 

@@ -11,7 +11,7 @@ class Phase:
 
     Attributes:
         start: First step.
-        fraction: Fraction of the steps since the last restart, 0 to 1.
+        fraction: Fraction of the steps, 0 to 1.
         image_size: Height and width of the images, in pixels.
     """
 
@@ -24,8 +24,6 @@ class Phase:
 class Schedule:
     """The schedule of a run, as pure functions of the step.
 
-    A restart begins a new schedule for the steps up to the next restart or the end.
-
     Attributes:
         total_steps: Optimizer steps in the run.
         steps_per_epoch: Optimizer steps in an epoch.
@@ -36,7 +34,6 @@ class Schedule:
         mix_fraction: Fraction of the steps that may use mixup and cutmix, 0 to 1.
         warmup: Fraction of the steps in which the learning rate rises, 0 to 1.
         decay: How the learning rate falls after that: "linear" or "cosine".
-        restarts: Steps at which the schedule starts over, ascending.
     """
 
     total_steps: int
@@ -48,7 +45,6 @@ class Schedule:
     mix_fraction: float
     warmup: float
     decay: str
-    restarts: tuple[int, ...] = ()
 
     @property
     def epochs(self) -> int:
@@ -62,43 +58,31 @@ class Schedule:
 
     def image_size(self, step: int) -> tuple[int, int]:
         """Return the height and width of a step's images; small images come first."""
-        done, total = self._part(step)
-        return self.small_size if done < self.small_fraction * total else self.full_size
+        is_small = step < self.small_fraction * self.total_steps
+        return self.small_size if is_small else self.full_size
 
     def mixes(self, step: int) -> bool:
         """Tell whether a step may use mixup and cutmix; the last steps may not."""
-        done, total = self._part(step)
-        return done < self.mix_fraction * total
+        return step < self.mix_fraction * self.total_steps
 
     def lr_factor(self, step: int) -> float:
         """Return the learning rate of a step relative to its peak, 0 to 1."""
-        done, total = self._part(step)
-        return lr_at(done, total, int(self.warmup * total), self.decay)
+        warmup_steps = int(self.warmup * self.total_steps)
+        return lr_at(step, self.total_steps, warmup_steps, self.decay)
 
     def phases(self) -> list[Phase]:
-        """List the phases since the last restart in order: they differ in image size or mixing."""
-        phases, restart = [], max(self.restarts, default=0)
+        """List the phases of the run in order: they differ in image size or mixing."""
+        phases = []
         for begin, end in pairwise(sorted({0.0, self.small_fraction, self.mix_fraction, 1.0})):
-            start = restart + math.ceil(begin * (self.total_steps - restart))
+            start = math.ceil(begin * self.total_steps)
             phases.append(Phase(start, end - begin, self.image_size(start)))
         return phases
 
     def work(self, steps: int) -> float:
         """Estimate the cost of the first steps, in units of a step with images of full size."""
-        parts = pairwise((0, *self.restarts, self.total_steps))
-        small = sum(
-            min(max(steps - start, 0), self.small_fraction * (end - start)) for start, end in parts
-        )
+        small = min(steps, self.small_fraction * self.total_steps)
         area = math.prod(self.small_size) / math.prod(self.full_size)
         return steps - small * (1 - area)
-
-    def _part(self, step: int) -> tuple[int, int]:
-        """Return the number of steps since the last restart, and from there to the next one."""
-        start = max((restart for restart in self.restarts if restart <= step), default=0)
-        end = min(
-            (restart for restart in self.restarts if restart > step), default=self.total_steps
-        )
-        return step - start, end - start
 
 
 def lr_at(step: int, total_steps: int, warmup_steps: int, decay: str) -> float:

@@ -21,8 +21,8 @@ from vit.model_file import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
 from vit.run.checkpoint import Checkpoint, checkpoint_steps
-from vit.run.folder import MODEL_FILE, lock_run, stored_config
-from vit.run.resume import check_run, extend_config
+from vit.run.folder import lock_run, stored_config
+from vit.run.resume import check_run
 from vit.training.checks import check_processes
 from vit.training.config import Config
 
@@ -66,7 +66,7 @@ class Run:
     """A run whose beginning is decided: from its first step, a checkpoint or pretrained weights.
 
     Attributes:
-        config: The config; for an extension, it names the length of the finished run.
+        config: The config.
         env: Device, processes and signals.
         preprocess: How images become the model's input.
         checkpoint: The state to resume from, if any.
@@ -107,14 +107,8 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
     """
     if under_torchrun():
         return config
-    folder = Path(config.out)
-    stored = None if overwrite else stored_config(folder)
-    count, fresh = (choose_processes(config, before, cores_to_use()) for before in (stored, None))
-    if count != fresh and not (folder / MODEL_FILE).exists():
-        note(
-            f"number of processes of the run: {count}, which it keeps when it is resumed; "
-            f"a new run would have {fresh}"
-        )
+    stored = None if overwrite else stored_config(Path(config.out))
+    count = choose_processes(config, stored, cores_to_use())
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, processes=count))
     check_processes(config, count)
     return config
@@ -211,7 +205,6 @@ def claim_run(
     source: Pretrained | None = None,
     overwrite: bool = False,
     allow_changes: bool = False,
-    extend: bool = False,
 ) -> Iterator[Run]:
     """Lock the run folder and decide whether to start or to resume; nothing is deleted yet.
 
@@ -221,7 +214,6 @@ def claim_run(
         source: The pretrained weights that a new run starts from, if any.
         overwrite: As for `vit.training.train.train`, like the following.
         allow_changes: Whether an unfinished run may be resumed with another config.
-        extend: Whether to extend the finished run in the folder.
 
     Raises:
         ValueError: The folder is in use, or contains something that must not be overwritten.
@@ -231,10 +223,9 @@ def claim_run(
         with env.world.main_first():
             if env.world.main:
                 stack.enter_context(lock_run(Path(config.out)))
-            config = extend_config(config) if extend else config
             if env.world.main:
                 described = env.describe(config.model)
-                checkpoint = check_run(config, overwrite, described, allow_changes, extend)
+                checkpoint = check_run(config, overwrite, described, allow_changes)
         checkpoint = env.world.agree(checkpoint)
         before = {} if checkpoint is None else checkpoint.environment
         now = torch.get_num_threads()

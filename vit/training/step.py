@@ -20,7 +20,6 @@ from vit.distributed.world import World
 from vit.hardware import autocast
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.seeding import fold_in
-from vit.training.compile import Compilation
 from vit.training.optim import set_lr
 from vit.training.schedule import Schedule
 from vit.training.state import TrainState
@@ -49,7 +48,7 @@ class TrainingStep:
         seed: Seed of the run.
         world: The processes that train together; each computes an equal part of the batch.
         class_weights: (C,) weights of the classes in the loss, see `vit.data.sampling`, or None.
-        compilation: Whether `forward` is compiled.
+        compiled: Whether `forward` is compiled.
         features: What the head of a frozen model gets for each of the images, (N, D) float32, if it
             is the same in every epoch; None computes it from the images at each step.
     """
@@ -68,7 +67,7 @@ class TrainingStep:
     world: World = World()  # noqa: RUF009
     class_weights: Tensor | None = None
     features: Tensor | None = None
-    compilation: Compilation = Compilation(used=False)  # noqa: RUF009
+    compiled: bool = False
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Train on this process's part of a batch.

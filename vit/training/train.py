@@ -28,13 +28,7 @@ from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.registry import EVALUATORS, REPORT
-from vit.run.folder import (
-    EVAL_FOLDER,
-    MODEL_FILE,
-    finish_extension,
-    prepare_run,
-    write_split,
-)
+from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, write_split
 from vit.run.saver import Saver
 from vit.run.tracker import Tracker
 from vit.settings import flatten
@@ -50,7 +44,7 @@ from vit.training.step import TrainingStep
 
 
 def train(
-    config: Config, overwrite: bool = False, allow_changes: bool = False, extend: bool = False
+    config: Config, overwrite: bool = False, allow_changes: bool = False
 ) -> dict[str, Any] | None:
     """Train and evaluate a model, and write everything to the run folder `config.out`.
 
@@ -62,9 +56,6 @@ def train(
         overwrite: Whether to delete an existing run in the folder.
         allow_changes: Whether to resume an unfinished run with other learning rates, epochs, batch
             size, augmentation, device or number of processes; data and model must be the same.
-        extend: Whether to extend the finished run in the folder to `train.epochs`: a new schedule
-            for the added epochs starts from its last weights and optimizer state. Until the
-            extension is finished, the finished run's model, report and config stay.
 
     Returns:
         The report on the test images, see `vit.evaluation.report`; None in all processes but the
@@ -82,7 +73,7 @@ def train(
     check_config(config)
     with (
         start_environment(config) as env,
-        claim_run(config, env, source, overwrite, allow_changes, extend) as run,
+        claim_run(config, env, source, overwrite, allow_changes) as run,
     ):
         training, held_out = load_data(run)
         step = build_step(run, training, source)
@@ -175,7 +166,7 @@ def build_loop(
         "environment": {
             **env.describe(config.model),
             "threads": torch.get_num_threads(),
-            "compiled": step.compilation.used,
+            "compiled": step.compiled,
             "steps_per_epoch": schedule.steps_per_epoch,
         },
     }
@@ -221,7 +212,6 @@ def finish_run(
     tracker.hyperparameters({k: v for k, v in settings.items() if k not in places})
     tracker.flush()
     save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
-    finish_extension(folder)
     say(end_text(folder, result, state.seconds, classifier.has_maps, config.model.attention))
     if save_error is not None:
         say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
