@@ -1,5 +1,6 @@
 """Data sets: their contents, and splitting."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,13 @@ from vit.registry import DATASETS
 ROOT = Path(__file__).resolve().parent.parent / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 
-_loaded: dict[tuple[str, bool], ImageSet] = {}
 
-
+@functools.cache
 def load_real(name: str, train: bool) -> ImageSet:
     """Load a data set once for all tests; skip the test where the data set is not there."""
     if name in FOLDERS and not (ROOT / FOLDERS[name]).exists():
         pytest.skip(f"{ROOT / FOLDERS[name]} is missing: the real {name} is not tested")
-    if (name, train) not in _loaded:
-        _loaded[name, train] = load(name, ROOT, train, download=False)
-    return _loaded[name, train]
+    return load(name, ROOT, train, download=False)
 
 
 # What is in them.
