@@ -60,6 +60,28 @@ def test_coverage_has_its_exact_distribution(kind: str) -> None:
     assert binom.ppf(0.005, splits, probability) <= usual <= binom.ppf(0.995, splits, probability)
 
 
+def test_familiarity_is_a_p_value() -> None:
+    """Of images like the held-out ones, it is at most k / (N + 1) for k / (N + 1) on average."""
+    held_out, images, splits, most = 119, 200, 200, 6
+    random, unfamiliar = torch.Generator().manual_seed(0), []
+    for _ in range(splits):
+        logits, labels, _ = draw(held_out + images, 6, random)
+        found = Calibration.fit(logits[:held_out], labels[:held_out]).familiarity(logits[held_out:])
+        unfamiliar.append(int((found <= most / (held_out + 1)).sum()))
+    expected = betabinom(images, most, held_out + 1 - most)
+    error = 3 * expected.std() / splits**0.5
+    assert np.mean(unfamiliar) == pytest.approx(expected.mean(), abs=error)
+
+
+def test_familiarity_of_many_held_out_images_is_from_quantiles() -> None:
+    logits, labels, _ = draw(5000, 6, torch.Generator().manual_seed(0))
+    calibration, others = Calibration.fit(logits, labels), logits[:50] / 2
+    energies, found = np.exp(logits.double().numpy()).sum(1), np.exp(others.double().numpy()).sum(1)
+    expected = [(energies <= one).mean() for one in found]
+    assert len(calibration.energies) == 1000
+    np.testing.assert_allclose(calibration.familiarity(others), expected, atol=2e-3)
+
+
 def test_a_model_right_often_enough_gets_sets_of_one_class() -> None:
     labels = torch.arange(100) % 5
     logits = 3 * torch.nn.functional.one_hot(labels, 5) + 0.1 * torch.rand(100, 5)
@@ -116,6 +138,10 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(
         with (tmp_path / "eval/photos.csv").open(newline="") as file:
             columns.append(list(csv.DictReader(file)))
     (several, (alone,)) = columns
+    shown = torch.stack([saved.classifier.preprocess.resize(tmp_path / "photos/3.png")])
+    familiarity = Calibration.fit(logits, labels).familiarity(saved.classifier.logits(shown))
+    for row in (several[3], alone):
+        assert float(row["familiarity"]) == pytest.approx(familiarity.item(), abs=0.011)
     assert (several[3]["set_lac"], several[3]["set_raps"]) == (alone["set_lac"], alone["set_raps"])
     for row in several:
         best = [row[f"class_{rank}"] for rank in range(1, 6)]

@@ -77,11 +77,11 @@ def test_report_gets_metrics_of_every_kind_of_images(
     monkeypatch.setattr(unfamiliar, "NOISE", 30)
     monkeypatch.setattr(calibration, "RESAMPLES", 20)
     (tmp_path / "photos").mkdir()
-    for number in range(7):
-        Image.new("L", (50, 40), 30 * number).save(tmp_path / f"photos/{number}.png")
+    for number in range(12):
+        Image.new("L", (50, 40), 20 * number).save(tmp_path / f"photos/{number}.png")
     saved = load_model(untrained, "cpu", "float32")
     test = load_test(saved).select(torch.arange(100))
-    for name, count in (("noise", 30), ("digits", 359), (str(tmp_path / "photos"), 7)):
+    for name, count in (("noise", 30), ("digits", 359), (str(tmp_path / "photos"), 12)):
         images = load_unfamiliar(name, saved, None)
         assert images.pixels().shape == (count, 3, 32, 32)
         part = report_unfamiliar(saved, test, images, ReportConfig(unfamiliar=name))
@@ -103,6 +103,15 @@ def test_report_gets_metrics_of_every_kind_of_images(
     assert found["nearest neighbours"]["auroc"] == pytest.approx(expected, abs=0.01)
 
 
-def test_images_that_are_not_there_are_refused(untrained: Path) -> None:
-    with pytest.raises(ValueError, match=r"^unfamiliar: .*digts"):
-        load_unfamiliar("digts", load_model(untrained, "cpu"), None)
+def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
+    saved = load_model(untrained, "cpu")
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    for name, problem in (
+        ("digts", "did you mean digits?"),
+        (str(tmp_path / "one.png"), "it must be a folder of images or one of noise, cifar10, "),
+        (str(tmp_path), "has 1 images; it must have at least 10"),
+        ("shapes", "has the classes of the model"),
+    ):
+        with pytest.raises(ValueError, match=r"^unfamiliar: ") as error:
+            load_unfamiliar(name, saved, None)
+        assert problem in str(error.value)

@@ -241,14 +241,17 @@ def as_table(result: dict[str, Any]) -> str:
     names = [_fitting(name) for name in result["per_class"]]
     wide = max(20, *map(text_columns, names))
     top5 = [f"top-5 accuracy  {result['top5_accuracy']:7.2%}"]
+    measured = [
+        f"loss            {result['loss']:7.4f}",
+        f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
+    ]
     lines = [
         f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
         f"{result['n']:,} images",
         *(top5 if len(names) > 5 else []),  # with five classes it says nothing
         f"balanced        {result['balanced_accuracy']:7.2%}   mean recall of the classes",
         f"macro F1        {result['macro_f1']:7.4f}   mean F1 score of the classes",
-        f"loss            {result['loss']:7.4f}",
-        f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
+        *([] if "calibration" in result else measured),  # else in a table of its own
         f"speed           {result['images_per_second']:7,.0f}   images/s, slow start included",
         "",
         f"{'class':<{wide}}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",

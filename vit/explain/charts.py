@@ -101,13 +101,19 @@ def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.n
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(scores), 2.8), dpi=DPI, layout="constrained")
-    for axis, (name, pair) in zip(figure.subplots(1, len(scores)), scores.items(), strict=True):
+    axes = figure.subplots(1, len(scores))
+    for axis, (name, pair) in zip(axes, scores.items(), strict=True):
         edges = np.histogram_bin_edges(torch.cat(pair).numpy(), 40)
         for values, label in zip(pair, ("test images", "unfamiliar images"), strict=True):
             weights = np.full(len(values), 1 / len(values))
             axis.hist(values.numpy(), edges, weights=weights, alpha=0.6, label=label)
-        axis.set_title(f"{name}, fraction of images", fontsize=10)
-    axis.legend(fontsize=8, frameon=False)
+        limit = pair[0].quantile(0.05).item()
+        label = "95% of test images are above"
+        axis.axvline(limit, color="0.3", linestyle="--", linewidth=1, label=label)
+        axis.set(xlabel=name)
+    figure.supylabel("fraction of images", fontsize=10)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     return _pixels_of(figure)
 
 

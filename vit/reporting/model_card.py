@@ -12,6 +12,7 @@ from vit.evaluation import as_table
 from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
+from vit.reporting.calibration import calibration_table
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.settings import flatten
 from vit.training.config import Config, to_dict
@@ -115,10 +116,16 @@ def model_card(saved: SavedModel) -> str:
         steps=saved.step,
         data=config.data.name,
         settings="\n".join(f"- `{key}`: {value}" for key, value in settings.items()),
-        results=f"On the test images:\n\n```\n{as_table(report)}\n```"
-        if report
-        else "Not measured.",
+        results=_results(report) if report else "Not measured.",
     )
+
+
+def _results(report: dict[str, Any]) -> str:
+    """Format a report as text in Markdown."""
+    tables = [as_table(report)]
+    if "calibration" in report:  # not in old reports
+        tables.append(calibration_table(report["calibration"]))
+    return "On the test images:\n\n```\n" + "\n\n".join(tables) + "\n```"
 
 
 def _describe(preprocess: Preprocess) -> str:

@@ -25,7 +25,9 @@ from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
-COLUMNS = r"file,class,probability(,class_\d+,probability_\d+)*(,set_\w+)*"  # a pattern
+COLUMNS = (
+    r"file,class,probability(,class_\d+,probability_\d+)*(,familiarity)?(,set_\w+)*"  # a pattern
+)
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -40,8 +42,9 @@ def predict_files(run: str, options: PredictConfig) -> Path:
 
     Returns:
         The table: a CSV file with the columns file, class and probability, and class_1,
-        probability_1 to class_5, probability_5, best first; with a coverage, also set_lac and
-        set_raps, each the classes of a set, best first, separated by |.
+        probability_1 to class_5, probability_5, best first; familiarity, see `Calibration`, if the
+        model has it and images are not flipped; with a coverage, also set_lac and set_raps, each
+        the classes of a set, best first, separated by |.
 
     Raises:
         ValueError: There are no images, none can be read, the model cannot be read, or the output
@@ -82,11 +85,15 @@ def _rank_files(
     while batch := list(itertools.islice(decoded, options.batch_size)):
         found, images = zip(*batch, strict=True)
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
-        sets: list[dict[str, str]] = [{}] * len(images)
+        rows = [columns_of("class", ranking) for ranking in classifier.ranked(logits, TOP)]
+        if (calibration := classifier.calibration) and calibration.energies and not options.flip:
+            for row, value in zip(rows, calibration.familiarity(logits).tolist(), strict=True):
+                row["familiarity"] = round(value, 4)
         if options.coverage is not None:
             sets = _sets(classifier, images, logits, options.coverage)
-        for path, ranking, columns in zip(found, classifier.ranked(logits, TOP), sets, strict=True):
-            yield {"file": path} | columns_of("class", ranking) | columns
+            rows = [row | columns for row, columns in zip(rows, sets, strict=True)]
+        for path, row in zip(found, rows, strict=True):
+            yield {"file": path} | row
 
 
 def _sets(

@@ -3,6 +3,7 @@
 Shapes: N test images, M other images, D feature width.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from vit.calibration import energy
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
@@ -25,8 +27,10 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_split
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
+from vit.settings import suggest
 
 NOISE = 2000  # images of noise
+FEWEST = 10  # images in a folder
 TRAINING, NEIGHBOURS = 10_000, 10  # training images, and the neighbour whose distance counts
 METRICS = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR at 95% recall"}
 
@@ -35,17 +39,31 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     """Load images of no class, of the model's size: noise, a data set's test images, or a folder.
 
     Raises:
-        ValueError: There are none, or the data set is missing and could not be downloaded.
+        ValueError: There are fewer than 10, it is the data set of the test images, or it is missing
+            and could not be downloaded.
     """
     preprocess, data = saved.classifier.preprocess, saved.config.data
-    if name in DATASETS and not DATASETS[name].own_files:
+    known = ["noise", *(key for key, spec in DATASETS.items() if not spec.own_files)]
+    if name == data.name:
+        raise ValueError(f"unfamiliar: {name} has the classes of the model; choose other images")
+    if name in known[1:]:
         other = DataConfig(name=name, root=root or data.root)
         return open_images(other, train=False).resized(preprocess)
     if name == "noise":
         shape = (NOISE, preprocess.channels, *preprocess.image_size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, name))
         return ImageSet(images, torch.zeros(NOISE, dtype=torch.int64), (name,))
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"unfamiliar: {name} is not allowed; it must be a folder of images or one of "
+            f"{', '.join(known)}{suggest(name, known)}"
+        )
     paths = tuple(map(str, find_photos([name], "unfamiliar")))
+    if len(paths) < FEWEST:
+        raise ValueError(
+            f"unfamiliar: {name} has {len(paths)} images; it must have at least {FEWEST} for "
+            "meaningful intervals"
+        )
     labels = torch.zeros(len(paths), dtype=torch.int64)
     return ImageSet(ImageFiles(paths, preprocess, data.workers), labels, (name,))
 
@@ -93,8 +111,8 @@ def _outputs(classifier: Classifier, images: ImageSet) -> tuple[Tensor, Tensor]:
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
     """Return how familiar images look, (N,) each, more for larger values.
 
-    The energy (arXiv 2010.03759) and the distance to the tenth nearest of the training features
-    (arXiv 2204.06507) are negated.
+    For energy see `vit.calibration`. The distance to the tenth nearest of the training features
+    (arXiv 2204.06507) is negated.
     """
     nearest = [
         torch.cdist(part, reference).kthvalue(min(NEIGHBOURS, len(reference))).values
@@ -102,7 +120,7 @@ def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Te
     ]
     return {
         "maximum softmax": logits.double().softmax(dim=1).max(dim=1).values,
-        "energy": logits.double().logsumexp(dim=1),
+        "energy": energy(logits),
         "nearest neighbours": -torch.cat(nearest).double(),
     }
 
