@@ -1,6 +1,6 @@
 """Evaluate a trained Vision Transformer: `python eval.py --help`."""
 
-from vit.startup import eval_main
+from vit.cli import eval_main
 
 if __name__ == "__main__":
     eval_main()

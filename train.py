@@ -1,6 +1,6 @@
 """Train a Vision Transformer: `python train.py --help`."""
 
-from vit.startup import train_main
+from vit.cli import train_main
 
 if __name__ == "__main__":
     train_main()

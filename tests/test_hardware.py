@@ -1,88 +1,66 @@
-"""Choosing devices and precision, and falling back to the CPU for missing operations."""
+"""Choosing devices and precision; cores and memory, in containers as well."""
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from vit.hardware import (
-    autocast,
-    choose_device,
-    choose_precision,
-    device_for,
-    has_native_bfloat16,
-)
+from vit import hardware
+from vit.hardware import autocast, choose_device, choose_precision, free_memory, usable_cores
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """Pretend that this machine has an accelerator of a type, or none."""
-    device = torch.device(request.param) if request.param else None
+@pytest.mark.parametrize("name", ["cuda", "mps", "xpu"])
+def test_auto_takes_the_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(name)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
-    return request.param
-
-
-@pytest.mark.parametrize("accelerator", ["cuda", "mps", "xpu"], indirect=True)
-def test_auto_takes_the_accelerator(accelerator: str) -> None:
-    assert choose_device("auto") == choose_device(accelerator) == torch.device(accelerator)
+    assert choose_device("auto") == choose_device(name) == device
     assert choose_device("cpu") == CPU
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "name", "allowed"),
-    [(None, "cuda", "auto or cpu"), ("mps", "cuda", "auto or mps or cpu"), ("cuda", "xpu", "cuda")],
-    indirect=["accelerator"],
-)
 def test_device_that_is_not_there_is_refused_with_those_that_are(
-    accelerator: str | None, name: str, allowed: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^device: {name} is not .*must be .*{allowed}"):
-        choose_device(name)
-
-
-@pytest.mark.parametrize("feature", ["float64", "eigh"])
-def test_what_mps_lacks_is_computed_on_the_cpu(feature: str) -> None:
-    assert device_for(feature, torch.device("mps")) == CPU
-    for name in ("cpu", "cuda", "xpu"):
-        assert device_for(feature, torch.device(name)) == torch.device(name)
-
-
-@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_bfloat16_is_native_from_ampere_on(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fast: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    cuda = torch.device("cuda")
-    assert has_native_bfloat16(cuda) is fast
-    assert choose_precision("auto", cuda) == (torch.bfloat16 if fast else torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "fast"),
-    [({}, False), ({"avx512_f": True, "avx512_bf16": False}, False), ({"amx_bf16": True}, True)],
-)
-def test_bfloat16_of_a_cpu_depends_on_its_instructions(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], fast: bool
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert has_native_bfloat16(CPU) is fast
+    for found, allowed in ((None, "auto or cpu$"), (torch.device("mps"), "auto or mps or cpu$")):
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda found=found, **_: found
+        )
+        with pytest.raises(ValueError, match=rf"^device: cuda is not .*must be {allowed}"):
+            choose_device("cuda")
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_bfloat16_of_an_intel_gpu_must_not_be_emulated(
-    monkeypatch: pytest.MonkeyPatch, fast: bool
+def test_auto_is_bfloat16_where_the_hardware_is_fast_at_it(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda including_emulation: fast)
-    assert has_native_bfloat16(torch.device("xpu")) is fast
-
-
-def test_precision_is_what_is_asked_for() -> None:
-    assert choose_precision("float32", CPU) == torch.float32
-    assert choose_precision("bfloat16", torch.device("mps")) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": fast}, raising=False)
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "is_bf16_supported", lambda including_emulation: fast)
+    for name in ("cpu", "cuda", "xpu"):
+        expected = torch.bfloat16 if fast else torch.float32
+        assert choose_precision("auto", torch.device(name)) == expected
     assert choose_precision("auto", torch.device("mps")) == torch.float32
+    assert choose_precision("bfloat16", CPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_autocast_multiplies_in_the_precision(precision: torch.dtype) -> None:
     with autocast(CPU, precision):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == precision
+
+
+def test_limits_of_containers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    free = free_memory()
+    assert usable_cores() == every and 1e8 < free < 1e15
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert usable_cores() == every and free_memory() > free / 2
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
+    assert (usable_cores(), free_memory()) == (1, 2_400_000)

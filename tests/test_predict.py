@@ -11,8 +11,8 @@ from PIL import Image
 
 import vit
 from small_runs import Call, Ended
+from vit.cli import eval_main
 from vit.data.photos import find_photos
-from vit.startup import eval_main
 
 SAME = ("--device", "cpu", "--precision", "float32")
 

@@ -311,12 +311,6 @@ def test_a_convolutional_stem_keeps_its_patch_size():
         adopt(ModelConfig(pretrained="x", patch_size=8), source.settings, "x")
 
 
-def test_rules_between_settings_wait_for_the_source():
-    settings = source_of(draw_timm("vit_tiny_patch16_224", **SMALL_TIMM)).settings
-    with pytest.raises(ValueError, match=r"model\.num_heads: 7 .* divisor of .*24"):
-        adopt(ModelConfig(pretrained="x", num_heads=7), {**settings, "num_heads": 7}, "x")
-
-
 def test_images_are_normalized_as_the_source_was_trained():
     preprocess = Preprocess.from_config(DataConfig(name="shapes"))
     source = Pretrained("x", {}, {}, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))

@@ -54,7 +54,7 @@ def test_export_is_that_of_the_command(run: Path, tmp_path: Path) -> None:
     file = classifier.export("torch", tmp_path)
     assert file == tmp_path / "model.pt2" and file.is_file()
     assert (tmp_path / "preprocess.py").is_file()
-    with pytest.raises(ValueError, match=r"^formats: 'tmim' is not .* did you mean timm"):
+    with pytest.raises(ValueError, match=r"^formats: tmim is not .* must be 'timm', 'onnx'"):
         classifier.export("tmim")
     with pytest.raises(ValueError, match=r"^only for a model that vit.load has loaded$"):
         replace(classifier, file=None).export("torch")

@@ -13,10 +13,10 @@ from scipy.stats import betabinom, binom
 from torch import Tensor
 
 from vit.calibration import Calibration, set_scores
+from vit.cli import eval_main
 from vit.data.images import ImageSet
 from vit.model_file import load_model, save_model
 from vit.reporting.calibration import measure_sets, sets_table
-from vit.startup import eval_main
 
 
 def draw(count: int, classes: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

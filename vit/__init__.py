@@ -7,15 +7,16 @@ import importlib
 
 TYPE_CHECKING = False  # as in typing, whose import takes longest of all here
 if TYPE_CHECKING:
-    from vit.classifier import Classifier
-    from vit.explain.rollout import attention_rollout
-    from vit.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention
-    from vit.model.attention_model import require_attention
-    from vit.model.variants import load_attention
-    from vit.model.vit import VisionTransformer
-    from vit.model_file import load
-    from vit.training.config import Config
-    from vit.training.train import train
+    from vit.classifier import Classifier as Classifier
+    from vit.explain.rollout import attention_rollout as attention_rollout
+    from vit.model.attention import MultiHeadSelfAttention as MultiHeadSelfAttention
+    from vit.model.attention import scaled_dot_product_attention as scaled_dot_product_attention
+    from vit.model.attention_model import require_attention as require_attention
+    from vit.model.variants import load_attention as load_attention
+    from vit.model.vit import VisionTransformer as VisionTransformer
+    from vit.model_file import load as load
+    from vit.training.config import Config as Config
+    from vit.training.train import train as train
 
 __version__ = "0.1.0"
 
@@ -32,18 +33,7 @@ _MODULES = {
     "require_attention": "vit.model.attention_model",
 }
 
-__all__ = [
-    "Classifier",
-    "Config",
-    "MultiHeadSelfAttention",
-    "VisionTransformer",
-    "attention_rollout",
-    "load",
-    "load_attention",
-    "require_attention",
-    "scaled_dot_product_attention",
-    "train",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:

@@ -1,16 +1,14 @@
-"""The device a run computes on, its precision, and what it cannot do; processes, cores, memory."""
+"""The device a run computes on and its precision; cores and memory."""
 
 import contextlib
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-# What torch does not implement on a type of device. `device_for` names where to compute it instead.
-MISSING = {"mps": frozenset({"float64", "eigh"})}
+CGROUP = Path("/sys/fs/cgroup")  # the limits of a container on Linux
 
 
 def choose_device(name: str) -> torch.device:
@@ -35,29 +33,18 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def device_for(feature: Literal["float64", "eigh"], device: torch.device) -> torch.device:
-    """Return where to compute something: on the device, or on the CPU if the device cannot.
-
-    Args:
-        feature: float64 tensors or `torch.linalg.eigh`.
-        device: Where the rest is computed.
-    """
-    return torch.device("cpu") if feature in MISSING.get(device.type, ()) else device
-
-
 def has_native_bfloat16(device: torch.device) -> bool:
     """Tell whether the hardware multiplies bfloat16 matrices faster than float32 ones.
 
     MPS does not report it, so it counts as slower.
     """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "xpu":
-        return torch.xpu.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         # The oldest supported releases of torch do not report it; they take float32.
         capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
         return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        return bool(module.is_bf16_supported(including_emulation=False))
     return False
 
 
@@ -90,22 +77,15 @@ def describe(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of CPU cores that this process may use; limits of containers count.
-
-    Args:
-        root: Folder that contains proc/ and sys/ on Linux.
-    """
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use; limits of containers count."""
     if not hasattr(os, "sched_getaffinity"):  # macOS and Windows
         return os.cpu_count() or 1
-    limits = [len(os.sched_getaffinity(0))]
-    for folder, version in _control_groups(root, "cpu"):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
-        with contextlib.suppress(OSError):  # there is no such group, or it has no limit
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
-            if quota not in ("max", "-1"):
-                limits.append(math.ceil(int(quota) / int(period)))
-    return max(1, min(limits))
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # there is no limit
+        quota, period = map(int, (CGROUP / "cpu.max").read_text().split())
+        cores = min(cores, math.ceil(quota / period))
+    return cores
 
 
 def local_processes() -> int:
@@ -130,56 +110,18 @@ def cores_of_all_processes() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def free_memory(root: Path = Path("/")) -> int:
+def free_memory() -> int:
     """Return the memory that is free for this process, in bytes; limits of containers count.
 
-    Where the system does not tell how much is free, this is the memory it has, and 8 GB where it
-    does not tell that either (Windows).
-
-    Args:
-        root: Folder that contains proc/ and sys/ on Linux.
+    Where the system does not tell (macOS and Windows), 8 GB.
     """
     try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        names: dict[str, int] = getattr(os, "sysconf_names", {})
-        pages = next((p for p in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if p in names), None)
-        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else 8 * 10**9
-    free = [1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))]
-    for folder, version in _control_groups(root, "memory"):
-        limit, used, cache = {
-            1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            2: ("memory.max", "memory.current", "inactive_file"),
-        }[version]
-        with contextlib.suppress(OSError):  # there is no such group, or it has no limit
-            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-            pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            reclaimable = int(dict(pairs).get(cache, 0))
-            if most != "max":
-                free.append(max(0, int(most) - now + reclaimable))
-    return min(free)
-
-
-def _control_groups(root: Path, controller: str) -> list[tuple[Path, int]]:
-    """List the folders of the control groups (Linux) of this process, with their version, 1 or 2.
-
-    Args:
-        root: Folder that contains proc/ and sys/.
-        controller: "cpu" or "memory".
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return []
-    groups = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        version = 1 if controllers else 2
-        base = root / "sys/fs/cgroup" / (controller if version == 1 else "")
-        group = base / path.strip("/")
-        # In a container the path may be that of the host, of which only the root is visible.
-        parts = (group, *group.parents)
-        groups += [(folder, version) for folder in parts if folder.is_relative_to(base)]
-    return groups
+        return 8 * 10**9
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # there is no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, max(0, limit - used + int(stat["inactive_file"])))  # which can be freed
+    return free

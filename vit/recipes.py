@@ -16,14 +16,11 @@ from vit.data.layout import check_default_data, recognize
 from vit.settings import require, shorten, suggest
 from vit.training.config import Config, TrainConfig
 
-NULL = ("", "~", "null", "Null", "NULL")  # unless quoted
+NULL = ("", "~", "null")  # unless quoted
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
 _CODE = Path(__file__).resolve().parent
 # Next to the code where the package is installed, beside it in a checkout.
-RECIPES = next(
-    (folder for folder in (_CODE / "configs", _CODE.parent / "configs") if folder.is_dir()),
-    _CODE / "configs",
-)
+RECIPES = _CODE / "configs" if (_CODE / "configs").is_dir() else _CODE.parent / "configs"
 
 
 class _TextLoader(yaml.BaseLoader):
@@ -44,11 +41,7 @@ class _TextLoader(yaml.BaseLoader):
 
 
 def read_yaml(text: bytes | str, source: str) -> Any:
-    """Read YAML as nested lists and dictionaries, in which every value is still text.
-
-    Args:
-        text: The YAML.
-        source: Where it comes from, which messages begin with.
+    """Read YAML as nested lists and dictionaries of text; source is for messages.
 
     Raises:
         ValueError: It is not YAML.
@@ -56,8 +49,7 @@ def read_yaml(text: bytes | str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_TextLoader)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        problem = str(error).replace('in "<byte string>", ', "at ")
-        raise ValueError(f"{source} is not YAML: {shorten(problem, 200)}") from None
+        raise ValueError(f"{source} is not YAML: {shorten(error, 200)}") from None
 
 
 def recipes() -> list[str]:
@@ -66,34 +58,30 @@ def recipes() -> list[str]:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """Read a YAML file as nested dictionaries, in which every value is still text.
-
-    Args:
-        name: A file, or a recipe: shapes, shapes.yaml or configs/shapes.yaml, from any folder.
+    """Read a file, or a recipe such as shapes, shapes.yaml or configs/shapes.yaml from any folder.
 
     Raises:
         ValueError: There is no such file, or it is not YAML of the expected form.
+        OSError: The file cannot be read.
     """
-    source = f"config: {shorten(name) or repr(name)}"
+    path = Path(name)
+    if not path.is_file() and path.parent in (Path(), Path("configs")):
+        path = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
     try:
-        content = _find_config(name).read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         hint = suggest(Path(name).stem, recipes()) or f"; the recipes are {', '.join(recipes())}"
         raise ValueError(f"config not found: {shorten(name)}{hint}") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: {getattr(error, 'strerror', error)}") from None
-    values = read_yaml(content, source)
+    values = read_yaml(content, f"config: {shorten(name)}")
     if not isinstance(values, dict):
-        raise ValueError(f"{source}: a config consists of lines `key: value`")
+        raise ValueError(f"config: {shorten(name)}: a config consists of lines `key: value`")
     return values
 
 
 def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     """Make the config of a run, and check it.
 
-    Args:
-        files: What `read_config` returns, of which the last one wins; without any, "quick" is read.
-        flags: Nested dictionaries of text, which win over files.
+    Flags win over files, and later files over earlier ones; without a file, "quick" is read.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
@@ -115,15 +103,11 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
     if root not in (None, DataConfig.root) and name is None:
         check_default_data(Path(config.data.root).expanduser())
     if "out" not in values and config.data.name != "cifar10":
-        config = dataclasses.replace(config, out=_default_out(config.data))
+        place = Path(config.data.root).expanduser().resolve()
+        name = place.stem if config.data.name == "table" else place.name
+        own = config.data.spec.own_files and name
+        config = dataclasses.replace(config, out=f"runs/{own or config.data.name}")
     return config
-
-
-def _default_out(data: DataConfig) -> str:
-    """Return the folder of a run that none was given for: named after its data set."""
-    root = Path(data.root).expanduser().resolve()
-    names = {"folder": root.name, "shards": root.name, "table": root.stem}
-    return f"runs/{names.get(data.name) or data.name}"
 
 
 def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
@@ -136,23 +120,15 @@ def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
           0: {model: {depth: 3}}
           2: {}
 
-    Args:
-        values: What `read_config` returns.
-        minutes: train.budget_minutes.
-
-    Returns:
-        The settings, without `budgets`.
-
     Raises:
         ValueError: `budgets` is not of this form.
     """
     settings = {key: value for key, value in values.items() if key != "budgets"}
-    budgets = values.get("budgets") or {}
     try:
-        entries = {float(start): dict(entry) for start, entry in budgets.items()}
+        entries = {float(start): dict(entry) for start, entry in values.get("budgets", {}).items()}
     except (AttributeError, TypeError, ValueError):
         form = "settings by minutes, such as {0: {model: {depth: 3}}, 2: {}}"
-        raise ValueError(f"budgets: {shorten(budgets)} is not allowed; it must be {form}") from None
+        raise ValueError(f"budgets: this is not allowed; it must be {form}") from None
     reached = [start for start in entries if minutes is not None and start <= minutes]
     return merge([settings, entries[max(reached)] if reached else {}])
 
@@ -167,17 +143,7 @@ def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for key, value in part.items():
             if key in GROUPS:
-                given = "a list" if isinstance(value, list) else value
-                require(isinstance(value, dict), key, given, "a group of keys with values")
-                merged[key] = {**merged.get(key, {}), **value}
-            else:
-                merged[key] = value
+                require(isinstance(value, dict), key, value, "a group of keys with values")
+                value = {**merged.get(key, {}), **value}
+            merged[key] = value
     return merged
-
-
-def _find_config(name: str) -> Path:
-    """Return the path of a config: a file that exists, or else the recipe of that name."""
-    path = Path(name)
-    recipe = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
-    may_be_recipe = path.parent in (Path(), Path("configs")) and recipe.is_file()
-    return recipe if may_be_recipe and (path.is_dir() or not path.exists()) else path

@@ -5,19 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from vit import settings
 from vit.registry import DATASETS, DatasetSpec
-from vit.settings import (
-    Count,
-    CountOrFraction,
-    Fraction,
-    FractionAbove0,
-    ImageSize,
-    NonNegative,
-    PathName,
-    Switch,
-    check,
-    settings,
-)
 
 STRONGEST = 30  # magnitude of RandAugment
 
@@ -27,18 +16,16 @@ else:
     DataName = Literal[*DATASETS]
 
 
-@settings("data")
+@settings.group("data")
 class DataConfig:
     """The data set.
 
     Attributes:
         name: data set: folder, shards or table are your own images, see root; shapes (drawn on the
             fly) and digits (needs scikit-learn) need no download
-        root: folder where data sets are stored or downloaded to; with name=folder, the folder that
-            contains train/<class>/ and test/<class>/, or the classes' folders themselves; with
-            name=shards, the folder that contains train/*.tar and test/*.tar, or the tar files
-            (docs/data.md); with name=table, a CSV file with columns path, label and, optionally,
-            split
+        root: folder where data sets are stored or downloaded to; with name=folder, shards or table,
+            your images: a folder with train/<class>/ and test/<class>/ or of classes' folders, a
+            folder of tar files, or a CSV file with columns path and label (docs/data.md)
         test_fraction: with name=folder, shards or table, fraction of each class that is set aside
             as test images, where these name none; null is 0.2 there
         download: download the data set if it is not in root
@@ -50,10 +37,10 @@ class DataConfig:
             stretches it
         channels: colour channels of the model's input: 1 is grey, 3 is RGB; null means the data
             set's own, 3 for image files
-        on_bad_image: with image files, how to treat an image file that cannot be read: error stops,
-            skip lists it and leaves it out
+        on_bad_image: how to treat an image file that cannot be read: error stops, skip lists it and
+            leaves it out
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
-            are decoded from their files in every epoch; null means a quarter of the free memory
+            are decoded in every epoch; null means a quarter of the free memory
         workers: number of processes that decode image files; 0 decodes them in the main process;
             null means one per usable core, less one, but none for fewer than 200 files
         val_size: number of training images held out for the validation curves, or a fraction of
@@ -62,37 +49,38 @@ class DataConfig:
         train_size: number of training images to use, after the validation images are held out; null
             uses all of them
         balance: how to treat classes of different sizes: none; sampler draws every class equally
-            often, repeating the images of small ones; loss weights the cross entropy of a class by
-            its inverse frequency, N / (C n_c) for n_c of N images and C classes
+            often; loss weights the cross entropy of a class by its inverse frequency
     """
 
     name: DataName = "cifar10"
-    root: PathName = "data"
-    download: Switch = True
-    image_size: ImageSize = None
+    root: settings.PathName = "data"
+    download: bool = True
+    image_size: settings.ImageSize = None
     fit: Literal["crop", "pad", "squash"] = "crop"
     channels: Annotated[int, Field(ge=1, le=1000)] | None = None
     on_bad_image: Literal["error", "skip"] = "error"
-    memory_gb: NonNegative | None = None
+    memory_gb: settings.NonNegative | None = None
     workers: Annotated[int, Field(ge=0, le=1000)] | None = None
-    test_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    val_size: CountOrFraction | None = None
-    train_size: Count | None = None
+    test_fraction: settings.Between0And1 | None = None
+    val_size: settings.CountOrFraction | None = None
+    train_size: settings.Count | None = None
     balance: Literal["none", "sampler", "loss"] = "none"
 
     def __post_init__(self) -> None:
-        allowed = f"null with data.name={self.name}, whose test images are fixed"
-        check(self, "test_fraction", self.test_fraction is None or self.spec.own_files, allowed)
+        known = self.test_fraction is None or self.spec.own_files
+        settings.check(self, "test_fraction", known, f"null with data.name={self.name}")
         size = self.val_size
         is_size = size is None or size < 1 or isinstance(size, int)
-        check(self, "val_size", is_size, "a fraction less than 1, or a whole number")
+        settings.check(self, "val_size", is_size, "a fraction less than 1, or a whole number")
+        has_channels = self.channels in (None, 1, 3) or self.spec.own_files
+        settings.check(self, "channels", has_channels, f"1 or 3 with data.name={self.name}")
 
     @property
     def spec(self) -> DatasetSpec:
         """The data set with the image size and the channels of this config.
 
-        Other channels than the data set's own have other statistics: RGB as grey, or grey as RGB,
-        the average over the registered channels; any other number 0.5 and 0.25 in each.
+        RGB as grey, and grey as RGB, has the average of its registered statistics; other numbers of
+        channels have mean 0.5 and standard deviation 0.25.
         """
         spec = DATASETS[self.name]
         channels, mean, std = self.channels or spec.channels, spec.mean, spec.std
@@ -104,7 +92,7 @@ class DataConfig:
         return dataclasses.replace(spec, image_size=image_size, mean=mean, std=std)
 
 
-@settings("augment")
+@settings.group("augment")
 class AugmentConfig:
     """Augmentation of the training images, drawn for each image separately.
 
@@ -127,18 +115,18 @@ class AugmentConfig:
 
     crop: Literal["padded", "resized"] = "padded"
     crop_padding: Annotated[int, Field(ge=0, le=10_000)] = 2
-    crop_scale: tuple[FractionAbove0, FractionAbove0] = (0.08, 1.0)
-    flip: Switch = True
+    crop_scale: tuple[settings.FractionAbove0, settings.FractionAbove0] = (0.08, 1.0)
+    flip: bool = True
     rand_ops: Annotated[int, Field(ge=0, le=100)] = 0
     rand_magnitude: Annotated[float, Field(ge=0, le=STRONGEST)] = 9.0
-    erasing: Fraction = 0.0
-    mixup: NonNegative = 0.0
-    cutmix: NonNegative = 0.0
-    mix_share: Fraction = 1.0
+    erasing: settings.Fraction = 0.0
+    mixup: settings.NonNegative = 0.0
+    cutmix: settings.NonNegative = 0.0
+    mix_share: settings.Fraction = 1.0
 
     def __post_init__(self) -> None:
         low, high = self.crop_scale
-        check(self, "crop_scale", low <= high, "the smallest fraction first, then the largest")
+        settings.check(self, "crop_scale", low <= high, "the smallest fraction and the largest")
 
     @property
     def changes_images(self) -> bool:

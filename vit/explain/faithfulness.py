@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from vit.hardware import device_for
 from vit.seeding import generator
 
 Filling = Callable[[Tensor, Tensor], Tensor]  # images, hidden pixels (B, 1, H, W) -> images
@@ -174,7 +173,7 @@ def mask_iou(maps: Tensor, masks: Tensor) -> Tensor:
     `pointing_game`.
     """
     # In float32, the mean of equal values may be below them.
-    values = maps.to(device_for("float64", maps.device)).double()
+    values = maps.cpu().double()
     chosen = (values > values.mean(dim=(1, 2), keepdim=True)).to(maps.device)
     cover = to_patches(masks.float(), (maps.shape[1], maps.shape[2]))
     both = (cover * chosen).sum(dim=(1, 2))
@@ -186,6 +185,6 @@ def mean_interval(values: Tensor) -> tuple[float, float]:
 
     The interval is that of the normal approximation; NaN for a single value.
     """
-    values = values.to(device_for("float64", values.device)).double()
+    values = values.cpu().double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.hardware import device_for
-
 NUMBERS = 32  # K: one for what is left out, the others components
 SPREAD = 2.5  # standard deviations at the ends of the scale of colours, as in features.js
 
@@ -33,14 +31,13 @@ def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> T
     """
     frames = []
     for layer in zip(*batches, strict=True):
-        tokens = torch.cat(layer).flatten(0, 1)
-        tokens = tokens.to(device_for("float64", tokens.device)).double()
-        values, vectors = torch.linalg.eigh(torch.cov(tokens.T, correction=0).cpu())
+        tokens = torch.cat(layer).flatten(0, 1).cpu().double()
+        values, vectors = torch.linalg.eigh(torch.cov(tokens.T, correction=0))
         directions = vectors.flip(1).T[: numbers - 1]
         largest = directions.abs().argmax(dim=1, keepdim=True)
         lengths = values.flip(0)[: numbers - 1, None].clamp(min=0).sqrt()
         axes = lengths * directions * directions.gather(1, largest).sign()
-        frames.append(torch.cat([tokens.mean(dim=0, keepdim=True).cpu(), axes]))
+        frames.append(torch.cat([tokens.mean(dim=0, keepdim=True), axes]))
     return torch.stack(frames).float()
 
 

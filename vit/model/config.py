@@ -6,19 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vit.settings import (
-    LARGE,
-    Arguments,
-    FractionBelow1,
-    PathName,
-    Positive,
-    Switch,
-    Text,
-    check,
-    divisors,
-    settings,
-    shorten,
-)
+from vit import settings
 
 PATCH_SIZE = 4  # of a model trained from scratch, unless set
 TIMM = "timm:"  # how the name of a model of timm begins
@@ -26,12 +14,12 @@ TIMM = "timm:"  # how the name of a model of timm begins
 NOT_OF_VIT = ("name", "timm_args", "pretrained")
 
 
-@settings("model")
+@settings.group("model")
 class ModelConfig:
     """The model: our Vision Transformer, with timm's parameter names, or any timm model.
 
-    The defaults are the plain Vision Transformer of the paper (arXiv 2010.11929) with the width of
-    ViT-Ti (arXiv 2012.12877) and patches for small images.
+    The defaults are those of the paper (arXiv 2010.11929) with the width of ViT-Ti (arXiv
+    2012.12877) and patches for small images.
 
     Attributes:
         name: which model: vit is ours, which the other keys describe; timm:resnet18 is timm's
@@ -41,8 +29,7 @@ class ModelConfig:
         pretrained: weights to start from: timm:NAME (downloaded, e.g.
             timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
             a folder as timm or transformers saves it, a run folder or model file of this project,
-            or cifar10_quick; the keys below that describe the architecture then come from it; with
-            name=timm:..., weights of that model; null starts from random weights
+            or cifar10_quick; the architecture then comes from it; null starts from random weights
         patch_size: height and width of a patch in pixels; must divide the image size; null is 4, or
             the patch size of the pretrained model, whose patch embedding is otherwise resampled
         stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
@@ -81,74 +68,55 @@ class ModelConfig:
             (docs/variants.md)
     """
 
-    name: Text = "vit"
-    timm_args: Arguments | None = None
-    pretrained: PathName | None = None
+    name: settings.Text = "vit"
+    timm_args: settings.Arguments | None = None
+    pretrained: settings.PathName | None = None
     patch_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
     stem: Literal["linear", "conv"] = "linear"
     embed_dim: Annotated[int, Field(ge=1, le=10_000)] = 192
     depth: Annotated[int, Field(ge=1, le=1000)] = 12
     num_heads: Annotated[int, Field(ge=1, le=1000)] = 3
     head_dim: Annotated[int, Field(ge=1, le=1000)] | None = None
-    mlp_ratio: Positive = 4.0
-    mlp_conv: Switch = False
-    qkv_bias: Switch = True
-    qk_norm: Switch = False
-    init_values: Annotated[float, Field(ge=-LARGE, le=LARGE)] | None = None
-    zero_init: Switch = False
-    class_token: Switch = True
+    mlp_ratio: settings.Positive = 4.0
+    mlp_conv: bool = False
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    init_values: Annotated[float, Field(ge=-settings.LARGE, le=settings.LARGE)] | None = None
+    zero_init: bool = False
+    class_token: bool = True
     reg_tokens: Annotated[int, Field(ge=0, le=1000)] = 0
     global_pool: Literal["token", "avg"] = "token"
     pos_embed: Literal["learned", "sincos", "none"] = "learned"
-    no_embed_class: Switch = False
-    pre_norm: Switch = False
-    fc_norm: Switch | None = None
+    no_embed_class: bool = False
+    pre_norm: bool = False
+    fc_norm: bool | None = None
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
-    drop_rate: FractionBelow1 = 0.0
-    attn_drop_rate: FractionBelow1 = 0.0
-    proj_drop_rate: FractionBelow1 = 0.0
-    drop_path_rate: FractionBelow1 = 0.0
-    attention: Text = "dot"
+    drop_rate: settings.FractionBelow1 = 0.0
+    attn_drop_rate: settings.FractionBelow1 = 0.0
+    proj_drop_rate: settings.FractionBelow1 = 0.0
+    drop_path_rate: settings.FractionBelow1 = 0.0
+    attention: settings.Text = "dot"
 
     def __post_init__(self) -> None:
         if self.name != "vit":
             self._check_timm()
             return
-        allowed = (
-            "null with model.name=vit; or choose a model of timm, e.g. --model.name timm:resnet18"
-        )
-        check(self, "timm_args", self.timm_args is None, allowed)
-        if self.pretrained is not None:
-            return  # until the values of the pretrained model are known, see `adopt`
-        if self.patch_size is None:
+        settings.check(self, "timm_args", self.timm_args is None, "null with model.name=vit")
+        if self.patch_size is None and self.pretrained is None:
             object.__setattr__(self, "patch_size", PATCH_SIZE)
-        width, patch_size = self.embed_dim, self.patch_size or PATCH_SIZE
-        allowed = f"{1 / width:.3g} to {LARGE / width:.3g} with model.embed_dim={width}"
-        check(self, "mlp_ratio", 1 <= self.mlp_ratio * width <= LARGE, allowed)
-        least = patch_size.bit_length()
-        allowed = f"{least} or more with model.stem=conv and model.patch_size={patch_size}"
-        check(self, "embed_dim", self.stem == "linear" or width >= least, allowed)
-        divides = self.head_dim is not None or width % self.num_heads == 0
-        allowed = f"a divisor of model.embed_dim={width}: {divisors(width)}; or set model.head_dim"
-        check(self, "num_heads", divides, allowed)
-        allowed = "avg where model.class_token=false; or set model.class_token=true"
-        check(self, "global_pool", self.class_token or self.global_pool != "token", allowed)
-        divides = self.pos_embed != "sincos" or width % 4 == 0
-        check(self, "embed_dim", divides, "a multiple of 4 with model.pos_embed=sincos")
 
     def _check_timm(self) -> None:
         is_timm = self.name.startswith(TIMM) and self.name != TIMM
         allowed = f"vit, or {TIMM} and a model of timm, such as {TIMM}resnet18"
-        check(self, "name", is_timm, allowed)
+        settings.check(self, "name", is_timm, allowed)
         for field in dataclasses.fields(self):
-            name, value, default = field.name, getattr(self, field.name), field.default
-            if name not in NOT_OF_VIT and value != default:
-                raise ValueError(
-                    f"model.{name}: {shorten(value)} is only for model.name=vit; arguments of "
-                    f"{self.name} go into model.timm_args, e.g. --model.timm_args '{{depth: 4}}'; "
-                    f"if a config file sets it, add --model.{name} {json.dumps(default)}"
+            if field.name not in NOT_OF_VIT and getattr(self, field.name) != field.default:
+                allowed = (
+                    f"{json.dumps(field.default)} with model.name={self.name}, whose arguments go "
+                    "into model.timm_args, e.g. --model.timm_args '{depth: 4}'"
                 )
+                settings.check(self, field.name, False, allowed)
 
     def vit_arguments(self) -> dict[str, Any]:
         """Return the arguments of our VisionTransformer, by name."""

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.hardware import device_for
 from vit.model.tracing import leaf_of_graphs
 
 WHITENING_EPS = 1e-2  # added to the variances, so that near-constant components are not amplified
@@ -119,8 +118,8 @@ def whiten(conv: nn.Conv2d, images: Tensor) -> None:
     patches = F.unfold(images, (rows, columns), stride=conv.stride)
     patches = rearrange(patches, "b d n -> (b n) d")
     covariance = patches.T @ patches / len(patches)
-    solved = torch.linalg.eigh(covariance.to(device_for("eigh", covariance.device)))
-    variances, components = (part.to(covariance.device) for part in solved)
+    # On the CPU, because MPS has no eigh.
+    variances, components = (p.to(conv.weight) for p in torch.linalg.eigh(covariance.cpu()))
     whitening = (components / (variances + WHITENING_EPS).sqrt()).T.flip(0)
     whitening = whitening[: len(conv.weight) // 2]
     both = torch.cat([whitening, -whitening])
@@ -200,7 +199,7 @@ def sincos_pos_embed(grid: tuple[int, int], dim: int) -> Tensor:
         ValueError: dim is not a multiple of 4.
     """
     if dim % 4:
-        raise ValueError(f"dim: {dim} is not a multiple of 4, which sine-cosine positions need")
+        raise ValueError(f"embed_dim: {dim} is not a multiple of 4, as pos_embed=sincos needs")
     frequencies = 10000.0 ** -(torch.arange(dim // 4) / (dim // 4))
     rows, columns = torch.meshgrid(*(torch.arange(n).float() for n in grid), indexing="ij")
     across = columns.flatten()[:, None] * frequencies

@@ -72,8 +72,9 @@ def explain_run(run: str, options: MapsConfig) -> None:
         f"to {folder}/\n"
         f"see these images in the Attention tab of TensorBoard: tensorboard --logdir {folder}"
     )
-    if options.faithfulness_images:
-        count = min(options.faithfulness_images, len(test))
+    unless_given = 0 if options.indices else 500
+    count = min(unless_given if options.faithfulness is None else options.faithfulness, len(test))
+    if count:
         print(f"\nmeasuring faithfulness on {count:,} randomly chosen test images", flush=True)
         chosen = balanced_subset(test.labels, count, options.seed, "eval.faithfulness")
         table = measure_maps(

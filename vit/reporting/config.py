@@ -4,45 +4,31 @@ A field without a default is what the command takes before its flags, such as th
 """
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from vit import settings
 from vit.registry import ALL_KINDS
-from vit.settings import (
-    LARGE,
-    Count,
-    CountOrZero,
-    DeviceName,
-    FractionBelow1,
-    PathName,
-    Precision,
-    Seed,
-    Switch,
-    Text,
-    check,
-    settings,
-)
 
 if TYPE_CHECKING:  # a type checker does not look into the registry
     MapKindName = str
 else:
     MapKindName = Literal[*ALL_KINDS]
-Coverage = Annotated[float, Field(gt=0, lt=1)]
 
 
-@settings("data")
+@settings.group("data")
 class EvalDataConfig:
-    """The test images.
+    """The images.
 
     Attributes:
         root: folder of the data set; null is the run's
     """
 
-    root: PathName | None = None
+    root: settings.PathName | None = None
 
 
-@settings("model")
+@settings.group("model")
 class EvalModelConfig:
     """The model.
 
@@ -50,48 +36,45 @@ class EvalModelConfig:
         attention: FILE.py:NAME of a run whose attention is your own
     """
 
-    attention: tuple[PathName, ...] = ()
+    attention: tuple[settings.PathName, ...] = ()
 
 
-@settings("")
+@settings.group("")
 class EvalConfig:
     """What commands take.
 
     Attributes:
-        data: the test images
-        model: what the model's file does not contain
         out: folder for results; null is eval/ next to the model
         device: device to run on
         precision: precision of matrix products
     """
 
     model: EvalModelConfig = field(default_factory=EvalModelConfig)
-    out: PathName | None = None
-    device: DeviceName = "auto"
-    precision: Precision = "auto"
+    out: settings.PathName | None = None
+    device: settings.DeviceName = "auto"
+    precision: settings.Precision = "auto"
 
 
-@settings("")
+@settings.group("")
 class ImagesConfig(EvalConfig):
-    """What commands that use the test images take.
+    """What commands that use images of the data set take.
 
     Attributes:
         batch_size: images per forward pass
-        probes: number of test images to draw
         seed: random seed for choosing images
     """
 
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
-    batch_size: Count = 500
-    probes: CountOrZero = 8
-    seed: Seed = 0
+    batch_size: settings.Count = 500
+    seed: settings.Seed = 0
 
 
-@settings("")
+@settings.group("")
 class ReportConfig(ImagesConfig):
     """Accuracy and other metrics on the test images, with figures.
 
     Attributes:
+        probes: number of test images to draw
         flip: average the logits of each image and its mirror image
         coverage: fraction of images whose set of classes is to contain the true one, such as 0.9;
             null makes no sets
@@ -100,64 +83,59 @@ class ReportConfig(ImagesConfig):
         corruptions: also classify the images with 15 corruptions at five severities
     """
 
-    flip: Switch = False
-    coverage: Coverage | None = None
-    unfamiliar: PathName | None = None
-    corruptions: Switch = False
+    probes: settings.CountOrZero = 8
+    flip: bool = False
+    coverage: settings.Between0And1 | None = None
+    unfamiliar: settings.PathName | None = None
+    corruptions: bool = False
 
 
-@settings("")
+@settings.group("")
 class MapsConfig(ImagesConfig):
     """Attention maps of test images, and how faithful they are to the model.
 
     Attributes:
-        kinds: kinds of map; null is those of few passes
+        probes: number of test images to draw
+        kinds: kinds of map, or else those of few passes
         indices: which test images to draw, instead of random ones
         target: class to explain; null is the predicted class
         faithfulness: number of test images on which faithfulness is measured; null is 500, or 0
             with --indices
         head_fusion: how rollout combines heads
-        discard_ratio: fraction of the weights that rollout drops
+        discard_ratio: fraction of weights that rollout drops
         start_layer: first layer of rollout, counted from 0
     """
 
-    probes: Count = 8
+    probes: settings.Count = 8
     kinds: tuple[MapKindName, ...] = ()
     indices: tuple[int, ...] = ()
-    target: Text | None = None
-    faithfulness: CountOrZero | None = None
+    target: settings.Text | None = None
+    faithfulness: settings.CountOrZero | None = None
     head_fusion: Literal["mean", "max", "min"] = "mean"
-    discard_ratio: FractionBelow1 = 0.0
-    start_layer: CountOrZero = 0
+    discard_ratio: settings.FractionBelow1 = 0.0
+    start_layer: settings.CountOrZero = 0
 
     def __post_init__(self) -> None:
-        allowed = f"0, or 2 to {LARGE} (a confidence interval needs two), or null"
-        check(self, "faithfulness", self.faithfulness != 1, allowed)
-
-    @property
-    def faithfulness_images(self) -> int:
-        """Number of test images on which the faithfulness of maps is measured; 0 is none."""
-        if self.faithfulness is None:
-            return 0 if self.indices else 500
-        return self.faithfulness
+        allowed = "0, or 2 or more (a confidence interval needs two), or null"
+        settings.check(self, "faithfulness", self.faithfulness != 1, allowed)
 
 
-@settings("")
+@settings.group("")
 class PhotoConfig(EvalConfig):
     """The most probable classes of photos, and a sheet with maps for each.
 
     Attributes:
         photos: image files, or folders of them
-        kinds: kinds of map; null is rollout and lrp_pixels
+        kinds: kinds of map; rollout and lrp_pixels unless given
         target: class to explain; null is the predicted class
     """
 
-    photos: tuple[PathName, ...]
+    photos: tuple[settings.PathName, ...]
     kinds: tuple[MapKindName, ...] = ()
-    target: Text | None = None
+    target: settings.Text | None = None
 
 
-@settings("")
+@settings.group("")
 class PredictConfig(EvalConfig):
     """A table of predictions for image files.
 
@@ -170,48 +148,44 @@ class PredictConfig(EvalConfig):
             null makes no sets
     """
 
-    photos: tuple[PathName, ...]
-    batch_size: Count = 500
-    flip: Switch = False
-    coverage: Coverage | None = None
+    photos: tuple[settings.PathName, ...]
+    batch_size: settings.Count = 500
+    flip: bool = False
+    coverage: settings.Between0And1 | None = None
 
     def __post_init__(self) -> None:
-        check(self, "out", self.out is None or self.out.endswith(".csv"), "a .csv file")
+        settings.check(self, "out", self.out is None or self.out.endswith(".csv"), "a .csv file")
 
 
-@settings("")
+@settings.group("")
 class CompareConfig(ImagesConfig):
     """Accuracy, speed and attention of models on the same test images.
 
     Attributes:
         others: runs, model files or included models to compare with the first
+        probes: number of test images to draw
         corruptions: also compare accuracy with 15 corruptions at five severities
     """
 
-    others: tuple[PathName, ...]
-    corruptions: Switch = False
+    others: tuple[settings.PathName, ...]
+    probes: settings.CountOrZero = 8
+    corruptions: bool = False
 
 
-@settings("")
-class HeadsConfig(EvalConfig):
+@settings.group("")
+class HeadsConfig(ImagesConfig):
     """What the model loses on held-out images when heads are muted.
 
     Attributes:
-        data: the data set of the run
         images: number of held-out images
         pairs: number of the heads that matter most, of which all pairs are muted too
-        batch_size: images per forward pass
-        seed: random seed for choosing images
     """
 
-    data: EvalDataConfig = field(default_factory=EvalDataConfig)
-    images: Annotated[int, Field(ge=2, le=LARGE)] = 500
+    images: Annotated[int, Field(ge=2, le=settings.LARGE)] = 500
     pairs: Annotated[int, Field(ge=0, le=100)] = 8
-    batch_size: Count = 500
-    seed: Seed = 0
 
 
-@settings("")
+@settings.group("")
 class ExportConfig:
     """The model in formats of other programs, or its Attention tab as one file.
 
@@ -226,29 +200,16 @@ class ExportConfig:
     steps: Literal["all", "last"] = "all"
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     model: EvalModelConfig = field(default_factory=EvalModelConfig)
-    out: PathName | None = None
+    out: settings.PathName | None = None
 
 
-class Command(NamedTuple):
-    """A command of eval.py.
-
-    Attributes:
-        config: Its settings.
-        function: Its function in `vit.reporting`, which takes a run and the settings.
-        words: What it takes before its flags, as help texts call it.
-    """
-
-    config: Any
-    function: str
-    words: str = ""
-
-
-COMMANDS = {
-    "report": Command(ReportConfig, "report:evaluate_run"),
-    "maps": Command(MapsConfig, "attention:explain_run"),
-    "photo": Command(PhotoConfig, "photos:classify_photos", "PHOTO ..."),
-    "predict": Command(PredictConfig, "predictions:predict_files", "PHOTO ..."),
-    "heads": Command(HeadsConfig, "heads:measure_run"),
-    "compare": Command(CompareConfig, "comparison:compare_runs", "OTHER ..."),
-    "export": Command(ExportConfig, "export:export_run", "FORMAT ..."),
+# The settings of each command, and its function in `vit.reporting`, which takes a run and these.
+COMMANDS: dict[str, tuple[Any, str]] = {
+    "report": (ReportConfig, "report:evaluate_run"),
+    "maps": (MapsConfig, "attention:explain_run"),
+    "photo": (PhotoConfig, "photos:classify_photos"),
+    "predict": (PredictConfig, "predictions:predict_files"),
+    "heads": (HeadsConfig, "heads:measure_run"),
+    "compare": (CompareConfig, "comparison:compare_runs"),
+    "export": (ExportConfig, "export:export_run"),
 }

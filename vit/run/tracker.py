@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -27,7 +27,7 @@ ROLLOUT_TAG = "attention/rollout/probe_{:02d}"
 CURVES = ("train/", "val/", "test/")
 
 # A number, a picture (height, width, 3) uint8, or anything else for TensorBoard, with its own tag.
-Logged = float | np.ndarray | Summary
+Logged: TypeAlias = float | np.ndarray | Summary
 
 
 def picture_tag(tag: str) -> str:

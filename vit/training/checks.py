@@ -1,6 +1,6 @@
 """What a run is checked for before it reads data or touches its folder.
 
-A timm model is asked itself: it is built on torch's "meta" device, where tensors have shapes but no
+The model is asked itself: it is built on torch's "meta" device, where tensors have shapes but no
 values, so that building it and passing images through it takes no time.
 """
 
@@ -16,6 +16,7 @@ from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
 from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
 from vit.model.variants import check_attention, load_attention
+from vit.model.vit import VisionTransformer
 from vit.registry import OPTIMIZERS
 from vit.settings import check, require, shorten
 from vit.training.config import Config
@@ -28,8 +29,7 @@ def check_config(config: Config) -> None:
     """Check what needs neither data nor run folder; a chosen attention is loaded.
 
     Raises:
-        ValueError: The run is inside the data, a timm model does not fit the run, or the attention
-            cannot be used.
+        ValueError: The run is inside the data, or the model cannot be built for the images.
     """
     out, root = Path(config.out).resolve(), Path(config.data.root).expanduser().resolve()
     if config.data.name == "folder" and out.is_relative_to(root) and not has_parts(root):
@@ -40,13 +40,21 @@ def check_config(config: Config) -> None:
     model = config.model
     if model.name != "vit":
         check_timm(config)
-    elif model.attention != "dot":
+        return
+    images, arguments = config.data.spec, {**model.vit_arguments(), "attention": "dot"}
+    try:
+        with torch.device("meta"):
+            built = VisionTransformer(
+                img_size=images.image_size, in_chans=images.channels, num_classes=CLASSES,
+                **arguments,
+            )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"model.{error}") from None
+    if model.attention != "dot":
         load_attention(model.attention)
-        if model.patch_size is not None:  # otherwise the pretrained model decides
-            prefix = model.class_token + model.reg_tokens
-            patches = math.prod(config.data.spec.image_size) // model.patch_size**2
-            width = model.head_dim or model.embed_dim // model.num_heads
-            check_attention(model.attention, model.num_heads, prefix + patches, width)
+        tokens = built.num_prefix_tokens + built.patch_embed.num_patches
+        width = model.head_dim or model.embed_dim // model.num_heads
+        check_attention(model.attention, model.num_heads, tokens, width)
 
 
 def check_processes(config: Config, processes: int) -> None:

@@ -1,40 +1,19 @@
 """Settings of training, and the whole config of a run; imported without torch.
 
-Each component's settings are next to it: `vit.data.config`, `vit.model.config`. Annotations state
-types and ranges, `__post_init__` the rules between fields. A value that is not allowed raises
-ValueError with one line, wherever the config is made: in Python, from the command line or from a
-model file.
+A value that is not allowed raises ValueError with one line, in Python as on the command line. What
+depends on the model is left to `vit.training.checks`.
 """
 
 import dataclasses
-import math
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from vit import settings
 from vit.data.config import AugmentConfig, DataConfig
 from vit.model.config import ModelConfig
 from vit.registry import OPTIMIZERS
-from vit.settings import (
-    LARGE,
-    AutoOrSwitch,
-    Count,
-    CountOrZero,
-    DeviceName,
-    Fraction,
-    FractionBelow1,
-    NonNegative,
-    PathName,
-    Positive,
-    Precision,
-    Seed,
-    Switch,
-    check,
-    divisors,
-    require,
-    settings,
-)
 
 if TYPE_CHECKING:  # a type checker does not look into the registry
     OptimizerName = str
@@ -42,10 +21,10 @@ else:
     OptimizerName = Literal[*OPTIMIZERS]
 
 # Keys in files of earlier versions.
-RETIRED = {"model": ("attn_kernel",), "train": ("restarts",), "track": ("max_cost",)}
+RETIRED = (("model", "attn_kernel"), ("train", "restarts"), ("track", "max_cost"))
 
 
-@settings("optim")
+@settings.group("optim")
 class OptimConfig:
     """The optimizer, the learning rate schedule and the loss.
 
@@ -70,31 +49,29 @@ class OptimConfig:
     """
 
     name: OptimizerName = "muon"
-    lr: Positive = 2e-3
-    weight_decay: NonNegative = 0.05
-    muon_lr: Positive = 0.02
-    muon_weight_decay: NonNegative = 0.05
-    muon_momentum: FractionBelow1 = 0.85
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    lr: settings.Positive = 2e-3
+    weight_decay: settings.NonNegative = 0.05
+    muon_lr: settings.Positive = 0.02
+    muon_weight_decay: settings.NonNegative = 0.05
+    muon_momentum: settings.FractionBelow1 = 0.85
+    layer_decay: settings.FractionAbove0 | None = None
     schedule: Literal["linear", "cosine"] = "linear"
-    warmup: FractionBelow1 = 0.05
-    label_smoothing: FractionBelow1 = 0.1
-    clip_grad: Positive | None = None
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    warmup: settings.FractionBelow1 = 0.05
+    label_smoothing: settings.FractionBelow1 = 0.1
+    clip_grad: settings.Positive | None = None
+    ema_decay: settings.Between0And1 | None = None
 
 
-@settings("train")
+@settings.group("train")
 class TrainConfig:
     """The training loop.
 
     Attributes:
         epochs: number of passes over the training images
         budget_minutes: training time in minutes, instead of epochs: a short benchmark sets the
-            number of steps; epochs of a second or less make the run longer, because validation and
-            a checkpoint follow each; null trains for the given number of epochs
+            number of steps; null trains for the given number of epochs
         freeze: what is not trained: none trains all parameters; backbone trains only the head
-            (linear probe), with the model in evaluation mode: no dropout or stochastic depth, fixed
-            batch-norm statistics
+            (linear probe), with the model in evaluation mode
         whiten: initialize the first kernels of the stem with the principal components of training
             patches (arXiv 2404.00498)
         small_scale: at first, train on images whose sides are reduced to this fraction, rounded to
@@ -123,33 +100,33 @@ class TrainConfig:
             skipped, before training stops with an error
     """
 
-    epochs: Count = 10
-    budget_minutes: Positive | None = None
+    epochs: settings.Count = 10
+    budget_minutes: settings.Positive | None = None
     freeze: Literal["none", "backbone"] = "none"
-    whiten: Switch = True
-    small_scale: Annotated[float, Field(gt=0, le=1)] = 0.75
-    small_share: Fraction = 0.75
-    batch_size: Count = 128
-    accumulate: Count = 1
-    checkpoint_blocks: Switch = False
-    seed: Seed = 0
-    device: DeviceName = "auto"
+    whiten: bool = True
+    small_scale: settings.FractionAbove0 = 0.75
+    small_share: settings.Fraction = 0.75
+    batch_size: settings.Count = 128
+    accumulate: settings.Count = 1
+    checkpoint_blocks: bool = False
+    seed: settings.Seed = 0
+    device: settings.DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=1000)] | None = None
     parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=LARGE)] = 30.0
-    precision: Precision = "auto"
-    compile: AutoOrSwitch = "auto"
-    max_skipped: Count = 10
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=settings.LARGE)] = 30.0
+    precision: settings.Precision = "auto"
+    compile: settings.AutoOrSwitch = "auto"
+    max_skipped: settings.Count = 10
 
     def __post_init__(self) -> None:
-        allowed = f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}"
-        check(self, "accumulate", self.batch_size % self.accumulate == 0, allowed)
+        allowed = f"a divisor of train.batch_size={self.batch_size}"
+        settings.check(self, "accumulate", self.batch_size % self.accumulate == 0, allowed)
         allowed = "auto or replicate with train.freeze=backbone, where there is little to share"
         shards = self.parallel in ("shard", "hybrid")
-        check(self, "parallel", self.freeze == "none" or not shards, allowed)
+        settings.check(self, "parallel", self.freeze == "none" or not shards, allowed)
 
 
-@settings("track")
+@settings.group("track")
 class TrackConfig:
     """What is logged during training.
 
@@ -162,13 +139,13 @@ class TrackConfig:
             steps; 0 stores none
     """
 
-    every: Count = 50
-    probes: CountOrZero = 8
+    every: settings.Count = 50
+    probes: settings.CountOrZero = 8
     milestones: Annotated[int, Field(ge=1, le=1000)] = 10
-    live_mb: CountOrZero = 20
+    live_mb: settings.CountOrZero = 20
 
 
-@settings("")
+@settings.group("")
 class Config:
     """The training run.
 
@@ -179,8 +156,8 @@ class Config:
             none; on a CPU, runs are reproducible in any case
     """
 
-    out: PathName = "runs/quick"
-    deterministic: Switch = False
+    out: settings.PathName = "runs/quick"
+    deterministic: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -189,34 +166,9 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
 
     def __post_init__(self) -> None:
-        """Check that model and augmentation fit the images of the data set."""
-        has_channels = self.data.channels in (None, 1, 3) or self.data.spec.own_files
-        check(self.data, "channels", has_channels, f"1 or 3 with data.name={self.data.name}")
-        height, width = self.data.spec.image_size
-        patch_size = self.model.patch_size
-        size = f"{height}" if height == width else f"{height}x{width}"
-        common = math.gcd(height, width)
-        is_timm = self.model.name != "vit"
-        # A pretrained model brings its patch size, and a stem that fits it.
-        if self.data.image_size is not None and not is_timm and patch_size is not None:
-            nearest = [patch_size * max(1, round(n / patch_size)) for n in (height, width)]
-            require(
-                common % patch_size == 0,
-                "data.image_size",
-                size,
-                f"a multiple of model.patch_size={patch_size}, e.g. "
-                + " ".join(map(str, nearest[:1] if height == width else nearest)),
-            )
-        divides = is_timm or patch_size is None or common % patch_size == 0
-        allowed = f"a divisor of the image size, {size}: {divisors(common)}"
-        check(self.model, "patch_size", divides, allowed)
-        is_other = self.model.stem == "linear" or self.model.pretrained is not None
-        halves = is_other or patch_size is None or patch_size.bit_count() == 1
-        check(self.model, "patch_size", halves, "a power of two with model.stem=conv")
-        limit = min(height, width) - 1
-        fits = self.augment.crop == "resized" or self.augment.crop_padding <= limit
-        allowed = f"0 to {limit} pixels with images of {size} pixels"
-        check(self.augment, "crop_padding", fits, allowed)
+        least = min(self.data.spec.image_size)
+        fits = self.augment.crop == "resized" or self.augment.crop_padding < least
+        settings.check(self.augment, "crop_padding", fits, f"less than the images' {least} pixels")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -230,8 +182,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
-    for section, retired in RETIRED.items():
+    for section, key in RETIRED:
         if isinstance(part := values.get(section), dict):
-            part = {key: value for key, value in part.items() if key not in retired}
-            values = {**values, section: part}
+            values = {**values, section: {k: v for k, v in part.items() if k != key}}
     return Config(**values)
