@@ -35,6 +35,7 @@ from benchmarks.speed.train_step import repeat_step
 from benchmarks.tables import markdown
 from benchmarks.timing import compare, take_times, take_turns
 from vit.classifier import build_model
+from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
@@ -49,7 +50,6 @@ from vit.reporting.report import write_report
 from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import PLUGIN_NAME, decode_weights, part_of
 from vit.training.build import build_step
-from vit.training.config import Config, TrainConfig
 from vit.training.start import Environment, Run
 from vit.training.train import build_loop
 
@@ -59,7 +59,7 @@ CPU = torch.device("cpu")
 def quick_model() -> VisionTransformer:
     """Build the untrained model of configs/quick.yaml."""
     preprocess = Preprocess.from_config(DataConfig(name="cifar10"))
-    built = build_model(Config().model, preprocess, 10).eval()
+    built = build_model(parse_train([])[0].model, preprocess, 10).eval()
     assert isinstance(built, VisionTransformer)
     return built
 
@@ -116,7 +116,7 @@ def compare_maps(images: Tensor, precision: torch.dtype, rounds: int) -> None:
 
 def measure_logging(precision: torch.dtype, rounds: int) -> None:
     """Print what fraction of the quick run's time its logging takes."""
-    config = Config(train=TrainConfig(device="cpu"))
+    config = parse_train(["--train.device", "cpu"])[0]
     steps = config.train.epochs * (49_000 // config.train.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(config, out=folder)

@@ -1,6 +1,6 @@
 """What users wait for: the start of the commands, and the peak memory of a run.
 
-    python -m benchmarks.speed.startup [--rounds 5] [--root data] [--against CHECKOUT]
+    python -m benchmarks.speed.startup [--rounds 5] [--root data]
 
 Runs whole commands in separate processes, on CIFAR-10, which must be unpacked under --root:
 
@@ -11,9 +11,8 @@ Runs whole commands in separate processes, on CIFAR-10, which must be unpacked u
 4. The report of cifar10_quick on the 10,000 test images.
 5. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
 
-Each is given as wall time and as CPU time, which hardly depends on what else the machine does. With
---against, the commands of another checkout take turns with those of this one, and the ratio of each
-round's CPU times is given. On two idle cores, expect the first step within 4 seconds.
+Each is given as wall time and as CPU time, which hardly depends on what else the machine does. On
+two idle cores, expect the first step within 4 seconds.
 """
 
 import argparse
@@ -33,21 +32,20 @@ from benchmarks.tables import spread
 HERE = Path(__file__).resolve().parents[2]
 
 
-def run(checkout: Path, command: Sequence[str], sign: str | None) -> tuple[float, float]:
+def run(command: Sequence[str], sign: str | None = None) -> tuple[float, float, int]:
     """Run a command to its end, or until it prints a line that begins with `sign`.
 
     Args:
-        checkout: The folder that contains the script.
         command: The script and its arguments.
         sign: Beginning of a line; None means the end of the command.
 
     Returns:
-        Wall time and CPU time, in seconds.
+        Wall time and CPU time, in seconds, and peak resident memory, in bytes.
     """
     script, *arguments = command
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, str(checkout / script), *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     found = sign is None
@@ -61,20 +59,8 @@ def run(checkout: Path, command: Sequence[str], sign: str | None) -> tuple[float
     process.returncode = os.waitstatus_to_exitcode(status)
     if not found or (sign is None and process.returncode):
         raise SystemExit(f"{' '.join(command)} failed, or did not print {sign!r}")
-    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime
-
-
-def peak_memory(command: Sequence[str]) -> int:
-    """Run a command to its end and return its peak resident memory, in bytes."""
-    script, *arguments = command
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments], stdout=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if status:
-        raise SystemExit(f"{' '.join(command)} failed")
-    return usage.ru_maxrss * 1024
+    cpu = usage.ru_utime + usage.ru_stime
+    return time.perf_counter() - start, cpu, usage.ru_maxrss * 1024
 
 
 def main() -> None:
@@ -82,10 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--root", default="data")
-    parser.add_argument("--against", type=Path, help="another checkout to compare with")
     arguments = parser.parse_args()
-    checkouts = [HERE, *([arguments.against] if arguments.against else [])]
-
     with tempfile.TemporaryDirectory() as folder:
         photo, root = f"{folder}/photo.jpg", str(Path(arguments.root).resolve())
         noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
@@ -102,16 +85,10 @@ def main() -> None:
         }  # fmt: skip
         print(f"{arguments.rounds} rounds: median (lowest to highest), seconds")
         for name, (command, sign) in commands.items():
-            rounds = [
-                [run(checkout, command, sign) for checkout in checkouts]
-                for _ in range(arguments.rounds)
-            ]
-            wall, cpu = ([times[0][kind] for times in rounds] for kind in (0, 1))
-            text = f"{name:<20} wall {spread(wall)}   CPU {spread(cpu)}"
-            if arguments.against:
-                text += f"   CPU ratio {spread([one[1] / other[1] for one, other in rounds])}"
-            print(text, flush=True)
-        print(f"{'peak memory':<20}{peak_memory(quick) / 1e9:5.2f} GB")
+            rounds = [run(command, sign) for _ in range(arguments.rounds)]
+            wall, cpu, _ = zip(*rounds, strict=True)
+            print(f"{name:<20} wall {spread(wall)}   CPU {spread(cpu)}", flush=True)
+        print(f"{'peak memory':<20}{run(quick)[2] / 1e9:5.2f} GB")
 
 
 if __name__ == "__main__":
