@@ -35,16 +35,14 @@ def public() -> dict[str, Any]:
 
 def signature(function: Any) -> str:
     """The names, kinds and defaults of parameters: annotations are checked by mypy."""
-    parameters = [
-        parameter.replace(
-            annotation=inspect.Parameter.empty,
-            default=parameter.default
-            if parameter.default is inspect.Parameter.empty or isinstance(parameter.default, PLAIN)
-            else ...,
-        )
-        for parameter in inspect.signature(function).parameters.values()
-    ]
-    return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
+
+    def plain(parameter: inspect.Parameter) -> inspect.Parameter:
+        shown = isinstance(parameter.default, (*PLAIN, type))  # `empty` is a class
+        default = parameter.default if shown else ...
+        return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+
+    parameters = map(plain, inspect.signature(function).parameters.values())
+    return str(inspect.Signature([*parameters])).replace("Ellipsis", "...")
 
 
 def members(kind: type) -> Iterator[str]:

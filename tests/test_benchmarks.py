@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_benchmark_starts(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_ratios_come_from_the_same_round():
+def test_ratios_come_from_the_same_round() -> None:
     """The machine is twice as slow in the second round, which affects both alike."""
     first, second = timing.compare({"a": [1.0, 2.0, 1.0], "b": [0.5, 1.0, 0.4]}).values()
     assert first.speed() == "1.00 x  (1.00 to 1.00)"
@@ -36,26 +37,17 @@ def test_ratios_come_from_the_same_round():
     assert second.cost() == "0.50 x  (0.40 to 0.50)"
     assert second.fraction() == "50.0%  (40.0% to 50.0%)"
     assert second.seconds == 0.5
+    busy = timing.Timing(1.0, 1.2, 1.0, high=1.6)  # rounds may differ by half, and no more
+    assert busy.cost() == "no verdict: the machine is busy, rounds differ by 1.6 x; run again"
 
 
-@pytest.mark.parametrize("text", ["speed", "cost", "fraction"])
-def test_there_is_no_verdict_on_a_busy_machine(text):
-    """Rounds may differ by half, and no more."""
-    calm, busy = (timing.Timing(1.0, 1.2, 1.0, high) for high in (1.5, 1.6))
-    assert "no verdict" not in getattr(calm, text)()
-    assert getattr(busy, text)() == (
-        "no verdict: the machine is busy, rounds differ by 1.6 x; run again"
-    )
+def test_functions_take_turns_after_a_round_of_warm_up() -> None:
+    calls: list[str] = []
+    works = {name: partial(calls.append, name) for name in "ab"}
+    assert list(timing.take_turns(works, rounds=2)) == ["a", "b"] and calls == ["a", "b"] * 3
 
 
-def test_functions_take_turns_after_a_round_of_warm_up():
-    calls = []
-    found = timing.take_turns({name: lambda n=name: calls.append(n) for name in "ab"}, rounds=2)
-    assert calls == ["a", "b"] * 3
-    assert list(found) == ["a", "b"]
-
-
-def test_tables_by_hand():
+def test_tables_by_hand() -> None:
     assert tables.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     assert tables.plus_minus(1.5, 0.25, "+.2f") == "+1.50 ± 0.25"
     assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,31 +141,12 @@ def test_every_entry_names_what_exists() -> None:
         assert issubclass(getattr(torch.optim, optimizer.name), torch.optim.Optimizer)
 
 
-def rows(page: str, heading: str) -> list[str]:
-    """The rows of the table under a heading."""
+@pytest.mark.parametrize(
+    ("page", "heading", "names"),
+    [("data.md", "Data sets", DATASETS), ("attention.md", "Every kind of map", ALL_KINDS)],
+)
+def test_the_docs_list_every_entry(page: str, heading: str, names: dict[str, Any]) -> None:
     section = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"## {heading}\n")[1]
-    return re.findall(r"^\|.*\|$", section.split("\n## ")[0], flags=re.MULTILINE)
-
-
-def test_the_docs_list_every_data_set() -> None:
-    first = [row.split("|")[1] for row in rows("data.md", "Data sets")[2:]]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(DATASETS)
-
-
-def test_the_docs_say_what_the_registry_says_of_maps() -> None:
-    """Which maps are the same for every class, which have signs, and which are references."""
-    found, group = {}, ""
-    for row in rows("attention.md", "Every kind of map")[2:]:
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        if cells[0].startswith("*"):
-            group = cells[0]
-        else:
-            (kind,) = re.findall(r"(?<!\[)`(\w+)`", cells[0])
-            found[kind] = "same for every class" in group, "references" in group, cells[2]
-    assert found.keys() == ALL_KINDS.keys()
-    for kind, (agnostic, reference, unit) in found.items():
-        entry = ALL_KINDS[kind]
-        assert (agnostic, reference) == (not entry.class_specific, not entry.default), kind
-        assert unit.startswith("signed") == entry.signed, kind
-        meanings = {"uniform": "uniform attention", "mean": "mean", "size": "mean"}
-        assert f"1 = {meanings[entry.unit]}" in unit, kind
+    table = re.findall(r"^\|.*\|$", section.split("\n## ")[0], flags=re.MULTILINE)[2:]
+    first = " ".join(row.split("|")[1] for row in table)
+    assert sorted(re.findall(r"(?<!\[)`(\w+)`", first)) == sorted(names)

@@ -158,20 +158,11 @@ def test_wrong_types(file: Path, data: st.DataObject, key: str, in_file: bool) -
     refused(setting(key, value, where), f"error: {key}: ", " is not allowed; ")
 
 
-@fuzz(100)
-@given(st.data(), st.sampled_from(NUMBERS), st.booleans())
-def test_numbers_out_of_range(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
-    endless = [] if int in kinds(TYPES[key]) else [".inf", "-.inf", ".nan", "1e400", "-1e300"]
-    huge = data.draw(st.integers(2**63, 10**90))
-    value = data.draw(st.sampled_from([*endless, str(huge), str(-huge), hex(huge), "9" * 5000]))
-    refused(setting(key, value, file if in_file else None), f"error: {key}: ", " is not allowed; ")
-
-
-def test_every_number_has_its_edges() -> None:
+def test_numbers_out_of_range() -> None:
     edges = {key: values.split() for values, names in EDGES.items() for key in names.split()}
     assert sorted(edges) == NUMBERS
     for key, values in edges.items():
-        for value in values:
+        for value in (*values, "inf", "nan", "1e400", "-1e300", "9" * 5000, hex(2**70)):
             refused([f"--{key}={value}"], f"error: {key}: ", " is not allowed; ")
 
 
@@ -189,30 +180,6 @@ def test_nested_garbage(file: Path, garbage: Any, group: str | None) -> None:
     bad = garbage or {"": garbage}
     file.write_text(json.dumps({group: bad} if group else bad))
     refused(["--config", str(file)], f"error: {group or ''}")
-
-
-# Not null: nothing is allowed where a flag says null that a value is not allowed for.
-EVAL_EDGES = {
-    "report": {"batch_size": ("0", "1000001"), "probes": ("-1", "1000001"), "seed": (str(2**63),)},
-    "maps": {
-        "probes": ("0",),
-        "faithfulness": ("1", "-1", "1000001"),
-        "head_fusion": ("sum", "null", "0"),
-        "discard_ratio": ("-0.1", "1", ".nan", "nan"),
-        "start_layer": ("1.5", "null", "-1", "1000001"),
-        "indices": ("1.5", "3,17", "[3]", "9" * 5000),
-        "device": ("tpu", "7", "null"),
-        "precision": ("float8", "16", "null"),
-    },
-}
-
-
-def test_wrong_values_for_eval() -> None:
-    for command, edges in EVAL_EDGES.items():
-        for key, values in edges.items():
-            for value in ("word", *values):
-                parts = f"{key}: ", value[:60], " is not allowed; "
-                refused(["x", command, f"--{key}", value], *parts, parse=parse_eval)
 
 
 EVAL_TYPES = [(name, key) for name, (config, _) in COMMANDS.items() for key in keys(config)]

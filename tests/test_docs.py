@@ -1,0 +1,97 @@
+"""The documentation: links lead somewhere, here and on the site, and README's code runs."""
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import vit
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/*.ipynb")])
+SITE = runpy.run_path(str(ROOT / "docs/write_site.py"))
+REPOSITORY = "https://example.com/repository"
+
+
+def text_of(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    """Links and pictures of a page, but not those to other sites."""
+    found = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    return [link for link in found if not link.startswith(("https://", "http://", "data:"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere_and_every_picture_is_shown() -> None:
+    shown = set()
+    for page in PAGES:
+        for link in links(page):
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), (page, link)
+            assert not anchor or anchor in anchors(target), (page, link)
+            shown.add(target)
+    assert {*(ROOT / "docs/images").iterdir()} <= shown
+
+
+def test_links_of_the_site_stay_on_it_or_lead_to_the_repository(tmp_path: Path) -> None:
+    SITE["write_pages"](tmp_path, REPOSITORY)
+    pages = sorted(tmp_path.rglob("*.md"))
+    for page in pages:
+        for link in links(page):
+            target = (page.parent / link.partition("#")[0]).resolve() if link[0] != "#" else page
+            assert target.is_file() and target.is_relative_to(tmp_path.resolve()), (page, link)
+    elsewhere = re.findall(rf"\]\({REPOSITORY}/blob/main/([^)#]+)", "".join(map(text_of, pages)))
+    assert {"vit/model/attention.py", "configs"} <= {*elsewhere}
+    assert all((ROOT / path).exists() for path in elsewhere)
+    listed = re.findall(r"^ +- (?:\w+: )?(\S+\.md)", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(page.relative_to(tmp_path).as_posix() for page in pages)
+
+
+def test_notebook_becomes_a_page_with_its_outputs() -> None:
+    outputs = [
+        {"text": ["1\n"]},
+        {"data": {"image/png": ["AB\n", "C="], "text/plain": ["<Figure>"]}},
+        {"data": {"text/plain": ["{2: 3}"]}},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {"cell_type": "code", "source": ["print(1)"], "outputs": outputs},
+    ]
+    assert SITE["notebook_text"]({"cells": cells}).split("\n\n") == [
+        "# Title\ntext",
+        "```python\nprint(1)\n```",
+        "```text\n1\n```",
+        "![what the cell shows](data:image/png;base64,ABC=)",
+        "```text\n{2: 3}\n```\n",
+    ]
+
+
+def test_python_of_readme_runs_and_gives_the_shapes_it_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained: list[vit.Config] = []
+    monkeypatch.setattr(vit, "train", trained.append, raising=False)  # which takes too long here
+    Image.new("RGB", (60, 40), "green").save("photo.jpg")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    stated = 0
+    for statement in re.split(r"\n(?=[^\s)])", code):
+        exec(statement, names)
+        for name, shape in re.findall(r"(\w+) (\([\d, ]+\))", statement.partition("#")[2]):
+            assert tuple(names[name].shape) == eval(shape), statement
+            stated += 1
+    assert stated >= 3 and [config.data.root for config in trained] == ["pictures"]
+    assert [path.name for path in tmp_path.glob("*.png")] == ["explanation.png"]
