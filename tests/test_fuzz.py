@@ -4,7 +4,6 @@ The tests call the functions behind train.py and eval.py; test_cli.py runs the c
 The inputs are the same in every run.
 """
 
-import json
 import typing
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -164,22 +163,6 @@ def test_numbers_out_of_range() -> None:
     for key, values in edges.items():
         for value in (*values, "inf", "nan", "1e400", "-1e300", "9" * 5000, hex(2**70)):
             refused([f"--{key}={value}"], f"error: {key}: ", " is not allowed; ")
-
-
-GARBAGE = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=20,
-)
-
-
-@fuzz(60)
-@given(GARBAGE, st.sampled_from([*GROUPS, None]))
-def test_nested_garbage(file: Path, garbage: Any, group: str | None) -> None:
-    # No short random text is a key; but an empty group sets nothing, and so is no mistake.
-    bad = garbage or {"": garbage}
-    file.write_text(json.dumps({group: bad} if group else bad))
-    refused(["--config", str(file)], f"error: {group or ''}")
 
 
 EVAL_TYPES = [(name, key) for name, (config, _) in COMMANDS.items() for key in keys(config)]

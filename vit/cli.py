@@ -1,10 +1,8 @@
 """The command line: flags and YAML files in, checked configs out.
 
-Every value in a file or a flag is text. Files are merged in the order given, flags go on top
-wherever they appear, and the annotations of the configs convert and check the result once. So a
-range, a default and a description each have one source, and a YAML file can construct nothing.
-
-A user's mistake ends in one line on standard error and exit code 2, not in a traceback.
+Every value in a file or a flag is text. Files are merged in the order given, flags go on top, and
+the annotations of the configs convert and check the result once. A mistake of the user ends in one
+line on standard error and exit code 2.
 """
 
 import argparse
@@ -26,7 +24,7 @@ import yaml
 from vit.console import is_out_of_memory, printable, program, rank
 from vit.recipes import compose, read_config, read_yaml
 from vit.reporting.config import COMMANDS
-from vit.settings import ImageSize, keys, shorten, suggest, unknown
+from vit.settings import ImageSize, keys, shorten, unknown
 from vit.training.config import Config, to_dict
 
 # Errors of torch that a user can fix, by their words, and how.
@@ -106,24 +104,23 @@ def eval_main() -> None:
 
 
 def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
-    """Read the words after train.py: a config, `overwrite` and `allow_changes`.
+    """Read the words after train.py; return a config, `overwrite` and `allow_changes`.
 
     Raises:
         ValueError: A key is not known, or a value is not allowed.
-        SystemExit: `--help` or `--print_config` was given.
     """
-    parser = _Parser(
-        "%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]",
+    about = (
         "Train a Vision Transformer.\n\nDefaults below are those of a setting that no file names. "
-        "Without --config, the recipe quick\nis read, which names many: --print_config shows them.",
+        "Without --config, the recipe quick\nis read, which names many: --print_config shows them."
     )
+    parser = _Parser(usage="%(prog)s [--config FILE] [--GROUP.FIELD VALUE ...]", description=about)
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE",
         help="YAML file or name of a recipe, e.g. shapes; may be repeated: later files override "
         "earlier ones, and flags override files (default: quick)",
     )  # fmt: skip
-    for name, about in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=about)
+    for name, what in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     _add_fields(parser, Config)
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(field.type):
@@ -142,11 +139,10 @@ def parse_train(arguments: Sequence[str]) -> tuple[Config, dict[str, bool]]:
 
 
 def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
-    """Read the words after eval.py: a command, its run folder or model file, and its settings.
+    """Read the words after eval.py; return a command, its run or model file, and its settings.
 
     Raises:
         ValueError: A command or key is not known, or a value is not allowed.
-        SystemExit: `--help` was given.
     """
     words = list(arguments)
     if words[:1] in (["-h"], ["--help"]):
@@ -157,14 +153,15 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
             f"included. Commands, whose settings `{program('eval')} RUN COMMAND --help` lists:\n\n"
         )
         usage = f"%(prog)s RUN [{' | '.join(COMMANDS)}] ..."
-        _Parser(usage, about + "".join(lines)).parse(words)
+        _Parser(usage=usage, description=about + "".join(lines)).parse(words)
     run = words.pop(0) if words and not words[0].startswith("-") else ""
     if run in COMMANDS and not Path(run).exists():  # as in `eval.py maps --help`
         words, run = [run, *words], ""
     name = words.pop(0) if words and not words[0].startswith("-") else "report"
     if name not in COMMANDS:
-        meant = suggest(name, COMMANDS) or f"; it must be one of {', '.join(COMMANDS)}"
-        raise ValueError(f"{shorten(name)}: no such command{meant}")
+        raise ValueError(
+            f"{shorten(name)}: no such command; it must be one of {', '.join(COMMANDS)}"
+        )
     for key in (word[2:].partition("=")[0] for word in words if word.startswith("--")):
         known = {owner: {owner, *keys(config)} for owner, (config, _) in COMMANDS.items()}
         owners = [owner for owner in COMMANDS if RENAMED.get(key, key) in known[owner]]
@@ -172,7 +169,8 @@ def parse_eval(arguments: Sequence[str]) -> tuple[str, str, Any]:
             where = f"{program('eval')} RUN {' or '.join(owners)}"
             raise ValueError(f"{key}: not a setting of {name}, but of {where}")
     config = COMMANDS[name][0]
-    parser = _Parser(f"%(prog)s RUN {name} ... [--FIELD VALUE ...]", _title(config))
+    usage = f"%(prog)s RUN {name} ... [--FIELD VALUE ...]"
+    parser = _Parser(usage=usage, description=_title(config))
     _add_fields(parser, config, short=True)
     given = parser.parse(words)
     if not run:
@@ -187,13 +185,9 @@ def _title(config: Any) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that leaves values to the config, and raises ValueError for a mistake."""
 
-    def __init__(self, usage: str, description: str) -> None:
-        super().__init__(
-            usage=usage,
-            description=description,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def __init__(self, **how: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **how)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(shorten(message.removeprefix("argument "), 200))

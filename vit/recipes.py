@@ -1,7 +1,6 @@
-"""Configs as YAML files: found by path or by the name of a recipe, read as text.
+"""Configs as YAML files: found by path or by the name of a recipe, and read as text.
 
-The loader makes nothing but text, lists and dictionaries; what the text means is decided by the
-annotations of the configs, as for flags.
+What the text means is decided by the annotations of the configs, as for flags.
 """
 
 import dataclasses
@@ -111,14 +110,9 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
 
 
 def at_budget(values: dict[str, Any], minutes: float | None) -> dict[str, Any]:
-    """Return the settings of a file for a run with a time budget.
+    """Return the settings of a file for a time budget, and without `budgets`.
 
-    What changes with the budget stands in the file under `budgets`, by minutes; an entry holds from
-    its number of minutes up to that of the next entry:
-
-        budgets:
-          0: {model: {depth: 3}}
-          2: {}
+    What changes is under `budgets`, by the minutes from which it holds: {0: {model: {depth: 3}}}.
 
     Raises:
         ValueError: `budgets` is not of this form.

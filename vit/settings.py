@@ -72,18 +72,14 @@ def shorten(value: object, length: int = 60) -> str:
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Check a rule for a setting.
-
-    Raises:
-        ValueError: The condition is false; the line names key, value and what is allowed.
-    """
+    """Raise ValueError with key, value and what is allowed if a condition is not met."""
     if not condition:
         given = "null" if value is None else shorten(value) or "''"
         raise ValueError(f"{key}: {given} is not allowed; it must be {allowed}")
 
 
 def check(config: Any, name: str, condition: bool, allowed: str) -> None:
-    """Check a rule for a field of a group of settings; arguments and errors as for `require`."""
+    """Check a rule for a field of a group of settings, as `require`."""
     require(condition, f"{config.group}.{name}".lstrip("."), getattr(config, name), allowed)
 
 
@@ -136,11 +132,7 @@ def _one_line(error: ValidationError, config: Any) -> str:
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
 def group(name: str) -> Callable[[type[T]], type[T]]:
-    """Make a frozen dataclass whose values are checked, with errors that fit on a line.
-
-    Args:
-        name: Its key in a config, which messages begin with; "" for a whole config.
-    """
+    """Make a frozen dataclass whose values are checked; name is its key, or "" for a config."""
 
     def decorate(cls: type[T]) -> type[T]:
         checks = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -1,7 +1,7 @@
 """Settings of the images: the data set and its augmentation; imported without torch."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -10,10 +10,7 @@ from vit.registry import DATASETS, DatasetSpec
 
 STRONGEST = 30  # magnitude of RandAugment
 
-if TYPE_CHECKING:  # a type checker does not look into the registry
-    DataName = str
-else:
-    DataName = Literal[*DATASETS]
+DataName: TypeAlias = Literal[*DATASETS]  # type: ignore[valid-type]
 
 
 @settings.group("data")
@@ -21,35 +18,29 @@ class DataConfig:
     """The data set.
 
     Attributes:
-        name: data set: folder, shards or table are your own images, see root; shapes (drawn on the
-            fly) and digits (needs scikit-learn) need no download
-        root: folder where data sets are stored or downloaded to; with name=folder, shards or table,
-            your images: a folder with train/<class>/ and test/<class>/ or of classes' folders, a
-            folder of tar files, or a CSV file with columns path and label (docs/data.md)
-        test_fraction: with name=folder, shards or table, fraction of each class that is set aside
-            as test images, where these name none; null is 0.2 there
+        name: data set: folder, shards or table are your own images; shapes (drawn on the fly) and
+            digits (needs scikit-learn) need no download
+        root: folder where data sets are stored or downloaded to, or your images: folders of
+            classes, a folder of tar files, or a CSV file (docs/data.md)
+        test_fraction: fraction of each class of your own images that is set aside as test images,
+            where they name none; null is 0.2 there
         download: download the data set if it is not in root
-        image_size: height and width of the model's input in pixels, one number or two (rows and
-            columns), multiples of model.patch_size; null means the data set's own, 32 x 32 for
-            folder, shards and table
-        fit: how an image of another shape becomes image_size: crop cuts off what is left of its
-            longer side, pad shrinks all of it and fills the rest with the mean colour, squash
-            stretches it
+        image_size: height and width of the model's input in pixels, one number or two, multiples
+            of model.patch_size; null means the data set's own, 32 x 32 for your own images
+        fit: how an image of another shape becomes image_size: crop its longer side, pad its shorter
+            side with the mean colour, or squash it
         channels: colour channels of the model's input: 1 is grey, 3 is RGB; null means the data
             set's own, 3 for image files
-        on_bad_image: how to treat an image file that cannot be read: error stops, skip lists it and
-            leaves it out
+        on_bad_image: an image file that cannot be read is an error, or listed and left out (skip)
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
             are decoded in every epoch; null means a quarter of the free memory
-        workers: number of processes that decode image files; 0 decodes them in the main process;
-            null means one per usable core, less one, but none for fewer than 200 files
+        workers: number of processes that decode image files; null means one per usable core, less
+            one, but none for fewer than 200 files
         val_size: number of training images held out for the validation curves, or a fraction of
-            each class, at least one image; 0 holds out none; null is 1000 of a set of at least
-            10000 images, else 0.1
-        train_size: number of training images to use, after the validation images are held out; null
-            uses all of them
-        balance: how to treat classes of different sizes: none; sampler draws every class equally
-            often; loss weights the cross entropy of a class by its inverse frequency
+            each class; null is 1000 of a set of at least 10000 images, else 0.1
+        train_size: number of training images to use of those not held out; null uses all
+        balance: sampler draws classes of different sizes equally often; loss weights the cross
+            entropy of a class by its inverse frequency
     """
 
     name: DataName = "cifar10"
@@ -97,19 +88,16 @@ class AugmentConfig:
     """Augmentation of the training images, drawn for each image separately.
 
     Attributes:
-        crop: random crop: padded shifts the image by up to crop_padding pixels, for small images;
-            resized cuts out a rectangle of random area and shape and resizes it, for photographs
-            (arXiv 1409.4842)
+        crop: padded shifts the image by up to crop_padding pixels; resized cuts out a rectangle of
+            random area and shape and resizes it, for photographs (arXiv 1409.4842)
         crop_padding: with crop=padded, pixels of reflected padding on each side
-        crop_scale: with crop=resized, smallest and largest fraction of the image's area; aspect
-            ratios are 3/4 to 4/3
+        crop_scale: with crop=resized, smallest and largest fraction of the image's area
         flip: flip images horizontally with probability 0.5
         rand_ops: number of RandAugment operations per image (arXiv 1909.13719); 0 disables it
         rand_magnitude: magnitude of the RandAugment operations
         erasing: probability of replacing a random rectangle with noise (arXiv 1708.04896)
         mixup: alpha of mixup (arXiv 1710.09412); 0 disables it
-        cutmix: alpha of CutMix (arXiv 1905.04899); 0 disables it; with both, each image gets one of
-            mixup and CutMix
+        cutmix: alpha of CutMix (arXiv 1905.04899); 0 disables it; with both, an image gets one
         mix_share: fraction of the training steps, counted from the start, that use mixup and CutMix
     """
 

@@ -18,54 +18,45 @@ NOT_OF_VIT = ("name", "timm_args", "pretrained")
 class ModelConfig:
     """The model: our Vision Transformer, with timm's parameter names, or any timm model.
 
-    The defaults are those of the paper (arXiv 2010.11929) with the width of ViT-Ti (arXiv
-    2012.12877) and patches for small images.
+    The defaults are the paper's (arXiv 2010.11929), with ViT-Ti's width and small patches.
 
     Attributes:
-        name: which model: vit is ours, which the other keys describe; timm:resnet18 is timm's
-            resnet18, and so on (docs/timm.md)
-        timm_args: with name=timm:..., arguments of the model by name, such as
-            {depth: 4, embed_dim: 96}; null keeps timm's defaults
+        name: vit is ours, which the other keys describe; timm:resnet18 is timm's (docs/timm.md)
+        timm_args: with name=timm:..., arguments of the model, such as {depth: 4, embed_dim: 96}
         pretrained: weights to start from: timm:NAME (downloaded, e.g.
             timm:vit_small_patch16_224.augreg_in21k), a .safetensors or .pth file with timm's names,
             a folder as timm or transformers saves it, a run folder or model file of this project,
             or cifar10_quick; the architecture then comes from it; null starts from random weights
-        patch_size: height and width of a patch in pixels; must divide the image size; null is 4, or
-            the patch size of the pretrained model, whose patch embedding is otherwise resampled
-        stem: patch embedding: linear is one linear projection, conv a stack of 3x3 convolutions
-            (arXiv 2106.14881)
+        patch_size: side of a patch in pixels, which divides those of images; null is 4, or that of
+            the pretrained model; its patch embedding is resampled for another
+        stem: patch embedding: one linear projection, or a stack of 3x3 convolutions (arXiv
+            2106.14881)
         embed_dim: width of a token
         depth: number of encoder blocks
         num_heads: number of attention heads; 1 is single-head attention
         head_dim: width of an attention head; null means embed_dim / num_heads
         mlp_ratio: hidden width of the MLP divided by embed_dim
-        mlp_conv: add a depthwise 3x3 convolution over neighbouring patches to the MLP
-            (arXiv 2210.05844)
+        mlp_conv: add a depthwise 3x3 convolution over patches to the MLP (arXiv 2210.05844)
         qkv_bias: use a bias in the query, key and value projections
         qk_norm: apply layer norm to queries and keys (arXiv 2302.05442)
         init_values: initial value of layer scale (arXiv 2103.17239); null disables layer scale
         zero_init: initialize the output projections of attention and MLP to zero
         class_token: prepend a learned class token
         reg_tokens: number of register tokens (arXiv 2309.16588)
-        global_pool: input of the classification head: token is the class token, avg the mean of the
-            patch tokens
+        global_pool: input of the head: the class token (token) or the mean of the patches (avg)
         pos_embed: position embedding: learned, sincos (fixed sine and cosine) or none
         no_embed_class: no position embeddings for class token and register tokens
-        pre_norm: apply layer norm before the first encoder block too (arXiv 2103.00020); the linear
-            patch embedding then has no bias
-        fc_norm: apply the last layer norm after pooling instead of before; null means with
-            global_pool=avg
+        pre_norm: apply layer norm before the first encoder block too (arXiv 2103.00020)
+        fc_norm: apply the last layer norm after pooling; null means with global_pool=avg
         norm_eps: epsilon of layer norms
         act_layer: activation of the MLP: gelu, or its approximations gelu_tanh and quick_gelu
         drop_rate: dropout rate before the classification head
         attn_drop_rate: dropout rate of the attention weights
         proj_drop_rate: dropout rate after the projections in attention and MLP
-        drop_path_rate: stochastic depth rate of the last block, increasing linearly from 0 in the
-            first (arXiv 1603.09382)
-        attention: what each attention head computes: dot is that of the paper
-            (arXiv 1706.03762), cosine (arXiv 2111.09883), sigmoid (arXiv 2409.04431), differential
-            (arXiv 2410.05258), or a function of a Python file, my_attention.py:function
-            (docs/variants.md)
+        drop_path_rate: stochastic depth rate of the last block (arXiv 1603.09382), 0 in the first
+        attention: what a head computes: dot (arXiv 1706.03762), cosine (arXiv 2111.09883), sigmoid
+            (arXiv 2409.04431), differential (arXiv 2410.05258), or a function of a Python file,
+            my_attention.py:function (docs/variants.md)
     """
 
     name: settings.Text = "vit"

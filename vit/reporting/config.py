@@ -4,17 +4,14 @@ A field without a default is what the command takes before its flags, such as th
 """
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
 from vit import settings
 from vit.registry import ALL_KINDS
 
-if TYPE_CHECKING:  # a type checker does not look into the registry
-    MapKindName = str
-else:
-    MapKindName = Literal[*ALL_KINDS]
+MapKindName: TypeAlias = Literal[*ALL_KINDS]  # type: ignore[valid-type]
 
 
 @settings.group("data")
@@ -76,10 +73,8 @@ class ReportConfig(ImagesConfig):
     Attributes:
         probes: number of test images to draw
         flip: average the logits of each image and its mirror image
-        coverage: fraction of images whose set of classes is to contain the true one, such as 0.9;
-            null makes no sets
-        unfamiliar: images of no class, to be told from the test images: a folder, a data set such
-            as digits, or noise; null measures nothing
+        coverage: fraction of images whose set of classes is to contain the true one, such as 0.9
+        unfamiliar: images of no class to tell from the test images: a folder, a data set, or noise
         corruptions: also classify the images with 15 corruptions at five severities
     """
 
@@ -144,8 +139,7 @@ class PredictConfig(EvalConfig):
         out: the table, a .csv file; null is eval/photos.csv next to the model
         batch_size: images per forward pass
         flip: average the logits of each image and its mirror image
-        coverage: fraction of images whose set of classes is to contain the true one, such as 0.9;
-            null makes no sets
+        coverage: fraction of images whose set of classes is to contain the true one, such as 0.9
     """
 
     photos: tuple[settings.PathName, ...]

@@ -6,7 +6,7 @@ depends on the model is left to `vit.training.checks`.
 
 import dataclasses
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -15,10 +15,7 @@ from vit.data.config import AugmentConfig, DataConfig
 from vit.model.config import ModelConfig
 from vit.registry import OPTIMIZERS
 
-if TYPE_CHECKING:  # a type checker does not look into the registry
-    OptimizerName = str
-else:
-    OptimizerName = Literal[*OPTIMIZERS]
+OptimizerName: TypeAlias = Literal[*OPTIMIZERS]  # type: ignore[valid-type]
 
 # Keys in files of earlier versions.
 RETIRED = (("model", "attn_kernel"), ("train", "restarts"), ("track", "max_cost"))
@@ -32,20 +29,18 @@ class OptimConfig:
         name: optimizer: adamw for all parameters, or muon for the weight matrices of the encoder
             blocks and adamw for the rest
         lr: peak learning rate of AdamW
-        weight_decay: weight decay of AdamW; norms, biases, tokens and position embeddings are
-            exempt
+        weight_decay: weight decay of AdamW; not of norms, biases, tokens and positions
         muon_lr: peak learning rate of Muon
         muon_weight_decay: weight decay of Muon
         muon_momentum: momentum of Muon
-        layer_decay: factor of the learning rate from one layer to the layer before it, which keeps
-            the first layers of a pretrained model close to what they were (arXiv 2106.08254); null
-            gives all layers the same learning rate
+        layer_decay: factor of the learning rate from a layer to the one before, which keeps the
+            first layers of a pretrained model as they were (arXiv 2106.08254); null is 1
         schedule: shape of the learning rate decay to zero after the warmup
         warmup: fraction of the training steps over which the learning rate rises from zero
         label_smoothing: probability mass of the target that is spread over all classes
         clip_grad: maximum norm of the gradient; null disables clipping
-        ema_decay: decay of the exponential moving average of the weights, which is then the model
-            that is evaluated and saved; null disables averaging
+        ema_decay: decay of a moving average of the weights, which is then evaluated and saved
+            instead; null disables it
     """
 
     name: OptimizerName = "muon"
@@ -68,36 +63,33 @@ class TrainConfig:
 
     Attributes:
         epochs: number of passes over the training images
-        budget_minutes: training time in minutes, instead of epochs: a short benchmark sets the
-            number of steps; null trains for the given number of epochs
-        freeze: what is not trained: none trains all parameters; backbone trains only the head
-            (linear probe), with the model in evaluation mode
+        budget_minutes: training time in minutes, for which a short benchmark sets the number of
+            steps; null trains for the given number of epochs
+        freeze: backbone trains only the head (linear probe), with the model in evaluation mode
         whiten: initialize the first kernels of the stem with the principal components of training
             patches (arXiv 2404.00498)
-        small_scale: at first, train on images whose sides are reduced to this fraction, rounded to
+        small_scale: at first, train on images reduced to this fraction of their sides, rounded to
             whole patches, which is faster; 1 keeps the full size
         small_share: fraction of the training steps that use the smaller images
         batch_size: images per optimizer step; fewer in small sets, so that an epoch uses all
-        accumulate: number of micro-batches that a batch is split into to save memory; with
-            model.stem=conv, batch norm sees one micro-batch at a time
-        checkpoint_blocks: save memory by recomputing the activations of the encoder blocks in the
-            backward pass instead of storing them (arXiv 1604.06174); same gradients, slower steps
+        accumulate: number of micro-batches that a batch is split into, to save memory; batch norm
+            of model.stem=conv sees one at a time
+        checkpoint_blocks: save memory by recomputing activations in the backward pass (arXiv
+            1604.06174); same gradients, slower steps
         seed: random seed; a run with the same seed gives the same result
         device: device to run on; auto chooses a GPU if there is one
         processes: number of processes that share each batch on a CPU; null means one per usable
             core, with at least 32 images each; a run keeps its number when it is resumed
-        parallel: how several processes share the model: replicate keeps a copy in each of them
-            (DistributedDataParallel); shard divides weights and optimizer state among them (FSDP2);
-            hybrid shards within each machine and replicates across machines; auto replicates a
-            model that takes up to half of a GPU's memory and shards a larger one
+        parallel: how processes share the model: replicate keeps a copy in each (DDP); shard
+            divides weights and optimizer state (FSDP2); hybrid shards within each machine; auto
+            shards a model that takes more than half of a GPU's memory
         timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
-        compile: compile the model with torch.compile, which takes half a minute for each image
-            size and makes steps faster; auto compiles where the run is long enough to gain from it
-            and a compiler is installed
+        compile: use torch.compile, which takes half a minute for each image size and makes steps
+            faster; auto does where a run is long enough and there is a compiler
         max_skipped: number of consecutive steps with a non-finite loss or gradient, which are
-            skipped, before training stops with an error
+            skipped, before training stops
     """
 
     epochs: settings.Count = 10
@@ -133,10 +125,9 @@ class TrackConfig:
     Attributes:
         every: number of steps between two points of the training curves
         probes: number of validation images whose attention maps are logged during training
-        milestones: number of steps at which attention is logged: the last, the first, and steps in
-            between that are denser at the start
-        live_mb: megabytes for the model, which the Attention tab can run at the last of these
-            steps; 0 stores none
+        milestones: number of steps at which attention is logged, denser at the start
+        live_mb: megabytes for the model at the last of these steps, which the Attention tab can
+            run; 0 stores none
     """
 
     every: settings.Count = 50
@@ -150,10 +141,10 @@ class Config:
     """The training run.
 
     Attributes:
-        out: folder that the run is written to; where neither --out nor a file names one, runs/ and
-            the name of the data set, or of the folder of images; runs/quick is that of cifar10
-        deterministic: use deterministic algorithms only, and stop with an error where a GPU has
-            none; on a CPU, runs are reproducible in any case
+        out: folder that the run is written to; unless named, runs/ and the data set, or the folder
+            of images; runs/quick for cifar10
+        deterministic: use deterministic algorithms only, on a GPU; on a CPU, runs are reproducible
+            in any case
     """
 
     out: settings.PathName = "runs/quick"
