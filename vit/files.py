@@ -15,11 +15,7 @@ from typing import Any, BinaryIO
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file completely, or leave the old one unchanged.
-
-    Raises:
-        OSError: The file could not be written; no part of it is left behind.
-    """
+    """Write a file completely, or leave the old one unchanged; errors as `open_atomically`."""
     with open_atomically(path) as file:
         file.write(data)
 

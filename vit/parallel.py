@@ -31,14 +31,13 @@ def one_core() -> Iterator[int]:
 def map_on_cores(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
     """Apply a function to items, as many at a time as there are threads.
 
-    At most two items per thread are in memory. Operations of torch run on one core in each thread.
-    Its modes (`no_grad`, autocast) belong to a thread: `work` sets those that it needs.
+    At most two items per thread are in memory. Modes of torch (`no_grad`, autocast) belong to a
+    thread: `work` sets those that it needs.
 
     Args:
-        work: The function; it is called by several threads at once.
+        work: The function; several threads call it at once, and compute on one core each.
         items: The items, which this thread takes from an iterator.
-        threads: Number of threads, at least 1. A single one is the calling thread, in which torch
-            divides operations among the cores as usual.
+        threads: Number of threads; a single one is the calling thread, with all of its cores.
 
     Returns:
         The results in the order of the items.

@@ -15,13 +15,12 @@ class DatasetSpec:
 
     Attributes:
         image_size: Height and width of an image, in pixels.
-        mean: Mean of each channel over the training images, 0 to 1.
-        std: Standard deviation of each channel over the training images, 0 to 1.
-        reader: The function in `vit.data` that finds its images: it takes a `DataConfig` and
-            whether to find the training images rather than the test images, and returns a
-            `vit.data.images.ImageSet`.
-        own_files: Whether the images are files of a user, which may have any number of channels;
-            all other data sets are grey or RGB.
+        mean: Mean of each channel, 0 to 1.
+        std: Standard deviation of each channel, 0 to 1.
+        reader: The function in `vit.data` that takes a `DataConfig` and whether to find training
+            rather than test images, and returns a `vit.data.images.ImageSet`.
+        own_files: Whether the images are files of a user, with any number of channels; all other
+            data sets are grey or RGB.
         drawn: Whether images are drawn; the reader then also takes how many, or None.
         test_included: Whether reading the training images shows that the test images can be read.
     """
@@ -42,11 +41,9 @@ class DatasetSpec:
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# tests/test_datasets.py recomputes the means and standard deviations of cifar10, cifar100, shapes
-# and digits; those of fashion_mnist and svhn are the published ones of their training images. Image
-# files of any size are normalized like ImageNet, so that a model file does not depend on the folder
-# it was trained on, and weights that were trained on ImageNet fit. 64 pixels let a CPU train on
-# photos from scratch.
+# Means and standard deviations are those of the training images. Image files of any size are
+# normalized like ImageNet, so that a model file does not depend on the folder it was trained on,
+# and weights trained on ImageNet fit. 64 pixels let a CPU train on photos from scratch.
 DATASETS = {
     "cifar10": DatasetSpec(
         (32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
@@ -111,17 +108,16 @@ class MapKind:
         exact passes  the same, in float32 whatever the precision
 
     The first three also take `readout` and `num_prefix_tokens`, see
-    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes: one
-    forward, and for gradients and relevance one backward for each class. A map that needs more than
-    weights explains a class.
+    `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes. A map
+    that needs more than weights explains a class.
 
     Attributes:
         title: What it is called in figures and tables.
         function: The function in `vit.explain`, which returns (B, patches) or (B, rows, columns).
         needs: What the function takes.
-        unit: What 1 means on the map, to which values are scaled: for "uniform", what each token
-            gets if all get the same (the function returns fractions of what the head reads); for
-            "mean" the mean (of values that are at least 0), for "size" that of absolute values.
+        unit: What 1 means on the map, to which values are scaled: what each token gets if all get
+            the same (of fractions of what the head reads), the mean (of values that are at least
+            0), or the mean of absolute values ("size").
         signed: Whether it is positive for the class and negative against it.
         default: Whether `eval.py RUN maps` and the Attention tab show it unless told otherwise.
             The tab has no maps that need pixels or passes.
