@@ -124,7 +124,7 @@ def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
         ("predict photo.png --out photo.png/a.csv", "out: photo.png is a file"),
         ("predict photo.png --out other.csv", "out: other.csv exists and is not a table of pre"),
         ("predict photo.png --out own.csv", "out: own.csv exists and is not a table of pre"),
-        ("predict photo.png --target ship", "target: not a setting of predict, but of maps, photo"),
+        ("predict photo.png --target ship", "target: not a setting of predict, but of "),
     ],
 )
 def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):
