@@ -2,9 +2,7 @@
 
 import csv
 import dataclasses
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -40,35 +38,22 @@ def make_pictures(root: Path) -> Path:
 
 
 def rearrange(pictures: Path, layout: str) -> DataConfig:
-    """Describe the pictures in a table, or pack them into tar files."""
+    """Describe the pictures, in a table or as they are."""
     files = [path.relative_to(pictures) for path in sorted(pictures.rglob("*.png"))]
     if layout == "table":
         with (pictures / "labels.csv").open("w", encoding="utf-8") as table:
             csv.writer(table).writerows([["path", "label"], *((f, f.parts[1]) for f in files)])
         return DataConfig(name="table", root=str(pictures / "labels.csv"))
-    if layout != "shards":
-        root = pictures if layout == "parts" else pictures / "train"
-        return DataConfig(name="folder", root=str(root))
-    for number, file in enumerate(files):
-        with tarfile.open(pictures / file.parts[0] / f"{number % 2}.tar", "a") as tar:
-            tar.add(pictures / file, f"{number}.png")
-            label = tarfile.TarInfo(f"{number}.cls")
-            label.size = 1
-            tar.addfile(label, io.BytesIO(str(CLASSES.index(file.parts[1])).encode()))
-    return DataConfig(name="shards", root=str(pictures))
+    return DataConfig(
+        name="folder", root=str(pictures if layout == "parts" else pictures / "train")
+    )
 
 
 def read(path: Path) -> torch.Tensor:
-    """Read the image in a file, or in a tar file as if that were a folder."""
-    if path.parent.suffix == ".tar":
-        with tarfile.open(path.parent) as tar:
-            content = tar.extractfile(path.name)
-            assert content is not None
-            return torch.from_numpy(np.array(Image.open(content))).movedim(-1, 0)
     return torch.from_numpy(np.array(Image.open(path))).movedim(-1, 0)
 
 
-@pytest.mark.parametrize("layout", ["parts", "split", "table", "shards"])
+@pytest.mark.parametrize("layout", ["parts", "split", "table"])
 def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, layout: str) -> None:
     data = rearrange(make_pictures(tmp_path), layout)
     folder = Path(data.root).parent if layout == "table" else Path(data.root)
