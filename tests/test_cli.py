@@ -16,6 +16,7 @@ from command_line import help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
 from vit.data.config import DataConfig
 from vit.model.config import ModelConfig
+from vit.recipes import RECIPES
 from vit.registry import ALL_KINDS
 from vit.reporting.config import (
     COMMANDS,
@@ -33,7 +34,7 @@ from vit.training.config import Config, OptimConfig, from_dict, to_dict
 from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted(RECIPES.glob("*.yaml"))
 
 # What is typed after train.py, and what the one line must name: key, value, what is allowed.
 BAD_FLAGS = [
@@ -256,7 +257,7 @@ def test_every_recipe_is_whole_and_named_after_its_run(file: Path) -> None:
 
 
 def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:
-    quick = yaml.safe_load((ROOT / "configs" / "quick.yaml").read_text())
+    quick = yaml.safe_load((RECIPES / "quick.yaml").read_text())
     assert parse_train([])[0].out == "runs/quick"
     assert parse_train([])[0].model.stem == quick["model"]["stem"] == "conv"
     other = tmp_path / "other.yaml"
