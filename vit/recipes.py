@@ -137,8 +137,7 @@ def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for key, value in part.items():
             if key in GROUPS:
-                given = "a list" if isinstance(value, list) else value  # of any size
-                require(isinstance(value, dict), key, given, "a group of keys with values")
+                require(isinstance(value, dict), key, value, "a group of keys with values")
                 value = {**merged.get(key, {}), **value}
             merged[key] = value
     return merged

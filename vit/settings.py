@@ -71,11 +71,16 @@ def shorten(value: object, length: int = 60) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):  # which may be of any size
+        return "a group of keys" if isinstance(value, dict) else "a list"
+    return "null" if value is None else shorten(value) or "''"
+
+
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raise ValueError with key, value and what is allowed if a condition is not met."""
     if not condition:
-        given = "null" if value is None else shorten(value) or "''"
-        raise ValueError(f"{key}: {given} is not allowed; it must be {allowed}")
+        raise ValueError(f"{key}: {_shown(value)} is not allowed; it must be {allowed}")
 
 
 def check(config: Any, name: str, condition: bool, allowed: str) -> None:
@@ -119,13 +124,8 @@ def _one_line(error: ValidationError, config: Any) -> str:
         return unknown(path, known)
     # What follows the key is the place of an item in its value.
     key = max((key for key in known if f"{path}.".startswith(f"{key}.")), key=len, default=path)
-    value = first["input"]
-    if isinstance(value, dict | list | tuple):  # which may be of any size
-        given = "a group of keys" if isinstance(value, dict) else "a list"
-    else:
-        given = "null" if value is None else shorten(value) or "''"
     problem = first["msg"].replace("Input should", "it must").partition(", unable")[0]
-    return f"{key}: {given} is not allowed; {problem}"
+    return f"{key}: {_shown(first['input'])} is not allowed; {problem}"
 
 
 @typing.dataclass_transform(

@@ -34,8 +34,8 @@ class DataConfig:
         on_bad_image: an image file that cannot be read is an error, or listed and left out (skip)
         memory_gb: memory for images read from files, in GB (10^9 bytes); if they need more, they
             are decoded in every epoch; null means a quarter of the free memory
-        workers: number of processes that decode image files; null means one per usable core, less
-            one, but none for fewer than 200 files
+        workers: number of processes that decode image files, or 0; null means one per usable core,
+            less one, but none for fewer than 200 files
         val_size: number of training images held out for the validation curves, or a fraction of
             each class; null is 1000 of a set of at least 10000 images, else 0.1
         train_size: number of training images to use of those not held out; null uses all
