@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -322,13 +321,3 @@ def test_signals_to_the_whole_group_stop_run_and_workers(pictures: Path, tmp_pat
     assert errors.count("finishing this step") == 1 and "Traceback" not in errors
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-
-
-@pytest.mark.slow
-def test_benchmark_of_data_loading_starts() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.speed.data_loading", "--quick"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "images/s" in done.stdout
-    assert done.stderr == ""

@@ -1,6 +1,6 @@
 """Streaming images from files and tar shards: memory and speed, next to torchvision's DataLoader.
 
-    python -m benchmarks.speed.data_loading [--images 2000 20000] [--workers 2] [--quick]
+    python -m benchmarks.speed.data_loading [--images 2000 20000] [--workers 2]
 
 1. Makes folders of JPEGs of 256 x 256 pixels in a temporary folder: enlarged shapes with noise.
 2. For each folder, in a process of its own: the time to list the files and to check each of them,
@@ -212,10 +212,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[2000, 20_000])
     parser.add_argument("--workers", type=int, default=usable_cores())
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="100 and 200 images, one round")
     arguments = parser.parse_args()
-    counts = [100, 200] if arguments.quick else sorted(arguments.images)
-    rounds = 1 if arguments.quick else arguments.rounds
+    counts, rounds = sorted(arguments.images), arguments.rounds
     cores, workers = usable_cores(), arguments.workers
     print(f"{cores} cores, torch {torch.__version__}, Pillow {PIL.__version__}")
     with tempfile.TemporaryDirectory() as folder:
