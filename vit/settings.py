@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.dataclasses import dataclass
 
 T = TypeVar("T")
@@ -40,15 +40,12 @@ def _rows_and_columns(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1, le=LARGE)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGE)]
-# Whole numbers as int, so that a config keeps 1000 and does not say 1000.0.
-CountOrFraction = Annotated[
-    float, Field(ge=0, le=LARGE), AfterValidator(lambda n: int(n) if n.is_integer() else n)
-]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionAbove0 = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 Between0And1 = Annotated[float, Field(gt=0, lt=1)]
+CountOrFraction = CountOrZero | Between0And1
 Positive = Annotated[float, Field(gt=0, le=LARGE)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGE)]
 AutoOrSwitch = Annotated[

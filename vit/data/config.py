@@ -60,9 +60,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         known = self.test_fraction is None or self.spec.own_files
         settings.check(self, "test_fraction", known, f"null with data.name={self.name}")
-        size = self.val_size
-        is_size = size is None or size < 1 or isinstance(size, int)
-        settings.check(self, "val_size", is_size, "a fraction less than 1, or a whole number")
         has_channels = self.channels in (None, 1, 3) or self.spec.own_files
         settings.check(self, "channels", has_channels, f"1 or 3 with data.name={self.name}")
 
