@@ -56,8 +56,9 @@ def check_run(
     newest = latest_checkpoint(run)
     if newest is None:  # it was stopped before the first checkpoint
         return None
-    # Checkpoints of earlier versions do not identify the code of the attention.
-    began = {"attention_code": environment.get("attention_code"), **newest.environment}
+    # Checkpoints of earlier versions do not identify the code of the attention, or the threads.
+    unknown = {key: environment.get(key) for key in ("attention_code", "threads")}
+    began = {**unknown, **newest.environment}
     before = {**lasting(stored), **{key: began.get(key) for key in environment}}
     given = to_dict(config)
     if config.train.compile == "auto":  # the run goes on as it began

@@ -70,16 +70,16 @@ class Run:
         return Path(self.config.out)
 
     def environment(self) -> dict[str, Any]:
-        """Return what must not change when the run is resumed, besides its config.
-
-        The results also depend on the number of threads, which a resumed run takes over.
-        """
-        return {
+        """Return what must not change when the run is resumed, besides its config."""
+        found = {
             "attention_code": attention_code(self.config.model),
             "processes": self.world.size,
             "device": self.device.type,
             "precision": str(self.precision),
         }
+        if self.device.type == "cpu":  # where sums depend on their number
+            found["threads"] = torch.get_num_threads()
+        return found
 
 
 @contextlib.contextmanager
@@ -114,9 +114,7 @@ def start_run(
             if world.main:
                 stack.enter_context(lock_run(run.folder))
                 checkpoint = check_run(config, overwrite, run.environment(), allow_changes)
-        run = run.starting_from(world.agree(checkpoint), source)
-        keep_threads(run)
-        yield run
+        yield run.starting_from(world.agree(checkpoint), source)
 
 
 @contextlib.contextmanager
@@ -142,17 +140,6 @@ def explained(config: Config, stop: StopRequest) -> Iterator[None]:
             f"and train.accumulate={config.train.accumulate}; lower --train.batch_size, or "
             "raise --train.accumulate to compute each batch in smaller parts"
         ) from None
-
-
-def keep_threads(run: Run) -> None:
-    """Compute on as many threads as the earlier part of the run, so that results are the same."""
-    if run.checkpoint is None or run.device.type != "cpu":
-        return
-    before, now = run.checkpoint.environment, torch.get_num_threads()
-    threads = before.get("threads", now)
-    if before.get("processes") == run.world.size and threads != now:
-        torch.set_num_threads(threads)
-        note(f"a resumed run keeps its number of threads: {threads} per process, not {now}")
 
 
 def on_all_cores(config: Config, overwrite: bool) -> Config:

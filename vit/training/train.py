@@ -13,7 +13,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
 import yaml
 
 from vit.calibration import Calibration
@@ -157,7 +156,6 @@ def build_loop(
         "fingerprint": training.fingerprint,
         "environment": {
             **run.environment(),
-            "threads": torch.get_num_threads(),
             "compiled": step.compiled,
             "steps_per_epoch": schedule.steps_per_epoch,
         },
