@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from small_runs import ROOT, assert_same, command, make_loop, small
@@ -18,7 +17,6 @@ from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
-from vit.model.attention import scaled_dot_product_attention
 from vit.model.vit import VisionTransformer
 from vit.training.config import Config
 from vit.training.train import train
@@ -74,29 +72,6 @@ def test_cpu_and_gpu_agree(name: str) -> None:
     for kind in MAP_KINDS:
         limit = 1e-4 * float(wanted[kind].abs().max())
         torch.testing.assert_close(maps[kind].cpu(), wanted[kind], rtol=0, atol=limit)
-
-
-@pytest.mark.parametrize(("precision", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("shape", [(8, 3, 64, 32), (4, 4, 257, 64), (2, 1, 1024, 16)])
-def test_fused_and_written_attention_agree(
-    shape: tuple[int, ...], precision: torch.dtype, limit: float
-) -> None:
-    exact = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    spread = torch.randn(shape, dtype=torch.float64)
-    expected = scaled_dot_product_attention(*exact)[0]
-    (expected * spread).sum().backward()
-    kernels: list[Any] = [
-        F.scaled_dot_product_attention,
-        lambda *parts: scaled_dot_product_attention(*parts)[0],
-    ]
-    for kernel in kernels:
-        parts = [part.detach().to(GPU, precision).requires_grad_() for part in exact]
-        output = kernel(*parts)
-        (output * spread.to(GPU, precision)).sum().backward()
-        assert distance(output, expected) < limit
-        for part, reference in zip(parts, exact, strict=True):
-            assert part.grad is not None and reference.grad is not None
-            assert distance(part.grad, reference.grad) < 2 * limit
 
 
 def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:

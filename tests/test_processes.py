@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ SHARED = {"data": {"train_size": 240}, "track": SPARING}
 TRIO = {**SHARED, "train": {"batch_size": 48, "processes": 3}}
 
 
-def settings(**train) -> Config:
+def settings(**train: Any) -> Config:
     return Config(train={"device": "cpu", **train})
 
 
@@ -44,11 +45,13 @@ def settings(**train) -> Config:
         ({"processes": 8}, 2, 8),
     ],
 )
-def test_a_process_for_each_core_that_has_enough_to_do(train, cores, count):
+def test_a_process_for_each_core_that_has_enough_to_do(
+    train: dict[str, Any], cores: int, count: int
+) -> None:
     assert choose_processes(settings(**train), None, cores) == count
 
 
-def test_images_that_are_mixed_in_pairs_stay_in_one_process():
+def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
     odd = settings(batch_size=66)
     mixed = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1))
     never = dataclasses.replace(odd, augment=AugmentConfig(mixup=0.1, mix_share=0.0))
@@ -60,19 +63,19 @@ def test_images_that_are_mixed_in_pairs_stay_in_one_process():
         check_processes(config, processes)
 
 
-def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path):
+def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path: Path) -> None:
     config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
     with pytest.raises(ValueError, match=r"batch_size: 12 .* 2 processes .* multiple of 8"):
         check_processes(config, 2)
 
 
-def test_a_run_keeps_its_number_of_processes():
+def test_a_run_keeps_its_number_of_processes() -> None:
     assert choose_processes(settings(), {"train": {"processes": 3}}, 64) == 3
     assert choose_processes(settings(), {"train": {}}, 64) == 1  # of an older version
     assert choose_processes(settings(processes=2), {"train": {"processes": 3}}, 64) == 2
 
 
-def test_an_accelerator_has_one_process(monkeypatch):
+def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit.training.start.choose_device", lambda _: torch.device("cuda"))
     assert choose_processes(settings(), None, 2) == 1
     assert choose_processes(settings(), {"train": {"processes": 2}}, 2) == 1  # begun on a CPU
@@ -80,7 +83,7 @@ def test_an_accelerator_has_one_process(monkeypatch):
         choose_processes(settings(processes=2), None, 2)
 
 
-def test_a_run_keeps_its_number_of_threads(tmp_path):
+def test_a_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     config = small(tmp_path / "run")
     run, how = prepare_run(config, resume=False), begin(config).environment()
     for threads, refused in ((torch.get_num_threads(), False), (64, True)):
@@ -91,7 +94,9 @@ def test_a_run_keeps_its_number_of_threads(tmp_path):
             assert resumed.checkpoint is not None
 
 
-def test_a_restart_by_torchrun_overwrites_nothing(tmp_path, monkeypatch):
+def test_a_restart_by_torchrun_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small(tmp_path / "run")
     (prepare_run(config, resume=False) / "model.safetensors").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -99,7 +104,7 @@ def test_a_restart_by_torchrun_overwrites_nothing(tmp_path, monkeypatch):
         train(config, overwrite=True)
 
 
-def test_openmps_limit_counts(monkeypatch):
+def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cores_to_use() == 1
     for no_limit in ("1000000", "", "0", "many"):
@@ -109,7 +114,7 @@ def test_openmps_limit_counts(monkeypatch):
         assert usable == cores_to_use()
 
 
-def test_processes_that_cannot_train_are_not_started(tmp_path):
+def test_processes_that_cannot_train_are_not_started(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.processes: 2 is not allowed.*null or 1"):
         train(small(tmp_path / "run", train={"processes": 2}))  # Python starts none
     config = small(tmp_path / "run", train={"processes": 1000})
@@ -154,7 +159,9 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_saves_and_the_run_goes_on_bit_for_bit_under_torchrun(trio, tmp_path):
+def test_a_signal_to_one_saves_and_the_run_goes_on_bit_for_bit_under_torchrun(
+    trio: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(command(small(run, **TRIO), tmp_path / "config"))
     wait(lambda: steps_logged(run) >= 6, process)
@@ -178,7 +185,9 @@ def test_a_signal_to_one_saves_and_the_run_goes_on_bit_for_bit_under_torchrun(tr
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(trio, tmp_path):
+def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
+    trio: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     words = command(small(run, **TRIO), tmp_path / "config")
     process = start(words)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,17 +28,19 @@ def soak(*words: str) -> str:
     return done.stdout
 
 
-def test_a_run_killed_three_times_ends_bit_for_bit_as_one_left_alone():
+def test_a_run_killed_three_times_ends_bit_for_bit_as_one_left_alone() -> None:
     assert soak("--kills", "3").startswith("3 kills: ")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
-def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone():
+def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone() -> None:
     """One process is killed, and then both."""
     assert soak("--processes", "2", "--kills", "2").startswith("2 kills, 1 of all 2 processes")
 
 
-def test_an_error_of_one_torchrun_process_ends_all_and_its_line_names_the_file(tmp_path):
+def test_an_error_of_one_torchrun_process_ends_all_and_its_line_names_the_file(
+    tmp_path: Path,
+) -> None:
     for number in range(64):
         path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +63,9 @@ def test_an_error_of_one_torchrun_process_ends_all_and_its_line_names_the_file(t
     assert "torch.distributed.elastic" in errors  # names the process as well
 
 
-def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path, capsys):
+def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         train(small(tmp_path / "run", optim=WILD))
     assert end.value.code == 3
@@ -75,7 +80,7 @@ def test_diverging_run_ends_with_3_and_leaves_finite_checkpoints(tmp_path, capsy
         assert all(tensor.isfinite().all() for tensor in newest.model.values())
 
 
-def test_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path):
+def test_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path) -> None:
     """No file may grow beyond a size, as if the disk were full, for a while."""
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "prlimit"):

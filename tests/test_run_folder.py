@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}
 
 
-def test_lock_keeps_others_out_and_leaves_nothing(tmp_path):
+def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "a" / "b" / "run"
     with lock_run(run):
         refusal = re.escape(f"{run} is being written by another process; ")
@@ -28,7 +29,7 @@ def test_lock_keeps_others_out_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []  # the folders were made for it
 
 
-def test_lock_of_a_dead_process_is_taken_over(tmp_path):
+def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     child = os.fork()
     if not child:
@@ -42,7 +43,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path):
 
 
 @pytest.fixture
-def unfinished(tmp_path) -> Config:
+def unfinished(tmp_path: Path) -> Config:
     """A run that two processes have begun."""
     config = Config(out=str(tmp_path / "run"))
     prepare_run(config, resume=False)
@@ -52,7 +53,7 @@ def unfinished(tmp_path) -> Config:
     return config
 
 
-def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinished):
+def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinished: Config) -> None:
     found = check_run(unfinished, overwrite=False, environment=HOW)
     assert found is not None and found.step == 7
     changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
@@ -69,7 +70,7 @@ def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinish
     assert list((run / "checkpoints").iterdir())
 
 
-def test_config_says_what_earlier_steps_were_trained_with(unfinished):
+def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) -> None:
     changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
     prepare_run(changed, resume=True, step=7)
     run = prepare_run(changed, resume=True, step=8)  # nothing has changed
@@ -83,7 +84,7 @@ def test_config_says_what_earlier_steps_were_trained_with(unfinished):
     assert not (run / "config.yaml").read_text().startswith("#")
 
 
-def test_run_of_a_version_without_a_key_is_resumed(unfinished):
+def test_run_of_a_version_without_a_key_is_resumed(unfinished: Config) -> None:
     file = Path(unfinished.out) / "config.yaml"
     values = yaml.safe_load(file.read_text())
     del values["train"]["freeze"], values["optim"]["layer_decay"]
@@ -91,7 +92,7 @@ def test_run_of_a_version_without_a_key_is_resumed(unfinished):
     assert check_run(unfinished, overwrite=False, environment=HOW) is not None
 
 
-def test_finished_run_is_refused(unfinished):
+def test_finished_run_is_refused(unfinished: Config) -> None:
     (Path(unfinished.out) / "model.safetensors").touch()
     with pytest.raises(ValueError, match=r"finished run; .* --model\.pretrained "):
         check_run(unfinished, overwrite=False, environment=HOW, allow_changes=True)
@@ -107,8 +108,8 @@ def test_finished_run_is_refused(unfinished):
     ],
 )  # fmt: skip
 def test_other_data_or_another_model_is_refused_even_if_changes_are_allowed(
-    unfinished, group, changes
-):
+    unfinished: Config, group: str, changes: dict[str, Any]
+) -> None:
     other = replace(unfinished, **{group: replace(getattr(unfinished, group), **changes)})
     (key,) = changes
     words = rf"an unfinished run with other data .*\({group}\.{key}: "

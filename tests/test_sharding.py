@@ -209,12 +209,6 @@ def test_a_damaged_checkpoint_is_passed_over(
         latest_checkpoint(tmp_path / "run")
 
 
-def test_how_a_model_is_shared() -> None:
-    for choice, size in (("auto", 1), ("auto", 4), ("shard", 1), ("replicate", 4)):
-        assert not shards(choice, World(0, size), CPU, 10**9)  # type: ignore[arg-type]
-    assert shards("shard", World(0, 4), CPU, 10)
-
-
 def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Module:
         @staticmethod
@@ -223,8 +217,13 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
     monkeypatch.setattr(World, "agree", lambda _, choice: choice)  # the other process is not there
-    for num_weights, expected in ((10**9, False), (3 * 10**9, True)):
-        assert shards("auto", World(0, 2), torch.device("cuda"), num_weights) == expected
+    gpu = torch.device("cuda")
+    assert not shards("auto", World(0, 2), gpu, 10**9) and shards(
+        "auto", World(0, 2), gpu, 3 * 10**9
+    )
+    assert not shards("auto", World(0, 2), CPU, 3 * 10**9)
+    assert shards("shard", World(0, 2), CPU, 10) and not shards("shard", World(0, 1), CPU, 10)
+    assert not shards("replicate", World(0, 2), gpu, 3 * 10**9)
 
 
 def train_in_bfloat16(world: World, config: Config, losses: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from vit.distributed.world import World
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def ended_child(work) -> int:
+def ended_child(work: Callable[[], object]) -> int:
     """Fork, call a function in the child, and return how the child ended."""
     child = os.fork()
     if not child:
@@ -24,7 +25,9 @@ def ended_child(work) -> int:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_only_noted_while_steps_are_made(number, capfd):
+def test_a_signal_is_only_noted_while_steps_are_made(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
         assert not stop.agreed(World())
@@ -40,7 +43,7 @@ def test_a_signal_is_only_noted_while_steps_are_made(number, capfd):
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step():
+def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -> None:
     class Reducing(World):
         def largest(self, values: torch.Tensor) -> torch.Tensor:
             if not request.signal:
@@ -53,7 +56,7 @@ def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step():
         assert request.signal == signal.SIGTERM
 
 
-def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch):
+def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -61,7 +64,7 @@ def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch):
         assert stop.signal == signal.SIGINT
 
 
-def test_forked_workers_leave_signals_to_their_parent(capfd):
+def test_forked_workers_leave_signals_to_their_parent(capfd: pytest.CaptureFixture[str]) -> None:
     with stop_on_signals() as stop, stop.deferred():
         assert ended_child(lambda: os.kill(os.getpid(), signal.SIGINT)) == 0
         assert stop.signal == 0
@@ -69,7 +72,7 @@ def test_forked_workers_leave_signals_to_their_parent(capfd):
 
 
 @pytest.mark.parametrize("second", SIGNALS)
-def test_a_second_signal_ends_the_process(second):
+def test_a_second_signal_ends_the_process(second: signal.Signals) -> None:
     def interrupted() -> None:
         with stop_on_signals() as stop, stop.deferred():
             os.kill(os.getpid(), signal.SIGINT)
