@@ -140,7 +140,7 @@ def run(config: Config, stop_at: int = 0) -> Result:
     out, stop = Path(config.out), StopAt(stop_at)
     out.mkdir(exist_ok=True)
     tracker = Tracker(out, max(checkpoint_steps(out), default=0))
-    loop = make_loop(config, tracker, stop)
+    loop = make_loop(config, tracker, stop=stop)
     stop.state = loop.step.state
     try:
         loop.run()

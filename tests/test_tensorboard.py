@@ -17,7 +17,7 @@ if chromium is None:
 
 from playwright.sync_api import Locator, Page, expect, sync_playwright  # noqa: E402
 
-from vit.run.tracker import milestones  # noqa: E402
+from vit.run.tracker import Tracker, milestones  # noqa: E402
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -82,7 +82,13 @@ def loaded(card: Locator) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("tag", "width"), [("vit/attention/rollout/probe_07", 706), ("vit/attention/filmstrip", 834)]
+    ("tag", "width"),
+    [
+        ("vit/attention/rollout/probe_00", 706),
+        ("vit/attention/rollout/probe_07", 706),
+        ("vit/attention/filmstrip", 834),
+        ("vit/attention/heads/probe_00", 620),
+    ],
 )
 def test_picture_is_on_the_page_and_the_slider_changes_it(page, address, tag, width):
     card = picture(page, address, tag)
@@ -100,3 +106,26 @@ def test_picture_is_on_the_page_and_the_slider_changes_it(page, address, tag, wi
         expect(card).to_contain_text(re.compile(rf"step\s+{step}\b"))
         seen.add(loaded(card)[1])
     assert len(seen) == 3
+
+
+def test_hparams_open_with_the_columns_in_which_runs_differ(page, tmp_path):
+    for number, rate in enumerate((0.25, 0.125)):
+        run = tmp_path / f"run_{number}"
+        run.mkdir()
+        tracker = Tracker(run)
+        tracker.scalars(1, {"test/accuracy": 0.5 + rate, "train/loss": rate})
+        same = {f"augment.key_{key}": 1.0 for key in range(9)}
+        tracker.hyperparameters({**same, "optim.lr": rate, "train.seed": number})
+        tracker.close()
+    with serve(tmp_path) as address:
+        page.goto("about:blank")
+        page.goto(f"{address}/#hparams")
+        row = page.locator("vaadin-grid, tf-hparams-table-view").first
+        expect(row).to_be_visible(timeout=WAIT)
+        checked = page.locator("tf-hparams-query-pane paper-checkbox[checked]")
+        expect(checked.first).to_be_visible(timeout=WAIT)
+        names = [" ".join(text.split()) for text in checked.all_inner_texts()]
+        assert names[:2] == ["optim.lr", "train.seed"]
+        assert "test/accuracy" in names
+        for value in ("0.25000", "0.12500", "0.75000", "0.62500"):
+            expect(page.get_by_text(value).first).to_be_visible()

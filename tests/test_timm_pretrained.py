@@ -274,21 +274,6 @@ def test_checkpointing_is_refused_where_timm_does_not_offer_it(name: str) -> Non
         check_config(run)
 
 
-@pytest.mark.parametrize("name", ["volo_d1_224", "deit_tiny_distilled_patch16_224"])
-def test_a_head_that_timm_does_not_name_cannot_stay_random(name: str) -> None:
-    """VOLO adds the logits of a second head, which a frozen backbone would never train."""
-    run = from_dict({
-        "model": {"name": f"timm:{name}"}, "optim": {"name": "adamw"},
-        "data": {"name": "shapes", "image_size": 224},
-        "train": {"freeze": "backbone", "small_share": 0, "whiten": False},
-    })  # fmt: skip
-    if name != "volo_d1_224":
-        check_config(run)
-        return
-    with pytest.raises(ValueError, match=r"^train\.freeze: backbone .* must be none with model"):
-        check_config(run)
-
-
 @pytest.mark.slow
 def test_a_run_starts_from_another_run_and_never_needs_it_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
