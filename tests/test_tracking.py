@@ -9,10 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import metadata
 
 from vit.run.tracker import ROLLOUT_TAG, Tracker, milestones
@@ -118,48 +114,27 @@ def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
 
 
 def test_full_disk_ends_nothing_and_metrics_catch_up(tmp_path, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
     tracker = Tracker(tmp_path)
     tracker.scalars(1, {"train/loss": 1.0})
     tracker.flush()
     file, tracker._metrics = tracker._metrics, open("/dev/full", "ab", buffering=0)  # noqa: SIM115, PTH123
-    tracker.scalars(2, {"train/loss": 2.0})
-    with pytest.raises(OSError, match="No space left"):
-        tracker.flush()
+    tracker._writer._get_file_writer().add_event = full
+    for step in (2, 3):
+        tracker.scalars(step, {"train/loss": float(step)})
+        tracker.show(step, "picture", draw_picture(step))
+        with pytest.raises(OSError, match="No space left"):
+            tracker.flush()  # after which TensorBoard has a new file
     tracker._metrics.close()
     tracker._metrics = file
-    tracker.scalars(3, {"train/loss": 3.0})
-    tracker.close()
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
-
-
-def test_summaries_are_read_back_and_a_full_disk_ends_nothing(tmp_path, capsys):
-    record = Summary(value=[summary_value("one", b"bytes"), summary_value("two", b"more")])
-    tracker = Tracker(tmp_path)
-    tracker.show(3, "", record)
-    tracker.flush()
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    tracker._writer._get_file_writer().add_event = full
-    tracker.show(4, "", record)
-    tracker.flush()
-    tracker.show(5, "", record)
+    tracker.scalars(4, {"train/loss": 4.0})
     tracker.close()
     assert capsys.readouterr().err.count("TensorBoard misses points") == 1
-    events = read_events(tmp_path)
-    for tag, content in (("one", b"bytes"), ("two", b"more")):
-        found = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
-        assert found == [(3, content), (5, content)]
-
-
-def summary_value(tag: str, content: bytes) -> Summary.Value:
-    plugin = SummaryMetadata.PluginData(plugin_name="some")
-    return Summary.Value(
-        tag=tag,
-        metadata=SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_TENSOR),
-        tensor=TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=TensorShapeProto()),
-    )
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 3, 4]
+    assert [event.step for event in read_events(tmp_path).Images("vit/picture")] == [3]
 
 
 def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):
