@@ -25,7 +25,7 @@ from vit.run.checkpoint import (
 )
 from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.training.compile import missing_tool
-from vit.training.config import Config
+from vit.training.config import Config, from_dict
 from worlds import in_world, keep_losses, loop_of, with_parallel
 
 CPU = torch.device("cpu")
@@ -224,6 +224,10 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
     assert not shards("auto", World(0, 2), CPU, 3 * 10**9)
     assert shards("shard", World(0, 2), CPU, 10) and not shards("shard", World(0, 1), CPU, 10)
     assert not shards("replicate", World(0, 2), gpu, 3 * 10**9)
+
+
+def test_a_hybrid_run_of_an_earlier_version_loads() -> None:
+    assert from_dict({"train": {"parallel": "hybrid"}}).train.parallel == "shard"
 
 
 def train_in_bfloat16(world: World, config: Config, losses: Path) -> None:
