@@ -223,7 +223,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
     config = small(tmp_path / "run", **BARE)
     (tmp_path / "run").mkdir()
     loop = make_loop(config)
-    tried, save = list[int](), loop.save
+    tried, save = list[int](), loop.write_checkpoint
 
     def full() -> None:
         tried.append(loop.step.state.step)
@@ -231,7 +231,7 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
             raise OSError(28, "No space left on device")
         save()
 
-    loop.save, loop.tracker = full, Tracker(tmp_path / "run")
+    loop.write_checkpoint, loop.tracker = full, Tracker(tmp_path / "run")
     loop.run()
     loop.tracker.close()
     assert tried == [5, 10, 15] and checkpoint_steps(tmp_path / "run") == [15]

@@ -154,7 +154,7 @@ def test_another_number_of_processes_goes_on(saved: Path, tmp_path: Path) -> Non
 def fill_up_a_disk(world: World, config: Config) -> None:
     """Train while one process can write no more than a few bytes, and then with more room."""
     loop = loop_of(config, world)
-    save = loop.save
+    save = loop.write_checkpoint
 
     def limited() -> None:
         small_disk = world.rank == 1 and loop.step.state.step < 12
@@ -162,7 +162,7 @@ def fill_up_a_disk(world: World, config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         save()
 
-    loop.save = limited
+    loop.write_checkpoint = limited
     loop.run()
 
 

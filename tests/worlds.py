@@ -62,7 +62,7 @@ def loop_of(
 
 def keep_losses(loop: Loop) -> dict[int, Tensor]:
     """Return a dictionary that gets the loss of every step, by the number of steps before it."""
-    losses, save = dict[int, Tensor](), loop.save
+    losses, save = dict[int, Tensor](), loop.write_checkpoint
 
     def keep() -> None:
         points = loop.step.state.points
@@ -70,7 +70,7 @@ def keep_losses(loop: Loop) -> dict[int, Tensor]:
         losses.update({first + number: point[0] for number, point in enumerate(points)})
         save()
 
-    loop.save = keep
+    loop.write_checkpoint = keep
     return losses
 
 

@@ -36,7 +36,7 @@ class Loop:
         training: The training images; in memory, they are on the device.
         evaluators: What to measure and draw; each knows the steps after which it runs.
         tracker: Logs numbers, pictures and summaries; None in all processes but the main one.
-        save: Writes a checkpoint; called after each epoch and when stopping.
+        write_checkpoint: Called after each epoch and when stopping.
         stop: Asked after each step whether a signal has arrived.
         log_every: Steps between two points of the training curves.
         max_skipped: Consecutive skipped steps after which the run gives up.
@@ -47,7 +47,7 @@ class Loop:
     training: ImageSet
     evaluators: Sequence[Evaluator]
     tracker: Tracker | None
-    save: Callable[[], None]
+    write_checkpoint: Callable[[], None]
     stop: StopRequest
     log_every: int
     max_skipped: int
@@ -196,7 +196,7 @@ class Loop:
         if diverged:
             raise Diverged(diverged_text(state, "weights"))
         if not failed:
-            self._write("the checkpoint", self.save)
+            self._write("the checkpoint", self.write_checkpoint)
 
     def _write(self, what: str, write: Callable[[], None]) -> bool:
         """Write something; return whether that succeeded."""

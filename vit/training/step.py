@@ -83,7 +83,9 @@ class TrainingStep:
         step = self.state.step
         inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
-        torch.manual_seed(fold_in(self._process_seed(), "dropout", step))  # of a model of timm
+        # For dropout in a timm model. The first process has the seed of a single-process run.
+        seed = fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed
+        torch.manual_seed(fold_in(seed, "dropout", step))
         return self.update(inputs, targets)
 
     def inputs(self, training: ImageSet) -> ImageSet:
@@ -179,7 +181,3 @@ class TrainingStep:
         """Return the keys of the step for dropout in this process's images, (count,) int64."""
         seed = fold_in(self.seed, "dropout", self.state.step)
         return image_keys(seed, self.world.rank * count, count, device)
-
-    def _process_seed(self) -> int:
-        """Return the seed of this process; the first one uses that of a single-process run."""
-        return fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed

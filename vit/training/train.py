@@ -162,7 +162,7 @@ def build_loop(
     }
     return Loop(
         step, training, evaluators, tracker,
-        save=partial(save_state, run.folder, step.state, about, run.world),
+        write_checkpoint=partial(save_state, run.folder, step.state, about, run.world),
         stop=run.stop,
         log_every=config.track.every,
         max_skipped=config.train.max_skipped,
