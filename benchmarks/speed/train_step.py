@@ -33,13 +33,11 @@ from torch import Tensor, nn
 from benchmarks.timing import Clock, take_turns, timed
 from vit.cli import parse_train
 from vit.data.images import ImageSet
-from vit.distributed.stop import StopRequest
-from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.training.build import build_step, mean_step_seconds
 from vit.training.config import Config
-from vit.training.start import Environment, Run
+from vit.training.start import Run
 from vit.training.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -205,8 +203,8 @@ def make_step(config: Config) -> tuple[TrainingStep, ImageSet]:
     """Build the training step of a config, and images of random pixels for it."""
     pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
-    env = Environment(CPU, choose_precision("auto", CPU), World(), StopRequest())
-    return build_step(Run.begin(config, env), images), images
+    run = Run.begin(config, CPU, choose_precision("auto", CPU))
+    return build_step(run, images), images
 
 
 def repeat_step(

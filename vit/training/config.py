@@ -81,8 +81,8 @@ class TrainConfig:
         processes: number of processes that share each batch on a CPU; null means one per usable
             core, with at least 32 images each; a run keeps its number when it is resumed
         parallel: how processes share the model: replicate keeps a copy in each (DDP); shard
-            divides weights and optimizer state (FSDP2); hybrid shards within each machine; auto
-            shards a model that takes more than half of a GPU's memory
+            divides weights and optimizer state (FSDP2); auto shards a model that takes more than
+            half of a GPU's memory
         timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
@@ -104,7 +104,7 @@ class TrainConfig:
     seed: settings.Seed = 0
     device: settings.DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=1000)] | None = None
-    parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
+    parallel: Literal["auto", "replicate", "shard"] = "auto"
     timeout_minutes: Annotated[float, Field(ge=0.01, le=settings.LARGE)] = 30.0
     precision: settings.Precision = "auto"
     compile: settings.AutoOrSwitch = "auto"
@@ -114,8 +114,8 @@ class TrainConfig:
         allowed = f"a divisor of train.batch_size={self.batch_size}"
         settings.check(self, "accumulate", self.batch_size % self.accumulate == 0, allowed)
         allowed = "auto or replicate with train.freeze=backbone, where there is little to share"
-        shards = self.parallel in ("shard", "hybrid")
-        settings.check(self, "parallel", self.freeze == "none" or not shards, allowed)
+        replicates = self.freeze == "none" or self.parallel != "shard"
+        settings.check(self, "parallel", replicates, allowed)
 
 
 @settings.group("track")
@@ -176,4 +176,6 @@ def from_dict(values: dict[str, Any]) -> Config:
     for section, key in RETIRED:
         if isinstance(part := values.get(section), dict):
             values = {**values, section: {k: v for k, v in part.items() if k != key}}
+    if isinstance(train := values.get("train"), dict) and train.get("parallel") == "hybrid":
+        values = {**values, "train": {**train, "parallel": "shard"}}
     return Config(**values)
