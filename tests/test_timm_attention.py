@@ -39,18 +39,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "`vit_dwee_*`, `vit_dlittle_*`": (
         {"model_name": "vit_dwee_patch16_reg1_gap_256", "patch_size": 8},
     ),
-    "`naflexvit_*`, and `vit_*` with `use_naflex`, for images of one size": (
-        {"model_name": "naflexvit_base_patch16_gap", "patch_size": 8},
-    ),
-    "the same with `rope_type`": (
-        {"model_name": "naflexvit_base_patch16_gap", "patch_size": 8, "rope_type": "mixed"},
-        {
-            "model_name": "naflexvit_base_patch16_gap",
-            "patch_size": 8,
-            "rope_type": "axial",
-            "attn_gated": True,
-        },
-    ),
     "EVA-02, DINOv3, `eva_giant_*`": (
         {"model_name": "eva02_tiny_patch14_224", "patch_size": 8},
         {"model_name": "eva02_base_patch14_224", **ROTARY, "scale_attn_inner": True},
@@ -80,7 +68,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"global_pool": "map", "class_token": False, "scale_mlp_norm": True},
     {"block_fn": vits.ResPostBlock, "init_values": 0.5, "dynamic_img_size": True},
     {"model_name": "deit_tiny_distilled_patch16_224"},
-    {"use_naflex": True},
 ]
 PLAIN = {"model_name": "vit_tiny_patch16_224", "patch_size": 8}
 MODELS = [model for models in FAMILIES.values() for model in models]

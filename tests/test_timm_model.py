@@ -16,19 +16,15 @@ from small_runs import CPU, make_loop, make_state
 from vit.classifier import Classifier, build_model
 from vit.cli import parse_train
 from vit.data.config import DataConfig
-from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Stopped, StopRequest
-from vit.evaluation import mcnemar
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.embed import whiten
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
-from vit.model_file import load_model
 from vit.reporting.attention import explain_run
-from vit.reporting.comparison import compare_runs
-from vit.reporting.config import CompareConfig, MapsConfig, PhotoConfig, ReportConfig
+from vit.reporting.config import MapsConfig, PhotoConfig, ReportConfig
 from vit.reporting.photos import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config
@@ -41,7 +37,6 @@ SIZES = {"img_size": 32, "num_classes": 5}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 RESNET = {"model": {"name": "timm:test_resnet"}, "optim": {"name": "adamw"}}
 VIT = {"model": {"name": "timm:vit_tiny_patch16_224", "timm_args": TINY}}
-OTHER = {"model": {"embed_dim": 24, "depth": 1, "patch_size": 8}}
 NO_MAPS = "attention maps are not available for test_resnet: they need one sequence of tokens"
 
 
@@ -85,8 +80,7 @@ def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
         torch.testing.assert_close(maps[kind], ours_maps[kind], rtol=1e-3, atol=1e-3, msg=kind)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos"])
-def test_models_without_timms_attention_have_no_maps(name: str) -> None:
+def test_models_without_timms_attention_have_no_maps(name: str = "test_vit_relpos") -> None:
     model = build_timm_model(f"timm:{name}", {}, (32, 32), 3, 5).eval()
     classifier = Classifier(model, SHAPES, tuple("abcde"), torch.device("cpu"), torch.float32)
     assert not classifier.has_maps
@@ -114,11 +108,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
     ("model", "words"),
     [
         ({"name": "resnet18"}, "model.name: resnet18 is not allowed; it must be vit, or timm: and"),
-        (
-            {"name": "timm:resnet81"},
-            r"model.name: timm:resnet81 is not a model of timm .*timm:resn",
-        ),
-        ({"name": "timm:test_vit.r160_in1k"}, "did you mean timm:test_vit"),
+        ({"name": "timm:test_vit.r160_in1k"}, "not a model of timm .*did you mean timm:test_vit"),
         ({"name": "timm:hf-hub:a/b"}, "model.name: timm:hf-hub:a/b is not a model of timm"),
         (
             {"name": "timm:test_resnet", "drop_path_rate": 0.1},
@@ -126,23 +116,14 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ),
         ({"timm_args": {"depth": 3}}, "model.timm_args: .* must be null with model.name=vit"),
         ({"timm_args": "text"}, "model.timm_args: 'text' is not allowed; it must be arguments by"),
-        ({"timm_args": {3: 3}}, "model.timm_args: '3' is not allowed; it must be arguments"),
         ({"timm_args": {"a": {1, 2}}}, "model.timm_args: '{1, 2}' is not allowed"),
         (
             {"name": "timm:test_resnet", "timm_args": {"depht": 3, "b": 1, "stem_width": 4}},
             r"model.timm_args: timm cannot build .* argument 'depht'",
         ),
         (
-            {"name": "timm:test_resnet", "timm_args": {"num_classes": 3}},
-            "model.timm_args: num_classes is not allowed; the data set determines",
-        ),
-        (
             {"name": "timm:test_resnet", "timm_args": {"checkpoint_path": "/etc/passwd"}},
             "model.timm_args: checkpoint_path is not allowed",
-        ),
-        (
-            {"name": "timm:vit_tiny_patch16_224", "timm_args": {"embed_dim": 100}},
-            "model.timm_args: timm cannot build timm:vit_tiny_patch16_224 with .*divisible",
         ),
         (
             {"name": "timm:vit_small_patch14_reg4_dinov2"},
@@ -246,9 +227,9 @@ def test_resumed_run_is_the_same_bit_for_bit(parts: dict[str, Any], tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with short runs: a convolutional network, a ViT, and a ViT that is not timm's."""
+    """A folder with short runs: a convolutional network, and a ViT."""
     folder = tmp_path_factory.mktemp("timm")
-    for name, parts in {"resnet": RESNET, "vit": VIT, "other": OTHER}.items():
+    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
         train(config(folder / name, parts))
     return folder
 
@@ -277,49 +258,3 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
         assert shown.count("%") == 5
         assert (f"no sheets: {NO_MAPS}" in shown) == (name == "resnet")
         assert len(list(out.glob("photos/photo_*_sheet.png"))) == (name == "vit")
-
-
-def compare_with(out: Path, *others: Path) -> CompareConfig:
-    names = tuple(map(str, others))
-    return CompareConfig(others=names, out=str(out), device="cpu", precision="float32", probes=2)
-
-
-@pytest.mark.slow
-def test_three_runs_are_compared_with_the_first(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compare_runs(str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
-    shown, folder = capsys.readouterr().out, tmp_path / "compare_vit_other"
-    content = json.loads((folder / "comparison.json").read_text())
-    models, pairs = content["models"], content["pairs"]
-    assert [model["name"] for model in models] == ["resnet", "vit", "other"]
-    assert [(pair["first"], pair["other"]) for pair in pairs] == [
-        ("resnet", "vit"), ("resnet", "other"),
-    ]  # fmt: skip
-    assert content["drawn"] == ["vit", "other"]
-    # The numbers are those of separate evaluations.
-    test = load("shapes", "", train=False)
-    loaded = [load_model(runs / model["name"], "cpu", "float32") for model in models]
-    right = [s.classifier.logits(test.images).argmax(dim=1) == test.labels for s in loaded]
-    for model, saved, hits in zip(models, loaded, right, strict=True):
-        assert model["accuracy"] == pytest.approx(hits.double().mean().item())
-        assert model["parameters"] == sum(p.numel() for p in saved.classifier.model.parameters())
-        assert (model["steps"], model["epochs"], model["budget_minutes"]) == (4, 2, None)
-        assert model["images_per_second"] > 0 and "balanced_accuracy" not in model
-    for pair, hits in zip(pairs, right[1:], strict=True):
-        only = [int((right[0] & ~hits).sum()), int((hits & ~right[0]).sum())]
-        assert pair["only_right"] == only and pair["mcnemar_p"] == mcnemar(*only)
-        assert "moved_attention" not in pair  # the first has no maps
-    # The same table in the file and on the terminal.
-    table = (folder / "comparison.md").read_text()
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    assert all(line in shown for line in lines)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [row[0] for row in rows if "--" not in row[0]] == ["model", "resnet", "vit", "other"]
-    assert [row[1] for row in rows[2:]] == [
-        "timm:test_resnet", "timm:vit_tiny_patch16_224 with timm_args",
-        "vit, depth 1, width 24, patch 8",
-    ]  # fmt: skip
-    assert "](comparison.png)" in table and "CPU with" in table
-    with Image.open(folder / "comparison.png") as picture:
-        assert picture.height == 3 * (176 + 48)  # the mean and two images

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from models import PLAIN
 from vit.model.attention import causal_mask
 from vit.model.config import NOT_OF_VIT, ModelConfig
+from vit.model.encoder import NeighbourConv
 from vit.model.vit import VisionTransformer
 
 TINY = {
@@ -33,26 +34,20 @@ AVG = {"class_token": False, "global_pool": "avg"}
 SHARED = {
     "class token": {},
     "mean": AVG,
-    "mean beside class token": {"global_pool": "avg"},
     "mean, norm before pooling": {"global_pool": "avg", "fc_norm": False},
-    "registers": {"reg_tokens": 2},
     "registers and mean": {"reg_tokens": 2, **AVG},
     "no positions": {"pos_embed": "none"},
     "sincos": {"pos_embed": "sincos", "reg_tokens": 2},
     "positions of patches alone": {"no_embed_class": True},
-    "qk norm": {"qk_norm": True},
-    "no qkv bias": {"qkv_bias": False},
-    "layer scale": {"init_values": 0.1},
-    "pre-norm": {"pre_norm": True},
-    "patch of 8": {"patch_size": 8},
-    "rectangles": {"img_size": (8, 24)},
+    "qk norm, no qkv bias": {"qk_norm": True, "qkv_bias": False},
+    "layer scale, pre-norm": {"init_values": 0.1, "pre_norm": True},
+    "rectangles of two patches": {"img_size": (8, 24), "patch_size": 8},
     "one grey layer with a single head": {"in_chans": 1, "depth": 1, "num_heads": 1},
 }
 # What it cannot do: the reference is `logits_step_by_step`.
 OURS = {
     "conv stem": {"stem": "conv", **AVG},
     "free head width": {"head_dim": 5},
-    "mixing mlp": {"mlp_conv": True, "reg_tokens": 2},
     "mixing mlp, pooled, sincos": {"mlp_conv": True, "pos_embed": "sincos", **AVG},
     "all": {"stem": "conv", "mlp_conv": True, "init_values": 0.1, "reg_tokens": 2, "head_dim": 5},
 }
@@ -192,7 +187,7 @@ def logits_step_by_step(model: VisionTransformer, images: Tensor) -> Tensor:
     for block in model.blocks:
         x = x + block.ls1(block.attn(block.norm1(x)))
         hidden = block.mlp.fc1(block.norm2(x))
-        if block.mlp.conv is not None:
+        if isinstance(block.mlp.conv, NeighbourConv):
             hidden = add_neighbours(hidden, block.mlp.conv.conv, grid, first_patch)
         x = x + block.ls2(block.mlp.fc2(F.gelu(hidden)))
     x = model.norm(x)

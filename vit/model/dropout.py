@@ -31,9 +31,9 @@ def scramble(numbers: Tensor) -> Tensor:
 
 
 def derive(key: Tensor, numbers: Tensor) -> Tensor:
-    """Derive a key from a key and a number, both int32 and of shapes that broadcast.
+    """Derive keys from keys and numbers, int32 tensors that broadcast.
 
-    One key gives different numbers different keys, and different keys one number.
+    For a fixed key, different numbers give different keys, and the other way round.
     """
     return scramble(scramble(numbers) ^ key)
 
@@ -45,7 +45,7 @@ def image_keys(seed: int, first: int, count: int, device: torch.device | str = "
         seed: 32 bits, different for each step.
         first: Position of the first image in the whole batch.
         count: B.
-        device: Device of the model.
+        device: Device of the keys.
 
     Returns:
         (B,) int32.
@@ -71,13 +71,9 @@ def keep_mask(keys: Tensor, shape: Sequence[int], rate: float) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout, but with masks that are functions of keys inside `keyed_dropout`.
+    """torch's dropout, but with masks that are functions of keys inside `keyed_dropout`."""
 
-    Attributes:
-        keys: (B,) int32, or None, which leaves the mask to torch.
-    """
-
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # (B,) int32; None leaves the mask to torch
 
     def take(self, keys: Tensor | None) -> None:
         """Set the keys of the next images, or none."""
@@ -91,14 +87,10 @@ class Dropout(nn.Dropout):
 
 
 class StochasticDepth(Dropout):
-    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382).
+    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382)."""
 
-    Attributes:
-        scale: (B,) float32, what the images are multiplied by inside `keyed_dropout`. It is not
-            computed in `forward`, because torch.compile would compile every block anew for its
-            rate.
-    """
-
+    # (B,) float32, by which images are multiplied inside `keyed_dropout`. If `forward` computed it,
+    # torch.compile would compile every block anew for its rate.
     scale: Tensor | None = None
 
     def take(self, keys: Tensor | None) -> None:
@@ -127,9 +119,6 @@ def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
         keys: (B,) int32, see `image_keys`.
     """
     layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p > 0]
-    if not layers:
-        yield
-        return
     numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)
     for layer, layer_keys in zip(layers, derive(keys, numbers[:, None]), strict=True):
         layer.take(layer_keys)

@@ -128,11 +128,7 @@ def whiten(conv: nn.Conv2d, images: Tensor) -> None:
 
 
 class ResidualConv(nn.Module):
-    """A 3 x 3 convolution with batch norm and ReLU, and a skip connection (arXiv 1512.03385).
-
-    Args:
-        dim: Input and output channels.
-    """
+    """A 3 x 3 convolution with batch norm and ReLU, and a skip connection (arXiv 1512.03385)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
