@@ -15,7 +15,6 @@ from vit.distributed.shard import choose_parallel, device_mesh, gathered, shard,
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
 from vit.pretrained.adapt import Pretrained
-from vit.pretrained.architecture import HEAD
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
@@ -170,9 +169,6 @@ def build_state(
             whitened; None leaves their random weights.
         weights: Pretrained weights by name, see `vit.pretrained.adapt.Pretrained.adapted`; None
             starts from random weights.
-
-    Raises:
-        ValueError: The names of the pretrained weights are not those of the model.
     """
     config, env = run.config, run.env
     torch.manual_seed(fold_in(config.train.seed, "init"))
@@ -182,14 +178,7 @@ def build_state(
         assert first is not None, "vit.training.checks refuses it"
         whiten(first, run.preprocess.normalize(sample))
     if weights is not None:  # without those of the head, it keeps its random ones
-        loaded = network.load_state_dict(weights, strict=False)
-        # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
-        missing = [k for k in loaded.missing_keys if config.model.name == "vit" and k not in HEAD]
-        if differing := [*loaded.unexpected_keys, *missing]:
-            raise ValueError(
-                f"model.pretrained: {config.model.pretrained} and the model differ in "
-                f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
-            )
+        network.load_state_dict(weights, strict=False)
     frozen = config.train.freeze == "backbone"
     # A head is small, and the features are computed without the wrapper of a model.
     choice = "replicate" if frozen else config.train.parallel
@@ -225,7 +214,7 @@ def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> Trai
         source: The pretrained weights that a new run starts from, if any.
 
     Raises:
-        ValueError: The weights do not fit the model, or the model is to be sharded, but the
+        ValueError: A checkpoint does not fit the model, or the model is to be sharded, but the
             checkpoint is not.
     """
     config, checkpoint = run.config, run.checkpoint
