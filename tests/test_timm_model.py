@@ -123,7 +123,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
         ),
         (
             {"name": "timm:test_resnet", "timm_args": {"checkpoint_path": "/etc/passwd"}},
-            "model.timm_args: checkpoint_path is not allowed",
+            "model.timm_args: checkpoint_path is not allowed; the data set determines",
         ),
         (
             {"name": "timm:vit_small_patch14_reg4_dinov2"},

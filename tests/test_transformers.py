@@ -240,8 +240,8 @@ def test_training_starts_from_a_folder_and_does_not_need_it_again(
     train(run)
 
 
-@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "vit"])
-def test_the_model_may_be_named(name: str, tmp_path: Path) -> None:
+def test_a_timm_model_may_be_named(tmp_path: Path) -> None:
+    name = "timm:vit_tiny_patch16_224"
     original = draw("vit-backbone")
     original.save_pretrained(tmp_path / "folder")
     found, source = resolve_pretrained(
@@ -249,7 +249,6 @@ def test_the_model_may_be_named(name: str, tmp_path: Path) -> None:
     )
     assert found.model.name == name and source is not None
     model: Any = build_model(found.model, Preprocess.from_config(found.data), 3).eval()
-    assert type(model).__module__.startswith("timm.") == name.startswith("timm:")
     model.load_state_dict(source.weights, strict=False)
     images = torch.randn(2, 3, SIZE, SIZE)
     with torch.no_grad():

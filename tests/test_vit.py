@@ -285,13 +285,11 @@ def test_only_positions_tell_where_a_patch_is(pos_embed, notices):
     [
         ({"class_token": False}, "global_pool: token needs class_token=True; or use avg"),
         ({"global_pool": "max"}, "global_pool: 'max' is not token or avg"),
-        ({"patch_size": 5}, "patch_size: 5 does not divide img_size=16"),
         ({"num_heads": 5}, "num_heads: 5 does not divide dim=12; set head_dim"),
         ({"pos_embed": "rotary"}, "pos_embed: 'rotary' is not learned, sincos or none"),
         ({"pos_embed": "sincos", "embed_dim": 6}, "dim: 6 is not a multiple of 4"),
         ({"stem": "mlp"}, "stem: 'mlp' is not linear or conv"),
         ({"img_size": 12, "patch_size": 3, "stem": "conv"}, "patch_size: 3 is not a power of two"),
-        ({"attention": "flash"}, "model.attention: flash is not known here; it must be one of dot"),
     ],
 )
 def test_impossible_model_is_refused(arguments, message):

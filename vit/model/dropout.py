@@ -1,12 +1,10 @@
 """Dropout and stochastic depth whose masks do not depend on how a batch is divided.
 
-Whether an element is dropped is a pure function of a key of its image, the number of the layer and
-the index of the element in the image: they are hashed to 32 bits, which are compared with the rate.
-So several processes, or micro-batches, drop what one process would drop. Without keys, as in a
-notebook, the modules draw from torch's generator.
+A key of the image, the number of the layer and the index of the element are hashed to 32 bits,
+which are compared with the rate. So several processes, or micro-batches, drop what one process
+would drop. Without keys, as in a notebook, the modules draw from torch's generator.
 
-The hash is a permutation of the 32-bit integers of few operations, which torch.compile fuses with
-their surroundings. It is one of those that https://github.com/skeeto/hash-prospector lists, with
+The hash is a permutation of the 32-bit integers from https://github.com/skeeto/hash-prospector with
 an avalanche bias of 0.165. Its multipliers fit into int32, whose products wrap around.
 
 Shapes: B batch, L layers that drop something.
@@ -39,31 +37,25 @@ def derive(key: Tensor, numbers: Tensor) -> Tensor:
 
 
 def image_keys(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the keys of consecutive images of a batch.
+    """Return the keys, (count,) int32, of consecutive images of a batch.
 
     Args:
         seed: 32 bits, different for each step.
         first: Position of the first image in the whole batch.
-        count: B.
+        count: Number of images.
         device: Device of the keys.
-
-    Returns:
-        (B,) int32.
     """
     positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
     return derive(torch.tensor(seed).to(torch.int32), positions)
 
 
 def keep_mask(keys: Tensor, shape: Sequence[int], rate: float) -> Tensor:
-    """Choose the elements that dropout keeps.
+    """Choose the elements, (B, *shape) bool, that dropout keeps.
 
     Args:
         keys: (B,) int32, of the images in one layer.
         shape: Shape of an image's activations, fewer than 2³¹.
         rate: Probability of dropping an element, 0 to less than 1, in steps of 2⁻³².
-
-    Returns:
-        (B, *shape) bool.
     """
     indices = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
     bits = derive(keys[:, None], indices)  # uniform from -2³¹ to 2³¹ - 1

@@ -185,12 +185,8 @@ def sincos_pos_embed(grid: tuple[int, int], dim: int) -> Tensor:
     sine of the row and the cosine of the row. Wavelengths range from 2π to almost 10,000 · 2π
     patches.
 
-    Args:
-        grid: Rows and columns of patches.
-        dim: D, a multiple of 4.
-
     Returns:
-        (P, D), -1 to 1, in row-major order.
+        (P, D), -1 to 1, in row-major order of the grid (rows, columns).
 
     Raises:
         ValueError: dim is not a multiple of 4.
@@ -212,8 +208,8 @@ def resample_pos_embed(
     Args:
         pos_embed: (1, N, D), for the prefix tokens and then the patches of old_grid in row-major
             order.
-        old_grid: Rows and columns of patches that pos_embed belongs to.
-        new_grid: Rows and columns of patches to resample to.
+        old_grid: Rows and columns of patches.
+        new_grid: Those to resample to.
         num_prefix_tokens: Tokens before the patches; their embeddings do not change.
 
     Returns:

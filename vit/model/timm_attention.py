@@ -10,7 +10,7 @@ Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L laye
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from timm.layers.attention import Attention, AttentionRope
@@ -44,31 +44,23 @@ def _no_positions(model: Any, grid: Grid) -> list[dict[str, Any]]:
 
 
 def _rotations(model: Any, grid: Grid) -> list[dict[str, Any]]:
-    """Return rotary positions, which differ between blocks in a mixed model."""
     if model.rope is None:
         return _no_positions(model, grid)
     found = model.rope.get_embed(shape=list(grid))
-    is_mixed = getattr(model, "rope_mixed", False)
+    is_mixed = getattr(model, "rope_mixed", False)  # then they differ between blocks
     return [{"rope": rope} for rope in (found if is_mixed else [found] * len(model.blocks))]
 
 
 def _shared_bias(model: Any, grid: Grid) -> list[dict[str, Any]]:
-    """Return the bias of relative positions, (H, N, N), that the blocks share, if any."""
     bias = None if model.rel_pos_bias is None else model.rel_pos_bias()
     return [{"shared_rel_pos_bias": bias} for _ in model.blocks]
 
 
-class Family(NamedTuple):
-    """How a class turns images into the first block's input, and what each block takes with it."""
-
-    tokens: Callable[[Any, Tensor], Tensor]
-    positions: Callable[[Any, Grid], list[dict[str, Any]]]
-
-
-FAMILIES: dict[Any, Family] = {
-    VisionTransformer: Family(_vit_tokens, _no_positions),
-    eva.Eva: Family(_eva_tokens, _rotations),
-    beit.Beit: Family(_beit_tokens, _shared_bias),
+# How a class turns images into the first block's input, and what each block takes beside it.
+FAMILIES: dict[Any, tuple[Callable[..., Tensor], Callable[..., list[dict[str, Any]]]]] = {
+    VisionTransformer: (_vit_tokens, _no_positions),
+    eva.Eva: (_eva_tokens, _rotations),
+    beit.Beit: (_beit_tokens, _shared_bias),
 }
 # Without a fused kernel, each of them has one softmax, and then one product with the values.
 ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention, DiffAttention)
@@ -154,7 +146,7 @@ class TimmAttentionModel:
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, _base(model)
-        self._family = FAMILIES[self._base]
+        self._tokens, self._positions = FAMILIES[self._base]
         self.patch_embed = TimmPatches(model.patch_embed)
         self.blocks = [_without_kernel(block) for block in model.blocks]
         self.num_prefix_tokens: int = model.num_prefix_tokens
@@ -162,7 +154,7 @@ class TimmAttentionModel:
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """Turn images into the input of the first block, as `VisionTransformer.embed` does."""
-        return self._family.tokens(self._model, images), self.patch_embed.grid(*images.shape[-2:])
+        return self._tokens(self._model, images), self.patch_embed.grid(*images.shape[-2:])
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
@@ -176,9 +168,8 @@ class TimmAttentionModel:
         """Do what `forward_intermediates` does after `embed`."""
         tokens = []
         with ReadWeights(mask) as read:
-            for block, position in zip(
-                self.blocks, self._family.positions(self._model, grid), strict=True
-            ):
+            positions = self._positions(self._model, grid)
+            for block, position in zip(self.blocks, positions, strict=True):
                 x = block(x, **position)
                 tokens.append(x)
         return self._model.forward_head(self._model.norm(x)), read.weights, tokens

@@ -36,7 +36,7 @@ def build_timm_model(
         name: "timm:" and the name of a model, see `timm.list_models`.
         arguments: Arguments of the model, such as {"depth": 4}.
         img_size: Height and width of the images, in pixels.
-        in_chans: Channels of the images.
+        in_chans: Their channels.
         num_classes: Number of classes.
 
     Raises:

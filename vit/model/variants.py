@@ -113,9 +113,8 @@ def find_attention(name: str) -> Attention | None:
 def load_attention(name: str) -> Attention | None:
     """Run a Python file and register an attention variant that it defines.
 
-    Args:
-        name: FILE.py:NAME, the path of the file and the function or class in it. It is registered
-            without the folder, which is how model files name it. Other names are looked up.
+    FILE.py:NAME, a file and the function or class in it, is registered without the folder, which is
+    how model files name it. Other names are looked up.
 
     Raises:
         ValueError: There is no such variant, or the file cannot be run.

@@ -192,10 +192,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Turn images into the input of the first block.
-
-        Args:
-            images: (B, in_chans, height, width), as for `forward`.
+        """Turn images, (B, in_chans, height, width), into the input of the first block.
 
         Returns:
             Tokens (B, N, D), ordered class token, registers, patches in row-major order; and the
@@ -268,10 +265,6 @@ class VisionTransformer(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Classify images and keep the attention weights and tokens of every layer.
 
-        Args:
-            images: As for `forward`.
-            mask: As for `forward`.
-
         Returns:
             Logits (B, C); L attention weights before dropout, (B, H, N, N) each; and L outputs of
             the blocks, (B, N, D) each. All are part of the graph, so the logits can be
@@ -291,10 +284,7 @@ class VisionTransformer(nn.Module):
         return self.forward_head(self.norm(x)), weights, tokens
 
     def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Classify the output of any block with the final norm and the head.
-
-        Args:
-            tokens: (B, N, D), from `forward_intermediates`.
+        """Classify the output of any block, (B, N, D), with the final norm and the head.
 
         Returns:
             Logits (B, C) of what the head reads, and logits (B, N, C) of every token as if the head
