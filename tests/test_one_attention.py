@@ -222,6 +222,7 @@ def test_a_wrapper_of_the_released_function_is_an_edit():
         return 2 * output, weights
 
     assert not fused_kernel.is_released(wrapper)
+    assert fused_kernel.source_digest(wrapper) not in fused_kernel.RELEASED
 
 
 def test_what_the_function_uses_may_change_later(monkeypatch):

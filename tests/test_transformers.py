@@ -148,7 +148,7 @@ def test_config_of_siglip_may_leave_out_defaults(tmp_path: Path) -> None:
         {**renamed, "logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}, weights
     )
     source, preprocess = read_transformers(tmp_path)
-    assert source.settings["timm_args"]["num_heads"] == 12
+    assert source.settings["num_heads"] == 12
     assert preprocess.image_size == (224, 224)
     assert source.weights.keys() == read_transformers(tmp_path)[0].weights.keys()
 

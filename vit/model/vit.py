@@ -157,39 +157,30 @@ class VisionTransformer(nn.Module):
                 if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                     nn.init.zeros_(parameter)
 
-    def get_classifier(self) -> nn.Module:
-        """Return the head, the only part that depends on the classes; as in timm."""
-        return self.head
+    def forward(
+        self, images: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Classify images.
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head, as in timm: 0 classes for features; global_pool None keeps it."""
-        if global_pool is not None:
-            check_pool(global_pool, self.cls_token is not None)
-            self.global_pool = global_pool
-        weight = next(self.parameters())
-        self.num_classes, self.head = num_classes, nn.Identity()
-        if num_classes:
-            self.head = nn.Linear(self.num_features, num_classes).to(weight.device, weight.dtype)
-            nn.init.trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
+        Args:
+            images: (B, in_chans, height, width), normalized. Height and width may differ from
+                img_size, but are multiples of patch_size.
+            mask: Attention mask over the N tokens, see `MultiHeadSelfAttention.forward`.
+            need_weights: Whether to return the attention weights of all layers too.
 
-    def no_weight_decay(self) -> set[str]:
-        """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
-        return {"cls_token", "reg_token", "pos_embed"}
+        Returns:
+            Logits (B, C); with need_weights also the attention weights before dropout,
+            (L, B, H, N, N).
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the patterns by which timm, which passes coarse, assigns parameters to layers."""
-        return {
-            "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
-            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
-        }
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Choose whether training keeps only the inputs of blocks, and recomputes the rest.
-
-        Gradients are bit for bit the same (arXiv 1604.06174).
+        Raises:
+            ValueError: height or width is not a multiple of patch_size.
         """
-        self.grad_checkpointing = enable
+        if isinstance(images, torch.fx.Proxy):  # torch.fx traces arguments that are not given, too
+            mask, need_weights = None, False
+        if need_weights:
+            logits, weights, _ = self.forward_intermediates(images, mask)
+            return logits, torch.stack(weights)
+        return self.forward_head(self.forward_features(images, mask))
 
     def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Turn images, (B, in_chans, height, width), into the input of the first block.
@@ -204,22 +195,19 @@ class VisionTransformer(nn.Module):
         x, grid = self.patch_embed(images)
         # Everything is cast to the dtype of the stem's output, so that under autocast the residual
         # stream stays in bfloat16.
-        dtype = x.dtype
-        prefix = [
-            token.to(dtype).expand(x.shape[0], -1, -1)
-            for token in (self.cls_token, self.reg_token)
-            if token is not None
-        ]
-        if self.pos_embed is None:
-            x = torch.cat([*prefix, x], dim=1)
-        else:
+        dtype, positions = x.dtype, None
+        if self.pos_embed is not None:
             positions = resample_pos_embed(
                 self.pos_embed, self.patch_embed.grid_size, grid, self.num_pos_prefix
             ).to(dtype)
-            if self.num_pos_prefix:
-                x = torch.cat([*prefix, x], dim=1) + positions
-            else:
-                x = torch.cat([*prefix, x + positions], dim=1)
+        if positions is not None and self.num_pos_prefix == 0:
+            x = x + positions
+        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if prefix:
+            expanded = [token.to(dtype).expand(x.shape[0], -1, -1) for token in prefix]
+            x = torch.cat([*expanded, x], dim=1)
+        if positions is not None and self.num_pos_prefix > 0:
+            x = x + positions
         return self.norm_pre(x).to(dtype), grid
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -232,33 +220,18 @@ class VisionTransformer(nn.Module):
                 x = block(x, grid, mask)
         return self.norm(x)
 
-    def get_intermediate_layers(
-        self,
-        images: Tensor,
-        n: int | Sequence[int] = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-    ) -> list[Any]:
-        """Return the patches' tokens after some blocks, as in DINO and timm.
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool the tokens (B, N, D) of `forward_features`, and classify them.
 
-        Args:
-            images: As for `forward`.
-            n: Number of last blocks, or the numbers of the blocks, counted from 0.
-            reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
-            return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
-            norm: Whether to apply the final norm.
+        Returns:
+            Logits (B, C); with pre_logits, the input of the last linear layer, (B, D).
         """
-        chosen = range(len(self.blocks))[-n:] if isinstance(n, int) else n
-        x, grid = self.embed(images)
-        found = {}
-        for layer, block in enumerate(self.blocks):
-            x = block(x, grid)
-            tokens = self.norm(x) if norm else x
-            prefix, patches = tokens.tensor_split([self.num_prefix_tokens], dim=1)
-            patches = patches.mT.unflatten(2, grid) if reshape else patches
-            found[layer] = (patches, prefix) if return_prefix_tokens else patches
-        return [found[layer] for layer in chosen]
+        if self.global_pool == "token":
+            pooled = tokens[:, 0]
+        else:
+            pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
+        features = self.head_drop(self.fc_norm(pooled))
+        return features if pre_logits else self.head(features)
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
@@ -293,40 +266,66 @@ class VisionTransformer(nn.Module):
         normed = self.norm(tokens)
         return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
 
-    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool the tokens (B, N, D) of `forward_features`, and classify them.
+    # --- what tools written for timm's models call ---
 
-        Returns:
-            Logits (B, C); with pre_logits, the input of the last linear layer, (B, D).
-        """
-        if self.global_pool == "token":
-            pooled = tokens[:, 0]
-        else:
-            pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        features = self.head_drop(self.fc_norm(pooled))
-        return features if pre_logits else self.head(features)
-
-    def forward(
-        self, images: Tensor, mask: Tensor | None = None, need_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Classify images.
+    def get_intermediate_layers(
+        self,
+        images: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """Return the patches' tokens after some blocks, as in DINO and timm.
 
         Args:
-            images: (B, in_chans, height, width), normalized. Height and width may differ from
-                img_size, but are multiples of patch_size.
-            mask: Attention mask over the N tokens, see `MultiHeadSelfAttention.forward`.
-            need_weights: Whether to return the attention weights of all layers too.
-
-        Returns:
-            Logits (B, C); with need_weights also the attention weights before dropout,
-            (L, B, H, N, N).
-
-        Raises:
-            ValueError: height or width is not a multiple of patch_size.
+            images: As for `forward`.
+            n: Number of last blocks, or the numbers of the blocks, counted from 0.
+            reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
+            return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
+            norm: Whether to apply the final norm.
         """
-        if isinstance(images, torch.fx.Proxy):  # torch.fx traces arguments that are not given, too
-            mask, need_weights = None, False
-        if need_weights:
-            logits, weights, _ = self.forward_intermediates(images, mask)
-            return logits, torch.stack(weights)
-        return self.forward_head(self.forward_features(images, mask))
+        chosen = range(len(self.blocks))[-n:] if isinstance(n, int) else n
+        x, grid = self.embed(images)
+        found = {}
+        for layer, block in enumerate(self.blocks):
+            x = block(x, grid)
+            tokens = self.norm(x) if norm else x
+            prefix, patches = tokens.tensor_split([self.num_prefix_tokens], dim=1)
+            patches = patches.mT.unflatten(2, grid) if reshape else patches
+            found[layer] = (patches, prefix) if return_prefix_tokens else patches
+        return [found[layer] for layer in chosen]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head, the only part that depends on the classes; as in timm."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head, as in timm: 0 classes for features; global_pool None keeps it."""
+        if global_pool is not None:
+            check_pool(global_pool, self.cls_token is not None)
+            self.global_pool = global_pool
+        weight = next(self.parameters())
+        self.num_classes, self.head = num_classes, nn.Identity()
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes).to(weight.device, weight.dtype)
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
+        return {"cls_token", "reg_token", "pos_embed"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns by which timm, which passes coarse, assigns parameters to layers."""
+        return {
+            "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
+        }
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Choose whether training keeps only the inputs of blocks, and recomputes the rest.
+
+        Gradients are bit for bit the same (arXiv 1604.06174).
+        """
+        self.grad_checkpointing = enable

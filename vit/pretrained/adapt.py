@@ -28,7 +28,7 @@ class Pretrained:
     """Pretrained weights, and what is known about them; None is unknown."""
 
     name: str  # for people
-    settings: dict[str, Any]  # fields of `ModelConfig`: the architecture of ours, or timm_args
+    settings: dict[str, Any]  # fields of `ModelConfig` that describe their model
     weights: dict[str, Tensor]  # parameters and buffers by timm's names, on the CPU
     input_size: tuple[int, int, int] | None = None  # channels, height and width of their images
     mean: tuple[float, ...] | None = None  # of each channel that images were normalized with

@@ -27,13 +27,11 @@ ARCHITECTURE = tuple(
     if parameter.default is not parameter.empty and name not in OF_THE_RUN
 )
 UNKNOWN = ("num_heads", "norm_eps", "act_layer")  # which a state dict does not tell
-# Fields of ModelConfig that are arguments of timm's Eva and Beit; and of its VisionTransformer.
-TIMM_FIELDS = (
-    "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", NORM_EPS, "global_pool",
-)  # fmt: skip
-TIMM_VIT_FIELDS = (
-    *TIMM_FIELDS, "init_values", "qkv_bias", "class_token", "reg_tokens", "no_embed_class",
-    "fc_norm", "act_layer",
+# Fields that are arguments of timm's Eva and Beit, and more of its VisionTransformer.
+OF_TIMM = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", NORM_EPS, "global_pool")
+OF_TIMMS_VIT = (
+    *OF_TIMM, "init_values", "qkv_bias", "class_token", "reg_tokens", "no_embed_class", "fc_norm",
+    "act_layer",
 )  # fmt: skip
 LAYER_SCALE = 1e-5  # stands for initial values that the weights replace
 HEAD = ("head.weight", "head.bias")
@@ -190,7 +188,7 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
     if config.name == "vit" and "name" in settings:
         config = dataclasses.replace(config, name=settings["name"])
     if config.name != "vit":
-        ours = {key: settings[key] for key in TIMM_VIT_FIELDS if key in settings}
+        ours = {key: settings[key] for key in OF_TIMMS_VIT if key in settings}
         arguments = {**(settings.get("timm_args", ours) or {}), **(config.timm_args or {})}
         return dataclasses.replace(config, timm_args=arguments or None)
     defaults = ModelConfig(pretrained=name)

@@ -21,12 +21,7 @@ from vit.data.preprocess import Preprocess
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import (
-    TIMM_FIELDS,
-    TIMM_VIT_FIELDS,
-    adopt,
-    settings_of_weights,
-)
+from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
 from vit.training.config import Config, to_dict
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
@@ -168,41 +163,38 @@ def _settings(
     settings = settings_of_weights(weights, about["num_attention_heads"], name)
     settings |= {NORM_EPS: about["layer_norm_eps"], "global_pool": "token", "no_embed_class": False}
     settings["act_layer"] = "silu" if gated else ACTIVATIONS[found]
-    timm_name, fields, more = None, [*TIMM_VIT_FIELDS], dict[str, Any]()
     if kind == "dinov3_vit":
         settings["mlp_ratio"] /= 2 if gated else 1  # both parts are joined
-        timm_name, fields = "timm:vit_small_patch16_dinov3", [*TIMM_FIELDS]
-        more = {
+        arguments = {key: settings[key] for key in OF_TIMM} | {
             "num_reg_tokens": settings["reg_tokens"], "rope_temperature": about["rope_theta"],
             "qkv_bias": "blocks.0.attn.q_bias" in weights, "swiglu_mlp": gated,
         }  # fmt: skip
-    elif kind == "beit":
+        return {"name": "timm:vit_small_patch16_dinov3", "timm_args": arguments}
+    if kind == "beit":
         settings["global_pool"] = "avg" if about["use_mean_pooling"] else "token"
-        timm_name, fields = "timm:beit_base_patch16_224", [*TIMM_FIELDS]
-        more = {
+        arguments = {key: settings[key] for key in OF_TIMM} | {
             "init_values": about["layer_scale_init_value"] or None,
             "use_abs_pos_emb": "pos_embed" in weights,
             "use_rel_pos_bias": about["use_relative_position_bias"],
             "use_shared_rel_pos_bias": about["use_shared_relative_position_bias"],
         }
-    elif gated:
-        timm_name = "timm:vit_giant_patch14_dinov2"  # as ours has no gates
-    elif "head_dist.weight" in weights:
-        timm_name, settings["reg_tokens"] = "timm:deit_base_distilled_patch16_224", 0
-        weights["dist_token"] = weights.pop("reg_token")
-    elif kind == "siglip":
-        settings["global_pool"] = "avg"  # of a classifier, or without attention pooling
-        pool = {key: weights.pop(key) for key in [*weights] if key.startswith("attn_pool.")}
-        if pool and "head.weight" not in weights:
-            timm_name, settings["global_pool"] = "timm:vit_base_patch16_siglip_224", "map"
-            weights |= pool
+        return {"name": "timm:beit_base_patch16_224", "timm_args": arguments}
     if kind == "dinov2_with_registers":  # which have no positions
         settings["no_embed_class"] = True
         weights["cls_token"] = weights["cls_token"] + weights["pos_embed"][:, :1]
         weights["pos_embed"] = weights["pos_embed"][:, 1:]
-    if timm_name is None:
-        return settings
-    return {"name": timm_name, "timm_args": {key: settings[key] for key in fields} | more}
+    if gated:  # which ours is not
+        settings["name"] = "timm:vit_giant_patch14_dinov2"
+    if "head_dist.weight" in weights:
+        settings |= {"name": "timm:deit_base_distilled_patch16_224", "reg_tokens": 0}
+        weights["dist_token"] = weights.pop("reg_token")
+    if kind == "siglip":
+        settings["global_pool"] = "avg"  # of a classifier, or without attention pooling
+        pool = {key: weights.pop(key) for key in [*weights] if key.startswith("attn_pool.")}
+        if pool and "head.weight" not in weights:
+            settings |= {"name": "timm:vit_base_patch16_siglip_224", "global_pool": "map"}
+            weights |= pool
+    return settings
 
 
 def _preprocess(path: Path, input_size: tuple[int, ...], notes: list[str]) -> Preprocess:
