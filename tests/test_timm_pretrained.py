@@ -129,33 +129,6 @@ def test_arguments_come_from_the_folder_and_the_users_win(tmp_path: Path) -> Non
     assert_close(source.weights[key], expected.get_parameter(key))
 
 
-def test_the_start_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All weights reach the model, its moving average and the frozen part; the head is new."""
-    name = "test_resnet"
-    model = draw(name, num_classes=5)
-    save(model, tmp_path / "folder", name)
-    run, source = fitted(
-        config(name, tmp_path / "folder", train={"freeze": "backbone"},
-               optim={"name": "adamw", "ema_decay": 0.9}, augment={"crop_padding": 0, "flip": False,
-               "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0})
-    )  # fmt: skip
-    training, _ = load_data(Run.begin(run, environment()))
-    step = build_step(Run.begin(run, environment(), None, source), training, source)
-    shown = capsys.readouterr().out
-    assert f"weights  {tmp_path / 'folder'}: " in shown
-    assert "new: a random head, because there are 10 classes instead of 5" in shown
-    assert step.features is not None and step.features.shape == (64, model.num_features)
-    before, now = model.state_dict(), step.state.model.state_dict()
-    averaged = step.state.ema.module.state_dict()
-    assert now.keys() == before.keys()
-    for key, value in now.items():
-        assert torch.equal(averaged[key], value), key
-        if not key.startswith("fc."):
-            assert torch.equal(value, before[key]), key
-    trained = [key for key, value in step.state.model.named_parameters() if value.requires_grad]
-    assert trained == ["fc.weight", "fc.bias"]
-
-
 def test_both_heads_of_a_distilled_model_are_trained(tmp_path: Path) -> None:
     name = "deit_tiny_distilled_patch16_224"
     torch.save(draw(name, num_classes=5, img_size=32).state_dict(), tmp_path / "w.pth")

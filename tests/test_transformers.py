@@ -1,7 +1,6 @@
 """Weights as transformers saves them; transformers itself is the reference."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from vit.pretrained.architecture import adopt
 from vit.pretrained.resolve import resolve_pretrained
 from vit.pretrained.transformers import read_transformers
 from vit.training.config import Config, from_dict
-from vit.training.train import train
 
 pytestmark = [
     pytest.mark.slow,  # importing transformers takes seconds
@@ -221,23 +219,6 @@ def config(out: Path, pretrained: Path, **model: Any) -> Config:
                   "whiten": False, "precision": "float32"},
         "track": {"probes": 0},
     })  # fmt: skip
-
-
-def test_training_starts_from_a_folder_and_does_not_need_it_again(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = tmp_path / "beit"
-    shutil.copytree(folder, copy)
-    run = config(tmp_path / "run", copy)
-    train(run)
-    shown = capsys.readouterr().out
-    assert "nothing is new: its head has the same classes" in shown
-    assert "mean 0.4, 0.4, 0.4" in shown
-    shutil.rmtree(copy)
-    classifier = vit.load(run.out, "cpu")
-    assert type(classifier.model).__name__ == "Beit" and classifier.has_maps
-    (tmp_path / "run" / "model.safetensors").unlink()  # so the run is to be resumed
-    train(run)
 
 
 def test_a_timm_model_may_be_named(tmp_path: Path) -> None:
