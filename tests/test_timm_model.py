@@ -12,14 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from models import PLAIN
-from small_runs import CPU, make_state
-from vit.classifier import Classifier, build_model
+from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
-from vit.model.embed import whiten
 from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.reporting.attention import explain_run
@@ -77,19 +75,6 @@ def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     for kind in MAP_KINDS:
         torch.testing.assert_close(maps[kind], ours_maps[kind], rtol=1e-3, atol=1e-3, msg=kind)
-
-
-def test_models_without_timms_attention_have_no_maps(name: str = "test_vit_relpos") -> None:
-    model = build_timm_model(f"timm:{name}", {}, (32, 32), 3, 5).eval()
-    classifier = Classifier(model, SHAPES, tuple("abcde"), torch.device("cpu"), torch.float32)
-    assert not classifier.has_maps
-    images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
-    assert classifier.logits(images).shape == (2, 5)
-    assert classifier.features(images).ndim == 2
-    with pytest.raises(ValueError, match=f"attention maps are not available for {name}: they need"):
-        classifier.maps(images)
-    with pytest.raises(ValueError, match="attention maps are not available"):
-        classifier.explain(torch.zeros(32, 32, 3, dtype=torch.uint8).numpy())
 
 
 def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
@@ -167,17 +152,6 @@ def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
     assert from_dict(json.loads(json.dumps(to_dict(Config(model=model))))).model == model
     with pytest.raises(ValueError, match=r"model.timm_args: \{depth: is not YAML"):
         parse_train(["--model.name", "timm:test_vit", "--model.timm_args", "{depth:"])
-
-
-def test_first_convolution_is_whitened() -> None:
-    config = Config(model=ModelConfig(name="timm:test_resnet"), data=DataConfig(name="shapes"))
-    images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    plain, whitened = (make_state(config, CPU, sample).model for sample in (None, images))
-    conv = next(module for module in plain.modules() if isinstance(module, nn.Conv2d))
-    assert not torch.equal(conv.weight, next(whitened.parameters()))
-    whiten(conv, SHAPES.normalize(images))
-    for one, other in zip(plain.parameters(), whitened.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_weight_decay_spares_what_timm_spares() -> None:

@@ -47,8 +47,6 @@ class PatchEmbed(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if patch_size < 1:
-            raise ValueError(f"patch_size: {patch_size} is not allowed; it must be at least 1")
         self.patch_size = patch_size
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.grid_size = self.grid(height, width)

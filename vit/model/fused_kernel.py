@@ -28,7 +28,9 @@ def uses_fused_kernel(
 
     In bfloat16 on a CPU, its backward pass takes several times as long as that of the function.
     """
-    return (device.type != "cpu" or dtype == torch.float32) and is_released(attention)
+    faster = device.type != "cpu" or dtype == torch.float32
+    softmax = getattr(attention, "__globals__", {}).get("masked_softmax")
+    return faster and is_released(attention, softmax)
 
 
 # torch.compile takes the answer instead of tracing how it is found. This is what
@@ -36,13 +38,9 @@ def uses_fused_kernel(
 uses_fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def is_released(attention: Callable[..., Any]) -> bool:
-    """Return whether a function, with the softmax that it uses, is the one that is released."""
-    return _is_released(attention, getattr(attention, "__globals__", {}).get("masked_softmax"))
-
-
 @functools.cache
-def _is_released(attention: Any, softmax: Any) -> bool:
+def is_released(attention: Any, softmax: Any) -> bool:
+    """Return whether a function, and the softmax that it uses, are those that are released."""
     if (source_digest(attention), source_digest(softmax)) == RELEASED:
         return True
     note("attention was edited: using vit/model/attention.py instead of torch's fused kernel")

@@ -53,10 +53,9 @@ class Pretrained:
         lines += self.notes
         if new:
             lines.append(f"new: a random head, because {new}")
-        elif self.classes is None:
-            lines.append("nothing is new: its head is kept, as its classes may be the data set's")
         else:
-            lines.append("nothing is new: its head has the same classes")
+            same = "has the same classes" if self.classes else "may have the data set's classes"
+            lines.append(f"nothing is new: its head {same}")
         if self.mean is not None and self.std is not None:
             mean, std = (", ".join(f"{x:.4g}" for x in values) for values in (self.mean, self.std))
             lines.append(f"images are normalized as for these weights: mean {mean}; std {std}")
