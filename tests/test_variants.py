@@ -216,49 +216,36 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vit.model.variants.ATTENTION", dict(ATTENTION))
 
 
-def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, monkeypatch):
+def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code/mine.py").write_text(CUBE)
-    train(small_run(tmp_path / "run", "code/mine.py:cube"))
-    classifier = load(tmp_path / "run")
+    run, file = tmp_path / "run", tmp_path / "code/mine.py"
+    file.parent.mkdir()
+    file.write_text(CUBE)
+    train(small_run(run, "code/mine.py:cube"))
+    classifier = load(run)
     assert classifier.model.blocks[0].attn.attention.__name__ == "cube"
-    assert b"softmax" not in (tmp_path / "run/model.safetensors").read_bytes()
+    assert b"softmax" not in (run / "model.safetensors").read_bytes()
 
     del variants.ATTENTION["mine.py:cube"]
-    (tmp_path / "code/mine.py").write_text("raise SystemExit('this must not run')")
-    (tmp_path / "mine.py").write_text("raise SystemExit('this must not run')")
+    file.write_text("raise SystemExit('this must not run')")
     message = "attention: mine.py:cube is not known here; .* supplied with --model.attention or"
     with pytest.raises(ValueError, match=message):
-        load(tmp_path / "run")
+        load(run)
 
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/mine.py").write_text(CUBE)
-    load_attention(str(tmp_path / "elsewhere/mine.py:cube"))
+    (tmp_path / "mine.py").write_text(CUBE.replace("weights = ", "# a comment\n    weights  =  "))
+    load_attention("mine.py:cube")
     photo = np.zeros((32, 32, 3), np.uint8)
-    assert load(tmp_path / "run").predict(photo) == classifier.predict(photo)
-
-
-def test_code_that_changes_after_training_is_noticed(tmp_path, registry, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    file, config = tmp_path / "mine.py", small_run(tmp_path / "run", "mine.py:cube")
-    file.write_text(CUBE)
-    train(config)
-    checkpoint = checkpoint_paths(tmp_path / "run")[-1]
-    file.write_text(CUBE.replace("weights = ", "# a comment\n    weights  =  "))
-    for path in (tmp_path / "run", checkpoint):
-        load_attention("mine.py:cube")
-        load(path)
+    assert load(run).predict(photo) == classifier.predict(photo)
     assert "has changed" not in capsys.readouterr().err
 
     file.write_text(CUBE.replace("pow(3)", "pow(5)"))
-    for path in (tmp_path / "run", checkpoint):
-        load_attention("mine.py:cube")
+    load_attention("code/mine.py:cube")
+    for path in (run, checkpoint_paths(run)[-1]):
         load(path)
-        assert "the code of mine.py:cube attention has changed" in capsys.readouterr().err
-    (tmp_path / "run/model.safetensors").unlink()
+        assert "mine.py:cube attention has changed" in capsys.readouterr().err
+    (run / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"another config \(attention_code: "):
-        train(config)
+        train(small_run(run, "code/mine.py:cube"))
 
 
 def test_a_short_run_in_which_every_step_is_skipped_has_diverged(tmp_path, registry, capsys):
