@@ -89,9 +89,9 @@ class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
     One projection computes queries, keys and values. Each head attends on its own, and an output
-    projection combines the heads. torch's fused kernel takes the place of
-    `scaled_dot_product_attention` where nobody can tell: without a mask, weights that are needed or
-    dropped, or edits of that function, see `vit.model.fused_kernel`.
+    projection combines the heads. Without a mask, and if the weights are neither needed nor
+    dropped, torch's fused kernel takes the place of `scaled_dot_product_attention`, unless that was
+    edited; see `vit.model.fused_kernel`.
 
     Args:
         dim: D, token width.
