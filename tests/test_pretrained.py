@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from small_runs import assert_same, environment, small
+from small_runs import assert_same, begin, small
 from vit import load
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
@@ -41,7 +41,6 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
 from vit.training.config import Config, from_dict, to_dict
-from vit.training.start import Run
 from vit.training.train import load_data, train
 
 ARCHITECTURES = (
@@ -412,8 +411,8 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     config = tuned(tmp_path / "run", name, model={"zero_init": True})
     config, source = resolve_pretrained(config, False)
     assert config.model.zero_init and config.train.whiten and source is not None
-    training, _ = load_data(Run.begin(config, environment()))
-    state = build_step(Run.begin(config, environment(), None, source), training, source).state
+    training, _ = load_data(begin(config))
+    state = build_step(begin(config, source=source), training, source).state
     averaged = state.ema.module.state_dict()
     for key, value in state.model.state_dict().items():
         if not key.startswith("head."):
