@@ -21,21 +21,9 @@ from vit.model.attention import (
 QUERIES, KEYS, WIDTH, VALUE_WIDTH = 5, 7, 4, 6
 
 # Leading dimensions of query, key and value, and the shape of the mask.
-SHAPES = [
-    ((), None),
-    ((2,), (5, 7)),
-    ((2, 3), (5, 1)),
-    ((2, 3), (2, 1, 1, 7)),
-    ((2, 1, 3), (2, 1, 3, 5, 7)),
-]
+SHAPES = [((), None), ((2, 3), (2, 1, 1, 7)), ((2, 1, 3), (2, 1, 3, 5, 7))]
 
-# Each is for 3 sequences of 5 tokens; None is no mask.
-MASKS = {
-    "none": None,
-    "causal and padding": causal_mask(5) & padding_mask(torch.tensor([1, 3, 5]), 5),
-}
-with_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-
+MASKS = [None, causal_mask(5) & padding_mask(torch.tensor([1, 3, 5]), 5)]  # of 3 x 5 tokens
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -168,26 +156,16 @@ def test_dropout_scales_what_it_keeps_and_returns_the_weights_before_it():
 # --- masks ---
 
 
-def test_causal_mask_lets_a_token_see_itself_and_those_before():
-    assert causal_mask(3).tolist() == [
-        [True, False, False],
-        [True, True, False],
-        [True, True, True],
-    ]
-
-
-def test_padding_mask_shows_as_many_tokens_as_are_real():
-    assert padding_mask(torch.tensor([0, 2, 3]), 3).tolist() == [
-        [[False, False, False]],
-        [[True, True, False]],
-        [[True, True, True]],
-    ]
+def test_masks_show_the_tokens_before_and_those_that_are_real():
+    assert causal_mask(3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    shown = padding_mask(torch.tensor([0, 2, 3]), 3)
+    assert shown.int().tolist() == [[[0, 0, 0]], [[1, 1, 0]], [[1, 1, 1]]]
 
 
 # --- MultiHeadSelfAttention against others ---
 
 
-@with_masks
+@pytest.mark.parametrize("mask", MASKS, ids=["no mask", "causal and padding"])
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "qkv_bias", "qk_norm"),
     [(3, None, False, False), (2, 5, True, True)],

@@ -1,4 +1,4 @@
-"""Patch and position embedding compared with hand-cut patches, torch's layers and timm."""
+"""Patch and position embedding compared with torch's layers and timm."""
 
 import pytest
 import torch
@@ -16,26 +16,6 @@ from vit.model.embed import PatchEmbed, conv_stem, resample_pos_embed, sincos_po
 def draw_images(batch=2, channels=3, size=16):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, channels, size, size, generator=generator)
-
-
-# --- linear stem ---
-
-
-@pytest.mark.parametrize("patch_size", [1, 4])
-def test_linear_stem_is_each_patch_times_a_matrix(patch_size):
-    embed = PatchEmbed(16, patch_size, 3, 10, "linear")
-    images = draw_images()
-
-    tokens, _ = embed(images)
-
-    side = 16 // patch_size
-    matrix = embed.proj.weight.reshape(10, -1)
-    assert tokens.shape == (2, side * side, 10)
-    for place in range(side * side):
-        top, left = place // side * patch_size, place % side * patch_size
-        patches = images[:, :, top : top + patch_size, left : left + patch_size]
-        expected = patches.reshape(2, -1) @ matrix.T + embed.proj.bias
-        assert_close(tokens[:, place], expected, rtol=0, atol=1e-5)
 
 
 # --- convolutional stem ---
@@ -89,11 +69,9 @@ def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, ke
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-@pytest.mark.parametrize("img_size", [(8, 24), (4, 36)])
-def test_grid_of_a_rectangle(stem, img_size):
-    embed = PatchEmbed(img_size, 4, 3, 8, stem)
-    assert embed.grid_size == (img_size[0] // 4, img_size[1] // 4)
-    assert embed.num_patches == img_size[0] * img_size[1] // 16
+def test_grid_of_a_rectangle(stem):
+    embed = PatchEmbed((8, 24), 4, 3, 8, stem)
+    assert embed.grid_size == (2, 6) and embed.num_patches == 12
     tokens, grid = embed(torch.randn(2, 3, 12, 20))  # of another image than img_size
     assert tokens.shape == (2, 15, 8)
     assert grid == (3, 5)
@@ -126,9 +104,8 @@ def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
 @pytest.mark.parametrize(
     ("grid", "wanted"),
     [
-        ((8, 8), (6, 6)),
         ((8, 8), (16, 4)),  # as many patches
-        ((3, 5), (5, 3)),
+        ((3, 5), (6, 3)),
     ],
 )
 def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
@@ -136,9 +113,3 @@ def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
     found = resample_pos_embed(pos_embed, grid, wanted, prefix)
     expected = resample_abs_pos_embed(pos_embed, wanted, grid, num_prefix_tokens=prefix)
     assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def test_positions_of_the_same_grid_stay_as_they_are():
-    for grid in ((4, 4), (2, 8)):
-        pos_embed = torch.randn(1, 17, 8)
-        assert resample_pos_embed(pos_embed, grid, grid, 1) is pos_embed

@@ -1,8 +1,6 @@
 """Callbacks for other training loops, in short trainings with the packages themselves."""
 
-import importlib
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,15 +147,3 @@ def test_transformers(
     with torch.no_grad():
         output = model.eval()(pixel_values=normalized(IMAGES[:2]), output_attentions=True)
     check(tmp_path / "runs/finetuned", output.attentions, output.logits, prefix)
-
-
-@pytest.mark.parametrize(
-    ("name", "needed"), [("lightning", "lightning.pytorch"), ("transformers", "transformers")]
-)
-def test_a_missing_package_is_named(
-    name: str, needed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, needed, None)
-    monkeypatch.delitem(sys.modules, f"vit.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"vit\.integrations\.{name}: run pip install {name}$"):
-        importlib.import_module(f"vit.integrations.{name}")

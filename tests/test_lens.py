@@ -24,7 +24,6 @@ TIMMS: dict[str, dict[str, Any]] = {
     "registers": {"reg_tokens": 2, "global_pool": "avg"},
     "distilled": {"name": "deit_tiny_distilled_patch16_224"},
     "attention pooling": {"global_pool": "map", "class_token": False},
-    "naflex": {"name": "naflexvit_base_patch16_gap", "class_token": True},
     "rotary": {"name": "vit_small_patch16_dinov3"},
     "relative": {"name": "beit_base_patch16_224", "global_pool": "token"},
 }
@@ -94,7 +93,6 @@ def test_token_is_read_as_if_there_were_no_others(maker: str, variant: str) -> N
         ("timm", "registers", ["class token", "register 1", "register 2"]),
         ("timm", "distilled", ["class token", "distillation token"]),
         ("timm", "attention pooling", []),
-        ("timm", "naflex", ["class token", *(f"register {n}" for n in (1, 2, 3, 4))]),
     ],
 )
 def test_prefix_tokens_have_names(maker: str, variant: str, names: list[str]) -> None:

@@ -347,11 +347,6 @@ TIMMS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
     },
     "BEiT": {"model_name": "beit_base_patch16_224", "init_values": 0.3},
-    "NaFlex": {
-        "model_name": "naflexvit_base_patch16_gap",
-        "rope_type": "axial",
-        "attn_gated": True,
-    },
 }
 
 

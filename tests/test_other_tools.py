@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -94,21 +93,6 @@ def test_intermediate_layers_are_timms(n: Any, norm: bool) -> None:
         found = ours.get_intermediate_layers(IMAGES, n, norm=norm, **options)
         expected = theirs.get_intermediate_layers(IMAGES, n, norm=norm, **options)
         torch.testing.assert_close(list(found), list(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_grad_cam_is_that_of_timms_model() -> None:
-    """The package has no wheel, so it is not among the packages of the tests."""
-    cam = pytest.importorskip("pytorch_grad_cam").GradCAM
-    targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
-    ours = build({"reg_tokens": 1})
-    theirs = timm.create_model("vit_tiny_patch16_224", **SIZES, reg_tokens=1, num_classes=5).eval()
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    maps = []
-    for model in (ours, theirs):
-        with cam(model, [model.blocks[-1].norm1], lambda x: x[:, 2:].mT.unflatten(2, (2, 3))) as gc:
-            maps.append(gc(IMAGES, [targets.ClassifierOutputTarget(k) for k in (4, 0, 2)]))
-    assert maps[0].shape == (3, 16, 24) and maps[0].std() > 0.01
-    np.testing.assert_allclose(maps[0], maps[1], atol=1e-4)
 
 
 def test_classifier_is_reset() -> None:

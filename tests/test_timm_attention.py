@@ -1,11 +1,9 @@
-"""timm's attention, family by family: weights, masks, muted heads, records, against timm's code.
+"""timm's attention, family by family: weights, masks and muted heads, against timm's code.
 
-The oracle sees what timm's own forward computes: what it drops attention out from, or, with a fused
-kernel, the queries, keys and masks that it hands to the kernel.
+The oracle sees the queries, keys and masks that timm's own forward hands to the fused kernel.
 """
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.models import vision_transformer as vits
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vit.classifier import Classifier
-from vit.data.images import ImageSet
-from vit.data.preprocess import Preprocess
 from vit.explain.interventions import Interventions, gates_of
 from vit.explain.maps import MAP_KINDS, attention_maps
-from vit.model.attention_model import attention_model, prefix_names, require_attention
-from vit.reporting.attention_records import attention_records
+from vit.model.attention_model import attention_model, require_attention
 
 SIZE = (32, 48)
 ROTARY: dict[str, Any] = {"patch_size": 8, "dynamic_img_size": True}
@@ -39,34 +33,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
     "`vit_dwee_*`, `vit_dlittle_*`": (
         {"model_name": "vit_dwee_patch16_reg1_gap_256", "patch_size": 8},
     ),
-    "`naflexvit_*`, and `vit_*` with `use_naflex`, for images of one size": (
-        {"model_name": "naflexvit_base_patch16_gap", "patch_size": 8},
-    ),
-    "the same with `rope_type`": (
-        {"model_name": "naflexvit_base_patch16_gap", "patch_size": 8, "rope_type": "mixed"},
-        {
-            "model_name": "naflexvit_base_patch16_gap",
-            "patch_size": 8,
-            "rope_type": "axial",
-            "attn_gated": True,
-        },
-    ),
     "EVA-02, DINOv3, `eva_giant_*`": (
         {"model_name": "eva02_tiny_patch14_224", "patch_size": 8},
-        {"model_name": "eva02_base_patch14_224", **ROTARY, "scale_attn_inner": True},
         {"model_name": "vit_small_plus_patch16_dinov3", **ROTARY},
         {"model_name": "eva02_enormous_patch14_clip_224", "patch_size": 8},
     ),
     "Perception Encoder, `vit_*_rope_*`, Sapiens2": (
         {"model_name": "vit_pe_core_tiny_patch16_384", "patch_size": 8},
         {"model_name": "vit_small_patch16_rope_mixed_224", "patch_size": 8},
-        {
-            "model_name": "vit_base_patch16_sapiens2",
-            "patch_size": 8,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "embed_dim": 32,
-        },
     ),
     "`beit_*`, `beitv2_*`": (
         {"model_name": "beit_base_patch16_224", "patch_size": 8},
@@ -75,12 +49,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 # Options of timm's VisionTransformer that the families above do not have.
 OPTIONS: list[dict[str, Any]] = [
-    {"global_pool": "avg", "class_token": False, "pre_norm": True, "qk_norm": True},
-    {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.5, "scale_attn_norm": True},
-    {"global_pool": "map", "class_token": False, "scale_mlp_norm": True},
-    {"block_fn": vits.ResPostBlock, "init_values": 0.5, "dynamic_img_size": True},
+    {"reg_tokens": 2, "no_embed_class": True, "qk_norm": True, "scale_attn_norm": True},
+    {"global_pool": "map", "class_token": False, "pre_norm": True, "dynamic_img_size": True},
+    {"block_fn": ResPostBlock, "init_values": 0.5, "global_pool": "avg"},
     {"model_name": "deit_tiny_distilled_patch16_224"},
-    {"use_naflex": True},
 ]
 PLAIN = {"model_name": "vit_tiny_patch16_224", "patch_size": 8}
 MODELS = [model for models in FAMILIES.values() for model in models]
@@ -88,13 +60,6 @@ MODELS += [PLAIN | options for options in OPTIONS]
 with_models = pytest.mark.parametrize(
     "model", MODELS, ids=[model["model_name"] for model in MODELS]
 )
-
-
-@pytest.fixture(params=["step by step", "fused"])
-def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
-    timm.layers.set_fused_attn(request.param == "fused")
-    yield request.param == "fused"
-    timm.layers.set_fused_attn(True)
 
 
 def build(settings: dict[str, Any]) -> Any:
@@ -132,44 +97,31 @@ class Kernel(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def weights_of(model: Any, images: Tensor, fused: bool) -> list[Tensor]:
+def weights_of(model: Any, images: Tensor) -> list[Tensor]:
     """What timm's own forward computes in each block, differences of two softmaxes too."""
-    seen: list[Tensor] = []
-    blocks = model.blocks
-    for block in blocks:
-        block.attn.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with Kernel() as kernel:
         model(images)
-    if not fused:
-        assert len(seen) == len(blocks)
-        return [subtract(block.attn, layer) for block, layer in zip(blocks, seen, strict=True)]
-    assert not seen
+    blocks = model.blocks
     if not hasattr(blocks[0].attn, "lambda_init"):
         return kernel.weights[: len(blocks)]  # then comes attention pooling
     pairs = zip(kernel.weights[::2], kernel.weights[1::2], strict=True)
-    both = [torch.stack(pair, dim=2).flatten(1, 2) for pair in pairs]
-    return [subtract(block.attn, layer) for block, layer in zip(blocks, both, strict=True)]
+    return [subtract(block.attn, *pair) for block, pair in zip(blocks, pairs, strict=True)]
 
 
-def subtract(attn: Any, weights: Tensor) -> Tensor:
+def subtract(attn: Any, signal: Tensor, noise: Tensor) -> Tensor:
     """The difference of the heads' two softmaxes (arXiv 2410.05258, eq. 1 and 2)."""
-    if not hasattr(attn, "lambda_init"):
-        return weights
     if attn.dual_lambda:
         rising, falling = attn.lambda_a, attn.lambda_b
     else:
         rising, falling = attn.lambda_q1 @ attn.lambda_k1, attn.lambda_q2 @ attn.lambda_k2
-    factor = rising.exp() - falling.exp() + attn.lambda_init
-    return weights[:, ::2] - factor * weights[:, 1::2]
+    return signal - (rising.exp() - falling.exp() + attn.lambda_init) * noise
 
 
 @with_models
 @torch.no_grad()
-def test_weights_and_logits_are_timms(model: dict[str, Any], fused: bool) -> None:
+def test_weights_and_logits_are_timms(model: dict[str, Any]) -> None:
     timms = build(model)
-    images = images_for(timms)
-    reader = attention_model(timms)
-    assert reader is not None and all(block.attn.fused_attn == fused for block in timms.blocks)
+    images, reader = images_for(timms), require_attention(timms)
     logits, weights, tokens = reader.forward_intermediates(images)
     torch.testing.assert_close(logits, timms(images), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
@@ -177,7 +129,7 @@ def test_weights_and_logits_are_timms(model: dict[str, Any], fused: bool) -> Non
     )
     rows, columns = reader.patch_embed.grid(*images.shape[-2:])
     assert (rows, columns) == (4, 6)
-    for found, expected in zip(weights, weights_of(timms, images, fused), strict=True):
+    for found, expected in zip(weights, weights_of(timms, images), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert found.shape[-1] == reader.num_prefix_tokens + rows * columns
         assert found.std() > 0.005  # not uniform, so the comparison means something
@@ -236,7 +188,7 @@ def test_heads_are_muted_and_patches_left_out(model: dict[str, Any]) -> None:
 
 
 @with_models
-def test_every_kind_of_map_and_a_record_for_the_tab(model: dict[str, Any]) -> None:
+def test_every_kind_of_map(model: dict[str, Any]) -> None:
     timms = build(model)
     images = images_for(timms)
     logits, maps = attention_maps(timms, images, list(MAP_KINDS))
@@ -244,20 +196,6 @@ def test_every_kind_of_map_and_a_record_for_the_tab(model: dict[str, Any]) -> No
     for kind, found in maps.items():
         assert found.shape == (3, *(images.shape[-2:] if kind == "lrp_pixels" else (4, 6)))
         assert found.isfinite().all() and found.std() > 1e-3
-    preprocess = Preprocess(tuple(images.shape[-2:]), (0.5,) * 3, (0.5,) * 3)
-    classes = tuple("abcde")
-    classifier = Classifier(timms, preprocess, classes, torch.device("cpu"), torch.float32)
-    pixels = torch.randint(0, 256, images.shape, dtype=torch.uint8)
-    parts = attention_records(classifier, ImageSet(pixels, torch.zeros(3).long(), classes))
-    records = [record for _, part in parts for record in part if record is not None]
-    with torch.no_grad():
-        _, weights, _ = require_attention(timms).forward_intermediates(preprocess.normalize(pixels))
-    for number, record in enumerate(records):
-        expected = torch.stack(weights)[:, number]
-        torch.testing.assert_close(torch.tensor(record.weights), expected, rtol=1e-4, atol=1e-5)
-        assert record.details.prefix == prefix_names(timms)
-        assert torch.tensor(record.details.statistics.entropy).isfinite().all()
-    assert len(records) == 3
 
 
 def table() -> list[str]:
@@ -279,7 +217,6 @@ def test_table_of_the_documentation() -> None:
     ("name", "settings", "unread"),
     [
         ("swin_tiny_patch4_window7_224", {"img_size": 224}, "SwinTransformer"),
-        ("pvt_v2_b0", {}, "PyramidVisionTransformerV2"),
         ("vit_small_patch16_18x2_224", {"depth": 1}, "ParallelThingsBlock"),
         ("vit_relpos_small_patch16_224", {"depth": 1}, "VisionTransformerRelPos"),
     ],

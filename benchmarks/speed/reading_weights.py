@@ -59,7 +59,7 @@ def load_way(way: str, folder: Path, images: torch.Tensor) -> Callable[[], Any]:
 
         other = ViTForImageClassification.from_pretrained(folder, attn_implementation=attention)
         return lambda: other.eval()(images, output_attentions=reads)
-    source, preprocess = read_transformers(folder, name)
+    source, preprocess = read_transformers(folder)
     config = adopt(ModelConfig(name=name, pretrained=str(folder)), source.settings, str(folder))
     model = build_model(config, preprocess, 10).eval()
     model.load_state_dict(fit(source, config, preprocess.image_size, 3).weights)

@@ -2,16 +2,12 @@
 
 from typing import Any
 
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from vit.explain.maps import readout_of
 from vit.integrations import AttentionLog
 from vit.model.attention_model import attention_model, require_attention
-
-try:
-    from lightning.pytorch import Callback
-except ImportError:
-    raise ImportError("vit.integrations.lightning: run pip install lightning") from None
 
 
 class AttentionCallback(AttentionLog, Callback):  # type: ignore[misc]

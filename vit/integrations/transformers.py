@@ -4,13 +4,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from transformers import TrainerCallback
 
 from vit.integrations import AttentionLog
-
-try:
-    from transformers import TrainerCallback
-except ImportError:
-    raise ImportError("vit.integrations.transformers: run pip install transformers") from None
 
 
 class AttentionCallback(AttentionLog, TrainerCallback):  # type: ignore[misc]

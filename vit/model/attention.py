@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vit.model.dropout import Dropout
-from vit.model.fused_kernel import is_released
+from vit.model.fused_kernel import uses_fused_kernel
 
 # A function like `scaled_dot_product_attention`, or a module class whose forward is one and whose
 # constructor takes num_heads and head_dim.
@@ -68,15 +68,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def causal_mask(num_tokens: int, device: torch.device | str | None = None) -> Tensor:
-    """Return a mask under which each token attends to itself and the tokens before it.
-
-    Args:
-        num_tokens: N.
-        device: Device of the mask.
-
-    Returns:
-        (N, N) boolean, True where a query (row) may attend to a key (column).
-    """
+    """Return a mask, (N, N), under which tokens attend to themselves and the tokens before them."""
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
@@ -93,30 +85,13 @@ def padding_mask(lengths: Tensor, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens, device=lengths.device) < lengths[:, None])[:, None]
 
 
-def uses_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's fused kernel computes `scaled_dot_product_attention`, and faster.
-
-    Args:
-        device: Device of the queries.
-        dtype: Data type of the queries. In bfloat16 on a CPU, the backward pass of the kernel takes
-            several times as long as that of the function.
-    """
-    faster = device.type != "cpu" or dtype == torch.float32
-    return faster and is_released(scaled_dot_product_attention)
-
-
-# torch.compile takes the answer instead of tracing how it is found. This is what
-# torch.compiler.assume_constant_result does, which takes a second to import torch's compiler.
-uses_fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 class MultiHeadSelfAttention(nn.Module):
     """Multi-head self-attention (arXiv 1706.03762, section 3.2.2) with timm's parameter names.
 
-    One fused projection computes queries, keys and values. Each head attends independently, and an
-    output projection combines the heads. torch's fused kernel takes the place of
-    `scaled_dot_product_attention` as released, see `uses_fused_kernel`, except where there is a
-    mask, or the weights are needed or dropped.
+    One projection computes queries, keys and values. Each head attends on its own, and an output
+    projection combines the heads. Without a mask, and if the weights are neither needed nor
+    dropped, torch's fused kernel takes the place of `scaled_dot_product_attention`, unless that was
+    edited; see `vit.model.fused_kernel`.
 
     Args:
         dim: D, token width.
@@ -182,12 +157,12 @@ class MultiHeadSelfAttention(nn.Module):
             for part in self.qkv(x).chunk(3, dim=-1)
         )
         query, key = self.q_norm(query), self.k_norm(key)
+        attend = self.attention or scaled_dot_product_attention
         dropping = self.training and self.attn_drop.p > 0
         may_fuse = self.attention is None and mask is None and not (need_weights or dropping)
-        if may_fuse and uses_fused_kernel(query.device, query.dtype):
+        if may_fuse and uses_fused_kernel(attend, query.device, query.dtype):
             heads = F.scaled_dot_product_attention(query, key, value)
         else:
-            attend = self.attention or scaled_dot_product_attention
             for_all_heads = None if mask is None else mask.unsqueeze(-3)
             heads, weights = attend(query, key, value, for_all_heads, self.attn_drop)
         output = self.proj_drop(self.proj(rearrange(heads, "b h n d -> b n (h d)")))

@@ -44,8 +44,7 @@ def require_attention(model: nn.Module) -> AttentionModel:
 def prefix_names(model: nn.Module) -> list[str]:
     """Name the tokens before the patches, for a model whose attention can be read."""
     names = {"cls_token": "class token", "dist_token": "distillation token"}
-    parts = getattr(model, "embeds", model)  # of a NaFlexVit
-    known = [name for key, name in names.items() if getattr(parts, key, None) is not None]
+    known = [name for key, name in names.items() if getattr(model, key, None) is not None]
     registers = require_attention(model).num_prefix_tokens - len(known)
     return [*known, *(f"register {number + 1}" for number in range(registers))]
 

@@ -1,12 +1,10 @@
 """Dropout and stochastic depth whose masks do not depend on how a batch is divided.
 
-Whether an element is dropped is a pure function of a key of its image, the number of the layer and
-the index of the element in the image: they are hashed to 32 bits, which are compared with the rate.
-So several processes, or micro-batches, drop what one process would drop. Without keys, as in a
-notebook, the modules draw from torch's generator.
+A key of the image, the number of the layer and the index of the element are hashed to 32 bits,
+which are compared with the rate. So several processes, or micro-batches, drop what one process
+would drop. Without keys, as in a notebook, the modules draw from torch's generator.
 
-The hash is a permutation of the 32-bit integers of few operations, which torch.compile fuses with
-their surroundings. It is one of those that https://github.com/skeeto/hash-prospector lists, with
+The hash is a permutation of the 32-bit integers from https://github.com/skeeto/hash-prospector with
 an avalanche bias of 0.165. Its multipliers fit into int32, whose products wrap around.
 
 Shapes: B batch, L layers that drop something.
@@ -31,39 +29,33 @@ def scramble(numbers: Tensor) -> Tensor:
 
 
 def derive(key: Tensor, numbers: Tensor) -> Tensor:
-    """Derive a key from a key and a number, both int32 and of shapes that broadcast.
+    """Derive keys from keys and numbers, int32 tensors that broadcast.
 
-    One key gives different numbers different keys, and different keys one number.
+    For a fixed key, different numbers give different keys, and the other way round.
     """
     return scramble(scramble(numbers) ^ key)
 
 
 def image_keys(seed: int, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the keys of consecutive images of a batch.
+    """Return the keys, (count,) int32, of consecutive images of a batch.
 
     Args:
         seed: 32 bits, different for each step.
         first: Position of the first image in the whole batch.
-        count: B.
-        device: Device of the model.
-
-    Returns:
-        (B,) int32.
+        count: Number of images.
+        device: Device of the keys.
     """
     positions = torch.arange(first, first + count, dtype=torch.int32, device=device)
     return derive(torch.tensor(seed).to(torch.int32), positions)
 
 
 def keep_mask(keys: Tensor, shape: Sequence[int], rate: float) -> Tensor:
-    """Choose the elements that dropout keeps.
+    """Choose the elements, (B, *shape) bool, that dropout keeps.
 
     Args:
         keys: (B,) int32, of the images in one layer.
         shape: Shape of an image's activations, fewer than 2³¹.
         rate: Probability of dropping an element, 0 to less than 1, in steps of 2⁻³².
-
-    Returns:
-        (B, *shape) bool.
     """
     indices = torch.arange(math.prod(shape), dtype=torch.int32, device=keys.device)
     bits = derive(keys[:, None], indices)  # uniform from -2³¹ to 2³¹ - 1
@@ -71,13 +63,9 @@ def keep_mask(keys: Tensor, shape: Sequence[int], rate: float) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout, but with masks that are functions of keys inside `keyed_dropout`.
+    """torch's dropout, but with masks that are functions of keys inside `keyed_dropout`."""
 
-    Attributes:
-        keys: (B,) int32, or None, which leaves the mask to torch.
-    """
-
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # (B,) int32; None leaves the mask to torch
 
     def take(self, keys: Tensor | None) -> None:
         """Set the keys of the next images, or none."""
@@ -91,14 +79,10 @@ class Dropout(nn.Dropout):
 
 
 class StochasticDepth(Dropout):
-    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382).
+    """Drops whole branches of an image in training and scales the others (arXiv 1603.09382)."""
 
-    Attributes:
-        scale: (B,) float32, what the images are multiplied by inside `keyed_dropout`. It is not
-            computed in `forward`, because torch.compile would compile every block anew for its
-            rate.
-    """
-
+    # (B,) float32, by which images are multiplied inside `keyed_dropout`. If `forward` computed it,
+    # torch.compile would compile every block anew for its rate.
     scale: Tensor | None = None
 
     def take(self, keys: Tensor | None) -> None:
@@ -127,9 +111,6 @@ def keyed_dropout(model: nn.Module, keys: Tensor) -> Iterator[None]:
         keys: (B,) int32, see `image_keys`.
     """
     layers = [module for module in model.modules() if isinstance(module, Dropout) and module.p > 0]
-    if not layers:
-        yield
-        return
     numbers = torch.arange(len(layers), dtype=torch.int32, device=keys.device)
     for layer, layer_keys in zip(layers, derive(keys, numbers[:, None]), strict=True):
         layer.take(layer_keys)

@@ -46,8 +46,6 @@ class PatchEmbed(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if patch_size < 1:
-            raise ValueError(f"patch_size: {patch_size} is not allowed; it must be at least 1")
         self.patch_size = patch_size
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.grid_size = self.grid(height, width)
@@ -127,11 +125,7 @@ def whiten(conv: nn.Conv2d, images: Tensor) -> None:
 
 
 class ResidualConv(nn.Module):
-    """A 3 x 3 convolution with batch norm and ReLU, and a skip connection (arXiv 1512.03385).
-
-    Args:
-        dim: Input and output channels.
-    """
+    """A 3 x 3 convolution with batch norm and ReLU, and a skip connection (arXiv 1512.03385)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -188,12 +182,8 @@ def sincos_pos_embed(grid: tuple[int, int], dim: int) -> Tensor:
     sine of the row and the cosine of the row. Wavelengths range from 2π to almost 10,000 · 2π
     patches.
 
-    Args:
-        grid: Rows and columns of patches.
-        dim: D, a multiple of 4.
-
     Returns:
-        (P, D), -1 to 1, in row-major order.
+        (P, D), -1 to 1, in row-major order of the grid (rows, columns).
 
     Raises:
         ValueError: dim is not a multiple of 4.
@@ -215,8 +205,8 @@ def resample_pos_embed(
     Args:
         pos_embed: (1, N, D), for the prefix tokens and then the patches of old_grid in row-major
             order.
-        old_grid: Rows and columns of patches that pos_embed belongs to.
-        new_grid: Rows and columns of patches to resample to.
+        old_grid: Rows and columns of patches.
+        new_grid: Those to resample to.
         num_prefix_tokens: Tokens before the patches; their embeddings do not change.
 
     Returns:

@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from vit.console import note
 
 # Of `scaled_dot_product_attention` and `masked_softmax`, see `source_digest`. After a change that
@@ -19,17 +21,26 @@ from vit.console import note
 RELEASED = ("c417820a4565f357", "e12720dbf233a7cf")
 
 
-def is_released(attention: Callable[..., Any]) -> bool:
-    """Return whether a function, with the softmax that it uses, is the one that is released.
+def uses_fused_kernel(
+    attention: Callable[..., Any], device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Return whether the kernel computes what a function does for such queries, and faster.
 
-    Args:
-        attention: The function, see `vit.model.attention.scaled_dot_product_attention`.
+    In bfloat16 on a CPU, its backward pass takes several times as long as that of the function.
     """
-    return _is_released(attention, getattr(attention, "__globals__", {}).get("masked_softmax"))
+    faster = device.type != "cpu" or dtype == torch.float32
+    softmax = getattr(attention, "__globals__", {}).get("masked_softmax")
+    return faster and is_released(attention, softmax)
+
+
+# torch.compile takes the answer instead of tracing how it is found. This is what
+# torch.compiler.assume_constant_result does, which takes a second to import torch's compiler.
+uses_fused_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _is_released(attention: Any, softmax: Any) -> bool:
+def is_released(attention: Any, softmax: Any) -> bool:
+    """Return whether a function, and the softmax that it uses, are those that are released."""
     if (source_digest(attention), source_digest(softmax)) == RELEASED:
         return True
     note("attention was edited: using vit/model/attention.py instead of torch's fused kernel")
@@ -37,11 +48,7 @@ def _is_released(attention: Any, softmax: Any) -> bool:
 
 
 def source_digest(code: Any) -> str:
-    """Hash a function or class without comments and layout, and without what it calls.
-
-    Returns:
-        16 hexadecimal digits; "" if Python has no source of it.
-    """
+    """Hash a function or class, but not comments, layout and what it calls; "" without source."""
     try:  # __code__ is that of a wrapper, not of the function that it wraps
         tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(code, "__code__", code))))
     except (OSError, TypeError, SyntaxError):

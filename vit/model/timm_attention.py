@@ -1,44 +1,32 @@
 """Reads the attention weights of timm's Vision Transformers, as our model returns them.
 
-A model's own modules run in its own order, with attention computed step by step, as timm does
-without a fused kernel. Three tables name the classes that can be read: `MODELS` says how images
-become tokens and what positions add in the blocks, `BLOCKS` where a block normalizes, and
-`ATTENTIONS` how a class computes its weights. A mask is that of our
+A model's own modules run, in its own order. `FAMILIES` says how images become tokens, and what its
+blocks take beside them. `ReadWeights` watches attention from the inside: timm computes a softmax,
+whose scores may be masked, and multiplies the weights by the values. A mask is that of our
 `MultiHeadSelfAttention.forward`, not timm's, which is added. Models are in evaluation mode.
 
-Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, d head width, L layers,
-C classes.
+Shapes: B batch, N tokens (prefix, then patches), D token width, H heads, L layers, C classes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from timm.layers.attention import Attention, AttentionRope
 from timm.layers.diff_attention import DiffAttention
-from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models import beit, eva
-from timm.models import vision_transformer as vits
-from timm.models.naflexvit import NaFlexVit
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vit.model.attention import masked_softmax
 
 Grid = tuple[int, int]  # rows and columns of patches
-# What positions add inside of attention: rotations, or a bias on the scores.
-Position = Tensor | None
 
 
 def _vit_tokens(model: Any, images: Tensor) -> Tensor:
     return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
-
-
-def _naflex_tokens(model: Any, images: Tensor) -> Tensor:
-    # Without the masks of images that differ in size.
-    parts = model._forward_embeds(images, patch_coord=None, patch_valid=None, attn_mask=None)
-    return parts["patches"]
 
 
 def _eva_tokens(model: Any, images: Tensor) -> Tensor:
@@ -51,170 +39,37 @@ def _beit_tokens(model: Any, images: Tensor) -> Tensor:
     return model.pos_drop(x if model.pos_embed is None else x + model.pos_embed)
 
 
-def _no_positions(model: Any, grid: Grid) -> list[Position]:
-    return [None] * len(model.blocks)
+def _no_positions(model: Any, grid: Grid) -> list[dict[str, Any]]:
+    return [{} for _ in model.blocks]
 
 
-def _rotations(model: Any, grid: Grid) -> Sequence[Position]:
-    """Return rotary positions, (rows x columns, 2 d) for all heads or (H, rows x columns, 2 d)."""
+def _rotations(model: Any, grid: Grid) -> list[dict[str, Any]]:
     if model.rope is None:
         return _no_positions(model, grid)
-    # For a fixed grid, some classes of positions return a table, and others need the grid.
-    is_fixed = not getattr(model, "dynamic_img_size", True) and hasattr(model.rope, "feat_shape")
-    found = model.rope.get_embed() if is_fixed else model.rope.get_embed(shape=list(grid))
-    is_mixed = getattr(model, "rope_mixed", False) or getattr(model, "rope_is_mixed", False)
-    return list(found) if is_mixed else [found] * len(model.blocks)
+    found = model.rope.get_embed(shape=list(grid))
+    is_mixed = getattr(model, "rope_mixed", False)  # then they differ between blocks
+    return [{"rope": rope} for rope in (found if is_mixed else [found] * len(model.blocks))]
 
 
-def _shared_bias(model: Any, grid: Grid) -> list[Position]:
-    """Return the relative position bias, (H, N, N), that the blocks of a BEiT share, if any."""
+def _shared_bias(model: Any, grid: Grid) -> list[dict[str, Any]]:
     bias = None if model.rel_pos_bias is None else model.rel_pos_bias()
-    return [bias] * len(model.blocks)
+    return [{"shared_rel_pos_bias": bias} for _ in model.blocks]
 
 
-class Family(NamedTuple):
-    """How a class turns images into the input of the first block, and positions in all blocks."""
-
-    tokens: Callable[[Any, Tensor], Tensor]
-    positions: Callable[[Any, Grid], Sequence[Position]] = _no_positions
-
-
-MODELS: dict[type[nn.Module], Family] = {
-    vits.VisionTransformer: Family(_vit_tokens),
-    NaFlexVit: Family(_naflex_tokens, _rotations),
-    eva.Eva: Family(_eva_tokens, _rotations),
-    beit.Beit: Family(_beit_tokens, _shared_bias),
+# How a class turns images into the first block's input, and what each block takes beside it.
+FAMILIES: dict[Any, tuple[Callable[..., Tensor], Callable[..., list[dict[str, Any]]]]] = {
+    VisionTransformer: (_vit_tokens, _no_positions),
+    eva.Eva: (_eva_tokens, _rotations),
+    beit.Beit: (_beit_tokens, _shared_bias),
 }
-
-
-def _project(attn: Any, x: Tensor) -> list[Tensor]:
-    """Return queries, (B, H, N, d), and keys and values, of which there may be fewer heads."""
-    if getattr(attn, "q_proj", None) is not None:
-        parts = [attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)]
-    elif getattr(attn, "q_bias", None) is not None:
-        bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])
-        parts = list(F.linear(x, attn.qkv.weight, bias).chunk(3, dim=-1))
-    else:
-        parts = list(attn.qkv(x).chunk(3, dim=-1))
-    width = parts[0].shape[-1] // attn.num_heads
-    return [rearrange(part, "b n (h d) -> b h n d", d=width) for part in parts]
-
-
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, bias: Position = None) -> Tensor:
-    # As in timm; `scaled_dot_product_attention` may be edited, and these models do not call it.
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    scores = scores if bias is None else scores + bias
-    return masked_softmax(scores, None if mask is None else mask.unsqueeze(-3))
-
-
-# Applies attention to tokens (B, N, D), with a mask (B, N, N) or (B, 1, N) and what positions add.
-# Returns the output, (B, N, D), and the weights before dropout, (B, H, N, N).
-Reader = Callable[[Any, Tensor, Tensor | None, Position], tuple[Tensor, Tensor]]
-
-
-def read_attention(
-    attn: Any, x: Tensor, mask: Tensor | None, rotations: Position
-) -> tuple[Tensor, Tensor]:
-    """Apply timm's Attention, AttentionRope or EvaAttention, with rotary positions if any."""
-    query, key, value = _project(attn, x)
-    query, key = attn.q_norm(query), attn.k_norm(key)
-    if rotations is not None:
-        query, key = (_rotate(attn, part, rotations).type_as(value) for part in (query, key))
-    # Heads may share keys and values.
-    shared = attn.num_heads // key.shape[1]
-    key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
-    weights = _weights(query, key, mask)
-    y = attn.norm(rearrange(attn.attn_drop(weights) @ value, "b h n d -> b n (h d)"))
-    if getattr(attn, "gate", None) is not None:
-        y = y * attn.gate(x).sigmoid()
-    return attn.proj_drop(attn.proj(y)), weights
-
-
-def _rotate(attn: Any, x: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate the patches of queries or keys, (B, H, N, d), but not the prefix tokens."""
-    prefix, patches = x[:, :, : attn.num_prefix_tokens], x[:, :, attn.num_prefix_tokens :]
-    rotated = apply_rot_embed_cat(patches, rotations, half=attn.rotate_half)
-    return torch.cat([prefix, rotated], dim=2)
-
-
-def read_beit(
-    attn: Any, x: Tensor, mask: Tensor | None, shared_bias: Position
-) -> tuple[Tensor, Tensor]:
-    """Apply BEiT's Attention; the bias of relative positions is its own, the model's, or both."""
-    query, key, value = _project(attn, x)
-    bias = shared_bias
-    if attn.relative_position_bias_table is not None:
-        bias = attn._get_rel_pos_bias() + (0.0 if bias is None else bias)
-    weights = _weights(query, key, mask, bias)
-    y = rearrange(attn.attn_drop(weights) @ value, "b h n d -> b n (h d)")
-    return attn.proj_drop(attn.proj(y)), weights
-
-
-def read_differential(
-    attn: Any, x: Tensor, mask: Tensor | None, _: Position
-) -> tuple[Tensor, Tensor]:
-    """Apply timm's DiffAttention (arXiv 2410.05258).
-
-    The weights of a head are those of its first half less λ times those of its second. They may be
-    negative, and a row of them adds up to 1 - λ.
-    """
-    query, key, value = attn.qkv(x).chunk(3, dim=-1)
-    query, key = (
-        rearrange(part, "b n (h two d) -> two b h n d", two=2, h=attn.num_heads)
-        for part in (query, key)
-    )
-    value = rearrange(value, "b n (h d) -> b h n d", h=attn.num_heads)
-    first, second = _weights(attn.q_norm(query), attn.k_norm(key), mask)
-    weights = first - attn._compute_lambda().type_as(x) * second
-    y = attn.sub_norm(attn.attn_drop(weights) @ value) * (1 - attn.lambda_init)
-    return attn.proj_drop(attn.proj(attn.norm(rearrange(y, "b h n d -> b n (h d)")))), weights
-
-
-ATTENTIONS: dict[type[nn.Module], Reader] = {
-    Attention: read_attention,
-    AttentionRope: read_attention,
-    eva.EvaAttention: read_attention,
-    beit.Attention: read_beit,
-    DiffAttention: read_differential,
-}
-
-
-# Whether a block normalizes what attention and MLP return, instead of what they are given.
-BLOCKS: dict[type[nn.Module], bool] = {
-    vits.Block: False,
-    eva.EvaBlock: False,
-    beit.Block: False,
-    vits.ResPostBlock: True,
-    eva.EvaBlockPostNorm: True,
-}
-
-
-def _run_block(
-    block: Any, x: Tensor, mask: Tensor | None, position: Position
-) -> tuple[Tensor, Tensor]:
-    """Apply a block as its forward does; also return the weights, (B, H, N, N)."""
-    attend = ATTENTIONS[type(block.attn)]
-    if BLOCKS[type(block)]:
-        output, weights = attend(block.attn, x, mask, position)
-        x = x + block.drop_path1(block.norm1(output))
-        return x + block.drop_path2(block.norm2(block.mlp(x))), weights
-    output, weights = attend(block.attn, block.norm1(x), mask, position)
-    x = x + block.drop_path1(_scale(block, 1, output))
-    return x + block.drop_path2(_scale(block, 2, block.mlp(block.norm2(x)))), weights
-
-
-def _scale(block: Any, branch: int, x: Tensor) -> Tensor:
-    """Apply the layer scale of a branch: a module, a vector or None."""
-    if hasattr(block, f"ls{branch}"):
-        return getattr(block, f"ls{branch}")(x)
-    gamma = getattr(block, f"gamma_{branch}")
-    return x if gamma is None else gamma * x
+# Without a fused kernel, each of them has one softmax, and then one product with the values.
+ATTENTIONS = (Attention, AttentionRope, eva.EvaAttention, beit.Attention, DiffAttention)
 
 
 def _base(model: Any) -> Any:
-    """Return the class in `MODELS` whose tokens a model has; a subclass may have another head."""
-    features, classes = getattr(type(model), "forward_features", None), tuple[Any, ...](MODELS)
-    return next((cls for cls in classes if cls.forward_features is features), None)
+    """Return the class in `FAMILIES` whose tokens a model has; a subclass may have another head."""
+    features = getattr(type(model), "forward_features", None)
+    return next((cls for cls in FAMILIES if cls.forward_features is features), None)
 
 
 def unread_class(model: Any) -> str | None:
@@ -222,11 +77,48 @@ def unread_class(model: Any) -> str | None:
     if _base(model) is None:
         return type(model).__name__
     for block in model.blocks:
-        if type(block) not in BLOCKS:
-            return type(block).__name__
-        if type(block.attn) not in ATTENTIONS:
-            return type(block.attn).__name__
+        part = getattr(block, "attn", block)
+        if type(part) not in ATTENTIONS:
+            return type(part).__name__
     return None
+
+
+class ReadWeights(TorchFunctionMode):
+    """A context in which the softmax of attention follows a mask, and the weights are kept.
+
+    Differential attention (arXiv 2410.05258) subtracts weights between softmax and product, so
+    those that are kept may be negative.
+
+    Args:
+        mask: As for `MultiHeadSelfAttention.forward`.
+
+    Attributes:
+        weights: (B, H, N, N) for each block that ran.
+    """
+
+    def __init__(self, mask: Tensor | None) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+        self._mask = None if mask is None else mask.unsqueeze(-3)
+        self._is_attending = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        if func is Tensor.softmax:
+            self._is_attending = True
+            return masked_softmax(args[0], self._mask)
+        if func is Tensor.matmul and self._is_attending:
+            self._is_attending = False
+            self.weights.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _without_kernel(block: Any) -> Any:
+    """Copy a block so that its attention computes weights; both have the same parameters."""
+    block, attn = copy.copy(block), copy.copy(block.attn)
+    attn.fused_attn = False
+    block._modules = {**block._modules, "attn": attn}
+    return block
 
 
 class TimmPatches:
@@ -254,15 +146,15 @@ class TimmAttentionModel:
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, _base(model)
-        self._family = MODELS[self._base]
-        self.patch_embed = TimmPatches(getattr(model, "patch_embed", None) or model.embeds)
-        self.blocks = model.blocks
+        self._tokens, self._positions = FAMILIES[self._base]
+        self.patch_embed = TimmPatches(model.patch_embed)
+        self.blocks = [_without_kernel(block) for block in model.blocks]
         self.num_prefix_tokens: int = model.num_prefix_tokens
         self.global_pool: str = model.global_pool
 
     def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
         """Turn images into the input of the first block, as `VisionTransformer.embed` does."""
-        return self._family.tokens(self._model, images), self.patch_embed.grid(*images.shape[-2:])
+        return self._tokens(self._model, images), self.patch_embed.grid(*images.shape[-2:])
 
     def forward_intermediates(
         self, images: Tensor, mask: Tensor | None = None
@@ -274,13 +166,13 @@ class TimmAttentionModel:
         self, x: Tensor, grid: Grid, mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Do what `forward_intermediates` does after `embed`."""
-        weights, tokens = [], []
-        positions = self._family.positions(self._model, grid)
-        for block, position in zip(self.blocks, positions, strict=True):
-            x, attention = _run_block(block, x, mask, position)
-            weights.append(attention)
-            tokens.append(x)
-        return self._model.forward_head(self._model.norm(x)), weights, tokens
+        tokens = []
+        with ReadWeights(mask) as read:
+            positions = self._positions(self._model, grid)
+            for block, position in zip(self.blocks, positions, strict=True):
+                x = block(x, **position)
+                tokens.append(x)
+        return self._model.forward_head(self._model.norm(x)), read.weights, tokens
 
     def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Do what `VisionTransformer.read_tokens` does.

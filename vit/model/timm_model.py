@@ -3,9 +3,9 @@
 timm is imported in the functions that need it, because importing it takes seconds.
 """
 
-import inspect
+import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,8 +36,8 @@ def build_timm_model(
         name: "timm:" and the name of a model, see `timm.list_models`.
         arguments: Arguments of the model, such as {"depth": 4}.
         img_size: Height and width of the images, in pixels.
-        in_chans: Channels of the images.
-        num_classes: C.
+        in_chans: Their channels.
+        num_classes: Number of classes.
 
     Raises:
         ValueError: There is no such model, or it cannot be built with these arguments.
@@ -66,11 +66,11 @@ def complete_arguments(
         )
     complete = {**arguments, "in_chans": in_chans}
     with torch.device("meta"):  # without memory, only to see which arguments it takes
-        accepted = _arguments_of(create(name, complete))
-    if "img_size" in accepted:
-        complete["img_size"] = img_size
-    if "dynamic_img_size" in accepted:
-        complete.setdefault("dynamic_img_size", True)
+        create(name, complete)
+        for optional in ({"img_size": img_size}, {"dynamic_img_size": True}):
+            with contextlib.suppress(ValueError):
+                create(name, {**optional, **complete})
+                complete = {**optional, **complete}
     return complete
 
 
@@ -109,25 +109,8 @@ def create(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         ) from None
 
 
-def _arguments_of(model: nn.Module) -> set[str]:
-    """Return the names of the arguments of a model's class and of the classes it extends."""
-    return {
-        key
-        for cls in type(model).__mro__
-        if issubclass(cls, nn.Module) and cls is not nn.Module
-        for key, parameter in inspect.signature(cls.__init__).parameters.items()
-        if key != "self"
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
 def head_names(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the parameters whose shape depends on the number of classes.
-
-    Args:
-        name: "timm:" and the name of a model.
-        arguments: Its arguments, see `complete_arguments`.
-    """
+    """Return the names of the parameters whose shape depends on the number of classes."""
     with torch.device("meta"):
         models = [create(name, {**arguments, "num_classes": number}) for number in (2, 3)]
     one, other = (model.state_dict() for model in models)
@@ -141,11 +124,6 @@ def timm_name(model: nn.Module) -> str:
 
 
 def heads(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the layers that turn features into logits; models with a distillation token have two.
-
-    Args:
-        model: A VisionTransformer, or any timm model.
-    """
-    vit: Any = model
-    head = vit.get_classifier()
+    """Return the layers that turn features into logits; with a distillation token, they are two."""
+    head = cast(Any, model).get_classifier()
     return head if isinstance(head, tuple) else (head,)

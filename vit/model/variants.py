@@ -95,32 +95,26 @@ ATTENTION: dict[str, Attention | None] = {
 
 
 def find_attention(name: str) -> Attention | None:
-    """Return a variant by its name; no file is read.
-
-    Args:
-        name: A key of `ATTENTION`, with or without the folder of its file.
+    """Return a variant by its name, with or without the folder of its file; no file is read.
 
     Raises:
         ValueError: There is no such variant.
     """
     known = Path(name).name
     if known not in ATTENTION:
-        supply = (
-            f"supply it with --model.attention {known}, or vit.load_attention({known!r}) in Python"
-            if ".py:" in known
-            else f"it must be one of {', '.join(ATTENTION)}, or FILE.py:NAME"
+        raise ValueError(
+            f"model.attention: {known} is not known here; it must be one of {', '.join(ATTENTION)},"
+            " or FILE.py:NAME, supplied with --model.attention or vit.load_attention"
             f"{suggest(known, ATTENTION)}"
         )
-        raise ValueError(f"model.attention: {known} is not known here; {supply}")
     return ATTENTION[known]
 
 
 def load_attention(name: str) -> Attention | None:
     """Run a Python file and register an attention variant that it defines.
 
-    Args:
-        name: FILE.py:NAME, the path of the file and the function or class in it. It is registered
-            without the folder, which is how model files name it. Other names are looked up.
+    FILE.py:NAME, a file and the function or class in it, is registered without the folder, which is
+    how model files name it. Other names are looked up.
 
     Raises:
         ValueError: There is no such variant, or the file cannot be run.
@@ -133,14 +127,12 @@ def load_attention(name: str) -> Attention | None:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise ValueError(f"model.attention: {file}: file not found") from None
     except Exception as error:
         raise ValueError(f"model.attention: {file}: {type(error).__name__}: {error}") from error
     if not callable(found := getattr(module, attribute, None)):
         raise ValueError(f"model.attention: {file} defines no function or class {attribute!r}")
     ATTENTION[Path(name).name] = found
-    return ATTENTION[Path(name).name]
+    return found
 
 
 def attention_digest(name: str) -> str:
@@ -149,13 +141,7 @@ def attention_digest(name: str) -> str:
 
 
 def check_attention(name: str, num_heads: int, tokens: int, head_dim: int) -> None:
-    """Try a variant on random numbers, so that a mistake is found before training.
-
-    Args:
-        name: A key of `ATTENTION`, with or without the folder of its file.
-        num_heads: H.
-        tokens: N.
-        head_dim: d.
+    """Try a variant on random numbers (1, H, N, d), so that a mistake is found before training.
 
     Raises:
         ValueError: It fails, or does not return an output and the weights that it is made of.

@@ -11,10 +11,10 @@ import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import Attention
+from vit.model.attention import Attention, MultiHeadSelfAttention
 from vit.model.dropout import Dropout
 from vit.model.embed import PatchEmbed, resample_pos_embed, sincos_pos_embed
-from vit.model.encoder import EncoderBlock
+from vit.model.encoder import EncoderBlock, Mlp, NeighbourConv
 from vit.model.variants import find_attention
 
 torch.fx.wrap("resample_pos_embed")  # it branches
@@ -41,38 +41,10 @@ class VisionTransformer(nn.Module):
             embeddings are resampled.
         in_chans: Colour channels.
         num_classes: C.
-        patch_size: Side of a square patch in pixels; divides both sides of img_size.
-        stem: "linear" or "conv", see `PatchEmbed`.
-        embed_dim: D.
-        depth: L, number of encoder blocks.
-        num_heads: H.
-        head_dim: Width of a head; None means embed_dim / num_heads.
-        mlp_ratio: Hidden width of the MLPs divided by embed_dim.
-        mlp_conv: Whether the MLPs mix neighbouring patches, see `NeighbourConv`; not in timm.
-        qkv_bias: Whether the qkv projections have a bias.
-        qk_norm: Whether queries and keys are layer-normalized.
-        init_values: Initial layer scale; None means no layer scale.
-        zero_init: Whether the output projections of attention and MLP start at zero, so that every
-            block starts as the identity.
-        class_token: Whether a learned class token is prepended.
-        reg_tokens: Number of register tokens (arXiv 2309.16588).
-        global_pool: "token" classifies the class token, "avg" the mean of the patch tokens.
-        pos_embed: "learned", "sincos" (fixed) or "none".
-        no_embed_class: Whether only patches have position embeddings, not the prefix tokens.
-        pre_norm: Whether the tokens are layer-normalized before the first block, as in CLIP
-            (arXiv 2103.00020); the linear stem then has no bias.
-        fc_norm: Whether the last layer norm follows the pooling instead of preceding it; None means
-            with global_pool="avg".
-        norm_eps: Added to the variance in layer norms.
-        act_layer: Kind of GELU in the MLPs: "gelu", "gelu_tanh" (approximated by tanh) or
-            "quick_gelu" (by a sigmoid).
-        drop_rate: Dropout probability before the head.
-        attn_drop_rate: Dropout probability on the attention weights.
-        proj_drop_rate: Dropout probability after the output projections of attention and MLP.
-        drop_path_rate: Stochastic depth probability of the last block; it rises linearly from 0 at
-            the first.
         attention: What each head computes: a name in `vit.model.variants.ATTENTION`, "dot" for
             that of the paper, or a function or class of that kind.
+
+    `ModelConfig` describes the other arguments.
 
     Raises:
         ValueError: global_pool is "token" without class_token, a size does not divide another, or
@@ -139,29 +111,27 @@ class VisionTransformer(nn.Module):
         else:
             raise ValueError(f"pos_embed: {pos_embed!r} is not learned, sincos or none")
         self.norm_pre = nn.LayerNorm(embed_dim, eps=norm_eps) if pre_norm else nn.Identity()
-        # The last block only mixes patches if the head reads them: otherwise its convolution would
-        # not affect the logits.
-        num_mixing = 0 if not mlp_conv else depth if pooled else depth - 1
-        self.blocks = nn.ModuleList(
-            EncoderBlock(
+        hidden_dim = int(embed_dim * mlp_ratio)
+        self.blocks = nn.ModuleList()
+        for layer in range(depth):
+            attn = MultiHeadSelfAttention(
                 embed_dim,
                 num_heads,
-                mlp_ratio,
                 head_dim,
-                mlp_conv=layer < num_mixing,
-                num_prefix_tokens=self.num_prefix_tokens,
-                qkv_bias=qkv_bias,
-                qk_norm=qk_norm,
-                init_values=init_values,
+                qkv_bias,
+                qk_norm,
                 attn_drop=attn_drop_rate,
                 proj_drop=proj_drop_rate,
-                drop_path=drop_path_rate * layer / max(depth - 1, 1),
                 attention=attend,
-                act_layer=act_layer,
                 norm_eps=norm_eps,
             )
-            for layer in range(depth)
-        )
+            # The last block only mixes patches if the head reads them: otherwise its convolution
+            # would not affect the logits.
+            mixes = mlp_conv and (pooled or layer < depth - 1)
+            conv = NeighbourConv(hidden_dim, self.num_prefix_tokens) if mixes else None
+            mlp = Mlp(embed_dim, hidden_dim, proj_drop_rate, conv, act_layer)
+            drop_path = drop_path_rate * layer / max(depth - 1, 1)
+            self.blocks.append(EncoderBlock(attn, mlp, embed_dim, init_values, drop_path, norm_eps))
         norm_last = pooled if fc_norm is None else fc_norm
         self.norm = nn.Identity() if norm_last else nn.LayerNorm(embed_dim, eps=norm_eps)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if norm_last else nn.Identity()
@@ -187,184 +157,6 @@ class VisionTransformer(nn.Module):
                 if name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
                     nn.init.zeros_(parameter)
 
-    def get_classifier(self) -> nn.Module:
-        """Return the head, the only part that depends on the classes; as in timm."""
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one, as in timm; the norms stay where they are.
-
-        Args:
-            num_classes: C; 0 for features instead of logits.
-            global_pool: "token" or "avg", what the new head reads; None keeps what it is.
-
-        Raises:
-            ValueError: global_pool is unknown, or "token" without a class token.
-        """
-        if global_pool is not None:
-            check_pool(global_pool, self.cls_token is not None)
-            self.global_pool = global_pool
-        weight = next(self.parameters())
-        self.num_classes, self.head = num_classes, nn.Identity()
-        if num_classes:
-            self.head = nn.Linear(self.num_features, num_classes).to(weight.device, weight.dtype)
-            nn.init.trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
-
-    def no_weight_decay(self) -> set[str]:
-        """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
-        return {"cls_token", "reg_token", "pos_embed"}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the patterns by which timm assigns parameters to layers.
-
-        Args:
-            coarse: Not used; timm passes it.
-        """
-        return {
-            "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
-            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
-        }
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Choose whether training recomputes the blocks' activations instead of storing them.
-
-        Only the input of each block is kept for the backward pass, in which each block is computed
-        once more (arXiv 1604.06174). Gradients are bit for bit the same.
-        """
-        self.grad_checkpointing = enable
-
-    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Turn images into the input of the first block.
-
-        Args:
-            images: (B, in_chans, height, width), as for `forward`.
-
-        Returns:
-            Tokens (B, N, D), ordered class token, registers, patches in row-major order; and the
-            grid (rows, columns) of the patches.
-
-        Raises:
-            ValueError: height or width is not a multiple of patch_size.
-        """
-        x, grid = self.patch_embed(images)
-        # Everything is cast to the dtype of the stem's output, so that under autocast the residual
-        # stream stays in bfloat16.
-        dtype = x.dtype
-        positions: Tensor | None = None
-        if self.pos_embed is not None:
-            positions = resample_pos_embed(
-                self.pos_embed, self.patch_embed.grid_size, grid, self.num_pos_prefix
-            ).to(dtype)
-        if positions is not None and self.num_pos_prefix == 0:
-            x = x + positions
-        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
-        if prefix:
-            x = torch.cat(
-                [*(token.to(dtype).expand(x.shape[0], -1, -1) for token in prefix), x], dim=1
-            )
-        if positions is not None and self.num_pos_prefix > 0:
-            x = x + positions
-        return self.norm_pre(x).to(dtype), grid
-
-    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the normalized tokens after the last block, (B, N, D); arguments as `forward`."""
-        x, grid = self.embed(images)
-        for block in self.blocks:
-            if self.grad_checkpointing and self.training:
-                x = checkpoint(block, x, grid, mask, use_reentrant=False)
-            else:
-                x = block(x, grid, mask)
-        return self.norm(x)
-
-    def get_intermediate_layers(
-        self,
-        images: Tensor,
-        n: int | Sequence[int] = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-    ) -> list[Any]:
-        """Return the patches' tokens after some blocks, as in DINO and timm.
-
-        Args:
-            images: As for `forward`.
-            n: Number of last blocks, or the numbers of the blocks, counted from 0.
-            reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
-            return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
-            norm: Whether to apply the final norm.
-        """
-        chosen = range(len(self.blocks))[-n:] if isinstance(n, int) else n
-        x, grid = self.embed(images)
-        tokens = []
-        for block in self.blocks:
-            x = block(x, grid)
-            tokens.append(x)
-        found = []
-        for layer in chosen:
-            x = self.norm(tokens[layer]) if norm else tokens[layer]
-            prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-            patches = patches.mT.unflatten(2, grid) if reshape else patches
-            found.append((patches, prefix) if return_prefix_tokens else patches)
-        return found
-
-    def forward_intermediates(
-        self, images: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Classify images and keep the attention weights and tokens of every layer.
-
-        Args:
-            images: As for `forward`.
-            mask: As for `forward`.
-
-        Returns:
-            Logits (B, C); L attention weights before dropout, (B, H, N, N) each; and L outputs of
-            the blocks, (B, N, D) each. All are part of the graph, so the logits can be
-            differentiated with respect to the weights and tokens.
-        """
-        return self.forward_tokens(*self.embed(images), mask)
-
-    def forward_tokens(
-        self, x: Tensor, grid: tuple[int, int], mask: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Do what `forward_intermediates` does after `embed`, whose results x and grid are."""
-        weights, tokens = [], []
-        for block in self.blocks:
-            x, attention = block(x, grid, mask, need_weights=True)
-            weights.append(attention)
-            tokens.append(x)
-        return self.forward_head(self.norm(x)), weights, tokens
-
-    def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Classify the output of any block with the final norm and the head.
-
-        Args:
-            tokens: (B, N, D), from `forward_intermediates`.
-
-        Returns:
-            Logits (B, C) of what the head reads, and logits (B, N, C) of every token as if the head
-            read it alone. For the last block, the former are the model's.
-        """
-        normed = self.norm(tokens)
-        return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
-
-    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool the normalized tokens and classify them.
-
-        Args:
-            tokens: (B, N, D), from `forward_features`.
-            pre_logits: Whether to return the input of the last linear layer instead of its output.
-
-        Returns:
-            Logits (B, C); with pre_logits, features (B, D).
-        """
-        if self.global_pool == "token":
-            pooled = tokens[:, 0]
-        else:
-            pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        features = self.head_drop(self.fc_norm(pooled))
-        return features if pre_logits else self.head(features)
-
     def forward(
         self, images: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -389,3 +181,151 @@ class VisionTransformer(nn.Module):
             logits, weights, _ = self.forward_intermediates(images, mask)
             return logits, torch.stack(weights)
         return self.forward_head(self.forward_features(images, mask))
+
+    def embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Turn images, (B, in_chans, height, width), into the input of the first block.
+
+        Returns:
+            Tokens (B, N, D), ordered class token, registers, patches in row-major order; and the
+            grid (rows, columns) of the patches.
+
+        Raises:
+            ValueError: height or width is not a multiple of patch_size.
+        """
+        x, grid = self.patch_embed(images)
+        # Everything is cast to the dtype of the stem's output, so that under autocast the residual
+        # stream stays in bfloat16.
+        dtype, positions = x.dtype, None
+        if self.pos_embed is not None:
+            positions = resample_pos_embed(
+                self.pos_embed, self.patch_embed.grid_size, grid, self.num_pos_prefix
+            ).to(dtype)
+        if positions is not None and self.num_pos_prefix == 0:
+            x = x + positions
+        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if prefix:
+            expanded = [token.to(dtype).expand(x.shape[0], -1, -1) for token in prefix]
+            x = torch.cat([*expanded, x], dim=1)
+        if positions is not None and self.num_pos_prefix > 0:
+            x = x + positions
+        return self.norm_pre(x).to(dtype), grid
+
+    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the normalized tokens after the last block, (B, N, D); arguments as `forward`."""
+        x, grid = self.embed(images)
+        for block in self.blocks:
+            if self.grad_checkpointing and self.training:
+                x = checkpoint(block, x, grid, mask, use_reentrant=False)
+            else:
+                x = block(x, grid, mask)
+        return self.norm(x)
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool the tokens (B, N, D) of `forward_features`, and classify them.
+
+        Returns:
+            Logits (B, C); with pre_logits, the input of the last linear layer, (B, D).
+        """
+        if self.global_pool == "token":
+            pooled = tokens[:, 0]
+        else:
+            pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
+        features = self.head_drop(self.fc_norm(pooled))
+        return features if pre_logits else self.head(features)
+
+    def forward_intermediates(
+        self, images: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Classify images and keep the attention weights and tokens of every layer.
+
+        Returns:
+            Logits (B, C); L attention weights before dropout, (B, H, N, N) each; and L outputs of
+            the blocks, (B, N, D) each. All are part of the graph, so the logits can be
+            differentiated with respect to the weights and tokens.
+        """
+        return self.forward_tokens(*self.embed(images), mask)
+
+    def forward_tokens(
+        self, x: Tensor, grid: tuple[int, int], mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Do what `forward_intermediates` does after `embed`, whose results x and grid are."""
+        weights, tokens = [], []
+        for block in self.blocks:
+            x, attention = block(x, grid, mask, need_weights=True)
+            weights.append(attention)
+            tokens.append(x)
+        return self.forward_head(self.norm(x)), weights, tokens
+
+    def read_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Classify the output of any block, (B, N, D), with the final norm and the head.
+
+        Returns:
+            Logits (B, C) of what the head reads, and logits (B, N, C) of every token as if the head
+            read it alone. For the last block, the former are the model's.
+        """
+        normed = self.norm(tokens)
+        return self.forward_head(normed), self.head(self.head_drop(self.fc_norm(normed)))
+
+    # --- what tools written for timm's models call ---
+
+    def get_intermediate_layers(
+        self,
+        images: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """Return the patches' tokens after some blocks, as in DINO and timm.
+
+        Args:
+            images: As for `forward`.
+            n: Number of last blocks, or the numbers of the blocks, counted from 0.
+            reshape: Whether patches are (B, D, rows, columns) instead of (B, P, D).
+            return_prefix_tokens: Whether to return pairs of patches and prefix tokens.
+            norm: Whether to apply the final norm.
+        """
+        chosen = range(len(self.blocks))[-n:] if isinstance(n, int) else n
+        x, grid = self.embed(images)
+        found = {}
+        for layer, block in enumerate(self.blocks):
+            x = block(x, grid)
+            tokens = self.norm(x) if norm else x
+            prefix, patches = tokens.tensor_split([self.num_prefix_tokens], dim=1)
+            patches = patches.mT.unflatten(2, grid) if reshape else patches
+            found[layer] = (patches, prefix) if return_prefix_tokens else patches
+        return [found[layer] for layer in chosen]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head, the only part that depends on the classes; as in timm."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head, as in timm: 0 classes for features; global_pool None keeps it."""
+        if global_pool is not None:
+            check_pool(global_pool, self.cls_token is not None)
+            self.global_pool = global_pool
+        weight = next(self.parameters())
+        self.num_classes, self.head = num_classes, nn.Identity()
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes).to(weight.device, weight.dtype)
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that are exempt from weight decay, besides vectors; as in timm."""
+        return {"cls_token", "reg_token", "pos_embed"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns by which timm, which passes coarse, assigns parameters to layers."""
+        return {
+            "stem": r"^cls_token|reg_token|pos_embed|patch_embed|norm_pre",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],  # with the last block
+        }
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Choose whether training keeps only the inputs of blocks, and recomputes the rest.
+
+        Gradients are bit for bit the same (arXiv 1604.06174).
+        """
+        self.grad_checkpointing = enable

@@ -19,12 +19,8 @@ from vit.training.config import Config, from_dict
 def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrained | None]:
     """Find the pretrained weights of a run and take their architecture into its config.
 
-    A run that is resumed takes the architecture from its own config, so that the weights it once
-    started from are not needed any more.
-
-    Args:
-        config: The run.
-        overwrite: Whether an earlier run in the folder is going to be deleted.
+    A run that is resumed, unless it is going to be overwritten, takes the architecture from its own
+    config, so that the weights it once started from are not needed any more.
 
     Returns:
         The config with the architecture of the weights; and the weights, None if the run starts
@@ -52,11 +48,7 @@ def resolve_pretrained(config: Config, overwrite: bool) -> tuple[Config, Pretrai
 
 
 def _check_place(name: str, run: Path) -> None:
-    """Check that pretrained weights are not in the folder of the run, which may be emptied.
-
-    Raises:
-        ValueError: They are.
-    """
+    """Check that pretrained weights are not in the folder of the run, which may be emptied."""
     path = Path(name.removeprefix(TIMM).removeprefix(LOCAL))
     if path.exists() and path.resolve().is_relative_to(run.resolve()):
         raise ValueError(
@@ -68,13 +60,9 @@ def _check_place(name: str, run: Path) -> None:
 def with_statistics(
     preprocess: Preprocess, source: Pretrained | None, checkpoint: Checkpoint | None
 ) -> Preprocess:
-    """Normalize images as those that pretrained weights were trained on.
+    """Normalize images as before a run was resumed, or as those of its pretrained weights.
 
-    Args:
-        preprocess: Preprocessing of the data set.
-        source: The pretrained weights. For other channels than theirs, their statistics are
-            averaged (one channel) or repeated.
-        checkpoint: Gives the statistics of a run that is resumed.
+    For other channels than theirs, statistics are averaged (one channel) or repeated.
     """
     if checkpoint is not None and checkpoint.preprocess is not None:
         stored = Preprocess.from_dict(checkpoint.preprocess)

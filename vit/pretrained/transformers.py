@@ -21,18 +21,13 @@ from vit.data.preprocess import Preprocess
 from vit.model.config import ModelConfig
 from vit.model.timm_model import NORM_EPS
 from vit.pretrained.adapt import Pretrained, fit
-from vit.pretrained.architecture import adopt, check_vit, settings_of_weights
+from vit.pretrained.architecture import OF_TIMM, adopt, settings_of_weights
 from vit.training.config import Config, to_dict
 
-ROOT = "model.pretrained: "  # how messages begin
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "beit", "siglip")
 # What config.json leaves out where SigLIP has its defaults.
 SIGLIP = {"num_attention_heads": 12, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
-# Fields of ModelConfig that are arguments of timm's Eva and Beit; and of its VisionTransformer.
-OF_ALL = ["patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", NORM_EPS, "global_pool"]
-OF_VIT = [*OF_ALL, "init_values", "qkv_bias", "class_token", "reg_tokens", "no_embed_class",
-          "fc_norm", "act_layer"]  # fmt: skip
 # Of pretraining, of texts, and a layer that features and classifiers leave out.
 UNUSED = r"mask_token|position_(ids|index)|^logit_|^(text_model|lm_head|decoder|pooler\.dense)\."
 RENAMED = (  # patterns and what replaces them, one after the other
@@ -59,16 +54,15 @@ RENAMED = (  # patterns and what replaces them, one after the other
     (r"^distillation_classifier\.", "head_dist."),
 )
 FOR_EVA = ((r"\.ls([12])\.gamma$", r".gamma_\1"), (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"))
-FOR_MEAN = ((r"^norm\.", "fc_norm."),)  # of BEiT's pretraining
 # Parts that timm stores as one.
 JOINED = {("attn.q", "attn.k", "attn.v"): "attn.qkv", ("mlp.gate_proj", "mlp.fc1"): "mlp.fc1"}
 
 
-def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained, Preprocess]:
+def read_transformers(folder: Path) -> tuple[Pretrained, Preprocess]:
     """Read weights, and how images are prepared for them.
 
-    With model_name="vit", they are for our VisionTransformer or, where it lacks a part, for the
-    timm model that the settings name; otherwise for that timm model.
+    They are for our VisionTransformer or, where it lacks a part, for the timm model that the
+    settings name.
 
     Raises:
         ValueError: The folder is incomplete or damaged, or the model is of another architecture.
@@ -80,18 +74,17 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
     if kind not in MODEL_TYPES or not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir()))
         raise ValueError(
-            f"{ROOT}{name} has a transformers model of type {kind} in {found}; it must be of type "
-            f"{', '.join(MODEL_TYPES)}, in model.safetensors, which model.save_pretrained writes"
+            f"model.pretrained: {name} has a transformers model of type {kind} in {found}; it must "
+            f"be of type {', '.join(MODEL_TYPES)}, in model.safetensors, which "
+            "model.save_pretrained writes"
         )
     try:
         labels = about.get("id2label", {})
         about = {**SIGLIP, **about, **about.get("vision_config", {})}
         sides, channels = about.get("image_size", 224), about.get("num_channels", 3)
         input_size = (channels, sides, sides) if isinstance(sides, int) else (channels, *sides)
-        names = RENAMED + (FOR_EVA if kind in ("dinov3_vit", "beit") else ())
-        names += FOR_MEAN if about.get("use_mean_pooling") else ()
         stored = {k: v for file in files for k, v in safetensors.torch.load_file(file).items()}
-        weights = _rename(stored, names)
+        weights = _rename(stored, RENAMED + (FOR_EVA if kind in ("dinov3_vit", "beit") else ()))
         if "head.weight" in weights and kind.startswith("dinov2"):
             del weights["head.weight"], weights["head.bias"]
             notes.append(
@@ -101,19 +94,13 @@ def read_transformers(folder: Path, model_name: str = "vit") -> tuple[Pretrained
             kept = [labels.get(f"{n}", f"class {n}") for n in range(len(weights["head.weight"]))]
             # Two classes of ImageNet are called crane.
             classes = tuple(f"{x} ({n})" if kept.count(x) > 1 else x for n, x in enumerate(kept))
-        timm_name, settings = _settings(weights, kind, about, name)
+        settings = _settings(weights, kind, about, name)
         preprocess = _preprocess(folder / "preprocessor_config.json", input_size, notes)
     except (ArithmeticError, AttributeError, LookupError, TypeError, json.JSONDecodeError,
             safetensors.SafetensorError) as error:  # fmt: skip
-        raise ValueError(f"{ROOT}{name} is incomplete or damaged: {error!r}") from None
-    if timm_name is not None:
-        settings = {"name": timm_name, "timm_args": settings}
-    elif model_name != "vit":
-        settings = {"timm_args": {key: settings[key] for key in OF_VIT}}
-    else:
-        check_vit(weights, settings, input_size, name)
+        raise ValueError(f"model.pretrained: {name} is incomplete or damaged: {error!r}") from None
     mean, std = preprocess.mean, preprocess.std
-    source = Pretrained(name, settings, weights, input_size, mean, std, classes, notes=tuple(notes))
+    source = Pretrained(name, settings, weights, input_size, mean, std, classes, tuple(notes))
     return source, preprocess
 
 
@@ -121,23 +108,16 @@ def read_classifier(folder: Path) -> dict[str, Any]:
     """Read a classifier as it is; returns what a model file has, see `vit.model_file.load_model`.
 
     Raises:
-        ValueError: As above, or the model has no head, or one that cannot be used.
+        ValueError: As for `read_transformers`, or the model has no head that can be used.
     """
-    try:
-        source, preprocess = read_transformers(folder)
-        if source.classes is None:
-            advice = f"train a new head with --model.pretrained {folder}"
-            if any("head is left out" in note for note in source.notes):
-                raise ValueError(
-                    f"{folder} cannot be loaded as a classifier: its head reads the class token "
-                    "beside the mean of the patches, and heads of this project read one of the two"
-                    f"; {advice}"
-                )
-            raise ValueError(f"{folder} is not a classifier: it has no head; {advice}")
-        model = adopt(ModelConfig(pretrained=str(folder)), source.settings, str(folder))
-        weights = fit(source, model, preprocess.image_size, preprocess.channels).weights
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix(ROOT)) from None
+    source, preprocess = read_transformers(folder)
+    if source.classes is None:
+        raise ValueError(
+            f"{folder} is not a classifier with a head of one linear layer over class token or "
+            f"mean; train a new head with --model.pretrained {folder}"
+        )
+    model = adopt(ModelConfig(pretrained=str(folder)), source.settings, str(folder))
+    weights = fit(source, model, preprocess.image_size, preprocess.channels).weights
     for note in source.notes:
         warn(f"{folder}: {note}")
     data = DataConfig(name="folder", image_size=preprocess.image_size, channels=preprocess.channels)
@@ -171,75 +151,78 @@ def _rename(weights: dict[str, Tensor], names: tuple[tuple[str, str], ...]) -> d
 
 def _settings(
     weights: dict[str, Tensor], kind: str, about: dict[str, Any], name: str
-) -> tuple[str | None, dict[str, Any]]:
-    """Find the model for renamed weights, which are fitted to it in place.
-
-    Returns:
-        A timm model and its arguments; or None, and fields of `ModelConfig` for ours.
-    """
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` for renamed weights, which are fitted to them in place."""
     gated = bool(about.get("use_swiglu_ffn") or about.get("use_gated_mlp"))
     special = {"beit": ["gelu"], "dinov3_vit": ["silu" if gated else "gelu"]}
     found, allowed = about["hidden_act"], special.get(kind, [*ACTIVATIONS])
     if found not in allowed:
-        raise ValueError(f"{ROOT}{name} has hidden_act={found}; it must be {' or '.join(allowed)}")
+        raise ValueError(
+            f"model.pretrained: {name} has hidden_act={found}; it must be {' or '.join(allowed)}"
+        )
     settings = settings_of_weights(weights, about["num_attention_heads"], name)
     settings |= {NORM_EPS: about["layer_norm_eps"], "global_pool": "token", "no_embed_class": False}
     settings["act_layer"] = "silu" if gated else ACTIVATIONS[found]
-    timm_name = "timm:vit_giant_patch14_dinov2" if gated else None  # as ours has no gates
     if kind == "dinov3_vit":
         settings["mlp_ratio"] /= 2 if gated else 1  # both parts are joined
-        return "timm:vit_small_patch16_dinov3", {key: settings[key] for key in OF_ALL} | {
+        arguments = {key: settings[key] for key in OF_TIMM} | {
             "num_reg_tokens": settings["reg_tokens"], "rope_temperature": about["rope_theta"],
             "qkv_bias": "blocks.0.attn.q_bias" in weights, "swiglu_mlp": gated,
         }  # fmt: skip
+        return {"name": "timm:vit_small_patch16_dinov3", "timm_args": arguments}
     if kind == "beit":
         settings["global_pool"] = "avg" if about["use_mean_pooling"] else "token"
-        return "timm:beit_base_patch16_224", {key: settings[key] for key in OF_ALL} | {
+        arguments = {key: settings[key] for key in OF_TIMM} | {
             "init_values": about["layer_scale_init_value"] or None,
             "use_abs_pos_emb": "pos_embed" in weights,
             "use_rel_pos_bias": about["use_relative_position_bias"],
             "use_shared_rel_pos_bias": about["use_shared_relative_position_bias"],
         }
+        return {"name": "timm:beit_base_patch16_224", "timm_args": arguments}
     if kind == "dinov2_with_registers":  # which have no positions
         settings["no_embed_class"] = True
         weights["cls_token"] = weights["cls_token"] + weights["pos_embed"][:, :1]
         weights["pos_embed"] = weights["pos_embed"][:, 1:]
+    if gated:  # which ours is not
+        settings["name"] = "timm:vit_giant_patch14_dinov2"
     if "head_dist.weight" in weights:
-        timm_name, settings["reg_tokens"] = "timm:deit_base_distilled_patch16_224", 0
+        settings |= {"name": "timm:deit_base_distilled_patch16_224", "reg_tokens": 0}
         weights["dist_token"] = weights.pop("reg_token")
     if kind == "siglip":
         settings["global_pool"] = "avg"  # of a classifier, or without attention pooling
         pool = {key: weights.pop(key) for key in [*weights] if key.startswith("attn_pool.")}
         if pool and "head.weight" not in weights:
-            timm_name, settings["global_pool"] = "timm:vit_base_patch16_siglip_224", "map"
+            settings |= {"name": "timm:vit_base_patch16_siglip_224", "global_pool": "map"}
             weights |= pool
-    return timm_name, settings if timm_name is None else {key: settings[key] for key in OF_VIT}
+    return settings
 
 
 def _preprocess(path: Path, input_size: tuple[int, ...], notes: list[str]) -> Preprocess:
     """Read how images are prepared; without a file, they get the model's size, 0.5 and 0.5."""
     channels, height, width = input_size
     about: dict[str, Any] = {"size": {"height": height, "width": width}, "resample": 3}
-    about |= dict.fromkeys(("image_mean", "image_std"), [0.5] * channels)
+    about |= {"image_mean": [0.5] * channels, "image_std": [0.5] * channels}
     if path.is_file():
         about |= json.loads(path.read_text(encoding="utf-8"))
     else:
         notes.append(f"not in the folder: {path.name}; mean and std are taken to be 0.5")
     if not about.get("do_normalize", True):
         about |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
-    factor = 255 * (about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0)
-    factor = 1.0 if math.isclose(factor, 1) else factor
-    mean, std = (tuple(value / factor for value in about[f"image_{x}"]) for x in ("mean", "std"))
-    resized, is_crop = _sides(about["size"])
-    size = _sides(about["crop_size"])[0] if about.get("do_center_crop") else resized
-    kind = Image.Resampling(about["resample"]).name.lower()
-    crop_pct = math.nextafter(size[0] / resized[0], 0)  # as quotients of it are rounded down
-    return Preprocess(size, mean, std, kind, "crop" if is_crop else "squash", crop_pct)
+    scale = 255 * about.get("rescale_factor", 1 / 255)
+    mean, std = (tuple(value / scale for value in about[f"image_{x}"]) for x in ("mean", "std"))
+    resized = _sides(about["size"])
+    size = _sides(about["crop_size"]) if about.get("do_center_crop") else resized
+    return Preprocess(
+        size,
+        mean,
+        std,
+        Image.Resampling(about["resample"]).name.lower(),
+        "crop" if "shortest_edge" in str(about["size"]) else "squash",
+        math.nextafter(size[0] / resized[0], 0),  # as quotients of it are rounded down
+    )
 
 
-def _sides(size: Any) -> tuple[tuple[int, int], bool]:
-    """Return height and width, and whether they are those of the shortest side of a photo."""
-    if isinstance(size, int):
-        return (size, size), False
-    edge = size.get("shortest_edge")
-    return (size.get("height", edge), size.get("width", edge)), edge is not None
+def _sides(size: Any) -> tuple[int, int]:
+    """Return height and width; one number, or the shortest edge of a photo, is both."""
+    edge = size if isinstance(size, int) else size.get("shortest_edge")
+    return (edge, edge) if edge else (size["height"], size["width"])

@@ -12,11 +12,9 @@ from vit.classifier import build_model
 from vit.console import say
 from vit.data.images import ImageSet
 from vit.distributed.shard import gathered, shard, shards, to_local
-from vit.model.config import ModelConfig
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
 from vit.pretrained.adapt import Pretrained
-from vit.pretrained.architecture import HEAD
 from vit.run.checkpoint import Checkpoint
 from vit.run.sharded import read_tensors
 from vit.seeding import fold_in
@@ -174,8 +172,8 @@ def build_state(
         first = image_conv(model, run.preprocess.channels)
         assert first is not None, "vit.training.checks refuses it"
         whiten(first, run.preprocess.normalize(sample))
-    if weights is not None:
-        load_pretrained(model, weights, config.model)
+    if weights is not None:  # without those of a new head
+        model.load_state_dict(weights, strict=False)
     frozen = config.train.freeze == "backbone"
     if frozen:
         model.requires_grad_(False)
@@ -200,27 +198,11 @@ def build_state(
     return TrainState(model, optimizers, ema, frozen=frozen, copy=complete)
 
 
-def load_pretrained(model: nn.Module, weights: dict[str, Tensor], settings: ModelConfig) -> None:
-    """Load pretrained weights; without those of the head, it keeps its random ones.
-
-    Raises:
-        ValueError: The names of the weights are not those of the model.
-    """
-    loaded = model.load_state_dict(weights, strict=False)
-    # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
-    missing = [key for key in loaded.missing_keys if settings.name == "vit" and key not in HEAD]
-    if differing := [*loaded.unexpected_keys, *missing]:
-        raise ValueError(
-            f"model.pretrained: {settings.pretrained} and the model differ in "
-            f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
-        )
-
-
 def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:
     """Build the state that training starts from: new, pretrained or resumed.
 
     Raises:
-        ValueError: The weights or the checkpoint do not fit the model.
+        ValueError: The checkpoint does not fit the model.
     """
     config, checkpoint = run.config, run.checkpoint
     weights, sample = None, None
