@@ -94,27 +94,9 @@ def make_record(
             importance=rng.uniform(-0.1, 1, size=(layers, heads)).tolist() if muted else None,
         ),
         maps=[
-            Map(
-                kind="rollout",
-                title="attention rollout",
-                target=None,
-                values=(row[prefix_tokens:] * tokens).tolist(),
-                faithfulness=0.25,
-            ),
-            *(
-                Map(kind="relevance", title="class relevance", target=index, values=relevance)
-                for index, _ in order[:2]
-            ),
-            *(
-                Map(
-                    kind="lrp",
-                    title="layer-wise relevance",
-                    target=index,
-                    values=signed,
-                    signed=True,
-                )
-                for index, _ in order[:2]
-            ),
+            made("rollout", "attention rollout", None, (row[prefix_tokens:] * tokens).tolist()),
+            *(made("relevance", "class relevance", index, relevance) for index, _ in order[:2]),
+            *(made("lrp", "layer-wise relevance", index, signed) for index, _ in order[:2]),
         ],
         lens=lens,
         name=name,
@@ -130,6 +112,10 @@ def make_live(graph: bytes = b"graph", note: str = "", **changes: Any) -> Live:
         "interpolation": "bicubic", "fit": "crop", "crop_pct": 0.875, "planned": 10, "left_out": 8,
     }  # fmt: skip
     return Live(spec=LiveSpec(**spec | changes), note=note, graph=graph)
+
+
+def made(kind: str, title: str, target: int | None, values: list[float]) -> Map:
+    return Map(kind=kind, title=title, target=target, values=values, signed=kind == "lrp")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from attention_tab import (
 )
 from vit.explain.canvas import overlay
 from vit.explain.colours import SIGNED
-from vit.explain.statistics import attention_distance
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.records import Record
 
@@ -313,11 +312,6 @@ def test_both_panes_have_the_colours_of_one_scale(
     bars = frame.locator(".scale").all_inner_texts()
     assert len(set(bars)) == 1 or contrast == "fixed"  # which also says what is beyond
     assert all(f"× uniform, {named} scale on both sides" in bar for bar in bars)
-    frame = show(new_page, address, run="even", enlarged="yes", layer=4, head=2, **state)
-    alone = shown[0][4, 2]
-    frame.wait_for_function("() => window.attentionTab.state.enlarged === 'yes'")
-    expected = colours_of(alone[1:].reshape(8, 8), contrast, [alone])
-    np.testing.assert_allclose(pixels_of_map(frame, 4, 2), expected, atol=6)
 
 
 @pytest.mark.parametrize("contrast", ["fixed", "auto"])
@@ -335,11 +329,6 @@ def test_negative_weights_have_a_signed_scale(
     np.testing.assert_allclose(painted["rollout"], rolled, rtol=1e-5)
     colours = colours_of(expected[1, 1].reshape(8, 8), contrast, [expected])
     np.testing.assert_allclose(pixels_of_map(frame, 1, 1), colours, atol=6)
-    # Rollout, which has no sign, has a scale of its own, of all tokens but the one in question.
-    others = np.delete(rolled, 27, axis=1)
-    colours = colours_of(rolled[1].reshape(8, 8), contrast, [others])
-    np.testing.assert_allclose(pixels_of_map(frame, 1, "rollout"), colours, atol=6)
-    assert contrast == "fixed" or np.unique(colours.reshape(-1, 3), axis=0).shape[0] > 15
 
 
 def test_the_slider_changes_the_step_under_a_pinned_patch(
@@ -426,7 +415,7 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
         painted = wait_until(frame, name, value)
     frame.locator(".stack").first.press("ArrowUp")  # from the mean of the last layer
     painted = wait_until(frame, "layer", 1)
-    frame.get_by_role("listbox", name="Images").press("ArrowUp")
+    frame.locator(".chooser button").first.press("Enter")
     painted = wait_until(frame, "image", "attention/probe_00")
     weights = weights_of(logs, "rectangle", "attention/probe_00", STEPS[-2])
     expected = attention(weights, 0, "from")[1].mean(axis=0)
@@ -442,14 +431,15 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
 def test_names_of_classes_and_files_are_never_html(page: Page, address: str) -> None:
     frame = show(page, address, run="rectangle")
     expect(frame.locator(".file").first).to_have_text(HOSTILE)
-    expect(frame.locator("[role=option]").first).to_have_attribute("title", f"pictures/{HOSTILE}")
+    first = frame.locator(".chooser button").first
+    expect(first).to_have_attribute("title", f"pictures/{HOSTILE}")
+    expect(first).to_contain_text(HOSTILE)
     assert numbers(frame)["file"] == f"pictures/{HOSTILE}"
     expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
     for view in ("2", "3"):
         page.mouse.click(*patch_at(frame, 0, 0))
         page.keyboard.press(view)
         wait_until(frame, "view", {"2": "maps", "3": "lens"}[view])
-    expect(frame.get_by_label("Class", exact=True)).to_contain_text(HOSTILE)
     assert frame.locator("img:not([src^='data:image/png;base64,'])").count() == 0
 
 
@@ -458,8 +448,6 @@ def test_maps_and_predictions(page: Page, address: str, logs: Path) -> None:
     details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
     cards = frame.locator(".card")
     expect(cards).to_have_count(3)
-    expect(cards.first).to_contain_text("faithfulness 0.250")
-    expect(cards.nth(1)).to_contain_text("faithfulness not measured")
     expect(cards.nth(1)).to_contain_text(f"for {details.classes[details.top[0][0]]}")
     frame.get_by_label("Class that the maps explain").select_option(index=1)
     expect(cards.nth(1)).to_contain_text(f"for {details.classes[details.top[1][0]]}")
@@ -509,23 +497,15 @@ def test_a_signed_map_has_colours_and_a_unit_of_its_own(page: Page, address: str
     assert numbers(frame)["unit"] == "uniform attention"
 
 
-@pytest.mark.parametrize("statistic", ["distance", "importance"])
-def test_heads_are_sorted_by_a_statistic_over_images(
-    statistic: str, page: Page, address: str
-) -> None:
-    frame = show(page, address, run="muted", statistic=statistic, order="lowest", over="run")
-    each = [make_record(n, **RUNS["square"], muted=True).details.statistics for n in range(2)]
+def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
+    statistic = "importance"
+    frame = show(page, address, run="muted", statistic=statistic, order="lowest")
+    expected = make_record(1, **RUNS["square"], muted=True).details.statistics
     note = frame.locator(".heads .note").first
-    uniform = attention_distance([torch.full((1, 1, 64, 64), 1 / 64)], (8, 8), 4, 0).item()
-    said = {
-        "distance": f"mean distance over 2 images. Uniform attention: {uniform:.1f} px.",
-        "importance": "importance, from held-out images.",
-    }
-    expect(note).to_have_text(f"Below each map: layer/head, {said[statistic]}")
+    expect(note).to_have_text("Below each map: layer/head, importance, from held-out images.")
     shown = numbers(frame)["statistics"]
     for name in ("entropy", "distance", "sink", "importance"):
-        mean = np.mean([getattr(one, name) for one in each], axis=0)
-        np.testing.assert_allclose(shown[name], mean, rtol=1e-3)
+        np.testing.assert_allclose(shown[name], getattr(expected, name), rtol=1e-3)
     places = [
         frame.evaluate(
             "([l, h]) => window.attentionTab.panes[0].views.heads.place(l, h)",
@@ -555,33 +535,6 @@ def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: 
     shown = new_page.frame_locator("iframe").get_by_text("python train.py --config shapes")
     expect(shown).to_be_visible(timeout=WAIT)
 
-
-def test_a_head_is_enlarged_by_click_and_key(page: Page, address: str) -> None:
-    frame = show(page, address, run="even", image=TAG, layer=2, head=3)
-    stack = frame.locator(".stack").first
-    small = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
-    for key in ("click", "Enter"):
-        if key == "click":  # on the chosen map
-            stack.click(position={"x": small["left"] + 5, "y": small["top"] + 5})
-        else:
-            stack.press("Enter")
-        page.wait_for_function("() => location.hash.includes('p.attention.enlarged=yes')")
-        large = frame.evaluate("() => window.attentionTab.panes[0].views.heads.place(2, 3)")
-        assert large["zoom"] > 5 * small["zoom"]
-        page.keyboard.press("Escape")
-        page.wait_for_function("() => !location.hash.includes('p.attention.enlarged')")
-    stack.press("Enter")
-    stack.press("ArrowDown")
-    stack.press("ArrowRight")
-    wait_until(frame, "layer", 3)
-    wait_until(frame, "head", 4)
-    stack.press("Escape")
-    for layer in range(4, 12):
-        stack.press("ArrowDown")  # the layers scroll along
-        wait_until(frame, "layer", layer)
-    frame.wait_for_function("() => document.querySelector('main').scrollTop > 0")
-    box = frame.locator(".anchor").first.bounding_box()
-    assert box is not None and box["y"] + box["height"] <= VIEWPORT["height"] + 1
 
 
 BOXES = """() => {

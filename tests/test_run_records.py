@@ -24,10 +24,9 @@ from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import (
     LIVE_TAG,
+    LIVE_WEIGHTS_TAG,
     decode_details,
-    decode_features,
     decode_weights,
-    live_weights_tag,
 )
 from vit.tensorboard_plugin.records import FRAMES_TAG
 from vit.training.config import Config
@@ -49,7 +48,7 @@ def records_in(folder: Path) -> dict[str, list[tuple[int, bytes]]]:
 def decoded(stored: list[tuple[int, bytes]]) -> torch.Tensor:
     """Return features that are stored at a single step, step 7."""
     ((step, content),) = stored
-    codes, scale = decode_features(content)
+    codes, scale = decode_weights(content)
     assert step == 7
     return torch.from_numpy(codes * scale[..., None])
 
@@ -87,7 +86,7 @@ def test_resumed_run_has_the_records_of_each_step_once(
     assert again == [(step, graph) for step in (0, 6)]  # once in each process
     assert found == expected
     for step in milestones(STEPS, 10):
-        assert [at for at, _ in expected.pop(live_weights_tag(step))] == [step]
+        assert [at for at, _ in expected.pop(LIVE_WEIGHTS_TAG.format(step))] == [step]
     names = [f"attention/probe_{number:02d}" for number in range(2)]
     parts = [f"{name}{part}" for name in names for part in ("", "/weights", "/features")]
     assert sorted(expected) == sorted([FRAMES_TAG, *parts])
@@ -106,7 +105,9 @@ def test_eval_writes_records_of_the_images_asked_for(
     if model:
         config = Config(data=config.data, train=config.train, model=model, out=str(run))  # type: ignore[arg-type]
     save_model(run / "model.safetensors", make_loop(config).classifier(), config, 7)
-    options = MapsConfig(indices=(1, 4), device="cpu", precision="float32")
+    options = MapsConfig(
+        indices=(1, 4), device="cpu", precision="float32", head_fusion="max" if model else "mean"
+    )
     for _ in range(2):  # the second time replaces what the first wrote
         explain_run(str(run), options)
     folder = run / "eval/attention"
@@ -115,7 +116,7 @@ def test_eval_writes_records_of_the_images_asked_for(
     saved = load_model(run, "cpu", "float32")
     classifier = saved.classifier
     reader = require_attention(classifier.model)
-    live = {LIVE_TAG, live_weights_tag(7)} if model else set()  # live_mb is 0 in ours
+    live = {LIVE_TAG, LIVE_WEIGHTS_TAG.format(7)} if model else set()  # live_mb is 0 in ours
     assert len(found) == 7 + len(live) and {*live, FRAMES_TAG} < {*found}
     frames = decoded(found[FRAMES_TAG])  # (L, K, D)
     for index in options.indices:
@@ -124,7 +125,6 @@ def test_eval_writes_records_of_the_images_asked_for(
         details, (codes, scale) = decode_details(content), decode_weights(packed)
         assert step == 7 and details.label == test.labels[index]
         assert {shown.kind for shown in details.maps} == {*MAP_KINDS} - {"lrp_pixels"}
-        assert all(shown.faithfulness is not None for shown in details.maps)
         inputs = classifier.normalize(test.pixels()[index : index + 1])
         with torch.no_grad():
             _, weights, tokens = reader.forward_intermediates(inputs)
@@ -136,7 +136,8 @@ def test_eval_writes_records_of_the_images_asked_for(
         expected = torch.stack(weights)[:, 0].numpy()
         error = np.abs(codes * scale[..., None] - expected) / expected.max(axis=-1, keepdims=True)
         assert error.max() <= 1 / 510 + 1e-6
-        _, maps = attention_maps(classifier.model, inputs)
+        assert (details.maps[0].title == "attention rollout (max over heads)") == bool(model)
+        _, maps = attention_maps(classifier.model, inputs, head_fusion=options.head_fusion)
         np.testing.assert_allclose(
             details.maps[0].values, maps["rollout"][0].flatten(), rtol=1e-3, atol=1e-4
         )
@@ -157,7 +158,7 @@ def test_records_keep_their_images_after_a_batch_without_any(
 
     monkeypatch.setattr("vit.reporting.attention.attention_records", without_the_first)
     indices = tuple(range(BATCH_SIZE + 2))
-    explain_run(str(tmp_path), MapsConfig(indices=indices, faithfulness=0))
+    explain_run(str(tmp_path), MapsConfig(indices=indices))
     found, test = records_in(tmp_path / "eval/attention"), load("shapes", "", train=False)
     tags = [f"attention/image_{index:05d}" for index in indices[BATCH_SIZE:]]
     assert [
@@ -165,21 +166,3 @@ def test_records_keep_their_images_after_a_batch_without_any(
     ] == tags
     for tag, index in zip(tags, indices[BATCH_SIZE:], strict=True):
         assert decode_details(found[tag][0][1]).label == test.labels[index]
-
-
-def test_eval_leaves_out_weights_over_the_budget_and_faithfulness_if_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
-    save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
-    monkeypatch.setattr("vit.reporting.attention_records.WEIGHT_BYTES", 2 * 65**2 + 1)
-    options = MapsConfig(indices=(3, 5), device="cpu", faithfulness=0, head_fusion="max")
-    explain_run(str(tmp_path), options)
-    found = records_in(tmp_path / "eval/attention")
-    with_weights = [tag for tag in found if tag.endswith("/weights")]
-    assert with_weights == ["attention/image_00003/weights"]
-    for tag in ("attention/image_00003", "attention/image_00005"):
-        details = decode_details(found[tag][0][1])
-        assert all(shown.faithfulness is None for shown in details.maps)
-        assert details.maps[0].title == "attention rollout (max over heads)"
-    assert "has the attention weights of 1 of 2 images (at most" in capsys.readouterr().out

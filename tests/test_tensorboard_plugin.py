@@ -64,7 +64,6 @@ from vit.tensorboard_plugin.encoding import (
     live_weights,
     part_of,
     summaries,
-    thumbnail,
 )
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import MAX_GRAPH, Live, Record
@@ -119,9 +118,11 @@ def test_a_record_survives_encoding(
     assert close(json.loads(details_json(found)), plain(record))
 
 
-def test_maps_of_older_records_are_not_signed_and_have_no_file() -> None:
+def test_older_records_are_read() -> None:
+    """Their maps have no sign, but a faithfulness, and the image has no file."""
     old = plain(make_record())
     assert {shown.pop("signed") for shown in old["maps"]} == {False, True}
+    old["maps"][0]["faithfulness"] = 0.25
     del old["name"]
     read = decode_details(zlib.compress(json.dumps(old).encode()))
     assert [shown.signed for shown in read.maps] == [False] * 5 and read.name == ""
@@ -147,7 +148,6 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=2), "the record is of another version"),
         (lambda d: d.update(grid=[4, 6]), "rollout is .28,.; it must be .24,."),
         (lambda d: d.update(layers=2), "entropy is .3, 2.; it must be .2, 2."),
         (lambda d: d.update(label=4), "class 4 does not exist; there are 4"),
@@ -211,8 +211,8 @@ SCALE = npy((1, 1, 2), "<f4", bytes(8))
         (npz(weights=npy((1, 1, 2, 2), "<f4", bytes(16)), scale=SCALE), "float32"),
         (npz(weights=npy((1, 1, 2, 2), "|O", b"cos\nsystem\n."), scale=SCALE), "Object arrays"),
         (npz(weights=npy((1, 1, 10**6, 10**6), "|u1", b""), scale=SCALE), "damaged"),
-        (npz(weights=npy((1, 1, 2, 3), "|u1", bytes(6)), scale=SCALE), r"\(1, 1, 2, 3\), .uint8"),
-        (npz(weights=npy((1, 1, 0, 0), "|u1", b""), scale=npy((1, 1, 0), "<f4", b"")), "0 of them"),
+        (npz(weights=npy((1, 2, 3), "|u1", bytes(6)), scale=SCALE), r"\(1, 2, 3\), .uint8"),
+        (npz(weights=npy((1, 1, 0, 0), "|u1", b""), scale=npy((1, 1, 0), "<f4", b"")), "0, 0"),
         (
             npz(weights=npy((1, 1, 2, 2), "|u1", bytes(4)),
                 scale=npy((1, 1, 2), "<f4", np.float32([1, np.nan]).tobytes())),
@@ -241,13 +241,10 @@ def test_a_live_model_survives_encoding(graph: bytes, note: str, floats: int) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=2), "the record is of another version"),
         (lambda d: d.update(graph=""), "the graph has 0 bytes"),
         (lambda d: d.update(graph="A" * (MAX_GRAPH // 3 * 4 + 4)), "at most 16777216"),
-        (lambda d: d.update(graph="\u2028"), "graph: "),
         (lambda d: d["spec"].update(mean=[0.5]), "mean is .1,.; it must be .3,."),
         (lambda d: d["spec"].update(floats=2**27 + 1), "spec.floats: "),
-        (lambda d: d["spec"].update(image_size=[60_000, 60_000]), "more than 16777216 pixels"),
         (lambda d: d["spec"].update(grid=[90, 90]), "attention weights are more than 16777216"),
     ],
 )
@@ -292,15 +289,6 @@ def test_damaged_bytes_raise_nothing_but_value_error(data: st.DataObject) -> Non
 def test_tags_of_another_version_are_refused(content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         part_of(content)
-
-
-def test_large_images_have_small_thumbnails() -> None:
-    record = make_record(patch_size=40)
-    found = thumbnail(record.details)
-    image = Image.open(io.BytesIO(base64.b64decode(found.partition(",")[2])))
-    assert image.size == (96, 55)
-    small = make_record().details
-    assert thumbnail(small) == small.image
 
 
 # TensorBoard
@@ -422,7 +410,7 @@ def test_images_have_predictions_for_each_of_ten_steps(server: Server) -> None:
         assert image["has_weights"]
         assert (image["label"], image["name"]) == ("cat", "cats/1.jpg")
         assert [step["step"] for step in image["steps"]] == STEPS
-        assert image["thumbnail"] == server.records[image["tag"], 100].details.image
+        assert image["image"] == server.records[image["tag"], 100].details.image
         for step in image["steps"]:
             details = server.records[image["tag"], step["step"]].details
             index, probability = details.top[0]
@@ -475,34 +463,29 @@ def test_live_model_is_what_was_stored_last_with_the_steps_that_belong_to_it(
 
 PLACE = {"run": "run_2", "tag": "attention/probe_00", "step": 5}
 ODD = [
-    ("images", {}, 400, "run: missing"),
-    ("images", {"run": "run_3"}, 404, "no run 'run_3'"),
-    ("images", {"run": "newer"}, 400, "is of version 2, and this Attention tab reads version 1"),
-    ("details", {"run": "run_2"}, 400, "tag: missing"),
-    ("details", {**PLACE, "step": "5.0"}, 400, "step: '5.0' is not a whole number"),
-    ("details", {**PLACE, "step": "9" * 400}, 400, "is not a whole number"),
-    ("details", {**PLACE, "step": 6}, 404, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
-    ("weights", {**PLACE, "tag": "attention/probe_02"}, 404, "no image 'attention/probe_02'"),
-    ("details", {"run": "damaged", "tag": "bad", "step": 0}, 400, "step 0: the details of the"),
-    ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, 404, "no weights of"),
-    ("weights", {"run": "damaged", "tag": "lying", "step": 0}, 400, "the details say (3, 2, 31,"),
-    ("details", {**PLACE, "tag": LIVE_TAG}, 404, "no image 'attention/live'"),
-    ("live_graph", {"run": "run_10"}, 404, "this run stored no model"),
-    ("live_weights", {"run": "damaged", "step": 0}, 400, "the live model is damaged"),
-    ("live_weights", {"run": "many_steps", "step": 0}, 404, "no weights that belong to"),
-    *(
-        ("live_weights", {"run": "run_2", "step": step}, 404, "no weights that belong to the model")
-        for step in (1, 20, 31, 60)
-    ),
-    ("live_weights", {"run": "run_2", "step": 11}, 400, "weights of step 11 are damaged: 19 bytes"),
+    ("images", {}, "run: missing"),
+    ("images", {"run": "run_3"}, "no run 'run_3'"),
+    ("images", {"run": "newer"}, "is of version 2, and this Attention tab reads version 1"),
+    ("details", {**PLACE, "step": "5.0"}, "step: '5.0' is not a whole number"),
+    ("details", {**PLACE, "step": "9" * 400}, "is not a whole number"),
+    ("details", {**PLACE, "step": 6}, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
+    ("weights", {**PLACE, "tag": "attention/probe_02"}, "no image 'attention/probe_02'"),
+    ("details", {"run": "damaged", "tag": "bad", "step": 0}, "step 0: the details of the"),
+    ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, "no weights of"),
+    ("weights", {"run": "damaged", "tag": "lying", "step": 0}, "the details say (3, 2, 31,"),
+    ("features", PLACE, "no features 'attention/probe_00'"),
+    ("details", {**PLACE, "tag": LIVE_TAG}, "no image 'attention/live'"),
+    ("live_graph", {"run": "run_10"}, "this run stored no model"),
+    ("live_graph", {"run": "damaged"}, "the live model is damaged"),
+    ("live_weights", {"run": "run_2", "step": 1}, "has no step 1"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_bad_requests_get_one_line_of_json(server: Server) -> None:
-    for route, parameters, status, message in ODD:
+    for route, parameters, message in ODD:
         found = server.get(route, **parameters)
-        assert found.status == status, parameters
+        assert found.status == 400, parameters
         assert found.headers["Content-Type"] == "application/json"
         assert found.headers["X-Content-Type-Options"] == "nosniff"
         (line,) = found.json().values()
@@ -721,7 +704,7 @@ def test_add_attention_takes_maps_and_names(tmp_path: Path, arguments: dict[str,
         "of my own": torch.rand(2, 3, 4),
     }
     names = ["cat", "dog", HOSTILE, "truck"]
-    add_attention(**arguments, maps=maps, classes=names, prefix_names=["CLS"])
+    add_attention(**arguments, maps=maps, classes=names)
     arguments["writer"].close()
     details = read_back(tmp_path)["photo_01"]
     assert [(shown.kind, shown.title, shown.signed) for shown in details.maps] == [
@@ -731,7 +714,7 @@ def test_add_attention_takes_maps_and_names(tmp_path: Path, arguments: dict[str,
     ]
     expected = maps["of my own"][1].flatten()
     torch.testing.assert_close(torch.tensor(details.maps[2].values), expected, rtol=6e-4, atol=0)
-    assert (details.classes, details.prefix) == (names, ["CLS"])
+    assert details.classes == names
 
 
 @pytest.mark.parametrize(
@@ -743,7 +726,7 @@ def test_add_attention_takes_maps_and_names(tmp_path: Path, arguments: dict[str,
         ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
         ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
         ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
-        ({"weights": attention(batch=3)}, r"layer 0 is \(3, 3, 13, 13\), not .* with B = 2"),
+        ({"weights": attention(batch=3)}, r"2 layers of shapes .* with B = 2"),
         ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
         ({"readout": "max"}, "readout: 'max' is not class_token, mean or None"),

@@ -20,7 +20,6 @@ from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.interventions import Interventions, gates_of
 from vit.explain.rollout import attention_rollout
-from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model_file import load_model
 from vit.reporting.attention_records import attention_records
 from vit.reporting.live import add_live
@@ -196,31 +195,20 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     np.testing.assert_allclose(values[kept], rollout * GRID**2, atol=0.02)
 
     page.mouse.move(1, 1)
-    heads = {"entropy": attention_entropy(inside), "sink": sink_mass(inside)}
     frame.evaluate("() => window.attentionTab.set({ view: 'heads', head: 2, layer: 1 })")
     shown = wait_until(frame, "view", "heads")
     to_patches = weights[0, 1, 2][kept].mean(dim=0) * GRID**2
     np.testing.assert_allclose(shown["values"], to_patches, atol=0.02)
-    np.testing.assert_allclose(shown["statistics"]["sink"], heads["sink"], atol=2e-3)
-    entropy = heads["entropy"] * np.log(len(kept)) / np.log(GRID**2)
-    np.testing.assert_allclose(shown["statistics"]["entropy"], entropy, atol=2e-3)
 
 
-def test_statistics_and_lens_of_a_change_are_those_of_python(
+def test_lens_and_rollout_of_a_change_are_those_of_python(
     page: Page, address: str, logged: Logged
 ) -> None:
     frame = show(page, address, mute="2.0", view="heads")
-    shown = answered(frame, mute="2.0")
-    classifier = logged.models[200]
-    _, weights, *lens = asked(classifier, logged.pixels[0], mute=[(2, 0)])
+    answered(frame, mute="2.0")
+    expect(frame.get_by_text("After a change, statistics are not")).to_be_visible()
+    _, weights, *lens = asked(logged.models[200], logged.pixels[0], mute=[(2, 0)])
     layers = list(weights.unbind(1))
-    expected = {
-        "entropy": attention_entropy(layers),
-        "distance": attention_distance(layers, (GRID, GRID), 4, 0),
-        "sink": sink_mass(layers),
-    }
-    for name, values in expected.items():
-        np.testing.assert_allclose(shown["statistics"][name], values, rtol=5e-3, err_msg=name)
     frame.evaluate("() => window.attentionTab.set({ view: 'lens' })")
     shown = wait_until(frame, "view", "lens")
     np.testing.assert_allclose(shown["lens"]["probabilities"], lens[1][:, 0], atol=5e-3)
@@ -312,7 +300,7 @@ def test_a_photo_is_prepared_as_predict_does(
     expect(frame.get_by_text("bad.jpg: This browser cannot read the file")).to_be_visible()
     assert numbers(frame)["file"] == "photo.png"
     # Another image takes its place, and no undo brings it back.
-    frame.locator("[role=option]").nth(1).click()
+    frame.locator(".chooser button").nth(1).click()
     wait_until(frame, "label", 4)
     page.keyboard.press("u")
     assert numbers(frame)["label"] == 4

@@ -25,7 +25,6 @@ LOCK_FILE = ".lock"
 OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
 METRICS_FILE = "metrics.jsonl"
 SPLIT_FILE = "split.csv"
-MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
 REPORT_FILE = "report.json"
 PREDICTIONS_FILE = "predictions.csv"  # for the test images
@@ -76,8 +75,8 @@ _WRITTEN = (
     f"{CHECKPOINT_FOLDER}/step_*.pt",
     f"{CHECKPOINT_FOLDER}/{FOLDER_PATTERN}",
     f"{CHECKPOINT_FOLDER}/.step_*.tmp",
-    f"{MAPS_FOLDER}/step_*.npy",
-    f"{MAPS_FOLDER}/.step_*.tmp",
+    "attention/step_*.npy",  # of earlier versions
+    "attention/.step_*.tmp",
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     *(f"{EVAL_FOLDER}/{name}" for name in (CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE)),
     *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),

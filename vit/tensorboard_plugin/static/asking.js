@@ -6,17 +6,12 @@ import { LiveModel } from "./live.js";
 import { MEAN, Weights, range } from "./maths.js";
 import { prepare } from "./photo.js";
 import { canvasesOf } from "./raster.js";
-import { headStatistics } from "./statistics.js";
 
 const KEPT = 4; // models, and answers without changes
 const TOP = 5; // classes
 
 const lives = new Cache(KEPT);
-const models = new Cache(
-  KEPT,
-  () => 1,
-  (model) => model.close(),
-);
+const models = new Cache(KEPT, (model) => model.close());
 const answers = new Cache(KEPT);
 
 /** Ask which steps of a run are live; `news` changes when the run has something new. */
@@ -102,10 +97,7 @@ function recordOf(record, pixels, hide, muted, after, photo) {
       top: order.slice(0, TOP).map((index) => [index, after.probabilities[index]]),
       lens: after.lens,
       maps: rolloutOf(record, weights),
-      statistics: {
-        ...headStatistics(weights, record),
-        importance: details.statistics.importance,
-      },
+      statistics: { ...details.statistics, entropy: null, distance: null, sink: null },
     },
   };
 }
@@ -123,7 +115,7 @@ function rolloutOf({ details, prefix, layers }, weights) {
   if (details.readout === null || !logged) return [];
   const token = details.readout === "class_token" ? 0 : MEAN;
   const values = [...weights.rollouts(token, "to")[layers - 1].slice(prefix.length)];
-  return [{ ...logged, values, faithfulness: null }];
+  return [{ ...logged, values }];
 }
 
 /**

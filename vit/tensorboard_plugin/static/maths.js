@@ -120,20 +120,6 @@ export class Weights {
   }
 
   /**
-   * Write a token's row in a head, as fractions of its sum, into an array (N,). Negative weights
-   * count as zero.
-   */
-  readRow(layer, head, token, row) {
-    const n = this.tokens;
-    const at = (layer * this.heads + head) * n + token;
-    let sum = 0;
-    for (let key = 0; key < n; key++)
-      sum += row[key] = Math.max(0, this.codes[at * n + key]) * this.scale[at];
-    if (Math.abs(sum - 1) < 0.01 || sum === 0) return;
-    for (let key = 0; key < n; key++) row[key] /= sum;
-  }
-
-  /**
    * Return the mean over a layer's heads, (N * N,), with rows scaled to sum to 1; negative weights
    * count as zero. Without any head that is not muted, each token attends to itself.
    */
