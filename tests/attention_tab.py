@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from vit.tensorboard_plugin.encoding import summaries
+from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import (
     Details,
     Lens,
@@ -145,13 +149,20 @@ def write_run(
     return records
 
 
+def plugin_of(folder: Path) -> dict[str, Any]:
+    """Return the plugin's applications for the runs in a folder, in this process."""
+    events = EventMultiplexer(tensor_size_guidance={"attention": 0})
+    provider = MultiplexerDataProvider(events.AddRunsFromDirectory(str(folder)).Reload(), "")
+    return AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()
+
+
 class Response(NamedTuple):
     status: int
     headers: Any
-    body: bytes
+    data: bytes
 
     def json(self) -> Any:
-        return json.loads(self.body)
+        return json.loads(self.data)
 
 
 def fetch(address: str, **request: Any) -> Response:

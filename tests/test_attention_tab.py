@@ -536,7 +536,6 @@ def test_an_empty_log_directory_says_how_to_make_a_run(new_page: Page, address: 
     expect(shown).to_be_visible(timeout=WAIT)
 
 
-
 BOXES = """() => {
     window.written = [];
     window.attentionTab.layout();
