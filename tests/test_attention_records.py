@@ -149,7 +149,6 @@ def test_chosen_class_is_explained_too() -> None:
 
 
 def test_attention_pooling_has_no_lens() -> None:
-    torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224", num_classes=5, global_pool="map", class_token=False, **TIMM
     )

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from playwright.sync_api import Frame, Page, expect
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from attention_tab import serve
+from test_attention_tab import browser, link, numbers, page, patch_at, ready, wait_until
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.interventions import Interventions, gates_of
@@ -25,22 +26,7 @@ from vit.reporting.attention_records import attention_records
 from vit.reporting.live import add_live
 from vit.tensorboard_plugin.summary import add_record
 
-if shutil.which("chromium") is None:
-    pytest.skip("no chromium here: apt-get install chromium", allow_module_level=True)
-
-from playwright.sync_api import Browser, Frame, Page, expect
-
-from test_attention_tab import (
-    browser,
-    complaints_of,
-    link,
-    numbers,
-    patch_at,
-    ready,
-    wait_until,
-)
-
-__all__ = ["browser"]  # a fixture
+__all__ = ["browser", "page"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
@@ -91,15 +77,6 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Logged:
 def address(logged: Logged, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serve(logged.folder, tmp_path_factory.mktemp("metadata")) as found:
         yield found
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    complaints = complaints_of(page)
-    yield page
-    page.close()
-    assert not complaints
 
 
 def show(page: Page, address: str, **parameters: Any) -> Frame:
