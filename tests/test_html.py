@@ -246,24 +246,6 @@ def test_file_follows_the_system_and_connects_to_nothing(page, run):
     assert violated == [["connect-src", "frame-src", "img-src", "script-src-elem"], None]
 
 
-CLASSIFY = """async (all) => {
-    const { fetchLive, fetchLiveGraph, fetchLiveWeights } =
-        await import(attentionFile.assets["api.js"]);
-    const { LiveModel } = await import(attentionFile.assets["live.js"]);
-    const { state, panes } = attentionTab;
-    const { spec, steps: [{ step, dtype }] } = await fetchLive(state.run);
-    const graph = await fetchLiveGraph(state.run);
-    const weights = await fetchLiveWeights(state.run, step);
-    const model = await LiveModel.create({ graph, weights, dtype, spec });
-    const { colour } = panes[0].record;
-    const { data } = colour.getContext("2d").getImageData(0, 0, colour.width, colour.height);
-    const found = [];
-    for (const [mute, hide] of all)
-        found.push(Array.from((await model.classify(data, { mute, hide })).logits));
-    return found;
-}"""
-
-
 @pytest.mark.slow
 def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     complaints = complaints_of(page)
@@ -276,7 +258,15 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     keep = rng.random((10, 16)) < 0.7
     muted = [np.argwhere(~some).tolist() for some in gates]
     hidden = [np.flatnonzero(~some).tolist() for some in keep]
-    found = page.evaluate(CLASSIFY, list(zip(muted, hidden, strict=True)))
+    found = page.evaluate(
+        """async (all) => {
+            const found = [];
+            for (const [mute, hide] of all)
+                found.push(Array.from((await attention.classify(null, { mute, hide })).logits));
+            return found;
+        }""",
+        list(zip(muted, hidden, strict=True)),
+    )
     test = load_test_images(DataConfig(name="shapes"), classifier.preprocess)
     image = int(page.evaluate("attentionTab.state.image").rpartition("_")[2])
     inputs = classifier.normalize(test.select(torch.tensor([image])).pixels()).expand(

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 COUNT = 100  # random interventions, each with weights of 200 kB
-KEPT_BYTES = 17e6
+KEPT_BYTES = 25e6
 MODULES = ("/live.js", "/photo.js")
 SCRIPT = f"""window.ready = Promise.all({list(MODULES)}.map((name) => import(name)))
     .then((modules) => Object.assign(window, ...modules));"""
