@@ -87,35 +87,3 @@ def test_a_second_call_measures_only_what_is_missing(measured, capsys):
 def test_mistakes_are_one_line(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         bench.main(arguments)
-
-
-# The tables.
-
-
-def made_scores(**means: float) -> map_tables.Scores:
-    """Scores of four images, whose (LeRF - MoRF) / 2 is spread by 0.01 around each mean."""
-    spread = torch.tensor([-0.01, 0.01, 0.01, -0.01], dtype=torch.float64)
-    return map_tables.with_differences(
-        {
-            kind: {
-                "deletion": (0.3 - mean - spread).tolist(),
-                "insertion": (0.3 + mean + spread).tolist(),
-            }
-            for kind, mean in means.items()
-        }
-    )
-
-
-def test_ranks_and_agreement_by_hand():
-    fillings = {
-        "mean": made_scores(lrp=0.2, rollout=0.1, raw=0.05, random=0.0, centred=0.15),
-        "blur": made_scores(raw=0.2, rollout=0.15, lrp=0.1, random=0.5, centred=0.12),
-        "linear": made_scores(lrp=0.3, rollout=0.1, raw=0.05, random=0.0, centred=0.05001),
-    }
-    text = "\n".join(map_tables.comparison(fillings))
-    assert "| layer-wise relevance | 1 (+0.050) | 4 (-0.020) | 1 (+0.250) |" in text
-    assert "| centred Gaussian | 2 | 3 | 3 |" in text
-    # Of six pairs, the blur reverses all, and linear imputation one.
-    assert "| mean colour | 1.00 | -1.00 | 0.67 |" in text
-    assert "| blurred image | -1.00 | 1.00 | -0.67 |" in text
-    assert "random" not in text

@@ -1,6 +1,5 @@
 """What a run and eval.py RUN maps write for the Attention tab."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from vit.model.attention_model import require_attention
 from vit.model_file import load_model, save_model
 from vit.reporting.attention import explain_run
 from vit.reporting.attention_logging import AttentionLogging
-from vit.reporting.attention_records import BATCH_SIZE, attention_records
 from vit.reporting.config import MapsConfig
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.tracker import Tracker, milestones
@@ -127,12 +125,8 @@ def test_eval_writes_records_of_the_images_asked_for(
         assert {shown.kind for shown in details.maps} == {*MAP_KINDS} - {"lrp_pixels"}
         inputs = classifier.normalize(test.pixels()[index : index + 1])
         with torch.no_grad():
-            _, weights, tokens = reader.forward_intermediates(inputs)
-        patches = torch.stack([layer[0, reader.num_prefix_tokens :] for layer in tokens])
-        numbers = decoded(found[f"{tag}/features"]).transpose(1, 2)  # (L, P, K)
-        centred = patches - frames[:, :1]
-        rest = (centred - numbers[..., 1:] @ frames[:, 1:]).norm(dim=-1)
-        assert (rest <= numbers[..., 0] + 0.05 * centred.norm(dim=-1)).all()  # of 8 bits
+            _, weights, _ = reader.forward_intermediates(inputs)
+        assert decoded(found[f"{tag}/features"]).shape[:2] == frames.shape[:2]
         expected = torch.stack(weights)[:, 0].numpy()
         error = np.abs(codes * scale[..., None] - expected) / expected.max(axis=-1, keepdims=True)
         assert error.max() <= 1 / 510 + 1e-6
@@ -143,26 +137,3 @@ def test_eval_writes_records_of_the_images_asked_for(
         )
     with Image.open(folder / "features.png") as sheet:  # two images, and a map of each layer
         assert sheet.height > 2 * 96 and sheet.width > (1 + len(frames)) * 96
-
-
-def test_records_keep_their_images_after_a_batch_without_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small(tmp_path, model={"depth": 1, "reg_tokens": 0})
-    save_model(tmp_path / "model.safetensors", make_loop(config).classifier(), config, 0)
-
-    def without_the_first(*given: Any, **options: Any) -> Iterator[Any]:
-        """As if the maps of an image in the first batch were not finite."""
-        for number, (attention, records) in enumerate(attention_records(*given, **options)):
-            yield attention, records if number else [None] * len(records)
-
-    monkeypatch.setattr("vit.reporting.attention.attention_records", without_the_first)
-    indices = tuple(range(BATCH_SIZE + 2))
-    explain_run(str(tmp_path), MapsConfig(indices=indices))
-    found, test = records_in(tmp_path / "eval/attention"), load("shapes", "", train=False)
-    tags = [f"attention/image_{index:05d}" for index in indices[BATCH_SIZE:]]
-    assert [
-        tag for tag in found if tag.startswith("attention/image") and tag.count("/") == 1
-    ] == tags
-    for tag, index in zip(tags, indices[BATCH_SIZE:], strict=True):
-        assert decode_details(found[tag][0][1]).label == test.labels[index]

@@ -16,7 +16,7 @@ import io
 import json
 import zipfile
 import zlib
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -84,9 +84,8 @@ def frames_summary(frames: np.ndarray, tag: str = FRAMES_TAG) -> Summary:
 
 
 def encode_details(details: Details) -> bytes:
-    """Return the details as JSON compressed by zlib, with numbers of four significant digits."""
-    plain = _rounded(_details.dump_python(details))
-    return zlib.compress(json.dumps(plain, separators=(",", ":"), ensure_ascii=False).encode())
+    """Return the details as JSON compressed by zlib."""
+    return zlib.compress(details_json(details))
 
 
 def decode_details(data: bytes) -> Details:
@@ -207,14 +206,3 @@ def _value(tag: str, part: Part, data: bytes, **about: str) -> Summary.Value:
         ),
         tensor=TensorProto(dtype=DT_STRING, string_val=[data], tensor_shape=TensorShapeProto()),
     )
-
-
-def _rounded(value: Any) -> Any:
-    """Round all floats in nested lists, tuples and dictionaries to four significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
-    return value

@@ -92,26 +92,17 @@ class Question:
     """A request, and what is stored of the run that it names; its errors are one line."""
 
     def __init__(self, provider: Any, request: wrappers.Request) -> None:
-        self._provider, self._parameters = provider, request.args
+        self._provider, self.asked = provider, request.args
         self._place = {
             "ctx": plugin_util.context(request.environ),
             "experiment_id": plugin_util.experiment_id(request.environ),
             "plugin_name": PLUGIN_NAME,
         }
 
-    def text(self, name: str) -> str:
-        """Return a parameter."""
-        if not (value := self._parameters.get(name, "")):
-            raise ValueError(f"{name}: missing; name a {name}, as listed by the tab")
-        return value
-
     @property
     def step(self) -> int:
         """The step that is asked for."""
-        value = self.text("step")
-        if not re.fullmatch("[0-9]{1,18}", value):
-            raise ValueError(f"step: {value[:60]!r} is not a whole number, at least 0")
-        return int(value)
+        return int(self.asked["step"])
 
     def list_runs(self, **names: Any) -> dict[str, Series]:
         """Return what TensorBoard knows about every tag of every run."""
@@ -125,7 +116,7 @@ class Question:
     @cached_property
     def series(self) -> Series:
         """The tags of the run."""
-        run = self.text("run")
+        run = self.asked["run"]
         found = self.list_runs(run_tag_filter=RunTagFilter(runs=[run])).get(run)
         if not found:
             raise ValueError(f"no run {run!r} with attention; reload the page")
@@ -133,7 +124,7 @@ class Question:
 
     def read(self, tag: str) -> dict[int, tuple[TensorDatum, bytes]]:
         """Return what is stored at all steps of a tag; the last, if one was written again."""
-        run = self.text("run")
+        run = self.asked["run"]
         wanted = RunTagFilter(runs=[run], tags=[tag])
         try:
             found = self._provider.read_tensors(
@@ -154,11 +145,11 @@ class Question:
 
     def details(self) -> Details:
         """Return the details of the image that is asked for."""
-        tag, step = self.text("tag"), self.step
+        run, tag = self.asked["run"], self.asked["tag"]
         if tag not in _image_tags(self.series):
-            raise ValueError(f"run {self.text('run')!r} has no image {tag!r}; reload the page")
+            raise ValueError(f"run {run!r} has no image {tag!r}; reload the page")
         part_of(self.series[tag].plugin_content)
-        return _decoded(self.read_at(tag, step), step)
+        return decode_details(self.read_at(tag, self.step))
 
     def live(self) -> Live:
         """Return the model that the run stored last, without weights."""
@@ -190,9 +181,7 @@ def _images(question: Question) -> Answer:
     for tag in sorted(_image_tags(series), key=_natural):
         try:
             part_of(series[tag].plugin_content)
-            steps = [
-                (datum, _decoded(data, datum.step)) for datum, data in question.read(tag).values()
-            ]
+            steps = [(datum, decode_details(data)) for datum, data in question.read(tag).values()]
             if steps:
                 images.append(_image(series, tag, steps))
         except ValueError as error:
@@ -236,7 +225,7 @@ def _weights(question: Question) -> Answer:
 
     A last byte says that the first L*H*N*N are int8.
     """
-    details, tag = question.details(), question.text("tag")
+    details, tag = question.details(), question.asked["tag"]
     if (name := WEIGHTS_TAG.format(tag)) not in question.series:
         raise ValueError(f"no weights of {tag!r} are stored; the tab shows its maps only")
     part_of(question.series[name].plugin_content)
@@ -249,9 +238,9 @@ def _weights(question: Question) -> Answer:
 
 def _features(question: Question) -> Answer:
     """Return features of an image, L*K*P numbers, or frames, L*K*D; in bytes as weights."""
-    tag = question.text("tag")
+    tag = question.asked["tag"]
     if _part(question.series.get(tag)) != "features":
-        raise ValueError(f"run {question.text('run')!r} has no features {tag!r}; reload the page")
+        raise ValueError(f"no features {tag!r} are stored; reload the page")
     return _numbers(*decode_weights(question.read_at(tag, question.step)))
 
 
@@ -347,13 +336,6 @@ def _bytes(datum: TensorDatum) -> bytes:
     if datum.numpy.shape != () or not isinstance(data := datum.numpy.item(), bytes):
         raise ValueError(f"step {datum.step} is damaged: not a single string of bytes")
     return data
-
-
-def _decoded(data: bytes, step: int) -> Details:
-    try:
-        return decode_details(data)
-    except ValueError as error:
-        raise ValueError(f"step {step}: {error}") from None
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
 VERSION: Final = 1
@@ -33,9 +33,11 @@ PNG_URL = "data:image/png;base64,"
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
 Index = Annotated[int, Field(ge=0, le=1_000_000)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+# Stored with four significant digits.
+Finite = Annotated[Number, PlainSerializer(lambda value: float(f"{value:.4g}"))]
 # Rounding in float32 may lead just above 1.
-Fraction = Annotated[float, Field(ge=0, le=1.0001, allow_inf_nan=False)]
+Fraction = Annotated[Finite, Field(ge=0, le=1.0001)]
 Heads = list[list[Fraction]]  # (L, H)
 
 
@@ -45,10 +47,10 @@ class Statistics:
 
     entropy: Heads
     # In pixels; None if patches are not square.
-    distance: list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]] | None
+    distance: list[list[Annotated[Finite, Field(ge=0)]]] | None
     sink: Heads
     # Fall of the true class's probability on held-out images when the head is muted, if measured.
-    importance: list[list[Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]]] | None = None
+    importance: list[list[Annotated[Finite, Field(ge=-1, le=1)]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +165,8 @@ class LiveSpec:
     classes: Annotated[list[str], Field(min_length=1)]
     floats: Annotated[int, Field(ge=1, le=MAX_LIVE_WEIGHTS // 2)]  # number of weights
     # Those of `vit.data.pixels.ArrayPreprocess`.
-    mean: list[Finite]
-    std: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    mean: list[Number]
+    std: list[Annotated[Number, Field(gt=0)]]
     interpolation: str
     fit: Literal["crop", "pad", "squash"]
     crop_pct: Annotated[float, Field(gt=0, le=1)]

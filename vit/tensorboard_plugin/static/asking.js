@@ -48,14 +48,11 @@ export async function pixelsOf(record, spec, photo = null) {
 }
 
 /**
- * Return a record of what the model says after a change.
+ * Return a record of what the model says after a change, with `change` as what was before and is now.
  *
- * @param {object} record - As it was logged.
- * @param {object} live - From `liveOf`.
- * @param {{mute: string, patches: string, photo: ?File, other: ?object}} edits - The image that
- *   lends its patches is a record.
+ * @param {{mute: string, patches: string, photo: ?File, other: ?object}} edits - `other` is the
+ *   record that lends its patches.
  * @param {string} slot - Who asks; a newer question of the same one replaces a waiting one.
- * @returns {Promise<object>} The record, with `change` as what there was before and is now.
  */
 export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const { spec } = live;
@@ -121,12 +118,10 @@ function rolloutOf({ details, prefix, layers }, weights) {
 /**
  * Classify an image with a live model, for scripts.
  *
- * @param {object} app
- * @param {?ArrayLike<number>} pixels - RGBA of the size that the model takes, 0 to 255; null is the
- *   image that is shown.
- * @param {{step: number, mute: number[][], hide: number[], fill: string}} options - The step, that
- *   shown by default; muted heads, [layer, head] each; hidden patches, and how: a key of FILLS.
- * @returns {Promise<object>} `logits`, `probabilities`, and attention `weights` (L, H, N, N).
+ * @param {?ArrayLike<number>} pixels - RGBA of the model's size; null is the image that is shown.
+ * @param {object} options - `step`, by default the one that is shown; `mute`, heads as
+ *   [layer, head]; `hide`, patches, and how: `fill` is a key of FILLS.
+ * @returns {Promise<object>} See `LiveModel.classify`.
  */
 export async function classify(app, pixels = null, options = {}) {
   const { step = app.state.step, mute = [], hide = [], fill = "out", ...unknown } = options;

@@ -34,8 +34,8 @@ export class Features {
   #colours = [];
 
   /**
-   * Numbers of patches, L times P times K: what is left out, then components; frames, L times K
-   * times D: the mean, then axes; and those of the last step, to which colours refer.
+   * Numbers of patches, L times P times K; frames, L times K times D: the mean, then axes; and those
+   * of the last step, to which colours refer.
    */
   constructor(numbers, frames, last) {
     Object.assign(this, { numbers, frames, last });
@@ -133,7 +133,6 @@ export class FeaturesView {
   #labels = [];
   #key = []; // of what has been drawn
 
-  /** @param {{choose: function(object): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
     this.note = make("p", "note");

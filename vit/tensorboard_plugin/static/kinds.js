@@ -46,7 +46,6 @@ export class MapsView {
   #cards = [];
   #drawn = null;
 
-  /** @param {{choose: function(string): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
     this.list = make("div", "cards");

@@ -33,7 +33,6 @@ export class Pane {
   #probe = null; // map and token under the pointer in the layers x heads
   #memory = {};
 
-  /** @param {object} app @param {("a"|"b")} side */
   constructor(app, side) {
     this.app = app;
     this.side = side;
@@ -115,11 +114,7 @@ export class Pane {
     );
   }
 
-  /**
-   * Show an image at a step, as soon as it is loaded; until then what was shown before.
-   *
-   * @param {{run: string, images: object[], image: ?object, at: ?object, problem: ?string}} wanted
-   */
+  /** Show an image at a step, as soon as it is loaded; until then what was shown before. */
   async show(wanted) {
     const turn = ++this.#turn;
     // While a patch is brushed, each answer is shown, though the question is no longer the last.

@@ -6,14 +6,9 @@ import { MEAN, digits, endsOf, indexOfLargest, percent, tokenName } from "./math
 import { FUSED } from "./state.js";
 
 /**
- * Return what is shown.
- *
- * @returns {{values: ?ArrayLike<number>, colourOf: ?function(number): string,
- *   swatch: function(number): string, number: function(number): string, lines: string[],
- *   scale: object, marked: ?number, ends: {smallest: number, largest: number}}}
- *   Values of the heat map; a patch's colour over the picture, a token's colour and value on its
- *   chip; lines of text; the scale of the colour bar, the value to mark on it, and the smallest and
- *   the largest value.
+ * Return what is shown: `values` of the heat map; `colourOf` a patch over the picture; `swatch` and
+ * `number` of a token on its chip; `lines` of text; the `scale`, a value to be `marked` on it, and
+ * the `ends` of all values.
  */
 export function show(record, scene) {
   const views = { heads: showHead, maps: showMap, lens: showLens, features: showFeatures };

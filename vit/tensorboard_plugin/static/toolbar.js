@@ -4,7 +4,7 @@ import { copyLink, saveNumbers } from "./exporting.js";
 import { button, make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
-import { CONTRASTS, DIRECTIONS, FEATURES, ORDERS, STATISTICS, VIEWS } from "./state.js";
+import { CONTRASTS, DIRECTIONS, ORDERS, STATISTICS, VIEWS } from "./state.js";
 import { WhatIf } from "./what_if.js";
 
 const EXPLAINED = [
@@ -23,7 +23,6 @@ const MENUS = {
   direction: [DIRECTIONS, "Direction"],
   statistic: [STATISTICS, "Statistic of the heads", EXPLAINED],
   order: [ORDERS, "Order of the heads"],
-  feature: [FEATURES, "Picture of the features"],
   contrast: [CONTRASTS, "Contrast", CONTRAST],
 };
 
@@ -92,13 +91,13 @@ export class Toolbar {
   }
 
   #secondLine() {
-    const { direction, statistic, order, feature } = this.menus;
+    const { direction, statistic, order } = this.menus;
     const group = (...parts) => make("div", "group", ...parts);
     const labelled = (text, one) => make("label", {}, text, one);
     this.groups = {
       heads: group(direction, labelled("statistic ", statistic), labelled("order ", order)),
       maps: group(labelled("class ", this.targets)),
-      features: group(labelled("picture ", feature), labelled("second image ", this.second)),
+      features: group(labelled("second image ", this.second)),
     };
     return make(
       "div",
@@ -118,7 +117,6 @@ export class Toolbar {
     this.silence = setTimeout(() => (this.said.textContent = ""), 4000);
   }
 
-  /** @param {object[]} images - Those of the first pane's run. */
   render(images) {
     const { app, tabs } = this;
     const { state } = app;
@@ -144,15 +142,14 @@ export class Toolbar {
     offer(this.targets, targets.length ? targets : [["", "—"]], chosen);
   }
 
-  /** Offer the runs; one that the address names, but that does not exist, is offered too. */
   #renderRuns(runs, { run, run2, linked }) {
-    const known = runs.map(({ name }) => name);
-    const missing = (name) =>
-      known.includes(name) ? [] : [[JSON.stringify(name), `${name} (not found)`]];
-    const options = (nameOf) => known.map((name) => [JSON.stringify(name), nameOf(name)]);
-    offer(this.runs, [...missing(run), ...options((name) => name)], JSON.stringify(run));
+    const options = (nameOf) => runs.map(({ name }) => [JSON.stringify(name), nameOf(name)]);
+    offer(
+      this.runs,
+      options((name) => name),
+      JSON.stringify(run),
+    );
     const others = options((name) => (name === run ? "this run, another step" : name));
-    if (run2 !== "") others.push(...missing(run2));
     offer(this.others, [[NONE, "nothing"], ...others], run2 ? JSON.stringify(run2) : NONE);
     this.comparing.hidden = run2 === "";
     this.linked.checked = linked === "yes";

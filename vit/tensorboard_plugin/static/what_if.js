@@ -107,7 +107,6 @@ export class WhatIf {
 
 /** What a change did: in words, and the classes before and after. */
 export class Change {
-  /** @param {function(number): void} choose - Called with the class that is clicked. */
   constructor(choose) {
     this.choose = choose;
     this.words = make("p");
