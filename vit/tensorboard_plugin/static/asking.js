@@ -20,7 +20,7 @@ export function liveOf(run, news) {
 }
 
 /** Return the model of a step; it is loaded once. */
-export function modelAt(run, { spec, steps }, step) {
+function modelAt(run, { spec, steps }, step) {
   const at = steps.find((one) => one.step === step);
   if (!at) throw new Error(`Step ${step} of ${run} is not live.`);
   const load = async () => {

@@ -1,6 +1,5 @@
 // The list of images, with their predictions at the step that is shown.
 
-import { checkedImage } from "./api.js";
 import { button, make, shortName } from "./dom.js";
 import { nearest, percent } from "./maths.js";
 
@@ -35,7 +34,8 @@ export class Chooser {
       words.push(make("span", mood, mark + at.prediction));
       words.push(make("span", "quiet", percent(at.probability)));
     }
-    const contents = [picture(image.image), make("div", {}, ...words)];
+    const picture = make("img", { src: image.image, alt: "" });
+    const contents = [picture, make("div", {}, ...words)];
     return button(contents, () => this.choose(image.tag), { title: image.name || image.tag });
   }
 }
@@ -43,12 +43,4 @@ export class Chooser {
 function predictionAt(image, step) {
   const steps = image.steps.map((one) => one.step);
   return image.steps[steps.indexOf(nearest(steps, step ?? steps.at(-1)))];
-}
-
-function picture(address) {
-  try {
-    return make("img", { src: checkedImage(address), alt: "" });
-  } catch {
-    return make("span", "no-picture");
-  }
 }

@@ -7,8 +7,7 @@ import { MARK, Raster, crossOut, resize } from "./raster.js";
 import { valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
 
-const TITLE = 16; // CSS pixels for the names of the columns
-const LINE = 12; // of text below a map
+const LINE = 12; // CSS pixels of a line of text below a map
 const EDGE = 4; // around a map, for its frame
 const [LABEL, GAP] = [30, 4]; // width of "L11", and between maps
 const SMALLEST = 34; // width of a map; if the heads do not fit, a layer has several lines
@@ -32,7 +31,6 @@ export class HeadsView {
   constructor({ choose, mute, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
     this.over = make("canvas");
-    this.names = make("canvas", "names");
     this.anchor = make("i", "anchor");
     this.stack = make(
       "div",
@@ -58,7 +56,7 @@ export class HeadsView {
     );
     this.notes = range(3).map(() => make("p", "note"));
     const notes = this.notes.flatMap((note) => [note, " "]);
-    this.element = make("div", "view heads", ...notes, this.names, this.stack);
+    this.element = make("div", "view heads", ...notes, this.stack);
   }
 
   /** Arrange the maps: those of each layer below each other, or all sorted by a statistic. */
@@ -76,9 +74,7 @@ export class HeadsView {
     const fitting = Math.floor(free / (Math.max(SMALLEST, columns, prefix) + GAP));
     const lines = Math.ceil(perLayer / Math.max(1, fitting)); // of a layer
     const perRow = Math.ceil(perLayer / lines);
-    this.named = !inOrder || lines > 1; // below each map, not above the columns
-    const text = (this.named ? 2 : 1) * LINE + EDGE;
-    const between = inOrder && lines > 1 ? LINE : 0; // between layers
+    const text = 2 * LINE + EDGE;
     this.#fit(Math.floor(free / perRow) - GAP, height / AT_ONCE - text);
     this.down = inOrder ? perLayer : perRow;
     const [across, along] = [this.cellWidth + GAP, this.cellHeight + text + GAP];
@@ -86,9 +82,9 @@ export class HeadsView {
       const at = inOrder ? index % perLayer : index;
       const row = inOrder ? Math.floor(index / perLayer) : 0;
       const line = Math.floor(at / perRow) + row * lines;
-      const apart = !this.named && at >= heads ? FUSED_GAP : 0;
+      const apart = inOrder && lines === 1 && at >= heads ? FUSED_GAP : 0;
       const left = LABEL + (at % perRow) * across + apart;
-      const top = EDGE + line * along + row * between;
+      const top = EDGE + line * along;
       const strip = [left, top, Math.round(prefix * this.stripZoom), this.strip - STRIP_GAP];
       const patches = [left, top + this.strip, this.patchesWidth, this.cellHeight - this.strip];
       return { layer, head, left, top, strip, patches };
@@ -97,8 +93,7 @@ export class HeadsView {
     this.stack.style.width = `${size[0]}px`;
     this.stack.style.height = `${size[1]}px`;
     this.maps.resize(...size);
-    const names = resize(this.names, size[0], this.named ? 0 : TITLE);
-    this.#drawLabels(resize(this.over, ...size), names, state, inOrder, statistic);
+    this.#drawLabels(resize(this.over, ...size), state, inOrder, statistic);
     this.#describe(state, inOrder);
   }
 
@@ -165,23 +160,19 @@ export class HeadsView {
       maps.context.strokeRect(left + x + 0.5, top + this.strip + y + 0.5, side - 1, side - 1);
   }
 
-  #drawLabels(context, names, state, inOrder, statistic) {
+  #drawLabels(context, state, inOrder, statistic) {
     const style = getComputedStyle(this.element);
     const muted = new Set(mutedHeads(state.mute, this.record).map((head) => head.join(".")));
-    for (const one of [context, names]) {
-      one.font = `10px ${style.fontFamily}`;
-      one.fillStyle = style.getPropertyValue("--quiet");
-      one.textAlign = "center";
-    }
+    context.font = `10px ${style.fontFamily}`;
+    context.fillStyle = style.getPropertyValue("--quiet");
+    context.textAlign = "center";
     for (const { layer, head, left, top } of this.#cells) {
       const middle = left + this.cellWidth / 2;
       const bottom = top + this.cellHeight;
       const name = this.#nameOf(context, inOrder, layer, head);
       const value = statistic && !FUSED.includes(head) ? digits(statistic[layer][head]) : "";
-      if (layer === 0 && !this.named) names.fillText(name, middle, TITLE - 4);
-      (this.named ? [name, value] : [value]).forEach((line, number) =>
-        context.fillText(line, middle, bottom + (number + 1) * LINE + 1),
-      );
+      context.fillText(name, middle, bottom + LINE + 1);
+      context.fillText(value, middle, bottom + 2 * LINE + 1);
       if (inOrder && head === 0) {
         context.textAlign = "left";
         context.fillText(`L${layer}`, 2, top + this.cellHeight / 2 + 4);

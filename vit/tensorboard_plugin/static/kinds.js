@@ -26,7 +26,7 @@ export function mapsOf(record, target) {
   return record.details.maps.filter((map) => map.target === null || map.target === chosen);
 }
 
-/** Return the map that is enlarged, or null. */
+/** Return the map that is shown large, or null. */
 export function chosenMap(record, state) {
   const maps = mapsOf(record, state.target);
   return maps.find((map) => map.kind === state.map) ?? maps[0] ?? null;

@@ -2,7 +2,6 @@
 
 import { fetchRecord } from "./api.js";
 import { ask, cancelAll, liveOf } from "./asking.js";
-import { captionOf } from "./captions.js";
 import { ColourBar } from "./colour_bar.js";
 import { button, make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
@@ -11,12 +10,13 @@ import { FeaturesView, featuresOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
-import { MEAN, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, percent, range, tokenName, tokenOf } from "./maths.js";
 import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
 import { FUSED } from "./state.js";
 import { Change } from "./what_if.js";
 
+const MARKS = { right: "✓", wrong: "✗" };
 const SLOW = 300; // milliseconds until a pane says that it is loading
 
 export class Pane {
@@ -364,4 +364,25 @@ export class Pane {
     if (!record || !painted) return { problem: this.message.textContent };
     return numbersOf(record, painted.scene, painted.shown);
   }
+}
+
+/** Return the parts of a record's caption; its tag if no class is known. */
+function captionOf({ details, className, tag }) {
+  const { label, top } = details;
+  const parts = [];
+  if (label !== null) parts.push(make("span", {}, "true ", make("strong", {}, className(label))));
+  if (top.length) {
+    const [index, probability] = top[0];
+    const mark = label === null ? "" : index === label ? "right" : "wrong";
+    parts.push(
+      make("span", {}, "predicted ", make("strong", {}, className(index))),
+      make(
+        "span",
+        "fixed",
+        `${percent(probability)} `,
+        mark === "" ? null : make("b", { class: mark, "aria-label": mark }, MARKS[mark]),
+      ),
+    );
+  }
+  return parts.length ? parts : [make("span", {}, tag)];
 }

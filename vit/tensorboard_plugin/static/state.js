@@ -36,7 +36,7 @@ const PARAMETERS = {
   view: ["heads", oneOf(VIEWS)],
   statistic: ["entropy", oneOf(STATISTICS)],
   order: ["layer", oneOf(ORDERS)],
-  map: ["", anyText], // kind of map that is enlarged; empty: the first
+  map: ["", anyText], // kind of map that is shown large; empty: the first
   target: [null, count], // class that the maps explain; null: the first
   feature: ["components", oneOf(FEATURES)], // what the large picture shows of features
   second: ["", anyText], // the image to compare features with; empty: the next in the list
