@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch import Tensor
 
+from vit.classifier import Classifier
+from vit.explain.interventions import Answer, Interventions, gates_of
+from vit.model.attention_model import require_attention
 from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import (
@@ -37,6 +42,24 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLASSES = ["cat", "dog", HOSTILE, "truck"]
 STEPS = [0, 1, 5, 11, 20, 31, 44, 60, 79, 100]
+
+
+@torch.no_grad()
+def asked(
+    classifier: Classifier,
+    pixels: Tensor,
+    mute: Sequence[Sequence[int]] = (),
+    hide: Sequence[int] = (),
+) -> Answer:
+    """Ask torch about an image, (channels, H, W) uint8, without some heads and patches."""
+    model, (rows, columns) = Interventions(classifier.model), classifier.preprocess.image_size
+    grid = require_attention(classifier.model).patch_embed.grid(rows, columns)
+    gates, keep = gates_of(classifier.model), torch.ones(1, grid[0] * grid[1])
+    for layer, head in mute:
+        gates[layer, head] = 0
+    keep[0, list(hide)] = 0
+    answer: Answer = model(classifier.normalize(pixels[None]), gates, keep)
+    return answer
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

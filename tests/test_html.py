@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, expect
 from tensorboard.compat.proto.event_pb2 import Event
 from werkzeug import Response
 
-from attention_tab import HOSTILE, STEPS, event_file, make_record, write_run
+from attention_tab import HOSTILE, STEPS, asked, event_file, make_record, write_run
 from test_attention_tab import browser, complaints_of, link  # skips all tests without a browser
 from test_export import PLAIN, save
 from vit.classifier import Classifier, build_model
@@ -26,7 +26,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
 from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
-from vit.explain.interventions import Interventions, gates_of
+from vit.explain.interventions import gates_of
 from vit.model_file import load, save_model
 from vit.reporting.config import ExportConfig
 from vit.reporting.export import export_run
@@ -251,13 +251,10 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     complaints = complaints_of(page)
     page.goto((shapes_run / "export/live.html").as_uri())
     painted(page, "step", 7)
-    classifier = load(shapes_run, "cpu", "float32")
-    model = Interventions(classifier.model)
-    rng = np.random.default_rng(0)
-    gates = rng.random((10, *gates_of(classifier.model).shape)) < 0.5
-    keep = rng.random((10, 16)) < 0.7
-    muted = [np.argwhere(~some).tolist() for some in gates]
-    hidden = [np.flatnonzero(~some).tolist() for some in keep]
+    classifier, rng = load(shapes_run, "cpu", "float32"), np.random.default_rng(0)
+    heads = list(np.ndindex(*gates_of(classifier.model).shape))
+    muted = [[head for head in heads if rng.random() < 0.5] for _ in range(10)]
+    hidden = [np.flatnonzero(rng.random(16) < 0.3).tolist() for _ in range(10)]
     found = page.evaluate(
         """async (all) => {
             const found = [];
@@ -269,14 +266,11 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
     )
     test = load_test_images(DataConfig(name="shapes"), classifier.preprocess)
     image = int(page.evaluate("attentionTab.state.image").rpartition("_")[2])
-    inputs = classifier.normalize(test.select(torch.tensor([image])).pixels()).expand(
-        10, -1, -1, -1
-    )
-    with torch.no_grad():
-        expected = [
-            model(one[None], torch.tensor(gate).float(), torch.tensor(kept)[None].float())[0][0]
-            for one, gate, kept in zip(inputs, gates, keep, strict=True)
-        ]
+    pixels = test.select(torch.tensor([image])).pixels()[0]
+    expected = [
+        asked(classifier, pixels, mute, hide)[0][0]
+        for mute, hide in zip(muted, hidden, strict=True)
+    ]
     np.testing.assert_allclose(found, expected, atol=1e-2)
     assert np.std(np.stack(expected), axis=0).max() > 0.1
     assert complaints == []

@@ -20,11 +20,10 @@ from PIL import ExifTags, Image
 from tensorboard.backend import http_util
 from werkzeug import serving, wrappers
 
+from attention_tab import asked
 from vit.classifier import Classifier
 from vit.data.pixels import ArrayPreprocess, bands_of
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions, gates_of
-from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
 from vit.reporting import live
@@ -160,18 +159,10 @@ def random_cases(spec: dict[str, Any], count: int) -> list[Case]:
     return cases
 
 
-@torch.no_grad()
 def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     pixels, mute, hide = case
-    interventions = Interventions(classifier.model)
-    rows, columns = require_attention(classifier.model).patch_embed.grid(*pixels.shape[:2])
-    gates, keep = gates_of(classifier.model), torch.ones(1, rows * columns)
-    for layer, head in mute:
-        gates[layer, head] = 0
-    keep[0, hide] = 0
-    scale, shift = classifier.preprocess.normalization()
-    image = pixels.transpose(2, 0, 1)[: len(scale)] * np.asarray(scale) - np.asarray(shift)
-    logits, weights, *_ = interventions(torch.from_numpy(image)[None], gates, keep)
+    image = torch.from_numpy(pixels[..., : classifier.preprocess.channels]).permute(2, 0, 1)
+    logits, weights, *_ = asked(classifier, image, mute, hide)
     return logits[0], weights[0]
 
 

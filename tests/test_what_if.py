@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,10 @@ from playwright.sync_api import Frame, Page, expect
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from attention_tab import serve
+from attention_tab import asked, serve
 from test_attention_tab import browser, link, numbers, page, patch_at, ready, wait_until
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.explain.interventions import Interventions, gates_of
 from vit.explain.rollout import attention_rollout
 from vit.model_file import load_model
 from vit.reporting.attention_records import attention_records
@@ -93,22 +92,6 @@ def answered(frame: Frame, pane: int = 0, **change: str) -> dict[str, Any]:
         timeout=30_000,
     )
     return numbers(frame, pane)
-
-
-@torch.no_grad()
-def asked(
-    classifier: Classifier,
-    pixels: Tensor,
-    mute: Sequence[tuple[int, int]] = (),
-    hide: Sequence[int] = (),
-) -> Any:
-    """Ask torch; pixels are (3, H, W) uint8."""
-    model = Interventions(classifier.model)
-    gates, keep = gates_of(classifier.model), torch.ones(1, GRID**2)
-    for layer, head in mute:
-        gates[layer, head] = 0
-    keep[0, list(hide)] = 0
-    return model(classifier.normalize(pixels[None]), gates, keep)
 
 
 def logits_of(*question: Any, **options: Any) -> np.ndarray:
