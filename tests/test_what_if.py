@@ -199,7 +199,7 @@ def test_moved_blurred_and_borrowed_patches(page: Page, address: str, logged: Lo
     )  # fmt: skip
     np.testing.assert_allclose(swapped, logits_of(logged.models[200], pixels), atol=HALF)
     frame.get_by_label("Brush").select_option("other")
-    frame.get_by_label("Image that lends its patches").select_option(TAG.format(2))
+    frame.get_by_label("Second image").select_option(TAG.format(2))
     page.mouse.click(*patch_at(frame, 7, 7))
     borrowed = answered(frame, patches="45:0,0:45,63:other")["change"]["after"]
     patch(pixels, 63)[:] = patch(logged.pixels[2], 63)

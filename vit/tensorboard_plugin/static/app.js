@@ -246,11 +246,11 @@ export class App {
     return this.runs.find((one) => one.name === run)?.wall_time;
   }
 
-  /** Return the image that lends its patches, or another: that chosen, or the next in the list. */
-  lender(images, other = this.state.other) {
-    const { image } = this.state;
+  /** Return the second image: the one that is chosen, or the next in the list. */
+  secondOf(images) {
+    const { image, second } = this.state;
     const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
-    return images.find(({ tag }) => tag === other) ?? next;
+    return images.find(({ tag }) => tag === second) ?? next;
   }
 
   isChanged() {

@@ -162,7 +162,7 @@ export class Pane {
       say(live.note);
       if (!this.isLive) say(`Step ${logged.step} is not live: ${live.note}.`);
       if (!this.isLive || !app.isChanged()) return logged;
-      const lender = app.state.patches.includes("other") && app.lender(images);
+      const lender = app.state.patches.includes("other") && app.secondOf(images);
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
       const { mute, patches } = app.state;
       return await ask(logged, live, { mute, patches, photo: app.photo, other }, this.side);
@@ -175,9 +175,8 @@ export class Pane {
 
   /** Return the records of the image and of the second one with features, if they are shown. */
   async #features({ run, image, images, at }) {
-    const { view, second } = this.app.state;
-    if (view !== "features") return [];
-    const found = [...new Set([image, this.app.lender(images, second)])].map(async (one) => {
+    if (this.app.state.view !== "features") return [];
+    const found = [...new Set([image, this.app.secondOf(images)])].map(async (one) => {
       const there = one.steps.find(({ step }) => step === at.step);
       const record = there && (await fetchRecord(run, one, there));
       return { record, features: record && (await featuresOf(record, one, there)) };

@@ -39,12 +39,11 @@ const PARAMETERS = {
   map: ["", anyText], // kind of map that is shown large; empty: the first
   target: [null, count], // class that the maps explain; null: the first
   feature: ["components", oneOf(FEATURES)], // what the large picture shows of features
-  second: ["", anyText], // the image to compare features with; empty: the next in the list
+  second: ["", anyText], // lends its patches and features; empty: the next in the list
   contrast: ["fixed", oneOf(CONTRASTS)],
   heat: ["yes", oneOf({ yes: 1, no: 1 })],
   mute: ["", readHeads],
   patches: ["", readPatches],
-  other: ["", anyText], // the image that lends its patches; empty: the next in the list
 };
 
 /** Return the state that parameters in the address describe, with defaults for all others. */

@@ -97,13 +97,14 @@ export class Toolbar {
     this.groups = {
       heads: group(direction, labelled("statistic ", statistic), labelled("order ", order)),
       maps: group(labelled("class ", this.targets)),
-      features: group(labelled("second image ", this.second)),
     };
+    this.secondLabel = labelled("second image ", this.second);
     return make(
       "div",
       "line",
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
       ...Object.values(this.groups),
+      this.secondLabel,
       make("span", "space"),
       this.contrast,
       make("label", { class: "check", title: "Colours over the picture" }, this.heat, "overlay"),
@@ -120,7 +121,7 @@ export class Toolbar {
   render(images) {
     const { app, tabs } = this;
     const { state } = app;
-    this.whatIf.render(images);
+    this.whatIf.render();
     this.#renderRuns(app.runs, state);
     for (const tab of tabs) {
       const chosen = tab.id === `tab-${state.view}`;
@@ -131,7 +132,9 @@ export class Toolbar {
     for (const [view, group] of Object.entries(this.groups)) group.hidden = view !== state.view;
     this.contrast.hidden = state.view === "lens";
     const named = ({ tag, label }) => [tag, label ? `${tag}, ${label}` : tag];
-    offer(this.second, images.map(named), app.lender(images, state.second)?.tag);
+    offer(this.second, images.map(named), app.secondOf(images)?.tag);
+    const lends = app.brush === "other" || state.patches.includes("other");
+    this.secondLabel.hidden = state.view !== "features" && !lends;
     const others = app.panes[1].images.map(named);
     offer(this.image2, [["", "the same"], ...others], state.image2);
     this.heat.checked = state.heat === "yes";
