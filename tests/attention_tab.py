@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch import Tensor
 
+from vit.classifier import Classifier
+from vit.explain.interventions import Answer, Interventions, gates_of
+from vit.model.attention_model import require_attention
 from vit.tensorboard_plugin.encoding import summaries
+from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import (
     Details,
     Lens,
@@ -33,6 +42,24 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLASSES = ["cat", "dog", HOSTILE, "truck"]
 STEPS = [0, 1, 5, 11, 20, 31, 44, 60, 79, 100]
+
+
+@torch.no_grad()
+def asked(
+    classifier: Classifier,
+    pixels: Tensor,
+    mute: Sequence[Sequence[int]] = (),
+    hide: Sequence[int] = (),
+) -> Answer:
+    """Ask torch about an image, (channels, H, W) uint8, without some heads and patches."""
+    model, (rows, columns) = Interventions(classifier.model), classifier.preprocess.image_size
+    grid = require_attention(classifier.model).patch_embed.grid(rows, columns)
+    gates, keep = gates_of(classifier.model), torch.ones(1, grid[0] * grid[1])
+    for layer, head in mute:
+        gates[layer, head] = 0
+    keep[0, list(hide)] = 0
+    answer: Answer = model(classifier.normalize(pixels[None]), gates, keep)
+    return answer
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -94,27 +121,9 @@ def make_record(
             importance=rng.uniform(-0.1, 1, size=(layers, heads)).tolist() if muted else None,
         ),
         maps=[
-            Map(
-                kind="rollout",
-                title="attention rollout",
-                target=None,
-                values=(row[prefix_tokens:] * tokens).tolist(),
-                faithfulness=0.25,
-            ),
-            *(
-                Map(kind="relevance", title="class relevance", target=index, values=relevance)
-                for index, _ in order[:2]
-            ),
-            *(
-                Map(
-                    kind="lrp",
-                    title="layer-wise relevance",
-                    target=index,
-                    values=signed,
-                    signed=True,
-                )
-                for index, _ in order[:2]
-            ),
+            made("rollout", "attention rollout", None, (row[prefix_tokens:] * tokens).tolist()),
+            *(made("relevance", "class relevance", index, relevance) for index, _ in order[:2]),
+            *(made("lrp", "layer-wise relevance", index, signed) for index, _ in order[:2]),
         ],
         lens=lens,
         name=name,
@@ -130,6 +139,10 @@ def make_live(graph: bytes = b"graph", note: str = "", **changes: Any) -> Live:
         "interpolation": "bicubic", "fit": "crop", "crop_pct": 0.875, "planned": 10, "left_out": 8,
     }  # fmt: skip
     return Live(spec=LiveSpec(**spec | changes), note=note, graph=graph)
+
+
+def made(kind: str, title: str, target: int | None, values: list[float]) -> Map:
+    return Map(kind=kind, title=title, target=target, values=values, signed=kind == "lrp")
 
 
 @contextlib.contextmanager
@@ -159,13 +172,20 @@ def write_run(
     return records
 
 
+def plugin_of(folder: Path) -> dict[str, Any]:
+    """Return the plugin's applications for the runs in a folder, in this process."""
+    events = EventMultiplexer(tensor_size_guidance={"attention": 0})
+    provider = MultiplexerDataProvider(events.AddRunsFromDirectory(str(folder)).Reload(), "")
+    return AttentionPlugin(TBContext(data_provider=provider)).get_plugin_apps()
+
+
 class Response(NamedTuple):
     status: int
     headers: Any
-    body: bytes
+    data: bytes
 
     def json(self) -> Any:
-        return json.loads(self.body)
+        return json.loads(self.data)
 
 
 def fetch(address: str, **request: Any) -> Response:

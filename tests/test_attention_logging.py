@@ -1,6 +1,6 @@
-"""What the attention evaluators yield and save at a milestone."""
+"""What the attention evaluator yields at a milestone."""
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +13,11 @@ from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
-from vit.explain.colours import SIGNED
-from vit.explain.figures import attention_picture, captions_of
+from vit.explain.figures import captions_of, rollout_picture
 from vit.explain.importance import as_grid
-from vit.explain.maps import attention_maps, map_title
+from vit.explain.maps import attention_maps
+from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.vit import VisionTransformer
-from vit.reporting import attention_records as records_module
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.heads import measure_groups
 from vit.tensorboard_plugin.encoding import decode_details
@@ -41,100 +40,58 @@ def classifier() -> Classifier:
     return Classifier(model.eval(), preprocess, IMAGES.classes, torch.device("cpu"), torch.float32)
 
 
-def look(classifier: Classifier, folder: Path, steps: list[int]) -> list[dict]:
-    """Run the evaluator of the probes after some steps; return what it yields, by tag."""
-    evaluator = AttentionLogging(folder, PROBES, STEPS, seed=7)
-    return [dict(evaluator.run(classifier, step)) for step in steps]
+def logged(classifier: Classifier, step: int = 5, **options: Any) -> dict[str, Any]:
+    """Return what the evaluator yields after a step, by tag."""
+    return dict(AttentionLogging(PROBES, STEPS, seed=7, **options).run(classifier, step))
 
 
-def test_filmstrip_ends_with_the_step_it_is_drawn_at(classifier, tmp_path):
-    expected = look(classifier, tmp_path / "whole", [0, 5])[-1]["attention/filmstrip"]
-    folder = tmp_path / "resumed"
-    folder.mkdir()
-    for step in (5, 9):  # left by a process that was killed later than its last checkpoint
-        np.save(folder / f"step_{step:08d}.npy", np.full((3, 8, 8), 2.5, np.float32))
-    shown = look(classifier, folder, [0, 5])[-1]["attention/filmstrip"]
-    np.testing.assert_array_equal(shown, expected)
-
-
-def test_saved_maps_are_the_rollout_of_the_probes(classifier, tmp_path):
-    look(classifier, tmp_path, [5])
-    _, maps = attention_maps(classifier.model, classifier.normalize(PROBES.images))
-    saved = np.load(tmp_path / "step_00000005.npy")
-    np.testing.assert_allclose(saved, maps["rollout"].numpy(), rtol=0, atol=1e-6)
-
-
-def test_records_come_first_then_numbers_then_pictures(classifier, tmp_path):
-    (yielded,) = look(classifier, tmp_path, [5])
+def test_records_come_first_then_numbers_then_pictures(classifier: Classifier) -> None:
+    yielded = logged(classifier)
+    records = [f"attention/probe_{number:02d}" for number in range(3)]
     assert [*yielded] == [
-        *(f"attention/probe_{number:02d}" for number in range(3)),
+        *records,
         *(
             f"attention/{name}/layer_{layer:02d}"
             for name in ("entropy", "distance", "sink", "patch_norm")
             for layer in range(2)
         ),
-        "attention/statistics", "attention/heads/probe_00",
-        *(f"attention/rollout/probe_{number:02d}" for number in range(3)), "attention/filmstrip",
-        *(f"attention/lrp/probe_{number:02d}" for number in range(3)),
+        "attention/statistics", *(f"attention/rollout/probe_{number:02d}" for number in range(3)),
     ]  # fmt: skip
-    for number in range(3):
-        tag = f"attention/probe_{number:02d}"
+    for tag in records:
         assert [value.tag for value in yielded[tag].value] == [tag, f"{tag}/weights"]
-    for value in yielded.values():
-        assert not isinstance(value, np.ndarray) or (
-            value.dtype == np.uint8 and value.shape[2] == 3
-        )
-
-
-def test_relevance_is_drawn_for_the_predicted_class(classifier, tmp_path):
-    (yielded,) = look(classifier, tmp_path, [5])
     inputs = classifier.normalize(PROBES.images)
-    logits, maps = attention_maps(classifier.model, inputs, ["lrp"])
+    with torch.no_grad():
+        _, weights, _ = classifier.model.forward_intermediates(inputs)
+    for name, expected in (
+        ("entropy", attention_entropy(weights)),
+        ("distance", attention_distance(weights, (8, 8), 4, 1)),
+        ("sink", sink_mass(weights)),
+    ):
+        found = [yielded[f"attention/{name}/layer_{layer:02d}"] for layer in range(2)]
+        np.testing.assert_allclose(found, expected.mean(dim=1), rtol=1e-4)
+    logits, maps = attention_maps(classifier.model, inputs)
     captions = captions_of(logits, PROBES.labels, PROBES.classes)
-    for number, guess in enumerate(logits.argmax(dim=1).tolist()):
-        expected = attention_picture(
-            PROBES.images[number], [maps["lrp"][number]], captions[number],
-            [map_title("lrp", PROBES.classes[guess])], [SIGNED],
-        )  # fmt: skip
-        found = yielded[f"attention/lrp/probe_{number:02d}"]
-        difference = np.abs(found.astype(int) - expected.astype(int))
+    for number in range(3):
+        picture = rollout_picture(PROBES.images[number], maps["rollout"][number], captions[number])
+        difference = np.abs(yielded[f"attention/rollout/probe_{number:02d}"] - picture.astype(int))
         assert (difference > 2).mean() < 1e-3  # a value between two colours may go either way
 
 
-def test_weights_of_a_run_have_a_budget(classifier, tmp_path, capsys, monkeypatch):
-    size = 2 * 2 * 65**2  # of two layers, two heads, 8 x 8 patches and the class token
-    monkeypatch.setattr(records_module, "WEIGHT_BYTES", len(STEPS) * 2 * size + 1)
-    for yielded in look(classifier, tmp_path, [0, 5]):
-        sums = [value for value in yielded.values() if isinstance(value, Summary)]
-        assert [len(found.value) for found in sums] == [2, 2, 1]
-    assert "has the attention weights of 2 of 3 images (at most 0 MB" in capsys.readouterr().err
-
-
-def test_maps_that_are_not_finite_cost_records_and_relevance(classifier, tmp_path, capsys):
+def test_numbers_that_are_not_finite_are_not_logged(
+    classifier: Classifier, capsys: pytest.CaptureFixture[str]
+) -> None:
     with torch.no_grad():
         classifier.model.head.bias.fill_(float("nan"))
-    (yielded,) = look(classifier, tmp_path, [5])
-    assert not any(isinstance(value, Summary) for value in yielded.values())
-    assert "attention/filmstrip" in yielded and "attention/lrp/probe_00" not in yielded
-    assert "the Attention tab misses images of step 5" in capsys.readouterr().err
+    assert logged(classifier, fitted=IMAGES).keys() <= {"attention/frames"}
+    assert "the attention of step 5 is not logged" in capsys.readouterr().err
 
 
-def test_full_disk_costs_only_the_saved_maps(classifier, tmp_path, capsys, monkeypatch):
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    whole = look(classifier, tmp_path / "whole", [0])[0]
-    monkeypatch.setattr("vit.reporting.attention_logging.write_atomically", full)
-    yielded = look(classifier, tmp_path / "full", [0])[0]
-    assert list(yielded) == list(whole)
-    np.testing.assert_array_equal(yielded["attention/filmstrip"], whole["attention/filmstrip"])
-    assert "maps of step 0 were not saved: [Errno 28]" in capsys.readouterr().err
-
-
-def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(classifier, tmp_path):
-    evaluator = AttentionLogging(tmp_path, PROBES, STEPS, seed=7, held_out=IMAGES)
+def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(
+    classifier: Classifier,
+) -> None:
     for step in STEPS:
-        shown = dict(evaluator.run(classifier, step))
+        shown = logged(classifier, step, held_out=IMAGES)
+        assert isinstance(shown["attention/probe_01"], Summary)
         details = decode_details(shown["attention/probe_01"].value[0].tensor.string_val[0])
         if step == STEPS[-1]:
             falls = as_grid(measure_groups(classifier, IMAGES)["heads"])
@@ -146,10 +103,10 @@ def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(classif
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 0), (20, 38), (1000, 60)])
 def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
-    classifier, tmp_path, steps, count
-):
+    classifier: Classifier, steps: int, count: int
+) -> None:
     """A forward pass is a third of a step; the model has 4 heads."""
-    config = Config(out=str(tmp_path))
+    config = Config()
     setup = Setup(config, classifier.model, classifier.preprocess, IMAGES, IMAGES, (), steps)
     evaluator = attention_logging(setup)
     assert evaluator is not None

@@ -11,7 +11,7 @@ from small_runs import make_loop, small
 from vit.explain.features import colours, coordinates, fit_frames
 from vit.explain.figures import features_picture
 from vit.reporting.attention_logging import AttentionLogging
-from vit.tensorboard_plugin.encoding import decode_features, encode_weights
+from vit.tensorboard_plugin.encoding import decode_weights, encode_weights
 from vit.tensorboard_plugin.records import FRAMES_TAG
 from vit.tensorboard_plugin.summary import add_attention
 
@@ -47,7 +47,7 @@ def test_stored_features_give_cosines() -> None:
     frames = fit_frames([tokens])
     numbers = coordinates(tokens, frames)[0].numpy()
     (codes, scale), (axes, lengths) = (
-        decode_features(encode_weights(part)) for part in (numbers.swapaxes(1, 2), frames.numpy())
+        decode_weights(encode_weights(part)) for part in (numbers.swapaxes(1, 2), frames.numpy())
     )
     vectors = codes[:, 1:] * scale[:, 1:, None]
     found = (axes * lengths[..., None])[:, :1] + vectors.swapaxes(1, 2) @ (
@@ -78,9 +78,9 @@ def test_training_logs_features_at_each_step(tmp_path: Path) -> None:
     classifier = make_loop(config).classifier()
     yielded = dict(logging.run(classifier, 0))
     (frames,) = yielded[FRAMES_TAG].value  # type: ignore[union-attr]
-    axes, _ = decode_features(frames.tensor.string_val[0])
+    axes, _ = decode_weights(frames.tensor.string_val[0])
     last = yielded["attention/probe_01"].value[-1]  # type: ignore[union-attr]
-    codes, _ = decode_features(last.tensor.string_val[0])
+    codes, _ = decode_weights(last.tensor.string_val[0])
     assert last.tag == "attention/probe_01/features" and codes.shape[:2] == axes.shape[:2]
     for parameter in classifier.model.parameters():
         torch.nn.init.constant_(parameter, torch.inf)

@@ -1,6 +1,5 @@
 """The view Features in a real TensorBoard and a real browser, compared with numpy."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,12 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from playwright.sync_api import Frame, Page, expect
 from torch.utils.tensorboard import SummaryWriter
 
 from attention_tab import serve
-from vit.tensorboard_plugin.summary import add_attention
-
-if shutil.which("chromium") is None:
-    pytest.skip("no chromium here: apt-get install chromium", allow_module_level=True)
-
-from playwright.sync_api import Frame, Page, expect
-
 from test_attention_tab import browser, hover, link, new_page, numbers, ready, wait_until
+from vit.tensorboard_plugin.summary import add_attention
 
 __all__ = ["browser", "new_page"]  # fixtures
 

@@ -26,7 +26,6 @@ from vit.explain.figures import (
     attention_picture,
     captions_of,
     comparison_picture,
-    filmstrip_picture,
     gallery_picture,
     named,
     statistics_picture,
@@ -116,19 +115,6 @@ def test_attention_picture_has_image_map_and_overlay(channels: int, size: tuple[
         for heat, bar in zip(maps, bars, strict=True)
     ]
     assert_cells(picture, cells, (42, 6), (256, 214), 208)
-
-
-def test_filmstrip_has_images_as_rows_and_steps_as_columns() -> None:
-    images, maps = noise(3), torch.rand(4, 3, 2, 3) * 3
-    picture = filmstrip_picture(images, maps, [0, 10, 100, 10**6])
-    cells = [
-        [as_pixels(image), *(colour_map(heat) for heat in maps[:, row])]
-        for row, image in enumerate(images)
-    ]
-    assert_cells(picture, cells, (44, 6), (70, 70), 64)
-    other = filmstrip_picture(images, maps, [0, 88, 100, 10**6])
-    rows, columns = np.nonzero((picture != other).any(-1))
-    assert rows.max() < 44 and columns.min() > 6 + 140 and columns.max() < 6 + 210
 
 
 def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:

@@ -20,13 +20,13 @@ from PIL import ExifTags, Image
 from tensorboard.backend import http_util
 from werkzeug import serving, wrappers
 
+from attention_tab import asked
 from vit.classifier import Classifier
 from vit.data.pixels import ArrayPreprocess, bands_of
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions, gates_of
-from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load_model
+from vit.reporting import live
 from vit.reporting.live import graph_of, weights_of
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 
@@ -41,7 +41,8 @@ from test_tensorboard import FLAGS  # noqa: E402
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-COUNT = 100  # random interventions
+COUNT = 100  # random interventions, each with weights of 200 kB
+KEPT_BYTES = 25e6
 MODULES = ("/live.js", "/photo.js")
 SCRIPT = f"""window.ready = Promise.all({list(MODULES)}.map((name) => import(name)))
     .then((modules) => Object.assign(window, ...modules));"""
@@ -59,20 +60,8 @@ window.refusal = (promise) =>
 
 
 def spec_of(classifier: Classifier) -> dict[str, Any]:
-    readable, preprocess = require_attention(classifier.model), classifier.preprocess
-    layers, heads = gates_of(classifier.model).shape
-    return {
-        "channels": preprocess.channels,
-        "image_size": preprocess.image_size,
-        "grid": readable.patch_embed.grid(*preprocess.image_size),
-        "prefix": readable.num_prefix_tokens,
-        "layers": layers,
-        "heads": heads,
-        "classes": classifier.classes,
-        "floats": len(weights_of(classifier, torch.float16)) // 2,
-        "mean": preprocess.mean,
-        "std": preprocess.std,
-    }
+    """Return what the page gets."""
+    return dataclasses.asdict(live._spec(classifier, 1))
 
 
 class Site:
@@ -170,18 +159,10 @@ def random_cases(spec: dict[str, Any], count: int) -> list[Case]:
     return cases
 
 
-@torch.no_grad()
 def in_torch(classifier: Classifier, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     pixels, mute, hide = case
-    interventions = Interventions(classifier.model)
-    rows, columns = require_attention(classifier.model).patch_embed.grid(*pixels.shape[:2])
-    gates, keep = gates_of(classifier.model), torch.ones(1, rows * columns)
-    for layer, head in mute:
-        gates[layer, head] = 0
-    keep[0, hide] = 0
-    scale, shift = classifier.preprocess.normalization()
-    image = pixels.transpose(2, 0, 1)[: len(scale)] * np.asarray(scale) - np.asarray(shift)
-    logits, weights, *_ = interventions(torch.from_numpy(image)[None], gates, keep)
+    image = torch.from_numpy(pixels[..., : classifier.preprocess.channels]).permute(2, 0, 1)
+    logits, weights, *_ = asked(classifier, image, mute, hide)
     return logits[0], weights[0]
 
 
@@ -209,9 +190,10 @@ def in_browser(page: Page, cases: list[Case], spec: Any, dtype: str = "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_interventions_give_what_torch_gives(
+def test_random_interventions_give_what_torch_gives_and_answers_are_not_kept(
     page: Page, requests: list[str], spec: Any, dtype: str
 ) -> None:
+    session = page.context.new_cdp_session(page)
     cases = random_cases(spec, COUNT)
     cases[0][2][:] = range(64)  # nothing is left
     largest = 0.0
@@ -226,37 +208,12 @@ def test_random_interventions_give_what_torch_gives(
     assert 0 < largest < DTYPES[dtype]
     names = [url.rsplit("/", 1)[1] for url in requests]
     assert {"ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm.gz"} < set(names)
+    session.send("HeapProfiler.collectGarbage")
+    usage = session.send("Runtime.getHeapUsage")  # weights are in buffers beside the heap
+    assert usage["usedSize"] + usage["backingStorageSize"] < KEPT_BYTES
 
 
-def test_the_page_keeps_no_answers(page: Page, spec: Any) -> None:
-    """The weights of each are 200 kB, which are not on the heap but in buffers beside it."""
-    session = page.context.new_cdp_session(page)
-    page.evaluate(
-        """async (spec) => {
-            window.model = await create("graph", "float32", "float32", spec);
-        }""",
-        spec,
-    )
-    sizes = []
-    for count in (1, 100):
-        page.evaluate(
-            """async (count) => {
-                for (; count > 0; count--) await model.classify(new Uint8Array(4096));
-            }""",
-            count,
-        )
-        session.send("HeapProfiler.collectGarbage")
-        usage = session.send("Runtime.getHeapUsage")
-        sizes.append(usage["usedSize"] + usage["backingStorageSize"])
-    assert sizes[1] - sizes[0] < 1e6, sizes
-
-
-# A logit lens of 4 layers, the head and 64 tokens; the last class is 9.
-LENS = (
-    np.arange(4 * 65 * 3, dtype=np.int32).reshape(4, 65, 3) % 10,
-    np.random.default_rng(0).random((4, 65, 3), np.float32),
-)
-TYPES = {"lens_classes": TensorProto.INT32}
+TYPES = {"lens_classes": TensorProto.INT32, "lens_probabilities": TensorProto.FLOAT}
 
 
 def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
@@ -294,9 +251,9 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
         stolen.external_data.add(key="location", value="/etc/passwd")
         initializers.append(stolen)
         nodes[0] = helper.make_node("Identity", ["stolen"], ["logits"])
-    if "lens" in kind:
-        for name, values in zip(("lens_classes", "lens_probabilities"), LENS, strict=True):
-            values = values + np.array(kind == "lens of other classes", values.dtype)
+    if kind == "lens of other classes":
+        for name, number in TYPES.items():
+            values = np.full((layers, 65, 3), classes, helper.tensor_dtype_to_np_dtype(number))
             initializers.append(numpy_helper.from_array(values, f"{name} values"))
             nodes.append(helper.make_node("Identity", [f"{name} values"], [name]))
             shapes[name] = []
@@ -348,22 +305,6 @@ def test_damaged_and_hostile_models_are_refused_in_a_sentence_and_the_next_one_w
     for line, start in zip(found, REFUSALS.values(), strict=False):
         assert line.startswith(f"Error: {start}") and line.endswith(".") and len(line) < 300, line
     assert found[-1] == "no error"
-
-
-def test_a_logit_lens_is_read_where_there_is_one(
-    page: Page, site: tuple[Site, str], spec: Any
-) -> None:
-    site[0].files |= {f"/{kind}": hostile_graph(kind, spec) for kind in ("lens", "plain")}
-    with_lens, without = page.evaluate(
-        """async (spec) => Promise.all(["lens", "plain"].map(async (graph) => {
-            const model = await create(graph, "float32", "float32", spec);
-            return (await model.classify(new Uint8Array(4096))).lens;
-        }))""",
-        spec,
-    )
-    assert without is None
-    for values, found in zip(LENS, with_lens.values(), strict=True):
-        np.testing.assert_array_equal(np.array(found, values.dtype), values)
 
 
 def test_requests_are_replaced_cancelled_and_stopped(

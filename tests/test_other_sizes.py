@@ -80,9 +80,7 @@ def test_from_training_to_every_way_to_look(
     report = train(config)
     assert report is not None and report["accuracy"] > 0.6  # chance is 0.33
     assert f"{size[0]} x {size[1]} pixels" in capsys.readouterr().out
-    maps, grid = sorted((folder / "attention").glob("step_*.npy")), (size[0] // 4, size[1] // 4)
-    assert {np.load(path).shape for path in maps} == {(3, *grid)}
-
+    grid = size[0] // 4, size[1] // 4
     preprocess = load_model(folder, "cpu", "float32").classifier.preprocess
     assert (preprocess.image_size, preprocess.channels) == (size, channels)
     assert preprocess.fit == fit

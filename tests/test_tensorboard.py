@@ -81,19 +81,10 @@ def loaded(card: Locator) -> tuple[int, bytes]:
         return width, answer.read()
 
 
-@pytest.mark.parametrize(
-    ("tag", "width"),
-    [
-        ("vit/attention/rollout/probe_00", 706),
-        ("vit/attention/rollout/probe_07", 706),
-        ("vit/attention/filmstrip", 834),
-        ("vit/attention/heads/probe_00", 620),
-    ],
-)
-def test_picture_is_on_the_page_and_the_slider_changes_it(page, address, tag, width):
-    card = picture(page, address, tag)
+def test_picture_is_on_the_page_and_the_slider_changes_it(page, address):
+    card = picture(page, address, "vit/attention/rollout/probe_07")
     natural, last = loaded(card)
-    assert natural == width
+    assert natural == 706
     expect(card).to_contain_text(f"step {STEPS}")
     slider = card.locator("paper-slider")
     assert slider.get_attribute("aria-valuemax") == str(len(milestones(STEPS, 10)) - 1)

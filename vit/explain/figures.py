@@ -3,7 +3,7 @@
 Pictures are (height, width, 3) uint8 arrays; see `vit.explain.colours` for colours and scale. Maps
 are in units of uniform attention.
 
-Shapes: B images, L layers, H heads, T steps.
+Shapes: B images, L layers, H heads.
 """
 
 import itertools
@@ -99,23 +99,6 @@ def named(picture: np.ndarray, name: str) -> np.ndarray:
     return np.concatenate([framed(strip, texts, [], length=0, top=0), picture])
 
 
-def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:
-    """Draw the maps of several training steps: images as rows, steps as columns.
-
-    Args:
-        images: (B, channels, H, W) uint8.
-        maps: (T, B, rows, columns).
-        steps: The T optimizer steps.
-    """
-    cells = [
-        [as_pixels(image), *(colour_map(heat) for heat in row)]
-        for image, row in zip(images, maps.transpose(0, 1), strict=True)
-    ]
-    head = ["step", *(f"{step:,}" for step in steps)]
-    words = "rollout (class-agnostic)"  # fits over a single step
-    return sheet(words, cells, head, [""] * len(cells), side=64, margin=GAP)
-
-
 def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) -> np.ndarray:
     """Draw the first three components of patches as colours: images as rows, layers as columns.
 
@@ -131,23 +114,6 @@ def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) ->
     head = ["", *(f"layer {number}" for number in range(features.shape[1]))]
     words = "patches: principal components 1, 2, 3"
     return sheet(words, cells, head, [""] * len(cells), side=96, margin=GAP, bars=[])
-
-
-def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
-    """Draw the attention of every head: layers as rows, heads as columns.
-
-    Args:
-        image: (channels, H, W) uint8.
-        maps: (L, H, rows, columns).
-        caption: The class of the image.
-    """
-    cells = [
-        [as_pixels(image) if number == 0 else BLANK, *(colour_map(heat) for heat in layer)]
-        for number, layer in enumerate(maps)
-    ]
-    head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
-    words = "attention of each head (class-agnostic)"
-    return sheet(words, cells, head, [f"layer {n}" for n in range(len(maps))], side=96, margin=52)
 
 
 def statistics_picture(statistics: dict[str, Tensor]) -> np.ndarray:

@@ -15,7 +15,6 @@ from vit.console import counted
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
 from vit.explain.colours import bar_of
-from vit.explain.faithfulness import LEVELS
 from vit.explain.figures import attention_picture, captions_of, features_picture, named
 from vit.explain.maps import MAP_KINDS, map_title, readout_of
 from vit.explain.rollout import check_rollout_options
@@ -23,7 +22,7 @@ from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
 from vit.model_file import SavedModel
 from vit.registry import ALL_KINDS
-from vit.reporting.attention_records import attention_records, left_out_text, read_frames
+from vit.reporting.attention_records import attention_records, read_frames
 from vit.reporting.config import MapsConfig
 from vit.reporting.live import add_live
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
@@ -44,10 +43,6 @@ LIVE_MB = 100  # for the model, which the Attention tab can run
 def explain_run(run: str, options: MapsConfig) -> None:
     """Draw and save attention maps of test images, and measure their faithfulness.
 
-    Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation.
-
     Raises:
         ValueError: The model or the data cannot be read, an image, class or layer does not exist,
             or the model has no attention maps.
@@ -65,8 +60,7 @@ def explain_run(run: str, options: MapsConfig) -> None:
     folder = results_folder(saved, options.out) / ATTENTION_FOLDER
     _empty_folder(folder)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
-    levels = () if options.faithfulness == 0 else LEVELS
-    _write_maps(saved, test, indices, kinds, target, rollout, levels, folder)
+    _write_maps(saved, test, indices, kinds, target, rollout, folder)
     print(
         f"wrote {counted(len(indices), 'sheet')}, {FEATURES_FILE}, maps (.npy) and {INDEX_FILE} "
         f"to {folder}/\n"
@@ -91,18 +85,12 @@ def log_test_images(saved: SavedModel, root: str | None, folder: Path) -> None:
     """Log the test images that `explain_run` chooses by default; errors as there."""
     test = load_test(saved, root)
     indices = _choose_images(test, MapsConfig())
-    names = [f"image_{index:05d}" for index in indices.tolist()]
     with SummaryWriter(str(folder)) as writer:
-        images = test.select(indices).in_memory()
-        _write_records(writer, saved, test, images, names, None, {}, LEVELS)
+        _write_records(writer, saved, test, indices, None, {})
 
 
 def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
-    """Return the indices of the images to draw: --indices, or a balanced random choice.
-
-    Raises:
-        ValueError: There is no test image with such an index.
-    """
+    """Return the indices of the images to draw: --indices, or a balanced random choice."""
     for index in options.indices:
         if not 0 <= index < len(test):
             raise ValueError(
@@ -115,12 +103,9 @@ def _choose_images(test: ImageSet, options: MapsConfig) -> Tensor:
 
 
 def _empty_folder(folder: Path) -> None:
-    """Create a folder for maps, or delete the maps of an earlier call from it.
+    """Create a folder for maps, or delete the maps of an earlier call from it, and no other files.
 
     Its measurement of faithfulness stays until there is a new one.
-
-    Raises:
-        ValueError: The folder contains other files.
     """
     ours = is_ours(folder / INDEX_FILE, {"readout", "maps", "images"})
     if not ours and folder.exists() and any(folder.iterdir()):
@@ -138,21 +123,20 @@ def _write_maps(
     kinds: Sequence[str],
     target: int | None,
     rollout: dict[str, Any],
-    levels: Sequence[float],
     folder: Path,
 ) -> None:
     """Write a sheet and an index entry for each image, and a file for each kind of map."""
-    chosen, classes = test.select(indices).in_memory(), saved.classifier.classes
+    classifier, chosen = saved.classifier, test.select(indices).in_memory()
+    pixels, classes, names = chosen.pixels(), classifier.classes, _names(indices)
     aims = None if target is None else torch.full_like(indices, target)
-    logits, maps = saved.classifier.maps(chosen.pixels(), kinds, aims, **rollout)
+    logits, maps = classifier.maps(pixels, kinds, aims, **rollout)
     explained = logits.argmax(dim=1).cpu() if aims is None else aims
-    names = [f"image_{index:05d}" for index in indices.tolist()]
-    logits = saved.classifier.scaled(logits)
+    logits = classifier.scaled(logits)
     probabilities, predicted = logits.softmax(dim=1).max(dim=1)
     content = {
         "data": saved.config.data.name,
         "split": "test",
-        "readout": readout_of(require_attention(saved.classifier.model)),
+        "readout": readout_of(require_attention(classifier.model)),
         "rollout": rollout,
         "maps": {
             kind: {
@@ -177,56 +161,50 @@ def _write_maps(
     }
     # Written first, because it marks the folder as one that the next call may empty.
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
-    captions = captions_of(logits, chosen.labels, classes)
+    captions, bars = captions_of(logits, chosen.labels, classes), [bar_of(kind) for kind in maps]
     with SummaryWriter(str(folder)) as writer:
-        _write_records(writer, saved, test, chosen, names, target, rollout, levels)
+        _write_records(writer, saved, test, indices, target, rollout)
         for row, name in enumerate(names):
-            sheet = attention_picture(
-                chosen.pixels()[row],
-                [found[row] for found in maps.values()],
-                captions[row],
-                [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
-                [bar_of(kind) for kind in maps],
-            )
+            titles = [map_title(kind, classes[explained[row]], **rollout) for kind in maps]
+            found = [values[row] for values in maps.values()]
+            sheet = attention_picture(pixels[row], found, captions[row], titles, bars)
             sheet = named(sheet, chosen.name(row))
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")
-    for kind, found in maps.items():
-        np.save(folder / f"{kind}.npy", found.cpu().numpy())
+    for kind, values in maps.items():
+        np.save(folder / f"{kind}.npy", values.cpu().numpy())
+
+
+def _names(indices: Tensor) -> list[str]:
+    return [f"image_{index:05d}" for index in indices.tolist()]
 
 
 def _write_records(
     writer: SummaryWriter,
     saved: SavedModel,
     test: ImageSet,
-    images: ImageSet,
-    names: Sequence[str],
+    indices: Tensor,
     target: int | None,
     rollout: dict[str, Any],
-    levels: Sequence[float],
 ) -> None:
-    """Write images, the model and a sheet of features; with levels, maps' faithfulness."""
-    classifier = saved.classifier
-    weighted, features = 0, []
+    """Write records of images, the model, and a sheet of features."""
+    classifier, images = saved.classifier, test.select(indices).in_memory()
     frames = read_frames(classifier, test, saved.config.train.seed)
     if frames is not None:
         add_frames(writer, frames.numpy(), saved.step)
-    found = attention_records(
-        classifier, images, frames=frames, levels=levels, target=target, **rollout
-    )
+    found = attention_records(classifier, images, frames=frames, target=target, **rollout)
     records = (record for _, batch in found for record in batch)
-    for name, record in zip(names, records, strict=True):
-        if record is not None:
-            add_record(writer, f"attention/{name}", record, saved.step)
-        weighted += record is None or record.weights is not None
-        if record is not None and record.features is not None:
+    features: list[Tensor] = []
+    for name, record in zip(_names(indices), records, strict=True):
+        if record is None:  # a number is not finite
+            continue
+        add_record(writer, f"attention/{name}", record, saved.step)
+        if record.features is not None:
             features.append(torch.from_numpy(record.features))
             grid = record.details.grid
-    if features and len(features) == len(names):
+    if features and len(features) == len(indices):
         sheet = features_picture(images.pixels(), torch.stack(features), grid)
         Image.fromarray(sheet).save(Path(writer.log_dir) / FEATURES_FILE)
-    if weighted < len(names):
-        print(left_out_text(weighted, len(names)))
     if saved.config.track.live_mb:
-        add_live(writer, saved.classifier, images.pixels(), saved.step, LIVE_MB)
+        add_live(writer, classifier, images.pixels(), saved.step, LIVE_MB)

@@ -38,10 +38,6 @@ LISTED = 8  # rows of each part of the table
 def measure_run(run: str, options: HeadsConfig) -> None:
     """Mute each head, each layer and pairs of heads of a model, and write what it loses.
 
-    Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation.
-
     Raises:
         ValueError: The model or the data cannot be read, there are no held-out images, or the
             model's heads cannot be read.
@@ -63,11 +59,7 @@ def measure_run(run: str, options: HeadsConfig) -> None:
 
 
 def load_held_out(saved: SavedModel, options: HeadsConfig) -> ImageSet:
-    """Load the images that were held out when a model was trained, as many as are asked for.
-
-    Raises:
-        ValueError: There are none, or they cannot be read.
-    """
+    """Load the images that were held out when a model was trained, as many as are asked for."""
     held_out = load_split(saved, options.data.root)[1]
     if not len(held_out):
         raise ValueError(f"{saved.path}: no images were held out (data.val_size=0)")
@@ -89,8 +81,8 @@ def measure_groups(
     Args:
         classifier: A model with maps.
         images: Images with labels, in memory.
-        pairs: Number of heads, those whose muting costs most, of which all pairs are muted; None
-            mutes single heads only.
+        pairs: Number of heads that matter most, of which all pairs are muted; None mutes single
+            heads only.
         batch_size: Images per forward pass.
 
     Returns:
@@ -112,12 +104,11 @@ def measure_groups(
         def measure(groups: Sequence[Heads]) -> list[Effect]:
             return measure_heads(classify, gates, images.labels, groups, unmuted)
 
-        single = measure(single_heads(layers, heads))
-        if pairs is None:
-            return {"heads": single}
-        together = measure(layers_of(layers, heads))
-        chosen = measure(pairs_of_largest(single, pairs))
-        return {"heads": single, "layers": together, "pairs": chosen}
+        found = {"heads": measure(single_heads(layers, heads))}
+        if pairs is not None:
+            found["layers"] = measure(layers_of(layers, heads))
+            found["pairs"] = measure(pairs_of_largest(found["heads"], pairs))
+        return found
 
 
 def draw_heads(effects: Sequence[Effect]) -> np.ndarray:
@@ -128,19 +119,14 @@ def draw_heads(effects: Sequence[Effect]) -> np.ndarray:
 
 def as_table(found: dict[str, list[Effect]]) -> str:
     """Format the result of `measure_groups` as text: the largest effects of each part."""
-    alone = {effect.heads[0]: effect.probability[0] for effect in found["heads"]}
-    rows = [["muted", "fall in probability", "fall in accuracy", "alone"]]
+    rows = [["muted", "fall in probability", "fall in accuracy"]]
     for part, effects in found.items():
         ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
         for effect in ranked[:LISTED]:
             named = [f"layer {layer} head {head}" for layer, head in effect.heads]
             name = f"layer {effect.heads[0][0]}" if part == "layers" else " and ".join(named)
             (mean, half), (points, spread) = effect.probability, effect.accuracy
-            single = " + ".join(f"{alone[head]:.4f}" for head in effect.heads)
-            rows.append([
-                name, f"{mean:.4f} ± {half:.4f}", f"{points:.2%} ± {spread:.2%}",
-                single if part == "pairs" else "",
-            ])  # fmt: skip
+            rows.append([name, f"{mean:.4f} ± {half:.4f}", f"{points:.2%} ± {spread:.2%}"])
         if len(effects) > LISTED:
-            rows.append([f"... {len(effects) - LISTED} more {part}", "", "", ""])
+            rows.append([f"... {len(effects) - LISTED} more {part}", "", ""])
     return "\n".join(line.rstrip() for line in text_table(rows))

@@ -24,7 +24,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import ValidationError
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -36,7 +35,7 @@ from vit.explain.interventions import Answer, Interventions, gates_of
 from vit.model.attention_model import require_attention
 from vit.reporting.export_formats import require_packages, trace
 from vit.settings import shorten
-from vit.tensorboard_plugin.encoding import live_summary, live_weights, problem_of
+from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Live, LiveSpec
 
 WEIGHTS_FILE = "weights.bin"  # to which the graph refers
@@ -47,20 +46,13 @@ HALF_ERROR = 1e-2  # of a logit, up to which weights are stored as float16
 
 
 def weights_of(classifier: Classifier, dtype: torch.dtype) -> bytes:
-    """Return the weights that the graph refers to, without gaps.
-
-    Args:
-        classifier: Any classifier with the same architecture as that of the graph.
-        dtype: torch.float32, or torch.float16, where numbers beyond 65,504 become infinite.
-    """
+    """Return the weights that the graph refers to, float32 or float16, without gaps."""
     tensors = _named_weights(classifier.model).values()
     return b"".join(tensor.to(dtype).numpy().tobytes() for tensor in tensors)
 
 
 def graph_of(classifier: Classifier) -> bytes:
-    """Return the ONNX graph, the same for all weights.
-
-    Whatever the precision of the classifier, the graph computes in float32.
+    """Return the ONNX graph, in float32 and the same for all weights.
 
     Raises:
         ValueError: The packages are not installed, the model's attention cannot be read, or
@@ -106,7 +98,7 @@ def graph_of(classifier: Classifier) -> bytes:
 
 
 class LiveLog:
-    """Stores a model so that the Attention tab can run it.
+    """Stores a model so that the Attention tab can run it at the last steps.
 
     Args:
         megabytes: 10^6 bytes that the graph and the weights of all steps may take.
@@ -114,9 +106,9 @@ class LiveLog:
     """
 
     def __init__(self, megabytes: float, planned: int = 1) -> None:
-        self._bytes, self._planned = 1e6 * megabytes, planned
+        self.megabytes, self.planned = megabytes, planned
+        self._room = 1e6 * megabytes
         self._live: Live | None = None  # made once in a process: exporting takes seconds
-        self._wide = 0  # how many of the last steps may take float32
 
     def summaries(
         self, classifier: Classifier, images: Tensor, step: int, later: int = 0
@@ -134,52 +126,49 @@ class LiveLog:
         """
         if self._live is None:
             self._live = self._export(classifier)
+            self._room -= len(self._live.graph)
             yield live_summary(self._live)
-        spec = self._live.spec
-        if spec is None or later >= spec.planned - spec.left_out:
+        if self._live.spec is None:
             return
-        dtype = _dtype(classifier, images)
-        if dtype == torch.float32 and later >= self._wide:
+        half = 2 * self._live.spec.floats
+        room = min(self._room - half * (later + (later > 0)), MAX_LIVE_WEIGHTS)
+        dtype = _dtype(classifier, images) if half <= room else None
+        if dtype is None:
+            return
+        weights = weights_of(classifier, dtype)
+        if len(weights) > room:
             reason = "its weights do not fit as float32; raise --track.live_mb"
             warn(f"the Attention tab cannot run step {step}: {reason}")
-        elif dtype is not None:
-            name: Any = str(dtype).removeprefix("torch.")
-            yield live_weights(step, self._live, name, weights_of(classifier, dtype))
+            return
+        self._room -= len(weights)
+        name: Any = str(dtype).removeprefix("torch.")
+        yield live_weights(step, self._live, name, weights)
 
     def _export(self, classifier: Classifier) -> Live:
-        """Return the model without weights, or why there is none."""
+        """Return the model without weights, or why there is none.
+
+        The last steps are live, as many as fit as float16; if they are several, there is room for
+        the last one as float32.
+        """
         try:
-            return self._plan(classifier)
-        except ValidationError as error:
-            reason = problem_of(error)
+            spec = _spec(classifier, self.planned)
+            half = 2 * spec.floats
+            graph = graph_of(classifier) if half <= self._room else b""
+            fitting = int((self._room - len(graph)) // half)
+            count = min(self.planned, max(int(fitting > 0), fitting - 1))
+            wanted = math.ceil((half * (self.planned + 1) + len(graph)) / 1e6)
+            note = (
+                f"the weights of at most {count} of {self.planned} steps fit into "
+                f"{self.megabytes:g} MB; training with --track.live_mb {wanted} stores all"
+            )
+            if not count:
+                raise ValueError(note)
+            spec = replace(spec, left_out=self.planned - count)
+            return Live(spec=spec, note=note if spec.left_out else "", graph=graph)
         except Exception as error:  # of many kinds, and none of them may end a run
             reason = shorten(error, 300)
         warn(f"the Attention tab cannot run this model: {reason}")
         return Live(spec=None, note=reason)
-
-    def _plan(self, classifier: Classifier) -> Live:
-        """Export the model, and choose the last steps, as many as fit as float16.
-
-        If they are several, there is room for the last one as float32.
-
-        Raises:
-            ValueError: There is no room for any, or the model cannot be exported.
-        """
-        spec = _spec(classifier, self._planned)
-        half = 2 * spec.floats
-        graph = graph_of(classifier) if half <= self._bytes else b""
-        room = int((self._bytes - len(graph)) // half)
-        count = min(self._planned, max(int(room > 0), room - 1))
-        self._wide = room - count if 2 * half <= MAX_LIVE_WEIGHTS else 0
-        wanted = math.ceil((half * (self._planned + 1) + len(graph)) / 1e6)
-        note = (
-            f"the weights of at most {count} of {self._planned} steps fit into "
-            f"{self._bytes / 1e6:g} MB; training with --track.live_mb {wanted} stores all"
-        )
-        if not count:
-            raise ValueError(note)
-        spec = replace(spec, left_out=self._planned - count)
-        return Live(spec=spec, note=note if spec.left_out else "", graph=graph)
 
 
 def add_live(
@@ -187,12 +176,7 @@ def add_live(
 ) -> None:
     """Write a model for the Attention tab at a step, and its graph with the writer's first one.
 
-    Args:
-        writer: It belongs to one model.
-        classifier: The model.
-        images: (B, channels, height, width) uint8, of any size.
-        step: Optimizer steps done.
-        megabytes: 10^6 bytes that graph and weights may take.
+    A writer belongs to one model. Images are (B, channels, height, width) uint8, of any size.
     """
     log = _logs.setdefault(writer, LiveLog(megabytes))
     pixels = classifier.preprocess.resize_all(images.cpu())
@@ -204,11 +188,7 @@ _logs: WeakKeyDictionary[SummaryWriter, LiveLog] = WeakKeyDictionary()
 
 
 def _spec(classifier: Classifier, planned: int) -> LiveSpec:
-    """Describe a model.
-
-    Raises:
-        ValueError: The page could not run it.
-    """
+    """Describe a model; a ValueError tells that the page could not run it."""
     model, preprocess = require_attention(classifier.model), classifier.preprocess
     rows, columns = model.patch_embed.grid(*preprocess.image_size)
     layers, heads = gates_of(classifier.model).shape
@@ -237,11 +217,7 @@ def _dtype(classifier: Classifier, images: Tensor) -> torch.dtype | None:
 
 
 class _WithWeights(nn.Module):
-    """`Interventions` with the weights of its model as an argument.
-
-    Args:
-        interventions: Theirs are not used.
-    """
+    """`Interventions` with the weights of its model as an argument."""
 
     def __init__(self, interventions: Interventions) -> None:
         super().__init__()
@@ -250,11 +226,11 @@ class _WithWeights(nn.Module):
     def forward(
         self, images: Tensor, gates: Tensor, keep: Tensor, weights: dict[str, Tensor]
     ) -> Answer:
-        """Do what `Interventions` does, with weights by their names in the model."""
+        """Classify one image, with weights by their names in the model."""
         named = {f"masked.model.{name}": tensor for name, tensor in weights.items()}
         inputs = images, gates, keep
         logits, attention, *lens = functional_call(self.interventions, named, inputs)
-        classes, probabilities = (part[:, 0] for part in lens)  # of the only image
+        classes, probabilities = (part[:, 0] for part in lens)
         return logits, attention, classes.int(), probabilities
 
 

@@ -42,10 +42,9 @@ def measure_maps(
     seed: int,
     **rollout: Any,
 ) -> Table:
-    """Measure the faithfulness of kinds of map, and of two baselines, on the same images.
+    """Measure the faithfulness of kinds of map, and of two baselines, for the predicted class.
 
-    The maps explain the predicted class. Those of pixels are summed over each patch before patches
-    are hidden. A progress bar is shown on terminals.
+    Maps of pixels are summed over each patch before patches are hidden.
 
     Args:
         classifier: The model.
@@ -63,8 +62,7 @@ def measure_maps(
     logits, maps = classifier.maps(
         pixels, kinds, precision=classifier.precision, batch_size=batch_size, **rollout
     )  # fmt: skip
-    model = require_attention(classifier.model)
-    grid = model.patch_embed.grid(*pixels.shape[-2:])
+    grid = require_attention(classifier.model).patch_embed.grid(*pixels.shape[-2:])
     by_patch = {kind: to_patches(found.cpu(), grid) for kind, found in maps.items()}
     by_patch = with_baselines(by_patch, seed)
     inputs = classifier.normalize(pixels)

@@ -39,11 +39,6 @@ def export_page(saved: SavedModel, target: Path, options: ExportConfig) -> None:
 
     If they have logged nothing, it shows the test images that `maps` chooses.
 
-    Args:
-        saved: The model.
-        target: The file.
-        options: Which steps it shows, and where the test images are.
-
     Raises:
         ValueError: Another file is in the way, or no logs, and no test images or attention maps.
     """

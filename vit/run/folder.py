@@ -22,7 +22,6 @@ MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
 METRICS_FILE = "metrics.jsonl"
 SPLIT_FILE = "split.csv"
-MAPS_FOLDER = "attention"
 EVAL_FOLDER = "eval"
 REPORT_FILE = "report.json"
 PREDICTIONS_FILE = "predictions.csv"  # for the test images
@@ -68,7 +67,7 @@ _WRITTEN = (
     MODEL_FILE,
     "events.out.tfevents.*",
     *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".step_*.tmp")),
-    *(f"{MAPS_FOLDER}/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),
+    *(f"attention/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),  # of earlier versions
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     *(f"{EVAL_FOLDER}/{name}" for name in (CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE)),
     *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),

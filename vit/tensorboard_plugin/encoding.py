@@ -5,19 +5,18 @@ attention weights, an npz file of 8-bit numbers with a scale for each row; TAG/f
 of its patches, likewise, with a scale for each kind of number. Its metadata name the tag of their
 frames, which images share and which are stored in the same way. A model that the page can run has
 LIVE_TAG, JSON compressed by zlib, and a tag for its weights at each step, so that steps are listed
-without reading weights: these are numbers without gaps, whose metadata has their dtype and the
-SHA-256 of their graph. TensorBoard reads files that anybody may have written, so decoding checks
-everything and trusts no size that the data claims.
+without reading weights: numbers without gaps, whose metadata have their dtype and the SHA-256 of
+their graph. TensorBoard reads files that anybody may have written, so decoding checks everything
+and trusts no size that the data claims.
 
 Shapes: L layers, H heads, N tokens, P of them patches, K numbers of a patch.
 """
 
-import base64
 import io
 import json
 import zipfile
 import zlib
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -29,16 +28,17 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from vit.tensorboard_plugin.records import (
     FRAMES_TAG,
     MAX_WEIGHTS,
-    PNG_URL,
     VERSION,
     Details,
     Live,
     Record,
-    image_url,
 )
 
 PLUGIN_NAME = "attention"
+WEIGHTS_TAG = "{}/weights"  # of an image
+FEATURES_TAG = "{}/features"
 LIVE_TAG = "attention/live"
+LIVE_WEIGHTS_TAG = "attention/live/weights/{:08d}"  # of a step
 MAX_DETAILS = 2**26  # bytes of JSON, that of a live model included
 MAX_NPZ = 5 * MAX_WEIGHTS + 2**12  # bytes of weights, of at most as many scales, and of headers
 
@@ -49,34 +49,18 @@ Floats = Literal["float16", "float32"]
 _details, _live = TypeAdapter(Details), TypeAdapter(Live)
 
 
-def weights_tag(tag: str) -> str:
-    """Return the tag that holds the weights of an image."""
-    return f"{tag}/weights"
-
-
-def features_tag(tag: str) -> str:
-    """Return the tag that holds the features of an image."""
-    return f"{tag}/features"
-
-
-def live_weights_tag(step: int) -> str:
-    """Return the tag that holds the weights of a live model at a step."""
-    return f"{LIVE_TAG}/weights/{step:08d}"
-
-
 def part_of(plugin_content: bytes) -> Part:
-    """Return which part of a record a tag holds.
-
-    Raises:
-        ValueError: The record is of another version, or damaged.
-    """
+    """Return which part of a record a tag holds; a ValueError if of another version, or damaged."""
     try:
         found = json.loads(plugin_content)
         version, part = found["version"], found["part"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError("the record does not say its version; it is damaged") from None
     if version != VERSION:
-        raise ValueError(_other_version(f"version {version}"))
+        raise ValueError(
+            f"the record is of version {version}, and this Attention tab reads version {VERSION}; "
+            "update vit-from-scratch, or log the run again"
+        )
     if part not in get_args(Part):
         raise ValueError(f"the record has an unknown part {part!r}; it is damaged")
     return part
@@ -86,10 +70,11 @@ def summaries(tag: str, record: Record) -> Summary:
     """Return a record as TensorBoard stores it: a value for the details, weights and features."""
     values = [_value(tag, "details", encode_details(record.details))]
     if record.weights is not None:
-        values.append(_value(weights_tag(tag), "weights", encode_weights(record.weights)))
+        data = encode_weights(record.weights)
+        values.append(_value(WEIGHTS_TAG.format(tag), "weights", data))
     if record.features is not None:
         data = encode_weights(record.features.swapaxes(1, 2))
-        values.append(_value(features_tag(tag), "features", data, frames=record.frames))
+        values.append(_value(FEATURES_TAG.format(tag), "features", data, frames=record.frames))
     return Summary(value=values)
 
 
@@ -99,18 +84,18 @@ def frames_summary(frames: np.ndarray, tag: str = FRAMES_TAG) -> Summary:
 
 
 def encode_details(details: Details) -> bytes:
-    """Return the details as JSON compressed by zlib, with numbers of four significant digits."""
-    plain = _rounded(_details.dump_python(details))
-    return zlib.compress(json.dumps(plain, separators=(",", ":"), ensure_ascii=False).encode())
+    """Return the details as JSON compressed by zlib."""
+    return zlib.compress(details_json(details))
 
 
 def decode_details(data: bytes) -> Details:
-    """Decode and check what `encode_details` returned.
-
-    Raises:
-        ValueError: The data is damaged, too large, or of another version; one line.
-    """
+    """Decode and check what `encode_details` returned; a ValueError of one line if damaged."""
     return _decoded(data, _details, "the details of the record are damaged")
+
+
+def details_json(details: Details) -> bytes:
+    """Return the details as JSON."""
+    return _details.dump_json(details)
 
 
 def live_summary(live: Live) -> Summary:
@@ -125,8 +110,8 @@ def decode_live(data: bytes) -> Live:
 
 def live_weights(step: int, live: Live, dtype: Floats, weights: bytes) -> Summary:
     """Return the weights of a live model at a step, little-endian, as TensorBoard stores them."""
-    about = {"dtype": dtype, "graph": live.digest}
-    return Summary(value=[_value(live_weights_tag(step), "live_weights", weights, **about)])
+    tag, about = LIVE_WEIGHTS_TAG.format(step), {"dtype": dtype, "graph": live.digest}
+    return Summary(value=[_value(tag, "live_weights", weights, **about)])
 
 
 def live_dtype(plugin_content: bytes, live: Live) -> Floats | None:
@@ -134,11 +119,6 @@ def live_dtype(plugin_content: bytes, live: Live) -> Floats | None:
     found = json.loads(plugin_content)
     belongs = found["part"] == "live_weights" and found.get("graph") == live.digest
     return found["dtype"] if belongs and found.get("dtype") in get_args(Floats) else None
-
-
-def details_json(details: Details) -> bytes:
-    """Return the details as JSON."""
-    return _details.dump_json(details)
 
 
 def encode_weights(weights: np.ndarray) -> bytes:
@@ -170,20 +150,13 @@ def decode_weights(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Decode and check what `encode_weights` returned.
 
     Returns:
-        Numbers (L, H, N, N), uint8 or int8, and scale (L, H, N) float32; the weights are
-        `numbers * scale[..., None]`.
+        Numbers (L, H, N, N), or (L, K, P), uint8 or int8, and scale (L, H, N), or (L, K), float32;
+        the weights are `numbers * scale[..., None]`.
 
     Raises:
         ValueError: The data is damaged or has too many weights; one line.
     """
-    codes, scale = decode_features(data, "weights")
-    if codes.ndim != 4 or codes.shape[2] != codes.shape[3]:
-        raise ValueError(f"the weights of the record are damaged: {codes.shape, codes.dtype.name}")
-    return codes, scale
-
-
-def decode_features(data: bytes, name: str = "features") -> tuple[np.ndarray, np.ndarray]:
-    """Decode and check features: numbers (L, K, P) and scale (L, K); as for weights."""
+    damaged = "the weights of the record are damaged"
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(file.file_size for file in archive.infolist()) > MAX_NPZ:
@@ -191,54 +164,14 @@ def decode_features(data: bytes, name: str = "features") -> tuple[np.ndarray, np
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             codes, scale = (np.asarray(arrays[name]) for name in ("weights", "scale"))
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
-        line = " ".join(str(error).split())
-        raise ValueError(f"the {name} of the record are damaged: {line}") from None
+        raise ValueError(f"{damaged}: {' '.join(str(error).split())}") from None
     found = codes.shape, codes.dtype.name, scale.shape, scale.dtype.name
-    fits = codes.ndim >= 3 and scale.shape == codes.shape[:-1]
+    fits = codes.ndim >= 3 and scale.shape == codes.shape[:-1] and 0 < codes.size <= MAX_WEIGHTS
     if not fits or codes.dtype not in (np.uint8, np.int8) or scale.dtype != np.float32:
-        raise ValueError(f"the {name} of the record are damaged: {found}")
-    if not 0 < codes.size <= MAX_WEIGHTS:
-        raise ValueError(f"the {name} of the record are damaged: {codes.size} of them")
+        raise ValueError(f"{damaged}: {found}")
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
-        raise ValueError(f"the {name} of the record are damaged: scale is negative or not finite")
+        raise ValueError(f"{damaged}: scale is negative or not finite")
     return codes, scale
-
-
-def thumbnail(details: Details, side: int = 96) -> str:
-    """Return the image as a data URL, reduced to `side` pixels if it is larger.
-
-    Raises:
-        ValueError: The PNG file is damaged.
-    """
-    if max(details.image_size) <= side:
-        return details.image
-    from PIL import Image
-
-    try:
-        png = io.BytesIO(base64.b64decode(details.image.removeprefix(PNG_URL)))
-        image = Image.open(png, formats=["PNG"]).convert("RGB")
-    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG file
-        raise ValueError(f"the image cannot be decoded: {error}") from None
-    image.thumbnail((side, side))
-    return image_url(np.asarray(image))
-
-
-def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str) -> T:
-    """Decompress and check JSON; `damaged` begins the message of an error."""
-    unpacker = zlib.decompressobj()
-    try:
-        text = unpacker.decompress(data, MAX_DETAILS)
-    except zlib.error as error:
-        raise ValueError(f"{damaged}: {error}") from None
-    if not unpacker.eof:
-        raise ValueError(f"{damaged}: cut short, or longer than {MAX_DETAILS} bytes")
-    try:
-        return adapter.validate_json(text, strict=True)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        if any(problem["loc"] == ("version",) for problem in problems):
-            raise ValueError(_other_version("another version")) from None
-        raise ValueError(f"{damaged}: {problem_of(error)}") from None
 
 
 def problem_of(error: ValidationError) -> str:
@@ -248,12 +181,18 @@ def problem_of(error: ValidationError) -> str:
     return f"{'.'.join(map(str, problem['loc'])) or 'record'}: {message}"
 
 
-def _other_version(found: object) -> str:
-    """Return what to tell the reader of a record of another version."""
-    return (
-        f"the record is of {found}, and this Attention tab reads version {VERSION}; "
-        "update vit-from-scratch, or log the run again"
-    )
+def _decoded(data: bytes, adapter: TypeAdapter[T], damaged: str) -> T:
+    """Decompress and check JSON; `damaged` begins the message of an error."""
+    unpacker = zlib.decompressobj()
+    try:
+        text = unpacker.decompress(data, MAX_DETAILS)
+        if not unpacker.eof:
+            raise ValueError(f"{damaged}: cut short, or longer than {MAX_DETAILS} bytes")
+        return adapter.validate_json(text, strict=True)
+    except zlib.error as error:
+        raise ValueError(f"{damaged}: {error}") from None
+    except ValidationError as error:
+        raise ValueError(f"{damaged}: {problem_of(error)}") from None
 
 
 def _value(tag: str, part: Part, data: bytes, **about: str) -> Summary.Value:
@@ -267,14 +206,3 @@ def _value(tag: str, part: Part, data: bytes, **about: str) -> Summary.Value:
         ),
         tensor=TensorProto(dtype=DT_STRING, string_val=[data], tensor_shape=TensorShapeProto()),
     )
-
-
-def _rounded(value: Any) -> Any:
-    """Round all floats in nested lists, tuples and dictionaries to four significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
-    return value

@@ -11,13 +11,12 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import PurePath
 from typing import Any
 
 import grpc
 import numpy as np
-from tensorboard import errors, plugin_util
+from tensorboard import plugin_util
 from tensorboard.backend import http_util
 from tensorboard.data.provider import RunTagFilter, TensorDatum, TensorTimeSeries
 from tensorboard.plugins import base_plugin
@@ -25,22 +24,20 @@ from werkzeug import wrappers
 
 from vit.explain.colours import SIGNED, UNIFORM, table_of
 from vit.tensorboard_plugin.encoding import (
+    FEATURES_TAG,
     LIVE_TAG,
+    LIVE_WEIGHTS_TAG,
     PLUGIN_NAME,
+    WEIGHTS_TAG,
     Part,
     decode_details,
-    decode_features,
     decode_live,
     decode_weights,
     details_json,
-    features_tag,
     live_dtype,
-    live_weights_tag,
     part_of,
-    thumbnail,
-    weights_tag,
 )
-from vit.tensorboard_plugin.records import MAX_LIVE_WEIGHTS, Details, Live
+from vit.tensorboard_plugin.records import Details, Live
 
 STATIC = resources.files("vit.tensorboard_plugin") / "static"
 CONTENT_TYPES = {
@@ -57,18 +54,11 @@ NO_MODEL = (
 )
 
 Answer = dict[str, Any] | bytes
-
-
-class UnknownError(ValueError):
-    """A request names a run, tag or step that does not exist."""
+Series = dict[str, TensorTimeSeries]  # what TensorBoard knows about the tags of a run
 
 
 class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no types
-    """The Attention tab of TensorBoard.
-
-    Args:
-        context: What TensorBoard gives to every plugin.
-    """
+    """The Attention tab of TensorBoard."""
 
     plugin_name = PLUGIN_NAME
 
@@ -79,10 +69,10 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         """Return the applications that answer requests, by path."""
         # Only the names listed here can be requested.
         files = {
-            f"/{folder}{file.name}": (_reader(file), PurePath(file.name).suffix)
+            f"/{folder}{file.name}": (lambda _, file=file: file.read_bytes(), suffix)
             for folder in ("", "onnxruntime/")
             for file in (STATIC / folder).iterdir()
-            if PurePath(file.name).suffix in CONTENT_TYPES
+            if (suffix := PurePath(file.name).suffix) in CONTENT_TYPES
         }
         return {
             path: _application(self._provider, answer, CONTENT_TYPES[suffix])
@@ -90,10 +80,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
         }
 
     def is_active(self) -> bool:
-        """Show the tab always: without records it says how to make some.
-
-        TensorBoard hides an inactive tab in a menu, where nobody would read that.
-        """
+        """Show the tab always: without records it says how to make some."""
         return True
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -102,65 +89,42 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # it has no 
 
 
 class Question:
-    """A request, and what is stored of the run that it names.
-
-    Args:
-        provider: TensorBoard's data provider.
-        request: The request.
-    """
+    """A request, and what is stored of the run that it names; its errors are one line."""
 
     def __init__(self, provider: Any, request: wrappers.Request) -> None:
-        self._provider, self._parameters = provider, request.args
+        self._provider, self.asked = provider, request.args
         self._place = {
             "ctx": plugin_util.context(request.environ),
             "experiment_id": plugin_util.experiment_id(request.environ),
             "plugin_name": PLUGIN_NAME,
         }
 
-    def text(self, name: str) -> str:
-        """Return a parameter.
-
-        Raises:
-            ValueError: It is missing or empty.
-        """
-        if not (value := self._parameters.get(name, "")):
-            raise ValueError(f"{name}: missing; name a {name}, as listed by the tab")
-        return value
-
     @property
     def step(self) -> int:
         """The step that is asked for."""
-        value = self.text("step")
-        if not re.fullmatch("[0-9]{1,18}", value):
-            raise ValueError(f"step: {value[:60]!r} is not a whole number, at least 0")
-        return int(value)
+        return int(self.asked["step"])
 
-    def list_runs(self, **names: Any) -> dict[str, dict[str, TensorTimeSeries]]:
+    def list_runs(self, **names: Any) -> dict[str, Series]:
         """Return what TensorBoard knows about every tag of every run."""
         listed = self._provider.list_tensors(**self._place, **names)
         # A tag whose steps were all written again by a resumed run is listed without any.
-        kept = {
+        return {
             run: {tag: series for tag, series in tags.items() if series.max_step is not None}
             for run, tags in listed.items()
         }
-        return {run: tags for run, tags in kept.items() if tags}
 
     @cached_property
-    def series(self) -> dict[str, TensorTimeSeries]:
-        """What TensorBoard knows about the tags of the run."""
-        run = self.text("run")
+    def series(self) -> Series:
+        """The tags of the run."""
+        run = self.asked["run"]
         found = self.list_runs(run_tag_filter=RunTagFilter(runs=[run])).get(run)
         if not found:
-            raise UnknownError(f"no run {run!r} with attention; reload the page")
+            raise ValueError(f"no run {run!r} with attention; reload the page")
         return found
 
-    def read(self, tag: str) -> list[TensorDatum]:
-        """Return what is stored at all steps of a tag, in the order of steps.
-
-        Raises:
-            ValueError: It is not a tensor.
-        """
-        run = self.text("run")
+    def read(self, tag: str) -> dict[int, tuple[TensorDatum, bytes]]:
+        """Return what is stored at all steps of a tag; the last, if one was written again."""
+        run = self.asked["run"]
         wanted = RunTagFilter(runs=[run], tags=[tag])
         try:
             found = self._provider.read_tensors(
@@ -168,34 +132,31 @@ class Question:
             )
         except TypeError as error:
             raise ValueError(f"{tag!r} is damaged: {error}") from None
-        return sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
+        stored = sorted(found.get(run, {}).get(tag, []), key=lambda datum: datum.step)
+        return {datum.step: (datum, _bytes(datum)) for datum in stored}
 
-    def read_bytes(self, tag: str, step: int) -> bytes:
-        """Return what is stored under a tag at a step; the last if there are several."""
-        steps = {datum.step: datum for datum in self.read(tag)}
+    def read_at(self, tag: str, step: int) -> bytes:
+        """Return what is stored under a tag at a step."""
+        steps = self.read(tag)
         if step not in steps:
             kept = ", ".join(map(str, steps))
-            raise UnknownError(f"{tag!r} has no step {step}; TensorBoard keeps {kept}")
-        return _bytes(steps[step])
+            raise ValueError(f"{tag!r} has no step {step}; TensorBoard keeps {kept}")
+        return steps[step][1]
 
     def details(self) -> Details:
         """Return the details of the image that is asked for."""
-        run, tag, step = self.text("run"), self.text("tag"), self.step
+        run, tag = self.asked["run"], self.asked["tag"]
         if tag not in _image_tags(self.series):
-            raise UnknownError(f"run {run!r} has no image {tag!r}; reload the page")
+            raise ValueError(f"run {run!r} has no image {tag!r}; reload the page")
         part_of(self.series[tag].plugin_content)
-        return _decoded(self.read_bytes(tag, step), step)
+        return decode_details(self.read_at(tag, self.step))
 
     def live(self) -> Live:
-        """Return the model that the run stored last, without weights.
-
-        Raises:
-            ValueError: There is none, or it is damaged.
-        """
+        """Return the model that the run stored last, without weights."""
         found = self.series.get(LIVE_TAG)
         if found is None or part_of(found.plugin_content) != "live":
-            raise UnknownError(NO_MODEL)
-        return decode_live(self.read_bytes(LIVE_TAG, found.max_step))
+            raise ValueError(NO_MODEL)
+        return decode_live(self.read_at(LIVE_TAG, found.max_step))
 
 
 def _runs(question: Question) -> Answer:
@@ -214,21 +175,15 @@ def _runs(question: Question) -> Answer:
 
 
 def _images(question: Question) -> Answer:
-    """List the images of a run with the predictions at every step.
-
-    Images that cannot be read are left out, and "problems" says why; if none can, the first
-    problem is the answer.
-    """
+    """List the images of a run with the predictions at every step, and those that are damaged."""
     series = question.series
     images, problems = [], []
     for tag in sorted(_image_tags(series), key=_natural):
         try:
             part_of(series[tag].plugin_content)
-            data = question.read(tag)
-            steps = [(datum, _decoded(_bytes(datum), datum.step)) for datum in data]
+            steps = [(datum, decode_details(data)) for datum, data in question.read(tag).values()]
             if steps:
-                found = {"has_weights": weights_tag(tag) in series}
-                images.append(_image(tag, steps) | found | {"features": _features_of(series, tag)})
+                images.append(_image(series, tag, steps))
         except ValueError as error:
             problems.append(_line(f"{tag}: {error}"))
     if problems and not images:
@@ -236,16 +191,45 @@ def _images(question: Question) -> Answer:
     return {"images": images, "problems": problems}
 
 
+def _image(series: Series, tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]:
+    """Return what the list of images says about one of them."""
+    latest = steps[-1][1]
+    name, frames = FEATURES_TAG.format(tag), None
+    if (features := series.get(name)) is not None and _part(features) == "features":
+        frames = json.loads(features.plugin_content).get("frames")
+    return {
+        "tag": tag,
+        "name": latest.name,
+        "label": None if latest.label is None else latest.classes[latest.label],
+        "image": latest.image,
+        "steps": [_prediction(datum, details) for datum, details in steps],
+        "has_weights": WEIGHTS_TAG.format(tag) in series,
+        "features": frames and {"tag": name, "frames": frames},
+    }
+
+
+def _prediction(datum: TensorDatum, details: Details) -> dict[str, Any]:
+    index, probability = details.top[0] if details.top else (None, None)
+    unknown = index is None or details.label is None
+    return {
+        "step": datum.step,
+        "wall_time": datum.wall_time,
+        "prediction": None if index is None else details.classes[index],
+        "probability": probability,
+        "correct": None if unknown else index == details.label,
+    }
+
+
 def _weights(question: Question) -> Answer:
     """Return the weights of an image at a step, L*H*N*N uint8, then L*H*N float32.
 
     A last byte says that the first L*H*N*N are int8.
     """
-    details, tag = question.details(), question.text("tag")
-    if (name := weights_tag(tag)) not in question.series:
-        raise UnknownError(f"no weights of {tag!r} are stored; the tab shows its maps only")
+    details, tag = question.details(), question.asked["tag"]
+    if (name := WEIGHTS_TAG.format(tag)) not in question.series:
+        raise ValueError(f"no weights of {tag!r} are stored; the tab shows its maps only")
     part_of(question.series[name].plugin_content)
-    codes, scale = decode_weights(question.read_bytes(name, question.step))
+    codes, scale = decode_weights(question.read_at(name, question.step))
     shape = (details.layers, details.heads, details.tokens, details.tokens)
     if codes.shape != shape:
         raise ValueError(f"the weights of {tag!r} are {codes.shape}; the details say {shape}")
@@ -254,18 +238,14 @@ def _weights(question: Question) -> Answer:
 
 def _features(question: Question) -> Answer:
     """Return features of an image, L*K*P numbers, or frames, L*K*D; in bytes as weights."""
-    run, tag, step = question.text("run"), question.text("tag"), question.step
-    found = question.series.get(tag)
-    if found is None or _part(found) != "features":
-        raise UnknownError(f"run {run!r} has no features {tag!r}; reload the page")
-    return _numbers(*decode_features(question.read_bytes(tag, step)))
+    tag = question.asked["tag"]
+    if _part(question.series.get(tag)) != "features":
+        raise ValueError(f"no features {tag!r} are stored; reload the page")
+    return _numbers(*decode_weights(question.read_at(tag, question.step)))
 
 
 def _live(question: Question) -> Answer:
-    """Describe a run's model, and list the steps whose weights are stored.
-
-    Without a model that can be used, "spec" is null and "note" says why.
-    """
+    """Describe a run's model, if it has one, and list the steps whose weights are stored."""
     series = question.series
     try:
         live = question.live()
@@ -281,16 +261,8 @@ def _live(question: Question) -> Answer:
 
 
 def _live_weights(question: Question) -> Answer:
-    """Return the weights of a run's model at a step, in the dtype in which they are stored."""
-    step, live = question.step, question.live()
-    found = question.series.get(live_weights_tag(step))
-    if not found or not _part(found) or not (dtype := live_dtype(found.plugin_content, live)):
-        raise UnknownError(f"step {step} has no weights that belong to the model of this run")
-    weights = question.read_bytes(live_weights_tag(step), step)
-    size = live.spec.floats * int(dtype[-2:]) // 8 if live.spec else 0
-    if len(weights) != size or size > MAX_LIVE_WEIGHTS:
-        raise ValueError(f"the weights of step {step} are damaged: {len(weights)} bytes")
-    return weights
+    """Return the weights of a run's model at a step; the page checks their size."""
+    return question.read_at(LIVE_WEIGHTS_TAG.format(question.step), question.step)
 
 
 def _palettes(_: Question) -> Answer:
@@ -322,24 +294,15 @@ def _application(provider: Any, answer: Callable[[Question], Answer], content_ty
     @wrappers.Request.application
     def application(request: wrappers.Request) -> wrappers.Response:
         try:
-            if request.method not in ("GET", "HEAD"):
-                return _refusal(request, 405, f"{request.method} is not allowed; use GET")
             return http_util.Respond(request, answer(Question(provider, request)), content_type)
-        except UnknownError as error:
-            return _refusal(request, 404, str(error))
         except ValueError as error:
-            return _refusal(request, 400, str(error))
-        except errors.PublicError as error:
-            return _refusal(request, error.http_code, str(error))
+            code, text = 400, str(error)
         except grpc.RpcError as error:
             reason = f"TensorBoard's data server failed ({error.code().name})"
-            return _refusal(request, 503, f"{reason}; restart it with --load_fast=false")
+            code, text = 503, f"{reason}; restart it with --load_fast=false"
+        return http_util.Respond(request, {"error": _line(text)}, "application/json", code=code)
 
     return application
-
-
-def _refusal(request: wrappers.Request, code: int, text: str) -> wrappers.Response:
-    return http_util.Respond(request, {"error": _line(text)}, "application/json", code=code)
 
 
 def _line(text: str) -> str:
@@ -347,12 +310,7 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:1000]
 
 
-def _reader(file: Traversable) -> Callable[[Question], Answer]:
-    """Return a function that answers with a file."""
-    return lambda _: file.read_bytes()
-
-
-def _image_tags(series: dict[str, TensorTimeSeries]) -> list[str]:
+def _image_tags(series: Series) -> list[str]:
     """Return the tags of images, among them those whose metadata cannot be read."""
     return [
         tag
@@ -361,9 +319,10 @@ def _image_tags(series: dict[str, TensorTimeSeries]) -> list[str]:
     ]
 
 
-def _part(series: TensorTimeSeries) -> Part | None:
+def _part(series: TensorTimeSeries | None) -> Part | None:
+    """Return which part a tag holds; None if there is none, or it cannot be read."""
     try:
-        return part_of(series.plugin_content)
+        return None if series is None else part_of(series.plugin_content)
     except ValueError:
         return None
 
@@ -373,48 +332,10 @@ def _numbers(codes: np.ndarray, scale: np.ndarray) -> bytes:
     return codes.tobytes() + scale.astype("<f4").tobytes() + signed
 
 
-def _features_of(series: dict[str, TensorTimeSeries], tag: str) -> dict[str, str | None] | None:
-    """Return the tags of an image's features and of their frames; None if it has none."""
-    found = series.get(features_tag(tag))
-    if found is None or _part(found) != "features":
-        return None
-    return {"tag": features_tag(tag), "frames": json.loads(found.plugin_content).get("frames")}
-
-
 def _bytes(datum: TensorDatum) -> bytes:
     if datum.numpy.shape != () or not isinstance(data := datum.numpy.item(), bytes):
         raise ValueError(f"step {datum.step} is damaged: not a single string of bytes")
     return data
-
-
-def _decoded(data: bytes, step: int) -> Details:
-    try:
-        return decode_details(data)
-    except ValueError as error:
-        raise ValueError(f"step {step}: {error}") from None
-
-
-def _image(tag: str, steps: list[tuple[TensorDatum, Details]]) -> dict[str, Any]:
-    """Return what the list of images says about one of them."""
-    latest = steps[-1][1]
-    predictions = {}
-    for datum, details in steps:  # of a step that was written again, the last counts
-        index, probability = details.top[0] if details.top else (None, None)
-        unknown = index is None or details.label is None
-        predictions[datum.step] = {
-            "step": datum.step,
-            "wall_time": datum.wall_time,
-            "prediction": None if index is None else details.classes[index],
-            "probability": probability,
-            "correct": None if unknown else index == details.label,
-        }
-    return {
-        "tag": tag,
-        "name": latest.name,
-        "label": None if latest.label is None else latest.classes[latest.label],
-        "thumbnail": thumbnail(latest),
-        "steps": list(predictions.values()),
-    }
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -1,7 +1,7 @@
 """Records: what the Attention tab shows of one image at one step, and the model that it can run.
 
-A record describes itself completely and is checked when it is made, whether by this project or from
-a file that anybody may have written; see `vit.tensorboard_plugin.encoding` for its bytes.
+A record is checked when it is made, whether by this project or from a file that anybody may have
+written; see `vit.tensorboard_plugin.encoding` for its bytes.
 
 Shapes: L layers, H heads, N tokens (prefix, then P patches, row by row), C classes, K numbers of a
 patch in `vit.explain.features`.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
 VERSION: Final = 1
@@ -33,62 +33,43 @@ PNG_URL = "data:image/png;base64,"
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
 Index = Annotated[int, Field(ge=0, le=1_000_000)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+# Stored with four significant digits.
+Finite = Annotated[Number, PlainSerializer(lambda value: float(f"{value:.4g}"))]
 # Rounding in float32 may lead just above 1.
-Fraction = Annotated[float, Field(ge=0, le=1.0001, allow_inf_nan=False)]
+Fraction = Annotated[Finite, Field(ge=0, le=1.0001)]
 Heads = list[list[Fraction]]  # (L, H)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of every head for one image, each (L, H).
-
-    Attributes:
-        entropy: Entropy divided by log N, mean over rows, 0 to 1.
-        distance: Mean attention distance in pixels; None if patches have no distance.
-        sink: Fraction of attention to the token that receives the most, 0 to 1.
-        importance: Fall of the true class's probability when the head is muted, mean over held-out
-            images, -1 to 1; None if not measured at this step.
-    """
+    """Statistics of every head for one image, each (L, H), see `vit.explain.statistics`."""
 
     entropy: Heads
-    distance: list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]] | None
+    # In pixels; None if patches are not square.
+    distance: list[list[Annotated[Finite, Field(ge=0)]]] | None
     sink: Heads
-    importance: list[list[Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]]] | None = None
+    # Fall of the true class's probability on held-out images when the head is muted, if measured.
+    importance: list[list[Annotated[Finite, Field(ge=-1, le=1)]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """A map of the whole image.
+    """A map of the whole image."""
 
-    Attributes:
-        kind: Name of the kind, the same in all records, e.g. "rollout".
-        title: What to call it on the page.
-        target: Index of the class that the map explains; None if it does not depend on a class.
-        values: A number for each patch, row by row, in units of uniform attention; of a signed
-            map, in units of the mean of their absolute values.
-        faithfulness: (LeRF - MoRF) / 2 of this map on this image, -1 to 1; None if not measured.
-        signed: Whether values are positive for the class and negative against it.
-    """
-
-    kind: str
+    kind: str  # the same in all records, e.g. "rollout"
     title: str
-    target: Index | None
-    values: list[Finite]
-    faithfulness: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = None
-    signed: bool = False
+    target: Index | None  # the class that it explains; None if it is class-agnostic
+    values: list[Finite]  # (P,) in units of uniform attention, or of the mean of absolute values
+    signed: bool = False  # positive for the class, negative against it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lens:
-    """The classes as which the tokens of every layer would be read, each (L, 1 + N, k).
+    """The classes as which the tokens of every layer would be read, and their probabilities.
 
-    The first of the 1 + N is what the head reads after that layer, then come all tokens; k is the
-    smaller of 3 and C.
-
-    Attributes:
-        classes: Indices of the most probable classes, best first.
-        probabilities: Their probabilities, 0 to 1.
+    Both are (L, 1 + N, k), best first: what the head reads after that layer, then all tokens; k is
+    the smaller of 3 and C.
     """
 
     classes: list[list[list[Index]]]
@@ -99,41 +80,26 @@ class Lens:
 class Details:
     """Everything about an image at a step but the attention weights.
 
-    Attributes:
-        image: The image as the model sees it: an RGB PNG file as a data URL, see `image_url`.
-        image_size: Height and width in pixels.
-        grid: Rows and columns of patches.
-        prefix: Names of the tokens before the patches.
-        layers: L.
-        heads: H.
-        readout: What the head reads; None if unknown.
-        classes: Names of the classes; empty if unknown.
-        label: Index of the true class; None if unknown.
-        top: Indices and probabilities of up to five classes, best first.
-        statistics: Statistics of every head.
-        maps: Maps of the whole image.
-        lens: The logit lens; None if there is none.
-        name: The file that the image is from; empty if unknown.
-        version: Version of the format.
-
     Raises:
         ValueError: A value is out of range, or the shapes contradict each other.
     """
 
+    # The image as the model sees it: an RGB PNG file, see `image_url`.
     image: Annotated[str, Field(pattern=f"^{PNG_URL}[A-Za-z0-9+/]+=*$")]
-    image_size: tuple[Count, Count]
-    grid: tuple[Count, Count]
-    prefix: list[str]
+    image_size: tuple[Count, Count]  # height and width
+    grid: tuple[Count, Count]  # rows and columns of patches
+    prefix: list[str]  # names of the tokens before the patches
     layers: Count
     heads: Count
-    readout: Literal["class_token", "mean"] | None
-    classes: list[str]
+    readout: Literal["class_token", "mean"] | None  # what the head reads, if known
+    classes: list[str]  # empty if unknown
     label: Index | None
+    # The most probable classes, best first.
     top: Annotated[list[tuple[Index, Fraction]], Field(max_length=TOP_CLASSES)]
     statistics: Statistics
     maps: list[Map]
-    lens: Lens | None
-    name: str = ""
+    lens: Lens | None = None  # the logit lens, if tokens can be read
+    name: str = ""  # of the file that the image is from
     version: Literal[1] = VERSION
 
     @property
@@ -167,21 +133,14 @@ class Details:
 class Record:
     """What the Attention tab shows of one image at one step.
 
-    Attributes:
-        details: Everything but the weights.
-        weights: Attention weights (L, H, N, N), finite; None leaves them out, and the tab shows
-            maps only. Negative ones, and rows that do not sum to 1, are shown as they are.
-        features: The patches in few numbers, (L, P, K), finite; None leaves them out.
-        frames: The tag that holds the frames of the features at the same step.
-
     Raises:
-        ValueError: The weights or features have another shape than the details say.
+        ValueError: A shape contradicts the details.
     """
 
     details: Details
-    weights: np.ndarray | None
-    features: np.ndarray | None = None
-    frames: str = FRAMES_TAG
+    weights: np.ndarray | None  # (L, H, N, N), finite; without them, the tab shows maps only
+    features: np.ndarray | None = None  # (L, P, K), finite, see `vit.explain.features`
+    frames: str = FRAMES_TAG  # of the features at the same step
 
     def __post_init__(self) -> None:
         details = self.details
@@ -195,37 +154,24 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveSpec:
-    """What a model that runs in the page takes, and what it returns.
-
-    Attributes:
-        channels: Colour channels of its images.
-        image_size: Height and width of its images, in pixels.
-        grid: Rows and columns of patches.
-        prefix: Number of tokens before the patches.
-        layers: L.
-        heads: H.
-        classes: Names of the C classes.
-        floats: Number of weights.
-        mean, std, interpolation, fit, crop_pct: Those of `vit.data.pixels.ArrayPreprocess`.
-        planned: Number of steps at which attention is logged.
-        left_out: How many of them, the first ones, have no weights stored.
-    """
+    """What a model that runs in the page takes, and what it returns."""
 
     channels: Literal[1, 3]
-    image_size: tuple[Count, Count]
-    grid: tuple[Count, Count]
-    prefix: Annotated[int, Field(ge=0, le=100_000)]
+    image_size: tuple[Count, Count]  # height and width of its images
+    grid: tuple[Count, Count]  # rows and columns of patches
+    prefix: Annotated[int, Field(ge=0, le=100_000)]  # number of tokens before the patches
     layers: Count
     heads: Count
     classes: Annotated[list[str], Field(min_length=1)]
-    floats: Annotated[int, Field(ge=1, le=MAX_LIVE_WEIGHTS // 2)]
-    mean: list[Finite]
-    std: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    floats: Annotated[int, Field(ge=1, le=MAX_LIVE_WEIGHTS // 2)]  # number of weights
+    # Those of `vit.data.pixels.ArrayPreprocess`.
+    mean: list[Number]
+    std: list[Annotated[Number, Field(gt=0)]]
     interpolation: str
     fit: Literal["crop", "pad", "squash"]
     crop_pct: Annotated[float, Field(gt=0, le=1)]
-    planned: Count
-    left_out: Annotated[int, Field(ge=0, le=100_000)]
+    planned: Count  # steps at which attention is logged
+    left_out: Annotated[int, Field(ge=0, le=100_000)]  # of them, the first ones without weights
 
     def __post_init__(self) -> None:
         _check_shape("mean", self.mean, (self.channels,))
@@ -242,18 +188,11 @@ BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 @dataclass(frozen=True, kw_only=True, config=BASE64)
 class Live:
-    """The model of a run, without its weights, or why the page cannot run it.
-
-    Attributes:
-        spec: What it takes and returns; None if there is no model.
-        note: What a user should know: why there is no model, or which steps have no weights.
-        graph: The ONNX graph, see `vit.reporting.live`; empty if there is no model.
-        version: Version of the format.
-    """
+    """The model of a run, without its weights, or why the page cannot run it."""
 
     spec: LiveSpec | None
-    note: Annotated[str, Field(max_length=1000)]
-    graph: bytes = b""
+    note: Annotated[str, Field(max_length=1000)]  # why there is no model, or no weights of steps
+    graph: bytes = b""  # ONNX, see `vit.reporting.live`
     version: Literal[1] = VERSION
 
     def __post_init__(self) -> None:
@@ -276,11 +215,7 @@ def image_url(pixels: np.ndarray) -> str:
 
 
 def _check_shape(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Return nested lists as an array.
-
-    Raises:
-        ValueError: They do not have the shape.
-    """
+    """Return nested lists as an array; a ValueError tells if they do not have the shape."""
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths

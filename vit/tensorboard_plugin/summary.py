@@ -5,12 +5,12 @@ Shapes: B images, L layers, H heads, N tokens (prefix, then patches), C classes.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vit.console import warn
 from vit.registry import ALL_KINDS
 from vit.tensorboard_plugin.encoding import frames_summary, summaries
 from vit.tensorboard_plugin.records import (
@@ -34,14 +34,7 @@ SUM_TOLERANCE = 0.01  # of a row of weights; what bfloat16 needs
 
 
 def add_record(writer: "SummaryWriter", tag: str, record: Record, step: int) -> None:
-    """Write a record.
-
-    Args:
-        writer: From torch.utils.tensorboard.
-        tag: Name of the image.
-        record: What the tab shows.
-        step: Optimizer steps done.
-    """
+    """Write the record of an image at a step."""
     writer._get_file_writer().add_summary(summaries(tag, record), step)
 
 
@@ -62,7 +55,6 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     grid: tuple[int, int],
     num_prefix_tokens: int,
     readout: Literal["class_token", "mean"] | None = None,
-    prefix_names: Sequence[str] | None = None,
     classes: Sequence[str] = (),
     labels: "Tensor | Sequence[int] | None" = None,
     logits: "Tensor | None" = None,
@@ -86,7 +78,6 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
         num_prefix_tokens: Tokens before the patches (class token and registers).
         readout: What the model's head reads: "class_token" for the first token, "mean" for the mean
             of the patch tokens. None if neither; then no rollout is computed.
-        prefix_names: Names of the tokens before the patches.
         classes: Names of the C classes; if there are none, they are called "class 0", ...
         labels: (B,) indices of the true classes.
         logits: (B, C), for the predictions.
@@ -107,70 +98,76 @@ def add_attention(  # noqa: PLR0913 - like SummaryWriter's methods, all but thre
     pixels = _pixels(images)
     layers = _layers(weights, len(pixels), grid, num_prefix_tokens)
     _check_target(writer, tag, step, model)
-    names = _prefix_names(prefix_names, num_prefix_tokens, readout)
-    class_names, true, top = _predictions(len(pixels), classes, labels, logits)
+    prefix = _prefix_names(num_prefix_tokens, readout)
+    names, true, logits = _predictions(len(pixels), classes, labels, logits)
     shown = _maps(maps, len(pixels), grid, layers, num_prefix_tokens, readout)
-    depth, (_, heads, count, _) = len(layers), layers[0].shape
     frames, features = _features(tokens, layers, num_prefix_tokens)
-    stored = depth * heads * count**2 <= MAX_WEIGHTS
-    if not stored:
-        warn(
-            f"{tag}: {depth} x {heads} x {count} x {count} attention weights are more than "
-            f"{MAX_WEIGHTS}; the Attention tab shows maps and statistics only"
-        )
-    records = []
-    for number, image in enumerate(pixels):
-        alone = [layer[number] for layer in layers]
-        details = make_details(
-            image, alone, grid, names, readout=readout, classes=class_names, label=true[number],
-            top=top[number], maps=shown[number], lens=None,
-        )  # fmt: skip
-        kept = np.stack([layer.numpy() for layer in alone]) if stored else None
-        numbers = None if features is None else features[number].numpy()
-        kinds = {"weights": kept, "features": numbers}
-        records.append(Record(details=details, frames=f"{tag}/frames", **kinds))
+    records = image_records(
+        pixels, layers, grid, prefix, logits, features,
+        [{"maps": some, "label": label} for some, label in zip(shown, true, strict=True)],
+        readout=readout, classes=names,
+    )  # fmt: skip
     if frames is not None:
         add_frames(writer, frames.numpy(), step, f"{tag}/frames")
     for number, record in enumerate(records):
-        add_record(writer, tag if len(records) == 1 else f"{tag}_{number:02d}", record, step)
+        name = tag if len(records) == 1 else f"{tag}_{number:02d}"
+        add_record(writer, name, replace(record, frames=f"{tag}/frames"), step)
     if model is not None:
         shown_images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
         resolve_name("vit.reporting.live:add_live")(writer, model, shown_images, step)
 
 
-def make_details(
+def image_records(
     pixels: np.ndarray,
     weights: "Sequence[Tensor]",
     grid: tuple[int, int],
     prefix: Sequence[str],
-    **values: Any,
-) -> Details:
-    """Make the details of an image, with the statistics of every head.
+    logits: "Tensor | None",
+    features: "Tensor | None",
+    each: Sequence[Mapping[str, Any]],
+    **shared: Any,
+) -> list[Record]:
+    """Make the records of images, with the statistics of every head.
 
     Args:
-        pixels: The image, (height, width, 3) uint8. Distances need square patches.
-        weights: L attention weights (H, N, N), rows summing to 1.
+        pixels: (B, height, width, 3) uint8. Distances need square patches.
+        weights: L attention weights (B, H, N, N) on the CPU, rows summing to 1.
         grid: Rows and columns of patches.
         prefix: Names of the tokens before the patches.
-        **values: The other fields of `Details`.
+        logits: (B, C), for the predictions.
+        features: (B, L, P, K), see `vit.explain.features`.
+        each: Further fields of the `Details` of each image.
+        **shared: Those that all images share.
     """
     from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 
-    batches = [layer[None] for layer in weights]
-    size = pixels.shape[0], pixels.shape[1]
+    size, heads = pixels.shape[1:3], weights[0].shape[1]
     height, width = size[0] / grid[0], size[1] / grid[1]
-    distance = None
-    if height == width:
-        distance = (attention_distance(batches, grid, 1, len(prefix)) * height).tolist()
-    statistics = Statistics(
-        entropy=attention_entropy(batches).tolist(),
-        distance=distance,
-        sink=sink_mass(batches).tolist(),
-    )
-    return Details(
-        image=image_url(pixels), image_size=size, grid=grid, prefix=[*prefix],
-        layers=len(weights), heads=weights[0].shape[0], statistics=statistics, **values,
-    )  # fmt: skip
+    stored = sum(layer[0].numel() for layer in weights) <= MAX_WEIGHTS
+    records = []
+    for row, fields in enumerate(each):
+        alone = [layer[row : row + 1].float() for layer in weights]
+        distance = attention_distance(alone, grid, 1, len(prefix)) * height
+        statistics = Statistics(
+            entropy=attention_entropy(alone).tolist(),
+            distance=distance.tolist() if height == width else None,
+            sink=sink_mass(alone).tolist(),
+        )
+        details = Details(
+            image=image_url(pixels[row]), image_size=size, grid=grid, prefix=[*prefix],
+            layers=len(weights), heads=heads, statistics=statistics,
+            top=[] if logits is None else _top(logits[row]), **fields, **shared,
+        )  # fmt: skip
+        kept = np.concatenate([layer.numpy() for layer in alone]) if stored else None
+        numbers = None if features is None else features[row].numpy()
+        records.append(Record(details=details, weights=kept, features=numbers))
+    return records
+
+
+def _top(logits: "Tensor") -> list[tuple[int, float]]:
+    """Return the most probable classes and their probabilities, best first."""
+    best = logits.softmax(dim=0).topk(min(TOP_CLASSES, len(logits)))
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def _check_target(writer: Any, tag: str, step: int, model: Any) -> None:
@@ -209,21 +206,16 @@ def _layers(
 ) -> "list[Tensor]":
     """Return checked weights as L tensors (B, H, N, N) float32 on the CPU, rows summing to 1."""
     layers = [layer.detach().float().cpu() for layer in weights]
-    if len(grid) != 2 or min(grid) < 1 or num_prefix_tokens < 0:
-        raise ValueError(
-            f"grid: {grid} with {num_prefix_tokens} prefix tokens is not rows and columns"
-        )
-    if not layers:
-        raise ValueError("weights: there are no layers")
+    shapes = {tuple(layer.shape) for layer in layers}
     tokens = num_prefix_tokens + math.prod(grid)
-    heads = layers[0].shape[1] if layers[0].ndim == 4 else 0
+    heads = {shape[1] for shape in shapes if len(shape) == 4 and shape[1]}
+    if shapes != {(batch, number, tokens, tokens) for number in heads} or len(heads) != 1:
+        raise ValueError(
+            f"weights: {len(layers)} layers of shapes {shapes} are not all (B, H, N, N) with B = "
+            f"{batch} images and N = {tokens} tokens, {num_prefix_tokens} before a grid of "
+            f"{grid[0]} x {grid[1]}"
+        )
     for number, layer in enumerate(layers):
-        if tuple(layer.shape) != (batch, heads, tokens, tokens) or heads == 0:
-            raise ValueError(
-                f"weights: layer {number} is {tuple(layer.shape)}, not (B, H, N, N) with B = "
-                f"{batch} images and N = {tokens} tokens, {num_prefix_tokens} before a grid of "
-                f"{grid[0]} x {grid[1]}, and as many heads as the first layer"
-            )
         if not layer.isfinite().all() or (layer < 0).any():
             raise ValueError(f"weights: layer {number} has negative numbers, inf or nan")
         total = layer.sum(dim=-1, keepdim=True)
@@ -238,38 +230,32 @@ def _layers(
 
 def _features(
     tokens: "Tensor | Sequence[Tensor] | None", layers: "list[Tensor]", num_prefix_tokens: int
-) -> "tuple[Tensor, Tensor] | tuple[None, None]":
+) -> "tuple[Tensor | None, Tensor | None]":
     """Return frames (L, K, D) and features (B, L, P, K); None without tokens."""
     from vit.explain.features import coordinates, fit_frames
 
     if tokens is None:
         return None, None
-    shape, shapes = layers[0].shape[::2], {tuple(layer.shape) for layer in tokens}
+    expected, shapes = layers[0].shape[::2], {tuple(layer.shape) for layer in tokens}
     alike = len(tokens) == len(layers) and len(shapes) == 1
-    if not alike or min(shapes)[:-1] != shape or not all(t.isfinite().all() for t in tokens):
+    if not alike or min(shapes)[:-1] != expected or not all(t.isfinite().all() for t in tokens):
         raise ValueError(
             f"tokens: {len(tokens)} of shapes {shapes} are not finite numbers (B, N, D), "
-            f"{(*shape, 'D')}, of {len(layers)} layers"
+            f"{(*expected, 'D')}, of {len(layers)} layers"
         )
     patches = [layer.detach().float().cpu()[:, num_prefix_tokens:] for layer in tokens]
     frames = fit_frames([patches])
     return frames, coordinates(patches, frames)
 
 
-def _prefix_names(
-    names: Sequence[str] | None, num_prefix_tokens: int, readout: str | None
-) -> list[str]:
+def _prefix_names(count: int, readout: str | None) -> list[str]:
     if readout not in ("class_token", "mean", None):
         raise ValueError(f"readout: {readout!r} is not class_token, mean or None")
-    if readout == "class_token" and num_prefix_tokens == 0:
+    if readout == "class_token" and count == 0:
         raise ValueError("readout: class_token needs num_prefix_tokens of at least 1")
-    if names is None:
-        if readout == "class_token":
-            return ["class token", *(f"register {n}" for n in range(1, num_prefix_tokens))]
-        return [f"prefix token {n}" for n in range(1, num_prefix_tokens + 1)]
-    if len(names) != num_prefix_tokens:
-        raise ValueError(f"prefix_names: {len(names)} names for {num_prefix_tokens} tokens")
-    return list(names)
+    if readout == "class_token":
+        return ["class token", *(f"register {n}" for n in range(1, count))]
+    return [f"prefix token {n}" for n in range(1, count + 1)]
 
 
 def _predictions(
@@ -277,31 +263,22 @@ def _predictions(
     classes: Sequence[str],
     labels: "Tensor | Sequence[int] | None",
     logits: "Tensor | None",
-) -> tuple[list[str], list[int | None], list[list[tuple[int, float]]]]:
-    """Return the names of the classes, and the label and most probable classes of each image."""
-    import torch
-
+) -> "tuple[list[str], list[int] | list[None], Tensor | None]":
+    """Return the names of the classes, a label or None for each image, and the logits."""
     if logits is not None:
         logits = logits.detach().float().cpu()
         if logits.ndim != 2 or logits.shape[0] != batch or not logits.isfinite().all():
             raise ValueError(f"logits: {tuple(logits.shape)} is not ({batch}, C) finite numbers")
         if classes and len(classes) != logits.shape[1]:
             raise ValueError(f"classes: {len(classes)} names for {logits.shape[1]} logits")
-    indices = [] if labels is None else [int(label) for label in labels]
-    if labels is not None and len(indices) != batch:
-        raise ValueError(f"labels: {len(indices)} labels for {batch} images")
-    known = logits.shape[1] if logits is not None else max(indices, default=-1) + 1
+    true = [] if labels is None else [int(label) for label in labels]
+    if labels is not None and len(true) != batch:
+        raise ValueError(f"labels: {len(true)} labels for {batch} images")
+    known = logits.shape[1] if logits is not None else max(true, default=-1) + 1
     names = list(classes) or [f"class {index}" for index in range(known)]
-    if any(not 0 <= index < len(names) for index in indices):
-        raise ValueError(f"labels: {indices} are not all 0 to {len(names) - 1}")
-    top: list[list[tuple[int, float]]] = [[] for _ in range(batch)]
-    if logits is not None:
-        best = torch.topk(logits.softmax(dim=1), min(TOP_CLASSES, len(names)))
-        top = [
-            list(zip(row.tolist(), values.tolist(), strict=True))
-            for row, values in zip(best.indices, best.values, strict=True)
-        ]
-    return names, [*indices] if labels is not None else [None] * batch, top
+    if any(not 0 <= index < len(names) for index in true):
+        raise ValueError(f"labels: {true} are not all 0 to {len(names) - 1}")
+    return names, [None] * batch if labels is None else true, logits
 
 
 def _maps(

@@ -3,9 +3,7 @@
 import { storedWeights } from "./maths.js";
 import { canvasesOf } from "./raster.js";
 
-const PNG = "data:image/png;base64,";
-const BAD_REQUEST = 400; // for a record that is damaged or of another version, too
-const CACHE_BYTES = 2 ** 28; // 40 records of a ViT-B/16 at 224 pixels
+const KEPT = 48; // records and features; 300 MB of a ViT-B/16 at 224 pixels
 
 /** Ask the server, or the page if it is one file; an error is one line that says what to do. */
 async function get(route, parameters, read) {
@@ -18,8 +16,7 @@ async function get(route, parameters, read) {
   }
   if (response.ok) return response[read]();
   const answer = await response.json().catch(() => ({}));
-  const reason = answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`;
-  throw Object.assign(new Error(reason), { permanent: response.status === BAD_REQUEST });
+  throw new Error(answer.error ?? `TensorBoard answered with HTTP status ${response.status}.`);
 }
 
 const fetchAnswer = (asked) => fetch(new URL(asked, import.meta.url));
@@ -32,66 +29,40 @@ export const fetchLive = (run) => get("live", { run }, "json");
 export const fetchLiveGraph = (run) => get("live_graph", { run }, "arrayBuffer");
 export const fetchLiveWeights = (run, step) => get("live_weights", { run, step }, "arrayBuffer");
 
-/** Keeps the values used last, up to a total of their sizes, which are 1 unless told otherwise. */
+/** Keeps as many values as told, those used last. */
 export class Cache {
-  #entries = new Map(); // oldest first
-  #total = 0;
+  #promises = new Map(); // oldest first
 
-  constructor(most, sizeOf = () => 1, forget = () => {}) {
-    Object.assign(this, { most, sizeOf, forget });
+  constructor(most, forget = () => {}) {
+    Object.assign(this, { most, forget });
   }
 
   /** Return the promise of a key, and start to load what is not there; failures are not kept. */
   get(key, load) {
-    const entry = this.#entries.get(key) ?? { promise: load(), size: null };
-    this.#entries.delete(key);
-    this.#entries.set(key, entry);
-    if (entry.size === null)
-      entry.promise.then(
-        (value) => this.#count(entry, value),
-        () => this.#entries.delete(key),
-      );
-    return entry.promise;
-  }
-
-  /** Return the promises of all values. */
-  values() {
-    return [...this.#entries.values()].map(({ promise }) => promise);
-  }
-
-  #count(entry, value) {
-    if (entry.size !== null) return;
-    entry.size = this.sizeOf(value);
-    this.#total += entry.size;
-    for (const [key, oldest] of this.#entries) {
-      if (this.#total <= this.most || oldest === entry) return;
-      if (oldest.size === null) continue; // still loading
-      this.#entries.delete(key);
-      this.#total -= oldest.size;
-      oldest.promise.then(this.forget, () => {});
+    const promise = this.#promises.get(key) ?? load();
+    this.#promises.delete(key);
+    this.#promises.set(key, promise);
+    promise.catch(() => this.#promises.delete(key));
+    const [oldest] = this.#promises;
+    if (this.#promises.size > this.most) {
+      this.#promises.delete(oldest[0]);
+      oldest[1].then(this.forget, () => {});
     }
+    return promise;
+  }
+
+  values() {
+    return [...this.#promises.values()];
   }
 }
 
-const byBytes = () => new Cache(CACHE_BYTES, ({ bytes }) => bytes);
-const records = byBytes();
-const someDetails = byBytes();
+const records = new Cache(KEPT);
 
 /** Load the features under a tag at a step, {data: ArrayBuffer}; see `fetchRecord`. */
 export function fetchFeatures(run, tag, at) {
-  return records.get(JSON.stringify([run, tag, at.step, at.wall_time]), async () => {
-    const data = await get("features", { run, tag, step: at.step }, "arrayBuffer");
-    return { data, bytes: 9 * data.byteLength }; // and as numbers
-  });
-}
-
-/** Load the details of an image at a step; see `fetchRecord`. */
-export function fetchDetails(run, image, at) {
-  const key = JSON.stringify([run, image.tag, at.step, at.wall_time]);
-  return someDetails.get(key, async () => {
-    const found = await get("details", { run, tag: image.tag, step: at.step }, "json");
-    return { ...found, bytes: 1e5 }; // roughly
-  });
+  return records.get(JSON.stringify([run, tag, at.step, at.wall_time]), async () => ({
+    data: await get("features", { run, tag, step: at.step }, "arrayBuffer"),
+  }));
 }
 
 /**
@@ -110,13 +81,12 @@ async function load(run, image, at) {
   const parameters = { run, tag: image.tag, step: at.step };
   const [details, stored] = await Promise.all([
     get("details", parameters, "json"),
-    image.has_weights ? get("weights", parameters, "arrayBuffer").catch(keepPermanent) : null,
+    image.has_weights ? get("weights", parameters, "arrayBuffer").catch((error) => error) : null,
   ]);
   const [rows, columns] = details.grid;
   const { layers, heads, prefix } = details;
   const tokens = prefix.length + rows * columns;
   const read = readWeights(stored, { layers, heads, tokens, prefix: prefix.length });
-  const [height, width] = details.image_size;
   return {
     run,
     tag: image.tag,
@@ -131,14 +101,7 @@ async function load(run, image, at) {
     className: (index) => details.classes[index] ?? `class ${index}`,
     ...read,
     ...(await decodeImage(details.image)),
-    bytes: (stored?.byteLength ?? 0) + 8 * width * height + 1e5, // roughly
   };
-}
-
-/** Return an error that asking again does not change; throw any other. */
-function keepPermanent(error) {
-  if (!error.permanent) throw error;
-  return error;
 }
 
 /** Return the weights, or null and why they are missing: maps and predictions remain. */
@@ -157,17 +120,10 @@ function readWeights(stored, shape) {
   }
 }
 
-/** Return the source of an image, which must be a PNG file within the address. */
-export function checkedImage(address) {
-  if (typeof address !== "string" || !address.startsWith(PNG))
-    throw new Error("The image is not a PNG file.");
-  return address;
-}
-
 /** Return an image in colour and in grey: canvases of its own size. */
 async function decodeImage(address) {
   const image = new Image();
-  image.src = checkedImage(address);
+  image.src = address; // a PNG file within the address, as the server has checked
   await image.decode();
   const { naturalWidth: width, naturalHeight: height } = image;
   const drawing = new OffscreenCanvas(width, height).getContext("2d");

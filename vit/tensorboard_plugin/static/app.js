@@ -3,7 +3,6 @@
 import { fetchImages, fetchRuns } from "./api.js";
 import { classify } from "./asking.js";
 import { Chooser } from "./chooser.js";
-import { differenceOf } from "./captions.js";
 import { make, write } from "./dom.js";
 import { fillPatches, moved, onlyHead, toggleHeads } from "./edits.js";
 import { readAddress, takeFocus, watchAddress, watchTheme, writeAddress } from "./host.js";
@@ -17,7 +16,6 @@ import { Toolbar } from "./toolbar.js";
 
 const POLL = 3000; // milliseconds between questions for new steps
 const SPEAK = 500; // milliseconds of rest until a screen reader is told what is shown
-const PLAY = 600; // milliseconds between steps
 const STEP_OF = { a: "step", b: "step2" }; // the state's step of each side
 
 export class App {
@@ -25,7 +23,6 @@ export class App {
   runs = []; // as listed by the server
   pointed = null; // name of the token under the pointer
   paints = 0;
-  playing = null; // side of the pane that plays
   brush = "point"; // one of BRUSHES in what_if.js
   held = null; // the patch that is being moved or swapped
   photo = null; // a file of the user's, in place of the images
@@ -44,7 +41,8 @@ export class App {
     this.toolbar = new Toolbar(this);
     this.banner = make("p", { class: "banner", role: "alert", hidden: true });
     this.live = make("p", { class: "unseen", "aria-live": "polite" });
-    this.notice = make("p", { class: "notice", role: "status", hidden: true });
+    const different = "These are different images.";
+    this.notice = make("p", { class: "notice", role: "status", hidden: true }, different);
     const panes = this.panes.map((pane) => pane.element);
     this.main = make("main", { id: "panes" }, this.notice, ...panes);
     this.body = make("div", "body", this.chooser.element, this.main);
@@ -74,13 +72,14 @@ export class App {
 
   /** Ask for new runs and steps, again and again; not while another tab of TensorBoard is open. */
   async #poll() {
-    if (this.#known === null || document.documentElement.clientWidth > 0) {
+    if (!this.#known || document.documentElement.clientWidth > 0) {
       try {
         await this.#update(await fetchRuns());
         this.banner.hidden = true;
       } catch (error) {
         write(this.banner, `${error.message} Trying again every ${POLL / 1000} seconds.`);
         this.banner.hidden = false;
+        this.#known = null; // so that everything is asked for again
       }
     }
     setTimeout(() => this.#poll(), POLL);
@@ -88,8 +87,7 @@ export class App {
 
   async #update(runs) {
     const known = JSON.stringify(runs);
-    const retry = this.panes.some((pane) => pane.retry && !pane.element.hidden);
-    if (known === this.#known && !retry) return;
+    if (known === this.#known) return;
     const before = new Map(this.runs.map((run) => [run.name, JSON.stringify(run)]));
     for (const run of runs) {
       if (!this.#lists.has(run.name) || before.get(run.name) === JSON.stringify(run)) continue;
@@ -152,8 +150,8 @@ export class App {
     state.step = first.at?.step ?? state.step;
     let otherStep = state.step2;
     if (otherStep === null && state.linked === "yes") otherStep = state.step;
-    const other = state.image2 || state.image;
-    const second = state.run2 && this.#wanted(state.run2, other, otherStep, problems);
+    const image2 = state.image2 || state.image;
+    const second = state.run2 && this.#wanted(state.run2, image2, otherStep, problems);
     if (second) state.step2 = second.at?.step ?? state.step2;
     this.main.classList.toggle("two", Boolean(second));
     this.panes[1].element.hidden = !second;
@@ -164,9 +162,8 @@ export class App {
     await shown;
     if (turn !== this.#turn) return;
     this.toolbar.render(images); // with the classes of what has been loaded
-    const difference = second ? differenceOf(...this.panes.map((pane) => pane.record)) : "";
-    write(this.notice, difference);
-    this.notice.hidden = difference === "";
+    const [one, other] = this.panes.map((pane) => pane.record?.details.image);
+    this.notice.hidden = !(second && one && other && one !== other);
     if (state.view === "features") this.layout(); // each side shows the other one's image, too
     // On the scales of all that has been loaded.
     this.panes.forEach((pane) => pane.element.hidden || pane.paint());
@@ -244,28 +241,16 @@ export class App {
     if (record) this.#keep(nextSpecial(record, this.state.token));
   }
 
-  /** Show one head only, as large as possible, or all of them again. */
-  enlarge() {
-    if (this.state.view === "heads")
-      this.set({ enlarged: this.state.enlarged === "yes" ? "no" : "yes" });
-  }
-
-  /** Go back from an enlarged head, or release the token. */
-  escape() {
-    const enlarged = this.state.view === "heads" && this.state.enlarged === "yes";
-    this.set(enlarged ? { enlarged: "no" } : { token: "" });
-  }
-
   /** Return what tells whether a run has something new. */
   newsOf(run) {
     return this.runs.find((one) => one.name === run)?.wall_time;
   }
 
-  /** Return the image that lends its patches, or another: that chosen, or the next in the list. */
-  lender(images, other = this.state.other) {
-    const { image } = this.state;
+  /** Return the second image: the one that is chosen, or the next in the list. */
+  secondOf(images) {
+    const { image, second } = this.state;
     const next = images[(images.findIndex(({ tag }) => tag === image) + 1) % images.length];
-    return images.find(({ tag }) => tag === other) ?? next;
+    return images.find(({ tag }) => tag === second) ?? next;
   }
 
   isChanged() {
@@ -393,44 +378,9 @@ export class App {
     return this.set(both ? { step, step2: step } : { [STEP_OF[side]]: step });
   }
 
-  moveStep(by, side = "a") {
-    const { steps } = this.#paneOf(side);
-    return this.chooseStep(side, steps[steps.indexOf(this.state[STEP_OF[side]]) + by]);
-  }
-
-  #paneOf = (side) => this.panes.find((pane) => pane.side === side);
-
-  /** Show one step after the other, from the first if the last is shown; or stop. */
-  async togglePlay(side) {
-    this.playing = this.playing === side ? null : side;
-    this.#showPlaying();
-    const pane = this.#paneOf(side);
-    const last = () => this.state[STEP_OF[side]] >= pane.steps.at(-1); // more may follow
-    if (this.playing === side && last()) await this.chooseStep(side, pane.steps[0]);
-    while (this.playing === side && !last()) {
-      await new Promise((done) => setTimeout(done, PLAY));
-      if (this.playing === side) await this.moveStep(1, side);
-    }
-    if (this.playing === side) this.playing = null;
-    this.#showPlaying();
-  }
-
-  #showPlaying() {
-    for (const pane of this.panes) {
-      const playing = this.playing === pane.side;
-      write(pane.play, playing ? "❚❚" : "▶");
-      pane.play.setAttribute("aria-label", playing ? "Stop" : "Play the steps");
-    }
-  }
-
-  /** Return the height that a picture may have. */
-  pictureHeight() {
-    return Math.max(160, Math.min(640, window.innerHeight - 410));
-  }
-
-  /** Return the height that a view may have without scrolling. */
-  viewHeight() {
-    return Math.max(160, window.innerHeight - 240);
+  moveStep(by) {
+    const [{ steps }] = this.panes;
+    return this.chooseStep("a", steps[steps.indexOf(this.state.step) + by]);
   }
 
   /** Return what is painted, as plain numbers: one object for each pane. */

@@ -6,17 +6,12 @@ import { LiveModel } from "./live.js";
 import { MEAN, Weights, range } from "./maths.js";
 import { prepare } from "./photo.js";
 import { canvasesOf } from "./raster.js";
-import { headStatistics } from "./statistics.js";
 
 const KEPT = 4; // models, and answers without changes
 const TOP = 5; // classes
 
 const lives = new Cache(KEPT);
-const models = new Cache(
-  KEPT,
-  () => 1,
-  (model) => model.close(),
-);
+const models = new Cache(KEPT, (model) => model.close());
 const answers = new Cache(KEPT);
 
 /** Ask which steps of a run are live; `news` changes when the run has something new. */
@@ -25,7 +20,7 @@ export function liveOf(run, news) {
 }
 
 /** Return the model of a step; it is loaded once. */
-export function modelAt(run, { spec, steps }, step) {
+function modelAt(run, { spec, steps }, step) {
   const at = steps.find((one) => one.step === step);
   if (!at) throw new Error(`Step ${step} of ${run} is not live.`);
   const load = async () => {
@@ -53,14 +48,11 @@ export async function pixelsOf(record, spec, photo = null) {
 }
 
 /**
- * Return a record of what the model says after a change.
+ * Return a record of what the model says after a change, with `change` as what was before and is now.
  *
- * @param {object} record - As it was logged.
- * @param {object} live - From `liveOf`.
- * @param {{mute: string, patches: string, photo: ?File, other: ?object}} edits - The image that
- *   lends its patches is a record.
+ * @param {{mute: string, patches: string, photo: ?File, other: ?object}} edits - `other` is the
+ *   record that lends its patches.
  * @param {string} slot - Who asks; a newer question of the same one replaces a waiting one.
- * @returns {Promise<object>} The record, with `change` as what there was before and is now.
  */
 export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const { spec } = live;
@@ -102,10 +94,7 @@ function recordOf(record, pixels, hide, muted, after, photo) {
       top: order.slice(0, TOP).map((index) => [index, after.probabilities[index]]),
       lens: after.lens,
       maps: rolloutOf(record, weights),
-      statistics: {
-        ...headStatistics(weights, record),
-        importance: details.statistics.importance,
-      },
+      statistics: { ...details.statistics, entropy: null, distance: null, sink: null },
     },
   };
 }
@@ -123,18 +112,16 @@ function rolloutOf({ details, prefix, layers }, weights) {
   if (details.readout === null || !logged) return [];
   const token = details.readout === "class_token" ? 0 : MEAN;
   const values = [...weights.rollouts(token, "to")[layers - 1].slice(prefix.length)];
-  return [{ ...logged, values, faithfulness: null }];
+  return [{ ...logged, values }];
 }
 
 /**
  * Classify an image with a live model, for scripts.
  *
- * @param {object} app
- * @param {?ArrayLike<number>} pixels - RGBA of the size that the model takes, 0 to 255; null is the
- *   image that is shown.
- * @param {{step: number, mute: number[][], hide: number[], fill: string}} options - The step, that
- *   shown by default; muted heads, [layer, head] each; hidden patches, and how: a key of FILLS.
- * @returns {Promise<object>} `logits`, `probabilities`, and attention `weights` (L, H, N, N).
+ * @param {?ArrayLike<number>} pixels - RGBA of the model's size; null is the image that is shown.
+ * @param {object} options - `step`, by default the one that is shown; `mute`, heads as
+ *   [layer, head]; `hide`, patches, and how: `fill` is a key of FILLS.
+ * @returns {Promise<object>} See `LiveModel.classify`.
  */
 export async function classify(app, pixels = null, options = {}) {
   const { step = app.state.step, mute = [], hide = [], fill = "out", ...unknown } = options;

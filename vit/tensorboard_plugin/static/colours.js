@@ -41,10 +41,7 @@ function css(colour, opacity) {
   return `rgba(${colour.join(", ")}, ${opacity})`;
 }
 
-/**
- * Return a colour as one that is drawn over a picture after a veil of half-opaque white, because both
- * ends of a diverging palette are dark.
- */
+/** Return a colour as one over a veil of white, because both ends of a diverging palette are dark. */
 function overPale(colour, opacity) {
   const veiled = 1 - 0.5 * (1 - opacity);
   const mixed = colour.map((part) => (127.5 * (1 - opacity) + part * opacity) / veiled);
@@ -59,12 +56,7 @@ function pack(red, green, blue, alpha = 255) {
 export const SEQUENTIAL = new Palette(INFERNO, false);
 export const DIVERGING = new Palette(RED_BLUE, true);
 
-/**
- * Choose a colour for each class of a logit lens: the same for the same class as far as possible.
- *
- * @param {Map<number, number>} counts - How often each class is read.
- * @returns {Map<number, string>} Colours of the ten most frequent classes, by class.
- */
+/** Choose colours of the ten most frequent classes, the same for the same class where possible. */
 export function classColours(counts) {
   const frequent = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a) || a - b);
   const colours = new Map();

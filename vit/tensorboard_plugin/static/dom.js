@@ -1,10 +1,8 @@
 // Making elements. Text is always a text node, so names of runs and classes are never HTML.
 
 /**
- * Make an element.
- *
- * Properties whose value is a function are event listeners; null, undefined and false leave an
- * attribute out. A string in their place is the class.
+ * Make an element. Functions are event listeners; null, undefined and false leave an attribute out;
+ * a string in place of the properties is the class.
  */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);

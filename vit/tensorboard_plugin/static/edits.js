@@ -78,15 +78,7 @@ export function moved(text, from, to, swap) {
   ];
 }
 
-/**
- * Return the pixels of an image with changed patches. Those that are taken out of attention keep
- * theirs.
- *
- * @param {ImageData} image
- * @param {Map<number, string>} changed - From `changedPatches`.
- * @param {{grid: number[], mean: number[]}} spec - Of the live model.
- * @param {?ImageData} other - The image that lends its patches, of the same size.
- */
+/** Return an image with changed patches; those that are taken out of attention keep their pixels. */
 export function changedPixels(image, changed, { grid, mean }, other) {
   const [height, width] = [image.height / grid[0], image.width / grid[1]];
   const result = new ImageData(image.data.slice(), image.width, image.height);

@@ -4,7 +4,7 @@
 
 import { fetchFeatures } from "./api.js";
 import { button, make, shortName, write } from "./dom.js";
-import { MEAN, percent, range, readCodes } from "./maths.js";
+import { MEAN, range, readCodes } from "./maths.js";
 import { MARK, Raster, fitPicture, outline, patchBox, pointing } from "./raster.js";
 
 const SPREAD = 2.5; // standard deviations at the ends of a colour
@@ -34,8 +34,8 @@ export class Features {
   #colours = [];
 
   /**
-   * Numbers of patches, L times P times K: what is left out, then components; frames, L times K
-   * times D: the mean, then axes; and those of the last step, to which colours refer.
+   * Numbers of patches, L times P times K; frames, L times K times D: the mean, then axes; and those
+   * of the last step, to which colours refer.
    */
   constructor(numbers, frames, last) {
     Object.assign(this, { numbers, frames, last });
@@ -91,15 +91,6 @@ export class Features {
       colourOf(this.components(layer, patch)),
     ));
   }
-
-  /** Return the fraction of the variance that each component has, and that of all together. */
-  shares(layer) {
-    const products = this.#productsWith(this.frames, layer);
-    const squares = products.map((row, at) => row[at]).slice(1);
-    const rest = sumOf(this.numbers[layer].map(([one]) => one ** 2));
-    const all = sumOf(squares) + rest / this.numbers[layer].length || 1;
-    return [...squares, sumOf(squares)].map((one) => percent(one / all));
-  }
 }
 
 /** Load the features of an image at a step; null if none were logged. */
@@ -142,7 +133,6 @@ export class FeaturesView {
   #labels = [];
   #key = []; // of what has been drawn
 
-  /** @param {{choose: function(object): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
     this.note = make("p", "note");
@@ -162,14 +152,9 @@ export class FeaturesView {
       this.#draw(record.layers, compared, titles, Math.max(SMALLEST, Math.min(LARGEST, side)));
     this.#key = key; // else a button may keep the focus
     this.#labels.forEach((one, at) => one.setAttribute("aria-pressed", String(at === layer)));
-    const shares = compared[0].features.shares(layer);
-    const text = [
-      `Red, green and blue are components 1, 2 and 3 of the last step, ±${SPREAD} standard deviations.`,
-      `In layer ${layer}, they have ${shares.slice(0, 3).join(", ")} of the variance,`,
-      `and all ${shares.length - 1} that are stored have ${shares.at(-1)}.`,
-      run2 && run2 !== run ? "Runs have components of their own: do not compare colours." : "",
-    ];
-    return write(this.note, text.join(" "));
+    const text = `Red, green and blue are components 1, 2 and 3 of the last step, ±${SPREAD} standard deviations.`;
+    const own = "Runs have components of their own: do not compare colours.";
+    return write(this.note, run2 && run2 !== run ? `${text} ${own}` : text);
   }
 
   #draw(layers, compared, titles, side) {

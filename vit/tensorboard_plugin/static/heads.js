@@ -4,40 +4,33 @@ import { make, write } from "./dom.js";
 import { digits, range, sortedHeads } from "./maths.js";
 import { mutedHeads } from "./edits.js";
 import { MARK, Raster, crossOut, resize } from "./raster.js";
-import { scaleOfHead, valuesOf } from "./scene.js";
+import { valuesOf } from "./scene.js";
 import { FUSED, STATISTICS } from "./state.js";
-import { uniformDistance } from "./statistics.js";
 
-const TITLE = 16; // CSS pixels for the names of the columns
-const LINE = 12; // of text below a map
+const LINE = 12; // CSS pixels of a line of text below a map
 const EDGE = 4; // around a map, for its frame
-const ROOMY = { label: 54, gap: 6 }; // for "layer 11", and between maps
-const NARROW = { label: 26, gap: 3 }; // for "L11"
-const NARROW_WIDTH = 640;
+const [LABEL, GAP] = [30, 4]; // width of "L11", and between maps
 const SMALLEST = 34; // width of a map; if the heads do not fit, a layer has several lines
 const AT_ONCE = 4; // maps below each other that are visible without scrolling, at least
-const LARGE = 16; // patch whose outline is bold
 const STRIP_SIDE = 6; // of a prefix token, at least
 const STRIP_GAP = 2; // between the prefix tokens and the patches
 const FUSED_GAP = 12; // before mean, max and rollout
 const MISSING = {
-  distance: "This model's patches have no distance.",
   importance: "Importance was not measured at this step: training measures it at the last one.",
+  change: "After a change, statistics are not computed again.",
+  distance: "This model's patches have no distance.",
 };
 
 export class HeadsView {
   #cells = [];
 
   /**
-   * @param {{choose: function(number, (number|string)): Promise, enlarge: function(): void,
-   *   mute: function(number, number): void, point: function(?object): void}} actions - Called with
-   *   a layer and head that is chosen, when the chosen one is clicked, with one that is clicked
-   *   with Shift, and with what is under the pointer.
+   * Call `choose` and `mute` with a layer and a head that is clicked, with Shift to mute it, and
+   * `point` with what is under the pointer.
    */
-  constructor({ choose, enlarge, mute, point }) {
+  constructor({ choose, mute, point }) {
     this.maps = new Raster(make("canvas", { "data-maps": "" }));
     this.over = make("canvas");
-    this.names = make("canvas", "names");
     this.anchor = make("i", "anchor");
     this.stack = make(
       "div",
@@ -45,16 +38,15 @@ export class HeadsView {
         class: "stack",
         tabindex: "0",
         role: "application",
-        "aria-label": "Maps of all layers and heads. Arrow keys choose one, Enter enlarges it.",
+        "aria-label": "Maps of all layers and heads. Arrow keys choose one.",
         pointermove: (event) => point(this.#under(event)),
         pointerleave: () => point(null),
         click: (event) => {
           const found = this.#under(event);
           if (!found) return undefined;
           const { layer, head } = found;
-          if (event.shiftKey && !FUSED.includes(head)) return mute(layer, head);
-          const again = layer === this.chosen.layer && head === this.chosen.head;
-          return again ? enlarge() : choose(layer, head);
+          const isMuted = event.shiftKey && !FUSED.includes(head);
+          return isMuted ? mute(layer, head) : choose(layer, head);
         },
         keydown: (event) => this.#move(event, choose),
       },
@@ -64,10 +56,10 @@ export class HeadsView {
     );
     this.notes = range(3).map(() => make("p", "note"));
     const notes = this.notes.flatMap((note) => [note, " "]);
-    this.element = make("div", "view heads", ...notes, this.names, this.stack);
+    this.element = make("div", "view heads", ...notes, this.stack);
   }
 
-  /** Arrange the maps: those of each layer below each other, all sorted by a statistic, or one. */
+  /** Arrange the maps: those of each layer below each other, or all sorted by a statistic. */
   layout(record, state, width, height) {
     this.record = record;
     const { layers, heads, columns } = record;
@@ -78,37 +70,30 @@ export class HeadsView {
     this.all = inOrder
       ? range(layers).flatMap((layer) => [...range(heads), ...FUSED].map((head) => [layer, head]))
       : sortedHeads(statistic, state.order === "highest");
-    this.enlarged = state.enlarged === "yes";
-    this.narrow = width < NARROW_WIDTH;
-    const { label, gap } = this.narrow ? NARROW : ROOMY;
-    const free = width - label - FUSED_GAP;
-    const fitting = Math.floor(free / (Math.max(SMALLEST, columns, prefix) + gap));
+    const free = width - LABEL - FUSED_GAP;
+    const fitting = Math.floor(free / (Math.max(SMALLEST, columns, prefix) + GAP));
     const lines = Math.ceil(perLayer / Math.max(1, fitting)); // of a layer
-    const perRow = this.enlarged ? 1 : Math.ceil(perLayer / lines);
-    this.named = !inOrder || lines > 1 || this.enlarged; // below each map, not above the columns
-    const text = (this.named ? 2 : 1) * LINE + EDGE;
-    const between = inOrder && lines > 1 ? LINE : 0; // between layers
-    this.#fit(Math.floor(free / perRow) - gap, height / (this.enlarged ? 1 : AT_ONCE) - text);
+    const perRow = Math.ceil(perLayer / lines);
+    const text = 2 * LINE + EDGE;
+    this.#fit(Math.floor(free / perRow) - GAP, height / AT_ONCE - text);
     this.down = inOrder ? perLayer : perRow;
-    const [across, along] = [this.cellWidth + gap, this.cellHeight + text + gap];
-    const shown = this.enlarged ? [[state.layer, state.head]] : this.all;
-    this.#cells = shown.map(([layer, head], index) => {
+    const [across, along] = [this.cellWidth + GAP, this.cellHeight + text + GAP];
+    this.#cells = this.all.map(([layer, head], index) => {
       const at = inOrder ? index % perLayer : index;
       const row = inOrder ? Math.floor(index / perLayer) : 0;
       const line = Math.floor(at / perRow) + row * lines;
-      const apart = !this.named && at >= heads ? FUSED_GAP : 0;
-      const left = label + (at % perRow) * across + apart;
-      const top = EDGE + line * along + row * between;
+      const apart = inOrder && lines === 1 && at >= heads ? FUSED_GAP : 0;
+      const left = LABEL + (at % perRow) * across + apart;
+      const top = EDGE + line * along;
       const strip = [left, top, Math.round(prefix * this.stripZoom), this.strip - STRIP_GAP];
       const patches = [left, top + this.strip, this.patchesWidth, this.cellHeight - this.strip];
       return { layer, head, left, top, strip, patches };
     });
-    const size = [label + FUSED_GAP + perRow * across, this.#cells.at(-1).top + along];
+    const size = [LABEL + FUSED_GAP + perRow * across, this.#cells.at(-1).top + along];
     this.stack.style.width = `${size[0]}px`;
     this.stack.style.height = `${size[1]}px`;
     this.maps.resize(...size);
-    const names = resize(this.names, size[0], this.named ? 0 : TITLE);
-    this.#drawLabels(resize(this.over, ...size), names, state, inOrder, statistic);
+    this.#drawLabels(resize(this.over, ...size), state, inOrder, statistic);
     this.#describe(state, inOrder);
   }
 
@@ -134,20 +119,14 @@ export class HeadsView {
         const mean = all.reduce((sum, value) => sum + value) / all.length;
         return `${name} ${digits(mean)}${name === "distance" ? " px" : ""}`;
       });
-    const { images } = statistics;
-    let what = images > 1 ? `mean ${statistic} over ${images} images` : statistic;
-    if (statistic === "importance") what = "importance, from held-out images";
-    const uniform = statistic === "distance" ? uniformDistance(this.record) : null;
-    const reference = uniform === null ? "" : ` Uniform attention: ${digits(uniform)} px.`;
+    const what = statistic === "importance" ? "importance, from held-out images" : statistic;
     const below =
       statistics[statistic] === null
-        ? MISSING[statistic]
-        : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.${reference}`;
+        ? MISSING[statistic === "importance" || !this.record.change ? statistic : "change"]
+        : `Below each map: ${inOrder ? "" : "layer/head, "}${what}.`;
     write(this.notes[0], below);
-    write(this.notes[1], `Mean over all heads: ${means.join(", ")}.`);
-    const hint =
-      "Click a map to lay it over the picture, and again to enlarge it; with Shift, to mute it.";
-    write(this.notes[2], this.enlarged ? "Click the map or press Esc to see all maps." : hint);
+    write(this.notes[1], means.length ? `Mean over all heads: ${means.join(", ")}.` : "");
+    write(this.notes[2], "Click a map to lay it over the picture; with Shift, to mute it.");
   }
 
   /** Paint every map. `attention` is what `Weights.of` returns. */
@@ -156,7 +135,7 @@ export class HeadsView {
     const prefix = record.prefix.length;
     const maps = this.#cells.map((cell) => ({
       ...cell,
-      colours: scaleOfHead(scales, cell.head).pixelsOf(valuesOf(attention, cell.layer, cell.head)),
+      colours: scales.weights.pixelsOf(valuesOf(attention, cell.layer, cell.head)),
     }));
     const part = (box, ...tokens) =>
       maps.map((map) => ({ box: map[box], colours: map.colours.subarray(...tokens) }));
@@ -176,35 +155,27 @@ export class HeadsView {
     const at = [patch % this.record.columns, Math.floor(patch / this.record.columns)];
     const [x, y, side] = [...at, 1].map((count) => Math.round(count * zoom));
     maps.context.strokeStyle = MARK;
-    maps.context.lineWidth = zoom < LARGE ? 1 : 3;
-    const inset = maps.context.lineWidth / 2;
-    for (const { left, top } of this.#cells) {
-      const corner = [left + x + inset, top + this.strip + y + inset];
-      maps.context.strokeRect(...corner, side - 2 * inset, side - 2 * inset);
-    }
+    maps.context.lineWidth = 1;
+    for (const { left, top } of this.#cells)
+      maps.context.strokeRect(left + x + 0.5, top + this.strip + y + 0.5, side - 1, side - 1);
   }
 
-  #drawLabels(context, names, state, inOrder, statistic) {
+  #drawLabels(context, state, inOrder, statistic) {
     const style = getComputedStyle(this.element);
     const muted = new Set(mutedHeads(state.mute, this.record).map((head) => head.join(".")));
-    for (const one of [context, names]) {
-      one.font = `10px ${style.fontFamily}`;
-      one.fillStyle = style.getPropertyValue("--quiet");
-      one.textAlign = "center";
-    }
+    context.font = `10px ${style.fontFamily}`;
+    context.fillStyle = style.getPropertyValue("--quiet");
+    context.textAlign = "center";
     for (const { layer, head, left, top } of this.#cells) {
       const middle = left + this.cellWidth / 2;
       const bottom = top + this.cellHeight;
       const name = this.#nameOf(context, inOrder, layer, head);
       const value = statistic && !FUSED.includes(head) ? digits(statistic[layer][head]) : "";
-      if (layer === 0 && !this.named) names.fillText(name, middle, TITLE - 4);
-      (this.named ? [name, value] : [value]).forEach((line, number) =>
-        context.fillText(line, middle, bottom + (number + 1) * LINE + 1),
-      );
-      if (inOrder && head === 0 && !this.enlarged) {
+      context.fillText(name, middle, bottom + LINE + 1);
+      context.fillText(value, middle, bottom + 2 * LINE + 1);
+      if (inOrder && head === 0) {
         context.textAlign = "left";
-        const text = `${this.narrow ? "L" : "layer "}${layer}`;
-        context.fillText(text, 2, top + this.cellHeight / 2 + 4);
+        context.fillText(`L${layer}`, 2, top + this.cellHeight / 2 + 4);
         context.textAlign = "center";
       }
       if (muted.has(`${layer}.${head}`))
@@ -222,7 +193,6 @@ export class HeadsView {
   /** Return a map's name; a short one if the long ones do not fit. */
   #nameOf(context, inOrder, layer, head) {
     const long = FUSED.includes(head) ? head : `head ${head}`;
-    if (this.enlarged) return `layer ${layer}, ${long}`;
     const { layers, heads } = this.record;
     const longest = `${inOrder ? "" : `layer ${layers - 1} `}head ${heads - 1}`;
     if (context.measureText(longest).width > this.cellWidth)

@@ -6,8 +6,7 @@ import { VIEWS } from "./state.js";
 const KEYS = [
   ["← ↑ → ↓", "move the patch; in a list or a grid, choose there"],
   ["T", "class token, registers, mean of patches"],
-  ["Enter", "enlarge the chosen head"],
-  ["Esc", "back to all heads; release the patch"],
+  ["Esc", "release the patch"],
   ["X", "where it attends ⇄ who attends to it"],
   ["[ ]", "previous and next step"],
   ["M L O", "mute the chosen head, its layer, all others of the layer"],
@@ -37,8 +36,7 @@ export function listen(app, help) {
     ArrowUp: () => app.movePatch(-1, 0),
     ArrowDown: () => app.movePatch(1, 0),
     t: () => app.nextToken(),
-    Enter: () => app.enlarge(),
-    Escape: () => app.escape(),
+    Escape: () => app.set({ token: "" }),
     x: () => app.set({ direction: app.state.direction === "to" ? "from" : "to" }),
     "[": () => app.moveStep(-1),
     "]": () => app.moveStep(1),
@@ -58,7 +56,6 @@ export function listen(app, help) {
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     if (target.matches("select") || !(key in actions)) return;
     if (key.startsWith("Arrow") && target.matches("input")) return; // the slider's own keys
-    if (key === "Enter" && target.matches("button, input")) return;
     event.preventDefault();
     actions[key]();
   });

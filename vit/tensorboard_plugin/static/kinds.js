@@ -4,10 +4,6 @@ import { button, make, write } from "./dom.js";
 import { MARK, drawOverlay, fitPicture, outline, patchBox, pointing, resize } from "./raster.js";
 
 const SIDE = 176; // of the largest picture
-const FAITHFULNESS =
-  "(LeRF − MoRF)/2 of this map on this image: how much more the probability of its class falls " +
-  "if the patches that the map calls important are hidden first, not last. " +
-  "A map that ignores the image has 0 on average.";
 const AGAIN = "After a change, rollout is computed again; the other maps need gradients.";
 
 /** Return the classes for which there are maps. */
@@ -30,7 +26,7 @@ export function mapsOf(record, target) {
   return record.details.maps.filter((map) => map.target === null || map.target === chosen);
 }
 
-/** Return the map that is enlarged, or null. */
+/** Return the map that is shown large, or null. */
 export function chosenMap(record, state) {
   const maps = mapsOf(record, state.target);
   return maps.find((map) => map.kind === state.map) ?? maps[0] ?? null;
@@ -50,7 +46,6 @@ export class MapsView {
   #cards = [];
   #drawn = null;
 
-  /** @param {{choose: function(string): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
     this.list = make("div", "cards");
@@ -85,13 +80,10 @@ export class MapsView {
     const canvas = make("canvas", pointing(record, this.size, this.actions.point));
     const context = resize(canvas, this.size.width, this.size.height);
     const value = make("span", "value");
-    const faithfulness =
-      map.faithfulness === null ? "not measured" : map.faithfulness.toFixed(3).replace("-", "−");
     const contents = [
       canvas,
       make("strong", {}, map.title),
       make("span", "quiet", aboutClass(record, map)),
-      make("span", { class: "quiet", title: FAITHFULNESS }, `faithfulness ${faithfulness}`),
       value,
     ];
     const element = button(contents, () => this.actions.choose(map.kind), { class: "card" });

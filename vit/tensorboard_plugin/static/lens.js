@@ -31,7 +31,6 @@ export function lensOf(record, layer, token) {
 export class LensView {
   #rows = [];
 
-  /** @param {{choose: function(number): void, point: function(?number): void}} actions */
   constructor(actions) {
     this.actions = actions;
     this.tokenTitle = make("span");

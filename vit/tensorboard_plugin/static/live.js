@@ -22,13 +22,7 @@ export class LiveModel {
     this.#source = source;
   }
 
-  /**
-   * Load a model.
-   *
-   * @param {{graph: ArrayBuffer, weights: ArrayBuffer, dtype: ("float16"|"float32"), spec: object}}
-   *   source - The weights are spec.floats numbers without gaps.
-   * @throws {Error} One sentence: it cannot be loaded.
-   */
+  /** Load {graph, weights, dtype, spec}; errors are one sentence. */
   static async create(source) {
     const model = new LiveModel(source);
     await enqueue(model, (ask) => ask("load", { id: model.#id, ...source }));
@@ -36,16 +30,13 @@ export class LiveModel {
   }
 
   /**
-   * Classify an image. Of the requests in a slot that wait, only the last is answered.
+   * Classify RGBA pixels of spec.image_size. Of the requests in a slot that wait, only the last is
+   * answered.
    *
-   * @param {Uint8ClampedArray|Uint8Array} pixels - (H, W, 4) RGBA, of spec.image_size. Alpha is
-   *   ignored, and only red is read for a model of grey images.
-   * @param {{mute?: [number, number][], hide?: number[], slot?: *}} options - Heads as
-   *   [layer, head]; patches that are taken out of every layer's attention; anything that tells
-   *   requests apart that do not replace each other, by default each model has a slot.
-   * @returns {Promise<{logits: Float32Array, probabilities: Float32Array, weights: Float32Array,
-   *   lens: ?{classes: number[][][], probabilities: number[][][]}, milliseconds: number,
-   *   device: ("WebGPU"|"WebAssembly")}>} Weights are (L, H, N, N), the lens is (L, 1 + N, k).
+   * @param {{mute?: number[][], hide?: number[], slot?: *}} options - Heads, [layer, head] each;
+   *   patches that are taken out of every layer's attention; by default each model has a slot.
+   * @returns {Promise<object>} `logits`, `probabilities`, `weights` (L, H, N, N), `lens` with
+   *   `classes` and `probabilities` (L, 1 + N, k) or null, `milliseconds` and `device`.
    * @throws {Error} One sentence; an AbortError if the request was replaced or cancelled.
    */
   async classify(pixels, { mute = [], hide = [], slot = this } = {}) {

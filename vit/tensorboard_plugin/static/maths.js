@@ -4,13 +4,7 @@
 
 export const MEAN = -1; // instead of a token: the mean over all patches
 
-/**
- * Read the attention weights of an image at a step.
- *
- * @param {ArrayBuffer} buffer - L*H*N*N codes, then L*H*N float32 scales; their products are the
- *   weights. One more byte says that the codes are int8, not uint8.
- * @param {{layers: number, heads: number, tokens: number, prefix: number}} shape
- */
+/** Read weights as the server sends them: codes, a scale for each row, and a byte if they are int8. */
 export function storedWeights(buffer, shape) {
   const { layers, heads, tokens } = shape;
   return new Weights(...readCodes(buffer, layers * heads * tokens, tokens, "weights"), shape);
@@ -27,19 +21,12 @@ export function readCodes(buffer, rows, columns, what) {
   return [codes, new Float32Array(floats)];
 }
 
-/**
- * Attention weights: numbers, L*H*N*N, times a scale for each row, L*H*N.
- *
- * Rows need not sum to 1, and weights may be negative: not all attention is a softmax.
- */
+/** Attention weights: numbers, L*H*N*N, of any sign and sum, times a scale for each row, L*H*N. */
 export class Weights {
   #means = [];
   #meanOfPatches = {};
 
-  /**
-   * @param {Set<number>} removed - Tokens that take no part; their rows and columns are 0.
-   * @param {[number, number][]} muted - Heads, [layer, head], that their fusions leave out.
-   */
+  /** Tokens that are removed have rows and columns of 0; fusions leave out muted heads. */
   constructor(codes, scale, { layers, heads, tokens, prefix }, removed = new Set(), muted = []) {
     Object.assign(this, { codes, scale, layers, heads, tokens, prefix, removed });
     const isMuted = (layer, head) => muted.some((one) => one[0] === layer && one[1] === head);
@@ -49,12 +36,7 @@ export class Weights {
     this.patches = Math.max(1, tokens - prefix - removed.size);
   }
 
-  /**
-   * Return one token's attention in one head, (N,).
-   *
-   * Direction "to" is a row of the matrix: how much the token attends to each token; "from" is a
-   * column: how much each token attends to it.
-   */
+  /** Return what a token attends to in a head ("to"), or what attends to it ("from"), (N,). */
   ofHead(layer, head, token, direction) {
     if (token === MEAN) return this.#ofPatches(layer, head, direction);
     const n = this.tokens;
@@ -117,20 +99,6 @@ export class Weights {
         row = halfway(row, timesMatrix(row, this.meanMatrix(layer)));
       return inUnits(row);
     });
-  }
-
-  /**
-   * Write a token's row in a head, as fractions of its sum, into an array (N,). Negative weights
-   * count as zero.
-   */
-  readRow(layer, head, token, row) {
-    const n = this.tokens;
-    const at = (layer * this.heads + head) * n + token;
-    let sum = 0;
-    for (let key = 0; key < n; key++)
-      sum += row[key] = Math.max(0, this.codes[at * n + key]) * this.scale[at];
-    if (Math.abs(sum - 1) < 0.01 || sum === 0) return;
-    for (let key = 0; key < n; key++) row[key] /= sum;
   }
 
   /**

@@ -2,7 +2,6 @@
 
 import { fetchRecord } from "./api.js";
 import { ask, cancelAll, liveOf } from "./asking.js";
-import { ImageMenu, captionOf } from "./captions.js";
 import { ColourBar } from "./colour_bar.js";
 import { button, make, shortName, write } from "./dom.js";
 import { changedPatches } from "./edits.js";
@@ -11,13 +10,13 @@ import { FeaturesView, featuresOf, similaritiesOf } from "./features.js";
 import { HeadsView } from "./heads.js";
 import { MapsView } from "./kinds.js";
 import { bar, fill, LensView } from "./lens.js";
-import { MEAN, range, tokenName, tokenOf } from "./maths.js";
+import { MEAN, percent, range, tokenName, tokenOf } from "./maths.js";
 import { Picture } from "./picture.js";
 import { describe, onScale, show, valuesOf } from "./scene.js";
-import { statisticsOf } from "./statistics.js";
 import { FUSED } from "./state.js";
 import { Change } from "./what_if.js";
 
+const MARKS = { right: "✓", wrong: "✗" };
 const SLOW = 300; // milliseconds until a pane says that it is loading
 
 export class Pane {
@@ -26,15 +25,14 @@ export class Pane {
   isLive = false;
   liveNote = "";
   failed = false;
+  images = []; // of the run, as listed by the server
   compared = []; // {record, features} of this image and of the second one
-  retry = false; // whether asking again may help
   #turn = 0;
   #painted = 0; // the turn that is shown
   #key = null; // of the image and step that are wanted
   #probe = null; // map and token under the pointer in the layers x heads
   #memory = {};
 
-  /** @param {object} app @param {("a"|"b")} side */
   constructor(app, side) {
     this.app = app;
     this.side = side;
@@ -48,7 +46,6 @@ export class Pane {
     this.views = {
       heads: new HeadsView({
         choose: (layer, head) => app.set({ layer, head }),
-        enlarge: () => app.enlarge(),
         mute: (layer, head) => app.muteHeads([[layer, head]]),
         point: (probe) => {
           this.#probe = probe;
@@ -75,10 +72,6 @@ export class Pane {
     this.scale = new ColourBar();
     this.lines = range(3).map(() => make("p"));
     this.readout = make("div", "readout", ...this.lines);
-    this.play = button("▶", () => this.app.togglePlay(this.side), {
-      class: "play",
-      "aria-label": "Play the steps",
-    });
     this.slider = make("input", {
       type: "range",
       min: 0,
@@ -111,25 +104,17 @@ export class Pane {
       ),
       this.host,
     );
-    this.images = new ImageMenu(this.side, (tag) =>
-      this.app.set({ [this.side === "a" ? "image" : "image2"]: tag }),
-    );
     this.message = make("p", { class: "message", role: "status" });
     this.element = make(
       "section",
       "pane",
-      make("header", {}, this.title, make("div", "steps", this.play, this.slider), this.step),
-      this.images.element,
+      make("header", {}, this.title, make("div", "steps", this.slider), this.step),
       this.message,
       this.content,
     );
   }
 
-  /**
-   * Show an image at a step, as soon as it is loaded; until then what was shown before.
-   *
-   * @param {{run: string, images: object[], image: ?object, at: ?object, problem: ?string}} wanted
-   */
+  /** Show an image at a step, as soon as it is loaded; until then what was shown before. */
   async show(wanted) {
     const turn = ++this.#turn;
     // While a patch is brushed, each answer is shown, though the question is no longer the last.
@@ -137,7 +122,7 @@ export class Pane {
     this.#key = key;
     const isCurrent = () => turn === this.#turn || (key === this.#key && turn > this.#painted);
     this.#writeSteps(wanted);
-    this.images.render(wanted.images, this.app.state);
+    this.images = wanted.images;
     if (wanted.problem) return this.#fail(wanted.problem);
     if (!this.record) this.#say("Loading …");
     const slow = setTimeout(() => this.element.classList.add("loading"), SLOW);
@@ -145,21 +130,18 @@ export class Pane {
       const logged = await fetchRecord(wanted.run, wanted.image, wanted.at);
       const record = await this.#ask(logged, wanted, turn);
       if (record === null) return undefined;
-      const over = record.change ? "image" : this.app.state.over;
-      const statistics = await statisticsOf(record, wanted.images, over);
       const compared = record.change ? [] : await this.#features(wanted);
       if (!isCurrent()) return undefined;
       this.#painted = turn;
-      this.failed = this.retry = false;
+      this.failed = false;
       this.logged = logged;
       this.record = record;
-      this.statistics = statistics;
       this.compared = compared;
       this.#probe = null;
       this.#say("");
       this.layout();
     } catch (error) {
-      if (turn === this.#turn) this.#fail(error.message, !error.permanent);
+      if (turn === this.#turn) this.#fail(error.message);
     } finally {
       clearTimeout(slow);
       if (turn === this.#turn) this.element.classList.remove("loading");
@@ -180,7 +162,7 @@ export class Pane {
       say(live.note);
       if (!this.isLive) say(`Step ${logged.step} is not live: ${live.note}.`);
       if (!this.isLive || !app.isChanged()) return logged;
-      const lender = app.state.patches.includes("other") && app.lender(images);
+      const lender = app.state.patches.includes("other") && app.secondOf(images);
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
       const { mute, patches } = app.state;
       return await ask(logged, live, { mute, patches, photo: app.photo, other }, this.side);
@@ -193,9 +175,8 @@ export class Pane {
 
   /** Return the records of the image and of the second one with features, if they are shown. */
   async #features({ run, image, images, at }) {
-    const { view, second } = this.app.state;
-    if (view !== "features") return [];
-    const found = [...new Set([image, this.app.lender(images, second)])].map(async (one) => {
+    if (this.app.state.view !== "features") return [];
+    const found = [...new Set([image, this.app.secondOf(images)])].map(async (one) => {
       const there = one.steps.find(({ step }) => step === at.step);
       const record = there && (await fetchRecord(run, one, there));
       return { record, features: record && (await featuresOf(record, one, there)) };
@@ -204,9 +185,8 @@ export class Pane {
     return own.features ? [own, ...others.filter(({ features }) => features)] : [];
   }
 
-  #fail(problem, retry = true) {
+  #fail(problem) {
     this.failed = true;
-    this.retry = retry;
     this.logged = this.record = null;
     this.compared = [];
     this.#say(problem);
@@ -227,7 +207,7 @@ export class Pane {
     this.slider.max = Math.max(0, this.steps.length - 1);
     const number = at ? this.steps.indexOf(at.step) : 0;
     this.slider.value = number;
-    this.slider.disabled = this.play.disabled = this.steps.length < 2;
+    this.slider.disabled = this.steps.length < 2;
     const text = at ? `step ${at.step.toLocaleString("en")}` : "";
     write(this.step, at ? `${text} (${number + 1} of ${this.steps.length})` : "");
     this.slider.setAttribute("aria-valuetext", text);
@@ -239,11 +219,13 @@ export class Pane {
     if (!record || this.box.clientWidth === 0) return;
     const view = this.views[app.state.view];
     if (this.host.firstChild !== view.element) this.host.replaceChildren(view.element);
-    this.picture.layout(record, this.box.clientWidth, app.pictureHeight());
+    const height = Math.max(160, Math.min(640, window.innerHeight - 410));
+    this.picture.layout(record, this.box.clientWidth, height);
     this.#writeCaption();
     this.#writeChips();
     const usable = app.state.view !== "heads" || record.weights !== null;
-    if (usable) view.layout(record, this.#seen(), this.host.clientWidth, app.viewHeight());
+    const free = Math.max(160, window.innerHeight - 240); // without scrolling
+    if (usable) view.layout(record, this.#seen(), this.host.clientWidth, free);
     else
       this.host.replaceChildren(make("p", "note", `${record.missing} See Maps and Predictions.`));
     this.paint();
@@ -297,7 +279,7 @@ export class Pane {
     const head = FUSED.includes(state.head) || state.head < record.heads ? state.head : "mean";
     const beside = state.run2 ? this.app.panes.find((pane) => pane !== this).compared : [];
     const compared = this.compared.length ? [...this.compared, ...beside.slice(0, 1)] : [];
-    return { ...state, layer, head, statistics: this.statistics, compared };
+    return { ...state, layer, head, statistics: record.details.statistics, compared };
   }
 
   /** Return everything that the next painting shows. */
@@ -381,4 +363,25 @@ export class Pane {
     if (!record || !painted) return { problem: this.message.textContent };
     return numbersOf(record, painted.scene, painted.shown);
   }
+}
+
+/** Return the parts of a record's caption; its tag if no class is known. */
+function captionOf({ details, className, tag }) {
+  const { label, top } = details;
+  const parts = [];
+  if (label !== null) parts.push(make("span", {}, "true ", make("strong", {}, className(label))));
+  if (top.length) {
+    const [index, probability] = top[0];
+    const mark = label === null ? "" : index === label ? "right" : "wrong";
+    parts.push(
+      make("span", {}, "predicted ", make("strong", {}, className(index))),
+      make(
+        "span",
+        "fixed",
+        `${percent(probability)} `,
+        mark === "" ? null : make("b", { class: mark, "aria-label": mark }, MARKS[mark]),
+      ),
+    );
+  }
+  return parts.length ? parts : [make("span", {}, tag)];
 }

@@ -20,15 +20,7 @@ const FILTERS = {
   lanczos: [3, (x) => (x >= -3 && x < 3 ? sinc(x) * sinc(x / 3) : 0)],
 };
 
-/**
- * Prepare a photo as `predict` does: upright, on white, resized, cropped or padded.
- *
- * @param {Blob} blob - An image file.
- * @param {object} spec - image_size, channels, mean, interpolation, fit and crop_pct.
- * @returns {Promise<{data: Uint8ClampedArray, width: number, height: number}>} RGBA; grey for a
- *   model of one channel.
- * @throws {Error} One sentence.
- */
+/** Prepare an image file as `predict` does: upright, on white, resized, cropped or padded; RGBA. */
 export async function prepare(blob, spec) {
   const bitmap = await open(blob);
   const { cut, size } = plan({ width: bitmap.width, height: bitmap.height }, spec);
@@ -52,13 +44,7 @@ export async function prepare(blob, spec) {
   return frame(image, spec);
 }
 
-/**
- * Read an image file.
- *
- * @param {Blob} blob
- * @returns {Promise<ImageBitmap>} To be closed.
- * @throws {Error} One sentence.
- */
+/** Read an image file as an ImageBitmap, to be closed. */
 export async function open(blob) {
   const bitmap = await createImageBitmap(blob, { colorSpaceConversion: "none" }).catch(() => {
     throw new Error("This browser cannot read the file as an image.");

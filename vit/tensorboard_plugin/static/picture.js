@@ -15,9 +15,8 @@ import {
 
 export class Picture {
   /**
-   * @param {{point: function(?number): void, press: function(number, boolean): void,
-   *   release: function(?number): void}} actions - Called with the patch under the pointer, or
-   *   null, with each patch of a stroke and whether the stroke began before it, and with the last.
+   * Call `point` with the patch under the pointer, or null; `press` with each patch of a stroke, and
+   * whether the stroke began before it; `release` with the last one.
    */
   constructor({ point, press, release }) {
     this.canvas = make("canvas", {
@@ -74,11 +73,7 @@ export class Picture {
     return this.size ? patchAt(this.record, this.size, event) : null;
   }
 
-  /**
-   * @param {?function(number): string} colourOf - A patch's colour as CSS, or null.
-   * @param {{patch: ?number, pinned: boolean, pointer: ?number, changed: Map<number, string>}} marks
-   *   Patches to outline, and those that are changed, with their fills.
-   */
+  /** Paint colours, if any, and outline the patches that are pointed at or changed. */
   paint(record, colourOf, { patch, pinned, pointer, changed }) {
     this.record = record;
     const { context, size } = this;

@@ -31,13 +31,7 @@ export class Raster {
     this.context.imageSmoothingEnabled = false;
   }
 
-  /**
-   * Paint maps of equal size.
-   *
-   * @param {Array<{colours: Uint32Array, box: number[]}>} maps - A pixel for each patch, row by
-   *   row; left, top, width and height in whole CSS pixels.
-   * @param {number} columns - Patches in a row.
-   */
+  /** Paint maps of equal size: a pixel for each patch, into boxes [left, top, width, height]. */
   paint(maps, columns) {
     const rows = maps[0].colours.length / columns;
     const image = new ImageData(columns, rows * maps.length); // all maps, a pixel for each patch
@@ -80,13 +74,7 @@ export function fitPicture(record, boxWidth, boxHeight) {
   };
 }
 
-/**
- * Draw a picture and lay a colour over each patch.
- *
- * @param {CanvasRenderingContext2D} context - In CSS pixels.
- * @param {object} size - From `fitPicture`.
- * @param {?function(number): string} colourOf - A patch's colour as CSS; null for none.
- */
+/** Draw a picture and lay a colour over each patch, if there are any. */
 export function drawOverlay(context, record, size, colourOf) {
   context.imageSmoothingEnabled = size.width < record.grey.width;
   context.imageSmoothingQuality = "high";

@@ -6,13 +6,10 @@ import { CONTRASTS } from "./state.js";
 
 const FIXED = 3; // end of a fixed scale, in its unit
 const NARROWEST = 0.02; // range, as a fraction of its end: weights are stored in 255 steps
-const APART = 0.23; // least distance of ticks, as a fraction of the colour bar: room for a number
-const CHARACTER = 0.04; // width of a character, likewise
 
 const UNIFORM = { short: "× uniform", long: "uniform attention" };
 const UNITS = {
   weights: UNIFORM,
-  rollout: UNIFORM,
   maps: UNIFORM,
   signedMaps: { short: "× mean", long: "mean of absolute values" },
   similarity: { short: "cosine", long: "cosine", end: 1 },
@@ -55,22 +52,18 @@ class Scale {
     return this.palette.css[this.#stepOf(value)];
   }
 
-  /** Return values to mark on the colour bar, [value, text] each: the ends, and round ones. */
+  /** Return values to mark on the colour bar, [value, text] each, from left to right. */
   ticks() {
-    const { low, high, contrast, signed } = this;
+    const { low, high } = this;
+    const parts = this.signed || this.kind === "similarity" ? 2 : 3;
     const decimals = Math.max(0, Math.ceil(Math.log10(30 / (high - low))));
-    const write = (value) =>
-      contrast === "fixed" ? String(+value.toPrecision(3)) : value.toFixed(decimals);
-    const text = (value) => write(value).replace("-", "−");
-    const ticks = [low, high, signed ? 0 : 1].map((value) => [value, text(value)]);
-    if (this.kind === "signedMaps") ticks.push([low / 2, "← against"], [high / 2, "for →"]);
-    ticks.push(...roundOnes(low, high).map((value) => [value, text(value)]));
-    const apart = ([one, text], [other, beside]) =>
-      Math.abs(this.placeOf(one) - this.placeOf(other)) >=
-      Math.max(APART, (CHARACTER * (text.length + beside.length)) / 2);
-    const kept = [];
-    for (const tick of ticks) if (kept.every((other) => apart(tick, other))) kept.push(tick);
-    return kept.sort(([one], [other]) => one - other);
+    const ticks = range(parts + 1).map((part) => {
+      const value = low + (part * (high - low)) / parts;
+      return [value, String(+value.toFixed(decimals)).replace("-", "−")];
+    });
+    if (this.kind !== "signedMaps") return ticks;
+    const [left, middle, right] = ticks;
+    return [left, [low / 2, "← against"], middle, [high / 2, "for →"], right];
   }
 
   /** Say what the numbers on the colour bar are. */
@@ -88,14 +81,6 @@ class Scale {
   write(value) {
     return `${digits(value)} ${this.unit.short}`;
   }
-}
-
-/** Return round values from `low` to `high`. */
-function roundOnes(low, high) {
-  const third = (high - low) / 3;
-  const power = 10 ** Math.floor(Math.log10(third));
-  const step = power * [5, 2, 1].find((factor) => factor * power <= third);
-  return range(Math.ceil((high - low) / step)).map((at) => (Math.ceil(low / step) + at) * step);
 }
 
 /** Return the ends of a scale for values from `smallest` to `largest`. */
@@ -116,12 +101,8 @@ export function scalesOf(contrast, shown) {
     const smallest = Math.min(...own.map((one) => one.smallest));
     const largest = Math.max(...own.map((one) => one.largest));
     const used = own.length ? contrast : "fixed";
-    return new Scale(
-      kind,
-      used,
-      signed,
-      ...endsFor(used, signed, { smallest, largest }, UNITS[kind].end),
-    );
+    const ends = endsFor(used, signed, { smallest, largest }, UNITS[kind].end);
+    return new Scale(kind, used, signed, ...ends);
   };
   return Object.fromEntries(Object.keys(UNITS).map((kind) => [kind, scaleOf(kind)]));
 }

@@ -6,14 +6,9 @@ import { MEAN, digits, endsOf, indexOfLargest, percent, tokenName } from "./math
 import { FUSED } from "./state.js";
 
 /**
- * Return what is shown.
- *
- * @returns {{values: ?ArrayLike<number>, colourOf: ?function(number): string,
- *   swatch: function(number): string, number: function(number): string, lines: string[],
- *   scale: object, marked: ?number, ends: {smallest: number, largest: number}}}
- *   Values of the heat map; a patch's colour over the picture, a token's colour and value on its
- *   chip; lines of text; the scale of the colour bar, the value to mark on it, and the smallest and
- *   the largest value.
+ * Return what is shown: `values` of the heat map; `colourOf` a patch over the picture; `swatch` and
+ * `number` of a token on its chip; `lines` of text; the `scale`, a value to be `marked` on it, and
+ * the `ends` of all values.
  */
 export function show(record, scene) {
   const views = { heads: showHead, maps: showMap, lens: showLens, features: showFeatures };
@@ -21,7 +16,7 @@ export function show(record, scene) {
 }
 
 /** Return what has to be on a scale, see `scalesOf`. */
-export function onScale(record, { state, token, attention, values, similar }) {
+export function onScale(record, { state, attention, similar }) {
   const cosines = similar.flat().filter(Boolean);
   if (state.view === "features")
     return cosines.map((found) => ({ kind: "similarity", ...endsOf(found) }));
@@ -30,23 +25,11 @@ export function onScale(record, { state, token, attention, values, similar }) {
       kind: map.signed ? "signedMaps" : "maps",
       ...endsOf(map.values),
     }));
-  if (state.view !== "heads" || !values) return [];
-  // Rollout is on the scale of the heads from which it follows, without its residual connections,
-  // which would dwarf them. Rows of signed weights do not sum to 1 as those of rollout do, so then
-  // rollout has a scale of its own, without the token itself.
+  if (state.view !== "heads" || !attention) return [];
+  // Rollout is on the scale of the heads from which it follows: its residual connections would
+  // dwarf them.
   const { signed } = record.weights;
-  const shown = state.enlarged === "yes" ? [values] : attention.heads.flat();
-  const heads = shown.map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
-  const others = (rollout) => endsOf(rollout.filter((_, one) => one !== token));
-  const rollouts = signed
-    ? attention.rollout.map((rollout) => ({ kind: "rollout", signed: false, ...others(rollout) }))
-    : heads.map((head) => ({ ...head, kind: "rollout" }));
-  return [...heads, ...rollouts];
-}
-
-/** Return the scale of a head, or of a fusion of heads, among those of `scalesOf`. */
-export function scaleOfHead(scales, head) {
-  return head === "rollout" ? scales.rollout : scales.weights;
+  return attention.heads.flat().map((head) => ({ kind: "weights", signed, ...endsOf(head) }));
 }
 
 /** Return a map of `Weights.of`, (N,). */
@@ -70,13 +53,12 @@ function nameHead(layer, head) {
   return `layer ${layer}, ${FUSED_NAMES[head] ?? `head ${head}`}`;
 }
 
-function describeStatistics({ entropy, distance, sink, importance, images }, layer, head) {
+function describeStatistics(statistics, layer, head) {
   if (head in FUSED_NAMES) return "";
-  const parts = [`entropy ${digits(entropy[layer][head])}`];
-  if (distance) parts.push(`distance ${digits(distance[layer][head])} px`);
-  parts.push(`sink ${digits(sink[layer][head])}`);
-  if (importance) parts.push(`importance ${digits(importance[layer][head])}`);
-  return (images > 1 ? `${images} images: ` : "") + parts.join(" · ");
+  return Object.entries(statistics)
+    .filter(([, values]) => values !== null)
+    .map(([name, values]) => `${name} ${digits(values[layer][head])}`)
+    .join(" · ");
 }
 
 /** Say what the token gives to another one, or to which it gives most; "from" the other way. */
@@ -88,7 +70,7 @@ function describeValue(record, values, token, other) {
 }
 
 function showHead(record, { state, token, pointer, probe, attention, values, scales }) {
-  const scale = scaleOfHead(scales, state.head);
+  const scale = scales.weights;
   if (!values) return nothing(["No attention weights of this image"], scale);
   const prefix = record.prefix.length;
   const { layer, head } = probe ?? state; // the small map under the pointer, or that shown large

@@ -11,7 +11,6 @@ export const STATISTICS = {
   sink: "sink",
   importance: "importance",
 };
-export const OVER = { image: "of this image", run: "mean over images" };
 export const ORDERS = { layer: "by layer", lowest: "lowest first", highest: "highest first" };
 export const CONTRASTS = { fixed: "fixed", auto: "automatic" };
 export const FUSED = ["mean", "max", "rollout"]; // instead of a head
@@ -34,20 +33,17 @@ const PARAMETERS = {
   direction: ["to", oneOf(DIRECTIONS)],
   layer: [null, count], // null: the last
   head: ["mean", headOrFused],
-  enlarged: ["no", oneOf({ yes: 1, no: 1 })], // whether only that map is shown
   view: ["heads", oneOf(VIEWS)],
   statistic: ["entropy", oneOf(STATISTICS)],
-  over: ["image", oneOf(OVER)], // what the statistics are of
   order: ["layer", oneOf(ORDERS)],
-  map: ["", anyText], // kind of map that is enlarged; empty: the first
+  map: ["", anyText], // kind of map that is shown large; empty: the first
   target: [null, count], // class that the maps explain; null: the first
   feature: ["components", oneOf(FEATURES)], // what the large picture shows of features
-  second: ["", anyText], // the image to compare features with; empty: the next in the list
+  second: ["", anyText], // lends its patches and features; empty: the next in the list
   contrast: ["fixed", oneOf(CONTRASTS)],
   heat: ["yes", oneOf({ yes: 1, no: 1 })],
   mute: ["", readHeads],
   patches: ["", readPatches],
-  other: ["", anyText], // the image that lends its patches; empty: the next in the list
 };
 
 /** Return the state that parameters in the address describe, with defaults for all others. */

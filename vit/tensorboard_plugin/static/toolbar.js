@@ -4,7 +4,7 @@ import { copyLink, saveNumbers } from "./exporting.js";
 import { button, make, menu, offer } from "./dom.js";
 import { helpDialog } from "./keyboard.js";
 import { targetOf, targetsOf } from "./kinds.js";
-import { CONTRASTS, DIRECTIONS, FEATURES, ORDERS, OVER, STATISTICS, VIEWS } from "./state.js";
+import { CONTRASTS, DIRECTIONS, ORDERS, STATISTICS, VIEWS } from "./state.js";
 import { WhatIf } from "./what_if.js";
 
 const EXPLAINED = [
@@ -20,10 +20,9 @@ const NONE = JSON.stringify(null); // no run has this name, because names are qu
 
 // Menus of a part of the state: its options, the name of the menu, and what explains it.
 const MENUS = {
+  direction: [DIRECTIONS, "Direction"],
   statistic: [STATISTICS, "Statistic of the heads", EXPLAINED],
-  over: [OVER, "Images of the statistic"],
   order: [ORDERS, "Order of the heads"],
-  feature: [FEATURES, "Picture of the features"],
   contrast: [CONTRASTS, "Contrast", CONTRAST],
 };
 
@@ -33,7 +32,13 @@ export class Toolbar {
     this.runs = menu("Run", (value) => app.chooseRun(JSON.parse(value)), { title: LISTED });
     this.others = menu("Compare with", (value) => app.compare(JSON.parse(value)));
     this.linked = this.#checkbox("linked");
-    this.linkedLabel = make("label", "check", this.linked, "same step");
+    this.image2 = menu("Image of the second pane", (image2) => app.set({ image2 }));
+    this.comparing = make(
+      "span",
+      "group",
+      make("label", {}, "image ", this.image2),
+      make("label", "check", this.linked, "same step"),
+    );
     this.said = make("span", { class: "said", role: "status" });
     this.help = helpDialog();
     this.tabs = Object.entries(VIEWS).map(([view, title]) =>
@@ -41,14 +46,8 @@ export class Toolbar {
         role: "tab",
         id: `tab-${view}`,
         "aria-controls": "panes",
-        keydown: (event) => this.#moveTab(event),
       }),
     );
-    this.directions = Object.entries(DIRECTIONS).map(([direction, text]) => {
-      const change = () => app.set({ direction });
-      const input = make("input", { type: "radio", name: "direction", value: direction, change });
-      return { input, label: make("label", {}, input, make("span", {}, text)) };
-    });
     this.menus = Object.fromEntries(
       Object.entries(MENUS).map(([name, [, label, title]]) => [
         name,
@@ -78,7 +77,7 @@ export class Toolbar {
       "line",
       make("label", {}, "Run ", this.runs),
       make("label", {}, "compare with ", this.others),
-      this.linkedLabel,
+      this.comparing,
       make("span", "space"),
       this.said,
       button("JSON", () => this.say(saveNumbers(app)), {
@@ -92,27 +91,20 @@ export class Toolbar {
   }
 
   #secondLine() {
-    const { statistic, over, order, feature } = this.menus;
+    const { direction, statistic, order } = this.menus;
     const group = (...parts) => make("div", "group", ...parts);
     const labelled = (text, one) => make("label", {}, text, one);
     this.groups = {
-      heads: group(
-        make(
-          "div",
-          { class: "segments", role: "radiogroup", "aria-label": "Direction" },
-          ...this.directions.map((one) => one.label),
-        ),
-        group(labelled("statistic ", statistic), over),
-        labelled("order ", order),
-      ),
+      heads: group(direction, labelled("statistic ", statistic), labelled("order ", order)),
       maps: group(labelled("class ", this.targets)),
-      features: group(labelled("picture ", feature), labelled("second image ", this.second)),
     };
+    this.secondLabel = labelled("second image ", this.second);
     return make(
       "div",
       "line",
       make("div", { class: "tabs", role: "tablist", "aria-label": "View" }, ...this.tabs),
       ...Object.values(this.groups),
+      this.secondLabel,
       make("span", "space"),
       this.contrast,
       make("label", { class: "check", title: "Colours over the picture" }, this.heat, "overlay"),
@@ -126,35 +118,25 @@ export class Toolbar {
     this.silence = setTimeout(() => (this.said.textContent = ""), 4000);
   }
 
-  #moveTab(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    event.stopPropagation();
-    const next =
-      this.tabs[(this.tabs.indexOf(event.target) + by + this.tabs.length) % this.tabs.length];
-    next.focus();
-    next.click();
-  }
-
-  /** @param {object[]} images - Those of the first pane's run. */
   render(images) {
     const { app, tabs } = this;
     const { state } = app;
-    this.whatIf.render(images);
+    this.whatIf.render();
     this.#renderRuns(app.runs, state);
     for (const tab of tabs) {
       const chosen = tab.id === `tab-${state.view}`;
       tab.setAttribute("aria-selected", String(chosen));
-      tab.tabIndex = chosen ? 0 : -1;
     }
-    this.directions.forEach(({ input }) => (input.checked = input.value === state.direction));
     for (const [name, [options]] of Object.entries(MENUS))
       offer(this.menus[name], Object.entries(options), state[name]);
     for (const [view, group] of Object.entries(this.groups)) group.hidden = view !== state.view;
     this.contrast.hidden = state.view === "lens";
-    const tags = images.map(({ tag, label }) => [tag, label ? `${tag}, ${label}` : tag]);
-    offer(this.second, tags, app.lender(images, state.second)?.tag);
+    const named = ({ tag, label }) => [tag, label ? `${tag}, ${label}` : tag];
+    offer(this.second, images.map(named), app.secondOf(images)?.tag);
+    const lends = app.brush === "other" || state.patches.includes("other");
+    this.secondLabel.hidden = state.view !== "features" && !lends;
+    const others = app.panes[1].images.map(named);
+    offer(this.image2, [["", "the same"], ...others], state.image2);
     this.heat.checked = state.heat === "yes";
     const record = app.panes.map((pane) => pane.record).find(Boolean);
     if (!record) return;
@@ -163,17 +145,16 @@ export class Toolbar {
     offer(this.targets, targets.length ? targets : [["", "—"]], chosen);
   }
 
-  /** Offer the runs; one that the address names, but that does not exist, is offered too. */
   #renderRuns(runs, { run, run2, linked }) {
-    const known = runs.map(({ name }) => name);
-    const missing = (name) =>
-      known.includes(name) ? [] : [[JSON.stringify(name), `${name} (not found)`]];
-    const options = (nameOf) => known.map((name) => [JSON.stringify(name), nameOf(name)]);
-    offer(this.runs, [...missing(run), ...options((name) => name)], JSON.stringify(run));
+    const options = (nameOf) => runs.map(({ name }) => [JSON.stringify(name), nameOf(name)]);
+    offer(
+      this.runs,
+      options((name) => name),
+      JSON.stringify(run),
+    );
     const others = options((name) => (name === run ? "this run, another step" : name));
-    if (run2 !== "") others.push(...missing(run2));
     offer(this.others, [[NONE, "nothing"], ...others], run2 ? JSON.stringify(run2) : NONE);
-    this.linkedLabel.hidden = run2 === "";
+    this.comparing.hidden = run2 === "";
     this.linked.checked = linked === "yes";
   }
 }

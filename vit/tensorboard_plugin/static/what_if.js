@@ -1,7 +1,7 @@
 // The line of the toolbar that changes the model and the image, and what a change did to a pane.
 
 import { describeEdits } from "./edits.js";
-import { button, make, menu, offer, shortName, write } from "./dom.js";
+import { button, make, menu, offer, write } from "./dom.js";
 import { percent, range } from "./maths.js";
 import { FUSED } from "./state.js";
 
@@ -25,7 +25,6 @@ export class WhatIf {
   constructor(app) {
     this.app = app;
     this.brush = menu("Brush", (brush) => app.takeBrush(brush), { title: BRUSH });
-    this.other = menu("Image that lends its patches", (other) => app.set({ other }));
     const titled = (text, title, click) => button(text, click, { title });
     this.head = titled("", MUTE, () => app.mute("head"));
     this.layer = titled("", "Leave out all heads of the layer (L)", () => app.mute("layer"));
@@ -50,7 +49,6 @@ export class WhatIf {
       "group",
       ...this.buttons,
       make("label", {}, "brush ", this.brush),
-      this.other,
       this.photo,
       this.file,
       this.undo,
@@ -66,7 +64,7 @@ export class WhatIf {
     );
   }
 
-  render(images) {
+  render() {
     const { app } = this;
     const [pane] = app.panes;
     const { record } = pane;
@@ -78,8 +76,7 @@ export class WhatIf {
     this.note.title = pane.liveNote;
     write(this.note, pane.liveNote);
     const { layer, head } = pane.chosen();
-    const { mute, patches } = app.state;
-    const muted = new Set(mute.split(","));
+    const muted = new Set(app.state.mute.split(","));
     const fused = FUSED.includes(head);
     const name = fused ? "head" : `head ${head}`;
     const isMuted = (one) => muted.has(`${layer}.${one}`);
@@ -93,12 +90,6 @@ export class WhatIf {
     this.head.setAttribute("aria-pressed", String(!fused && isMuted(head)));
     this.layer.setAttribute("aria-pressed", String(range(record.heads).every(isMuted)));
     offer(this.brush, Object.entries(BRUSHES), app.brush);
-    this.other.hidden = app.brush !== "other" && !patches.includes("other");
-    offer(
-      this.other,
-      images.map(({ tag, label }) => [tag, [shortName(tag), label].filter(Boolean).join(", ")]),
-      app.lender(images)?.tag ?? "",
-    );
     write(this.photo, app.photo ? "Remove the photo" : "Photo …");
     this.undo.disabled = app.history.length === 0;
     this.reset.disabled = !app.isChanged();
@@ -107,7 +98,6 @@ export class WhatIf {
 
 /** What a change did: in words, and the classes before and after. */
 export class Change {
-  /** @param {function(number): void} choose - Called with the class that is clicked. */
   constructor(choose) {
     this.choose = choose;
     this.words = make("p");
