@@ -3,8 +3,8 @@
 Shapes: N images, C classes, D feature width.
 """
 
-import csv
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from vit.calibration import Calibration
-from vit.console import program
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
@@ -25,7 +24,6 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
-from vit.run.folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
 
 if TYPE_CHECKING:
     from vit.explain.explanation import Explanation
@@ -60,7 +58,7 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
 class Classifier:
     """A model in evaluation mode with its preprocessing and class names.
 
-    Evaluation, attention maps and reports take a Classifier, so no caller can forget to normalize.
+    It normalizes images, so that no caller can forget to.
 
     Attributes:
         model: Our VisionTransformer or any model of timm, in evaluation mode, on the device.
@@ -86,15 +84,11 @@ class Classifier:
     calibration: Calibration | None = None
 
     def __repr__(self) -> str:
-        """Say in two lines what this is, instead of listing every module."""
-        count, size = len(self.classes), "x".join(map(str, self.preprocess.image_size))
-        parameters = sum(p.numel() for p in self.model.parameters())
-        names = ", ".join(self.classes[:5]) + (", ..." if count > 5 else "")
+        """Say what this is in a line, instead of listing every module."""
+        kind, size = type(self.model).__name__, "x".join(map(str, self.preprocess.image_size))
         return (
-            f"Classifier: {type(self.model).__name__}, {parameters:,} parameters, {size} pixels, "
-            f"{self.preprocess.channels} channels\n  {count} classes ({names}); "
-            f"{describe(self.device)}, {str(self.precision).removeprefix('torch.')}; "
-            f"{self.file or 'made in Python'}"
+            f"Classifier({kind}, {len(self.classes)} classes, {size} pixels, "
+            f"{self.preprocess.channels} channels, {describe(self.device)}, {self.precision})"
         )
 
     @property
@@ -102,16 +96,56 @@ class Classifier:
         """Whether the model's attention can be read, so that there are maps."""
         return attention_model(self.model) is not None
 
-    @property
-    def has_linear_head(self) -> bool:
-        """Whether the model ends with a linear layer, which `logits_of_features` needs."""
-        model: Any = self.model  # ours and timm's have this method
-        return isinstance(model.get_classifier(), nn.Linear)
-
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
-        parts = inputs.split(self.part_size(batch_size))
-        return torch.cat(map_on_cores(self._forward, parts, self._threads(len(parts))))
+        return self._by_parts(self._forward, inputs, batch_size)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Move images (N, channels, H, W) uint8 to the device and normalize them to float32."""
+        return self.preprocess.normalize(images.to(self.device))
+
+    def logits(self, images: Tensor | ImageSet, batch_size: int = 500) -> Tensor:
+        """Classify images.
+
+        Args:
+            images: (N, channels, H, W) uint8, on any device; or a set of them.
+            batch_size: Most images at once.
+
+        Returns:
+            Logits (N, C) float32, on the device.
+        """
+        return self._by_parts(self._classify, images, batch_size)
+
+    def features(self, images: Tensor | ImageSet | Photo | Photos) -> Tensor:
+        """Return what the head gets for images: (N, D) float32, on the device.
+
+        Args:
+            images: As for `logits`; or photos as for `predict`.
+        """
+        if not isinstance(images, Tensor | ImageSet):
+            images = self._resize(images)
+        return self._by_parts(self._features, images)
+
+    def part_size(self, batch_size: int = 500) -> int:
+        """Return the number of images per forward pass that is fastest, on all cores together."""
+        if self.device.type != "cpu":
+            return batch_size
+        return max(1, min(PART, batch_size // torch.get_num_threads()))
+
+    def _by_parts(
+        self, work: Callable[[Tensor], Tensor], images: Tensor | ImageSet, batch_size: int = 500
+    ) -> Tensor:
+        """Compute something of images in parts; on a CPU, each core works on another part."""
+        size = self.part_size(batch_size)
+        parts = images.split(size) if isinstance(images, Tensor) else images.parts(size)
+        cores = torch.get_num_threads() if self.device.type == "cpu" else 1
+        count = max(1, math.ceil(len(images) / size))
+        return torch.cat(map_on_cores(work, parts, min(cores, count)))
+
+    def _classify(self, images: Tensor) -> Tensor:
+        inputs = self.normalize(images)
+        logits = self._forward(inputs)
+        return (logits + self._forward(inputs.flip(-1))) / 2 if self.flip else logits
 
     @torch.no_grad()
     def _forward(self, inputs: Tensor) -> Tensor:
@@ -119,74 +153,13 @@ class Classifier:
             logits: Tensor = self.model(inputs)
         return logits.float()
 
-    def normalize(self, images: Tensor) -> Tensor:
-        """Move images (N, channels, H, W) uint8 to the device and normalize them to float32."""
-        return self.preprocess.normalize(images.to(self.device))
-
-    def logits(self, images: Tensor, batch_size: int = 500) -> Tensor:
-        """Classify images.
-
-        Args:
-            images: (N, channels, H, W) uint8, on any device.
-            batch_size: Most images at once.
-
-        Returns:
-            Logits (N, C) float32, on the device.
-        """
-        parts = images.split(self.part_size(batch_size))
-        return self.logits_of_parts(parts, len(parts))
-
-    def logits_of_parts(self, parts: Iterable[Tensor], count: int) -> Tensor:
-        """Classify images that come in parts; on a CPU, each core classifies another part.
-
-        Args:
-            parts: (n, channels, H, W) uint8 each, on any device; see `part_size`.
-            count: Number of parts.
-
-        Returns:
-            Logits (N, C) float32, on the device, in the order of the parts.
-        """
-        return torch.cat(map_on_cores(self._classify, parts, self._threads(count)))
-
-    def _classify(self, images: Tensor) -> Tensor:
-        inputs = self.normalize(images)
-        logits = self._forward(inputs)
-        return (logits + self._forward(inputs.flip(-1))) / 2 if self.flip else logits
-
-    def part_size(self, batch_size: int = 500) -> int:
-        """Return the number of images per forward pass that is fastest.
-
-        Args:
-            batch_size: Most images at once, on all cores together.
-        """
-        if self.device.type != "cpu":
-            return batch_size
-        return max(1, min(PART, batch_size // torch.get_num_threads()))
-
-    def _threads(self, parts: int) -> int:
-        return max(1, min(parts, torch.get_num_threads())) if self.device.type == "cpu" else 1
-
     @torch.no_grad()
-    def features(self, images: Tensor | Photo | Photos) -> Tensor:
-        """Return what the head gets for images: (N, D) float32.
-
-        Args:
-            images: (N, channels, H, W) uint8, or photos as for `predict`.
-        """
-        if not isinstance(images, Tensor):
-            images = self._resize(images)
+    def _features(self, images: Tensor) -> Tensor:
+        model: Any = self.model  # ours and timm's have both methods
         with autocast(self.device, self.precision):
-            model: Any = self.model  # ours and timm's have both methods
             tokens = model.forward_features(self.normalize(images))
-            return model.forward_head(tokens, pre_logits=True).flatten(1).float()
-
-    @torch.no_grad()
-    def logits_of_features(self, features: Tensor) -> Tensor:
-        """Return the logits (N, C) float32 of what `features` returns."""
-        model: Any = self.model
-        with autocast(self.device, self.precision):
-            logits: Tensor = model.get_classifier()(features)
-        return logits.float()
+            features: Tensor = model.forward_head(tokens, pre_logits=True)
+        return features.flatten(1).float()
 
     def maps(
         self,
@@ -245,31 +218,18 @@ class Classifier:
         Raises:
             ValueError: A photo cannot be read.
         """
-        if not isinstance(photos, list | tuple):
-            return self.predict([photos], top)[0]
         if top < 1:
             raise ValueError(f"top: {top} is not allowed; it must be at least 1")
-        if not photos:
+        several = isinstance(photos, list | tuple)
+        if several and not photos:
             return []
-        return self.rank(self._resize(photos), top)
+        found = self.ranked(self.logits(self._resize(photos)), top)
+        return found if several else found[0]
 
     def _resize(self, photos: Photo | Photos) -> Tensor:
         """Return photos as (N, channels, H, W) uint8."""
         photos = photos if isinstance(photos, list | tuple) else [photos]
         return torch.stack([self.preprocess.resize(photo) for photo in photos])
-
-    def rank(self, images: Tensor, top: int = 5, batch_size: int = 500) -> list[dict[str, float]]:
-        """Return the most probable classes of each image.
-
-        Args:
-            images: (N, channels, H, W) uint8, on any device.
-            top: Number of classes.
-            batch_size: Images per forward pass.
-
-        Returns:
-            Probabilities, 0 to 1, by class name, best first, for each of the N images.
-        """
-        return self.ranked(self.logits(images, batch_size), top)
 
     @overload
     def explain(
@@ -288,8 +248,7 @@ class Classifier:
         """Map what the model attends to in one photo or in several.
 
         Args:
-            photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
-                size; or a list of them.
+            photos: As for `predict`.
             kinds: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
 
@@ -334,7 +293,7 @@ class Classifier:
         return logits / self.calibration.temperature if self.calibration else logits
 
     def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
-        """Return what `rank` does, from logits (N, C)."""
+        """Return the calibrated probabilities of the most probable classes, from logits (N, C)."""
         best = self.scaled(logits).softmax(dim=1).topk(min(top, len(self.classes)))
         return [
             {self.classes[index]: probability for probability, index in zip(*row, strict=True)}
@@ -387,34 +346,6 @@ class Classifier:
         if self.file is None:
             raise ValueError("only for a model that vit.load has loaded")
         return str(self.file)
-
-    def predictions(self) -> list[dict[str, Any]]:
-        """Read eval/predictions.csv of the run: a row for each test image.
-
-        Raises:
-            ValueError: There is no such file.
-        """
-        return self._read(
-            f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`" + program("eval") + " {}` writes it"
-        )
-
-    def split(self) -> list[dict[str, Any]]:
-        """Read split.csv of the run: a row for each of the user's files; errors as above."""
-        return self._read(SPLIT_FILE, "train.py writes it, for images of your own")
-
-    def _read(self, name: str, writer: str) -> list[dict[str, Any]]:
-        if self.run is None or self.file is None:
-            raise ValueError(f"{name}: only for a model that vit.load has loaded")
-        if not (self.run / name).is_file():
-            inside = self.file.resolve().is_relative_to(self.run.resolve())
-            source = self.run if inside else self.file.stem  # a model that comes with the package
-            raise ValueError(f"{self.run / name}: file not found; {writer.format(source)}")
-        kinds: dict[str, Any] = {"index": int, "probability": float}
-        with (self.run / name).open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            return [
-                {key: kinds.get(key.split("_")[0], str)(value) for key, value in row.items()}
-                for row in csv.DictReader(file)
-            ]
 
     def class_index(self, name: str) -> int:
         """Return the index of a class.

@@ -5,7 +5,6 @@ Shapes: B batch, C classes, N images.
 
 import math
 import time
-import unicodedata
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.hardware import autocast
 from vit.run.tracker import Logged
 from vit.training.config import Config
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
-LONGEST_NAME = 40  # columns of a terminal that a class name may take in a table
 
 
 class Evaluator(Protocol):
@@ -81,16 +80,25 @@ class Validation:
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
         if not len(self.images):
             return
-        if self.frozen and classifier.has_linear_head:
-            if self._features is None:
-                parts = self.images.parts(classifier.part_size())
-                self._features = torch.cat([classifier.features(part) for part in parts])
-            logits = classifier.logits_of_features(self._features).cpu()
-            result = report(logits, self.images.labels.cpu(), self.images.classes)
-        else:
+        logits = self._head_alone(classifier) if self.frozen else None
+        if logits is None:
             result, _ = evaluate(classifier, self.images)
+        else:
+            result = report(logits.cpu(), self.images.labels.cpu(), self.images.classes)
         yield "val/loss", result["loss"]
         yield "val/accuracy", result["accuracy"]
+
+    @torch.no_grad()
+    def _head_alone(self, classifier: Classifier) -> Tensor | None:
+        """Return logits (N, C), with features of the first call; None if the head is not linear."""
+        model: Any = classifier.model  # ours and timm's have this method
+        head = model.get_classifier()
+        if not isinstance(head, nn.Linear):
+            return None
+        if self._features is None:
+            self._features = classifier.features(self.images)
+        with autocast(classifier.device, classifier.precision):
+            return head(self._features).float()
 
 
 def validation(setup: Setup) -> Evaluator:
@@ -114,9 +122,7 @@ def evaluate(
         those of mirror images; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
-    size = classifier.part_size(batch_size)
-    count = math.ceil(len(images) / size)
-    logits = classifier.logits_of_parts(images.parts(size), count).cpu()
+    logits = classifier.logits(images, batch_size).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
     if classifier.flip:
@@ -214,74 +220,16 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
         and the 95% interval accuracy_95.
     """
     confidence, predicted = probabilities.max(dim=1)
-    hit = (predicted == labels).double()
-    where = bin_of(confidence)
-    bins = []
+    right, where, bins = predicted == labels, bin_of(confidence), []
     for number in where.unique().tolist():
         inside = where == number
-        bins.append(
-            {
-                "n": int(inside.sum()),
-                "confidence": confidence[inside].double().mean().item(),
-                "accuracy": hit[inside].mean().item(),
-                "accuracy_95": wilson_interval(int(hit[inside].sum()), int(inside.sum())),
-            }
-        )
+        hits, count = int((right & inside).sum()), int(inside.sum())
+        mean = confidence[inside].double().mean().item()
+        accuracy = {"accuracy": hits / count, "accuracy_95": wilson_interval(hits, count)}
+        bins.append({"n": count, "confidence": mean, **accuracy})
     return bins
 
 
 def bin_of(confidence: Tensor) -> Tensor:
-    """Return the number of the bin of `reliability`, 0 to 14, of confidences (N,)."""
+    """Return the bin, 0 to 14, of each of the confidences (N,)."""
     return (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
-
-
-def as_table(result: dict[str, Any]) -> str:
-    """Format a report as text: overall metrics first, then one row per class."""
-    low, high = result["accuracy_95"]
-    names = [_fitting(name) for name in result["per_class"]]
-    wide = max(20, *map(text_columns, names))
-    top5 = [f"top-5 accuracy  {result['top5_accuracy']:7.2%}"]
-    measured = [
-        f"loss            {result['loss']:7.4f}",
-        f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
-    ]
-    lines = [
-        f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
-        f"{result['n']:,} images",
-        *(top5 if len(names) > 5 else []),  # with five classes it says nothing
-        f"balanced        {result['balanced_accuracy']:7.2%}   mean recall of the classes",
-        f"macro F1        {result['macro_f1']:7.4f}   mean F1 score of the classes",
-        *([] if "calibration" in result else measured),  # else in a table of its own
-        f"speed           {result['images_per_second']:7,.0f}   images/s, slow start included",
-        "",
-        f"{'class':<{wide}}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",
-    ]
-    for row, values in enumerate(result["per_class"].values()):
-        wrong = [0 if c == row else n for c, n in enumerate(result["confusion_matrix"][row])]
-        worst = max(range(len(wrong)), key=wrong.__getitem__)
-        mistaken = f"{names[worst]} ({wrong[worst]})" if wrong[worst] else "–"
-        lines.append(
-            f"{names[row]}{' ' * (wide - text_columns(names[row]))}"
-            f"{_percent(values['recall']):>9}{_percent(values['precision']):>11}"
-            f"{values['n']:>9,}   {mistaken}"
-        )
-    return "\n".join(lines)
-
-
-def _fitting(name: str) -> str:
-    """Cut a class name to LONGEST_NAME columns of a terminal, with an ellipsis."""
-    if text_columns(name) <= LONGEST_NAME:
-        return name
-    while text_columns(name) >= LONGEST_NAME:
-        name = name[:-1]
-    return f"{name}…"
-
-
-def text_columns(name: str) -> int:
-    """Return how many columns of a terminal a name takes; East Asian letters take two."""
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in name)
-    return len(name) + wide - sum(map(bool, map(unicodedata.combining, name)))
-
-
-def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{fraction:.1%}"

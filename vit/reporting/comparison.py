@@ -18,19 +18,17 @@ from PIL import Image
 from torch import Tensor
 
 from vit.classifier import Classifier
-from vit.console import printable
+from vit.console import counted, printable
 from vit.data.images import ImageSet
-from vit.data.preprocess import Preprocess
-from vit.data.sampling import balanced_subset
 from vit.evaluation import mcnemar, report
 from vit.explain.figures import comparison_picture
 from vit.hardware import describe
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
-from vit.reporting.comparison_table import as_markdown, as_text
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import load_run, load_test, require_not_trained_on, results_folder
+from vit.reporting.loading import load_run, load_test, results_folder
+from vit.reporting.tables import text_table, with_interval
 
 SUMMED_AT_ONCE = 500  # images; limits peak memory
 LONGEST_NAME = 20  # characters of a model's name
@@ -63,8 +61,8 @@ class Measured:
 def compare_runs(run: str, options: CompareConfig) -> None:
     """Compare models on the test images; print a table, and write it with numbers and a picture.
 
-    Every other model is compared with the first. If no model has attention maps, there is no
-    picture.
+    Every other model is compared with the first. The picture shows where the maps of the first two
+    models that have maps differ most.
 
     Args:
         run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
@@ -75,119 +73,83 @@ def compare_runs(run: str, options: CompareConfig) -> None:
             classes.
     """
     models = [load_run(name, options) for name in (run, *options.others)]
-    for other in models[1:]:
-        _require_same_classes(models[0], other)
-    test = load_test(models[0], options.data.root)
-    names = _short_names([saved.name for saved in models])
-    for other in models[1:]:
-        require_not_trained_on(test, other, options.data.root or models[0].config.data.root)
+    first, size = models[0], options.batch_size
+    tests = [_load_test(saved, first, options.data.root) for saved in models]
+    names = [printable(saved.name)[:LONGEST_NAME] for saved in models]
+    if len({*names}) < len(names):
+        names = [f"{name}_{number}" for number, name in enumerate(names, start=1)]
     name = f"compare_{'_'.join(names[1:])}"[:60]  # file systems allow 255 bytes
-    folder = results_folder(models[0], options.out) / name
+    folder = results_folder(first, options.out) / name
     folder.mkdir(parents=True, exist_ok=True)
     print("\n".join(saved.describe() for saved in models), flush=True)
-    tests = _resize(test, models, options)
-    measured = _measure(names, models, tests, options.batch_size)
-    classifier, mapped = models[0].classifier, [each for each in measured if each.maps is not None]
+    classified = classify_in_turns([saved.classifier for saved in models], tests, size)
+    measured = [
+        Measured(name, saved, logits, _rollouts(saved.classifier, test, size), speed)
+        for name, saved, test, (logits, speed) in zip(names, models, tests, classified, strict=True)
+    ]
+    classifier = first.classifier
     content = {
-        "data": models[0].config.data.name,
-        "images": len(test),
+        "data": first.config.data.name,
+        "images": len(tests[0]),
         "options": dataclasses.asdict(options),
         "hardware": f"{describe(classifier.device)}, {str(classifier.precision)[len('torch.') :]}",
-        "batch_size": options.batch_size,
-        "models": [_describe(each, test) for each in measured],
-        "pairs": [_compare(measured[0], other, test, options.probes) for other in measured[1:]],
-        "drawn": [each.name for each in mapped],
+        "models": [_describe(each, tests[0]) for each in measured],
+        "pairs": [_compare(measured[0], other, tests[0], options.probes) for other in measured[1:]],
     }
-    table, picture = folder / "comparison.md", folder / "comparison.png"
+    text, picture = as_text(content), folder / "comparison.png"
     picture.unlink(missing_ok=True)  # of an earlier comparison
-    if mapped:
-        drawn = _choose(measured, test, options.probes, options.seed)
-        Image.fromarray(_draw(test, drawn, measured)).save(picture)
-    table.write_text(as_markdown(content, picture.name if mapped else None), encoding="utf-8")
-    print(f"\n{as_text(content)}")
+    mapped = [each for each in measured if each.maps is not None]
+    if len(mapped) > 1:
+        Image.fromarray(_draw(tests[0], mapped, options.probes)).save(picture)
+    (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
+    print(f"\n{text}")
     if options.corruptions:
-        pairs = ((s.classifier, tests[s.classifier.preprocess]) for s in models)
-        tested = dict(zip(names, pairs, strict=True))
-        content["corruptions"], text = compare_corrupted(tested, folder, options)
-        print(f"\n{text}")
+        pairs = [(saved.classifier, test) for saved, test in zip(models, tests, strict=True)]
+        corrupted = compare_corrupted(dict(zip(names, pairs, strict=True)), folder, options)
+        content["corruptions"], table = corrupted
+        print(f"\n{table}")
     (folder / "comparison.json").write_text(json.dumps(content, indent=1))
     without = [each.saved.classifier.model for each in measured if each.maps is None]
     for line in dict.fromkeys(map(no_maps_text, without)):
         print(line)
-    print(f"\nwrote {f'{picture}, ' if mapped else ''}{table}, {folder / 'comparison.json'}")
+    print(f"\nwrote {', '.join(sorted(str(file) for file in folder.glob('comparison.*')))}")
 
 
-def _require_same_classes(first: SavedModel, second: SavedModel) -> None:
-    data, classes = first.config.data.name, first.classifier.classes
-    if (other := second.config.data.name) != data:
-        raise ValueError(
-            f"compare: {second.path} was trained on {other}, not on {data} like "
-            f"{first.path}; only models of the same data set can be compared"
-        )
-    if second.classifier.classes != classes:
-        different = ", ".join(sorted({*second.classifier.classes} ^ {*classes}))
-        raise ValueError(
-            f"compare: {second.path} does not have the classes of {first.path}: only one of the "
-            f"two has {different}; only models of the same classes can be compared"
-        )
+def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
+    """Load the test images of the first model in the size of a model.
 
-
-def _short_names(names: Sequence[str]) -> list[str]:
-    """Cut names to 20 characters; number them if two are the same."""
-    short = [printable(name)[:LONGEST_NAME] for name in names]
-    if len({*short}) == len(short):
-        return short
-    return [f"{name}_{number}" for number, name in enumerate(short, start=1)]
-
-
-def _resize(
-    test: ImageSet, models: Sequence[SavedModel], options: CompareConfig
-) -> dict[Preprocess, ImageSet]:
-    """Return the first model's test images as each model takes them, perhaps of another size."""
-    tests = {models[0].classifier.preprocess: test}
-    for saved in models[1:]:
-        if saved.classifier.preprocess not in tests:
-            same_data = dataclasses.replace(saved, config=models[0].config)
-            tests[saved.classifier.preprocess] = load_test(same_data, options.data.root)
-    return tests
-
-
-def _measure(
-    names: Sequence[str],
-    models: Sequence[SavedModel],
-    tests: dict[Preprocess, ImageSet],
-    batch_size: int,
-) -> list[Measured]:
-    """Classify and map all test images.
-
-    The models take turns with every batch, and a speed is the median over the batches, so that
-    other programs on the machine slow them down alike. Reading and maps are not timed.
+    Raises:
+        ValueError: The models have different data or classes, or the images cannot be read.
     """
-    classifiers = [saved.classifier for saved in models]
-    logits: list[list[Tensor]] = [[] for _ in models]
-    speeds: list[list[float]] = [[] for _ in models]
-    for parts in zip(*(test.parts(batch_size) for test in tests.values()), strict=True):
-        resized = dict(zip(tests, parts, strict=True))
-        for number, classifier in enumerate(classifiers):
-            part = resized[classifier.preprocess]
-            if not logits[number]:
-                classifier.logits(part, batch_size).cpu()  # warms up
-            start = time.perf_counter()
-            logits[number].append(classifier.logits(part, batch_size).cpu())
-            speeds[number].append(len(part) / (time.perf_counter() - start))
-    return [
-        Measured(
-            name,
-            saved,
-            torch.cat(logits[number]),
-            _map_all(saved.classifier, tests[saved.classifier.preprocess], batch_size),
-            statistics.median(speeds[number]),
+    data = first.config.data
+    if saved.config.data.name != data.name:
+        raise ValueError(
+            f"compare: {saved.path} was trained on {saved.config.data.name}, not on {data.name} "
+            f"like {first.path}; only models of the same data set can be compared"
         )
-        for number, (name, saved) in enumerate(zip(names, models, strict=True))
-    ]
+    config = dataclasses.replace(saved.config, data=data)
+    return load_test(dataclasses.replace(saved, config=config), root)
 
 
-def _map_all(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor | None:
+def classify_in_turns(
+    classifiers: Sequence[Classifier], tests: Sequence[ImageSet], batch_size: int
+) -> list[tuple[Tensor, float]]:
+    """Return each model's logits (N, C) and its images per second, the median over batches.
+
+    The models take turns with every batch, so that other programs slow them down alike. Reading is
+    not timed.
+    """
+    logits: list[list[Tensor]] = [[] for _ in classifiers]
+    speeds: list[list[float]] = [[] for _ in classifiers]
+    for parts in zip(*(test.parts(batch_size) for test in tests), strict=True):
+        for number, part in enumerate(parts):
+            start = time.perf_counter()
+            logits[number].append(classifiers[number].logits(part, batch_size).cpu())
+            speeds[number].append(len(part) / (time.perf_counter() - start))
+    return list(zip(map(torch.cat, logits), map(statistics.median, speeds), strict=True))
+
+
+def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor | None:
     """Return the rollout of all test images, (N, rows, columns); None if there are no maps."""
     if not classifier.has_maps:
         return None
@@ -198,17 +160,13 @@ def _map_all(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor 
 
 def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
     """Return what the table and comparison.json say about a model."""
-    saved = each.saved
-    model, train = saved.config.model, saved.config.train
+    saved, model = each.saved, each.saved.config.model
     architecture = f"vit, depth {model.depth}, width {model.embed_dim}, patch {model.patch_size}"
     if model.attention != "dot":
         architecture += f", {model.attention} attention"
     if model.name != "vit":
         architecture = f"{model.name}{' with timm_args' if model.timm_args else ''}"
     result = report(each.logits, test.labels.cpu(), test.classes)
-    shown = ["accuracy", "accuracy_95"]
-    if len({*test.class_counts()}) > 1:
-        shown.append("balanced_accuracy")
     return {
         "name": each.name,
         "path": str(saved.path),
@@ -216,10 +174,7 @@ def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in saved.classifier.model.parameters()),
         "steps": saved.step,
         "finished": saved.finished,
-        "epochs": train.epochs if train.budget_minutes is None else None,
-        "budget_minutes": train.budget_minutes,
-        "pretrained": model.pretrained,
-        **{key: result[key] for key in shown},
+        **{key: result[key] for key in ("accuracy", "accuracy_95", "balanced_accuracy")},
         "images_per_second": each.images_per_second,
     }
 
@@ -262,39 +217,70 @@ def _on_one_grid(maps: Sequence[Tensor]) -> list[Tensor]:
     return [F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps]
 
 
-def _choose(measured: Sequence[Measured], test: ImageSet, probes: int, seed: int) -> Tensor:
-    """Choose the test images to draw.
-
-    Returns:
-        Indices of the images where the maps of the first two models that have maps differ most,
-        most different first; or with maps of a single model, of images on which the models
-        disagree.
-    """
-    maps = [each.maps for each in measured if each.maps is not None]
-    if len(maps) > 1:
-        return _moved(maps[0], maps[1]).topk(min(probes, len(test))).indices
-    guesses = torch.stack([each.guesses for each in measured])
-    differ = (guesses != guesses[0]).any(dim=0).nonzero().squeeze(1)
-    labels = test.labels.cpu()[differ]
-    return differ[balanced_subset(labels, min(probes, len(differ)), seed, "probes")]
-
-
-def _draw(test: ImageSet, drawn: Tensor, measured: Sequence[Measured]) -> np.ndarray:
-    """Draw the mean over all test images, followed by the images at `drawn`."""
-    chosen, classes = test.select(drawn), test.classes
+def _draw(test: ImageSet, mapped: Sequence[Measured], probes: int) -> np.ndarray:
+    """Draw the mean over all test images, and those where the maps of two models differ most."""
+    maps = _on_one_grid([each.maps for each in mapped if each.maps is not None])
+    most = _moved(maps[0], maps[1]).topk(min(probes, len(test))).indices
+    chosen, classes = test.select(most), test.classes
     sums = torch.stack([part.sum(dim=0) for part in test.parts(SUMMED_AT_ONCE)])
     average = (sums.sum(dim=0) / len(test)).round().to(torch.uint8)
-    captions, maps, titles = [f"mean of all\n{len(test):,} test images"], [], []
-    for index, label in zip(drawn.tolist(), chosen.labels.tolist(), strict=True):
-        lines = [f"true {classes[label]}, no. {index}"]
-        for each in measured:
-            if each.maps is None:
-                lines.append(f"{each.name}: {classes[each.guesses[index]]}")
-        captions.append("\n".join(lines))
-    for each in measured:
-        if each.maps is not None:
-            maps.append(torch.cat([each.maps.mean(dim=0)[None], each.maps[drawn]]))
-            predicted = [classes[guess] for guess in each.guesses[drawn].tolist()]
-            titles.append([each.name, *(f"{each.name}: {name}" for name in predicted)])
-    pixels = torch.cat([average[None], chosen.pixels()])
-    return comparison_picture(pixels, _on_one_grid(maps), titles, captions)
+    captions = [f"mean of all\n{len(test):,} test images"] + [
+        f"true {classes[label]}, no. {index}"
+        for index, label in zip(most.tolist(), chosen.labels.tolist(), strict=True)
+    ]
+    titles = [
+        [each.name, *(f"{each.name}: {classes[guess]}" for guess in each.guesses[most].tolist())]
+        for each in mapped
+    ]
+    shown = [torch.cat([found.mean(dim=0)[None], found[most]]) for found in maps]
+    return comparison_picture(torch.cat([average[None], chosen.pixels()]), shown, titles, captions)
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """Format what comparison.json says in Markdown: a table, and a sentence about each pair."""
+    rows = [
+        ["model", "architecture", "parameters", "steps", "accuracy (95% interval)", "mean recall"],
+        ["---"] * 6,
+    ]
+    rows[0] += [f"p against {content['models'][0]['name']}", "images/s"]
+    rows[1] += ["---"] * 2
+    p_values = ["–", *(f"{pair['mcnemar_p']:.2g}" for pair in content["pairs"])]
+    for model, p_value in zip(content["models"], p_values, strict=True):
+        unfinished = "" if model["finished"] else " (unfinished)"
+        rows.append([
+            model["name"].replace("|", "\\|"),
+            model["architecture"],
+            f"{model['parameters']:,}",
+            f"{model['steps']:,}{unfinished}",
+            with_interval(model, "accuracy", ".2%"),
+            f"{model['balanced_accuracy']:.2%}",
+            p_value,
+            f"{model['images_per_second']:,.0f}",
+        ])  # fmt: skip
+    return "\n".join([
+        f"{content['data']}: {content['images']:,} test images, {content['hardware']}",
+        "",
+        *(f"| {line} |" for line in text_table(rows, " | ")),
+        "",
+        *(f"- {_sentence(pair)}." for pair in content["pairs"]),
+    ])  # fmt: skip
+
+
+def _sentence(pair: dict[str, Any]) -> str:
+    """Say how two models differ, without the full stop."""
+    first, other, only = pair["first"], pair["other"], pair["only_right"]
+    verdict = "significant" if pair["mcnemar_p"] < 0.05 else "not significant"
+    sentence = (
+        f"{first} and {other}: only {first} is right on {counted(only[0], 'image', ',')}, only "
+        f"{other} on {only[1]:,}; McNemar's exact test: p = {pair['mcnemar_p']:.2g}; the "
+        f"difference is {verdict} at the 5% level"
+    )
+    if "moved_attention" in pair:
+        sentence += (
+            f"; {pair['moved_attention']:.1%} of the attention (rollout, class-agnostic) is on "
+            "other patches"
+        )
+    if pair.get("most_moved"):
+        most = ", ".join(str(moved["index"]) for moved in pair["most_moved"])
+        sentence += f", most on images {most}"
+    return sentence

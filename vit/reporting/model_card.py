@@ -7,12 +7,11 @@ from typing import Any
 
 import yaml
 
-from vit.data.preprocess import Preprocess
-from vit.evaluation import as_table
 from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
+from vit.reporting.tables import metrics_table
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
 from vit.settings import flatten
 from vit.training.config import Config, to_dict
@@ -100,16 +99,16 @@ def model_card(saved: SavedModel) -> str:
     """Describe a model in Markdown, with the results of its report on the test images."""
     classifier, config = saved.classifier, without_places(saved.config)
     file = saved.run / EVAL_FOLDER / REPORT_FILE
+    measured = saved.finished and file.exists()
+    report = json.loads(file.read_text(encoding="utf-8")) if measured else {}
     defaults = flatten(to_dict(Config()))
     settings = {k: v for k, v in flatten(to_dict(config)).items() if v != defaults[k]}
-    report = (
-        json.loads(file.read_text(encoding="utf-8")) if saved.finished and file.exists() else None
-    )
+    rows, columns = classifier.preprocess.image_size
     return CARD.format(
-        metadata=_metadata(saved, report),
+        metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
         name=saved.name,
         weights=sum(weight.numel() for weight in classifier.model.parameters()),
-        size=_describe(classifier.preprocess),
+        size=f"{rows} x {columns} x {classifier.preprocess.channels}",
         count=len(classifier.classes),
         classes=", ".join(classifier.classes),
         library=LIBRARY,
@@ -122,21 +121,14 @@ def model_card(saved: SavedModel) -> str:
 
 def _results(report: dict[str, Any]) -> str:
     """Format a report as text in Markdown."""
-    tables = [as_table(report)]
+    tables = [metrics_table(report)]
     if "calibration" in report:  # not in old reports
         tables.append(calibration_table(report["calibration"]))
     return "On the test images:\n\n```\n" + "\n\n".join(tables) + "\n```"
 
 
-def _describe(preprocess: Preprocess) -> str:
-    """Name the size and the colours of images, such as "32 x 32 RGB"."""
-    rows, columns = preprocess.image_size
-    colours = {1: "grey", 3: "RGB"}.get(preprocess.channels, f"{preprocess.channels}-channel")
-    return f"{rows} x {columns} {colours}"
-
-
-def _metadata(saved: SavedModel, report: dict[str, Any] | None) -> str:
-    """Return the Hub's metadata as YAML, with the accuracy if it was measured."""
+def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the Hub's metadata, with the accuracy if it was measured."""
     about: dict[str, Any] = {
         "library_name": LIBRARY,
         "license": "unknown",
@@ -150,4 +142,4 @@ def _metadata(saved: SavedModel, report: dict[str, Any] | None) -> str:
             "metrics": [{"type": "accuracy", "value": report["accuracy"]}],
         }
         about["model-index"] = [{"name": saved.name, "results": [result]}]
-    return yaml.safe_dump(about, sort_keys=False).strip()
+    return about

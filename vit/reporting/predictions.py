@@ -4,7 +4,6 @@ Shapes: N images, C classes.
 """
 
 import itertools
-import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,7 @@ from vit.reporting.loading import load_run, results_folder
 from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
 
 TOP = 5  # classes per row
-COLUMNS = (
-    r"file,class,probability(,class_\d+,probability_\d+)*(,familiarity)?(,set_\w+)*"  # a pattern
-)
+COLUMNS = "file,class,probability,class_1,"  # the first of a table
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -41,10 +38,9 @@ def predict_files(run: str, options: PredictConfig) -> Path:
         options: The evaluation; `photos` lists image files and folders.
 
     Returns:
-        The table: a CSV file with the columns file, class and probability, and class_1,
-        probability_1 to class_5, probability_5, best first; familiarity, see `Calibration`, if the
-        model has it and images are not flipped; with a coverage, also set_lac and set_raps, each
-        the classes of a set, best first, separated by |.
+        The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
+        so on, best first; familiarity, see `Calibration`, if the model has it and images are not
+        flipped; with a coverage, set_lac and set_raps: classes, best first, separated by |.
 
     Raises:
         ValueError: There are no images, none can be read, the model cannot be read, or the output
@@ -70,8 +66,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
 
 def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
     """Return the columns `best` and probability, then class_1, probability_1, class_2 and so on."""
-    name, probability = next(iter(ranking.items()))
-    row = {best: name, "probability": probability}
+    row = dict(zip((best, "probability"), next(iter(ranking.items())), strict=True))
     for rank, (name, probability) in enumerate(ranking.items(), start=1):
         row |= {f"class_{rank}": name, f"probability_{rank}": probability}
     return row
@@ -135,9 +130,8 @@ def _require_own_table(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb") as file:
-        header = file.readline(10_000).decode(errors="replace").strip()
-    if not re.fullmatch(COLUMNS, header):
-        raise ValueError(
-            f"out: {path} exists and is not a table of predictions for image files; rename it, or "
-            "use another --out"
-        )
+        if not file.read(len(COLUMNS)) == COLUMNS.encode():
+            raise ValueError(
+                f"out: {path} exists and is not a table of predictions for image files; rename it, "
+                "or use another --out"
+            )

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.classifier import Classifier
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
-from vit.evaluation import as_table, evaluate
+from vit.evaluation import evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
 from vit.explain.lrp import propagate
@@ -31,7 +31,7 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
-from vit.reporting.tables import Part
+from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
@@ -39,6 +39,46 @@ from vit.run.tracker import picture_tag
 MISTAKES = 16  # images in the gallery
 SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss", "ece")
 RANKED_AT_ONCE = 1000  # images; limits peak memory
+
+
+def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
+    """Evaluate a model on the test images; print the report and write it.
+
+    Args:
+        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        options: The evaluation.
+
+    Returns:
+        The report, see `write_report`, with its optional parts.
+
+    Raises:
+        ValueError: The model or the data cannot be read, or the folder contains other files.
+    """
+    saved = load_run(run, options, options.flip)
+    test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
+    _require_own_report(folder)
+    if options.coverage is not None:  # raises before the images are classified
+        logits = torch.zeros(1, len(test.classes))
+        make_sets(saved.classifier, logits, torch.zeros(1), options.coverage)
+    name = options.unfamiliar
+    others = load_unfamiliar(name, saved, options.data.root) if name else None
+    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
+    result = write_report(
+        saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
+        options.seed, options.coverage,
+    )  # fmt: skip
+    print(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
+    if options.coverage is not None:
+        print(f"\n{sets_table(result['sets'], options.coverage)}")
+    if others is not None:
+        _add(report_unfamiliar(saved, test, others, options), result, folder, saved.step)
+    if options.corruptions:
+        part = report_corruptions(saved, test, folder, result["accuracy"], options)
+        _add(part, result, folder, saved.step)
+    if not saved.classifier.has_maps:
+        print(f"\n{no_maps_text(saved.classifier.model)}")
+    print(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {folder}/")
+    return result
 
 
 def write_report(
@@ -56,9 +96,8 @@ def write_report(
     Args:
         classifier: The model.
         images: The test images, with labels.
-        folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves.
-            Files of an earlier report are replaced.
+        folder: Folder for report.json, predictions.csv, pictures and TensorBoard events. Files of
+            an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         probes: Number of test images whose attention maps are drawn, if the model has maps.
@@ -79,58 +118,55 @@ def write_report(
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
         "reliability": reliability_picture(result["calibration"]),
     }
-    scaled = classifier.scaled(logits)
-    wrong = worst_mistakes(scaled, images.labels, MISTAKES)
+    wrong = worst_mistakes(classifier.scaled(logits), images.labels, MISTAKES)
     mistakes = prediction_rows(classifier, images, logits, wrong)
     result["mistakes"] = [{k: row[k] for k in row if "_" not in k} for row in mistakes]
     if len(wrong):
         chosen = images.select(wrong).in_memory()
-        pictures["mistakes"] = draw_gallery(classifier, chosen, scaled[wrong])
+        pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
     drawn = draw_probes(classifier, choose_probes(images, probes, seed))
     pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
     (folder / "probes").mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
-    with SummaryWriter(str(folder)) as writer:
-        _write(writer, result, {key: result[key] for key in SCALARS}, pictures, step)
-        probabilities = scaled.softmax(dim=1)
-        for number, name in enumerate(images.classes):
-            writer.add_pr_curve(
-                f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
-            )
+    _write(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
 
 
+def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
+    """Add a part to a report and its folder, and print its table."""
+    result[part.name] = part.numbers
+    _write(result, part.scalars, part.pictures, folder, step)
+    print(f"\n{part.table}")
+
+
 def _write(
-    writer: SummaryWriter,
     result: dict[str, Any],
     scalars: dict[str, float],
     pictures: dict[str, np.ndarray],
+    folder: Path,
     step: int,
 ) -> None:
-    """Write a report, and log and draw what it consists of, in the folder of the writer."""
-    folder = Path(writer.log_dir)
+    """Write a report, and log and draw what it consists of."""
     # Before the figures, so that a folder with a part of a report is recognized as one.
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
-    for key, value in scalars.items():
-        writer.add_scalar(f"test/{key}", value, step)
-    for name, pixels in pictures.items():
-        writer.add_image(picture_tag(f"test/{name}"), pixels, step, dataformats="HWC")
-        Image.fromarray(pixels).save(folder / f"{name}.png")
+    with SummaryWriter(str(folder)) as writer:
+        for key, value in scalars.items():
+            writer.add_scalar(f"test/{key}", value, step)
+        for name, pixels in pictures.items():
+            writer.add_image(picture_tag(f"test/{name}"), pixels, step, dataformats="HWC")
+            Image.fromarray(pixels).save(folder / f"{name}.png")
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return the misclassified images with the highest confidence.
+    """Return the indices of at most `count` misclassified images, the most confident first.
 
     Args:
         logits: (N, C).
         labels: (N,) int64.
         count: Maximum number of images.
-
-    Returns:
-        Indices, most confident first.
     """
     confidence, predicted = logits.softmax(dim=1).max(dim=1)
     confidence = confidence.masked_fill(predicted == labels, -1.0)
@@ -149,11 +185,10 @@ def prediction_rows(
 
 
 def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
-    """Draw each image with its attention rollout.
+    """Draw each image with its attention rollout, and the true and the predicted class.
 
     Returns:
-        Pictures (height, width, 3) uint8, with the true and the predicted class; none if the model
-        has no maps.
+        Pictures (height, width, 3) uint8; none if the model has no maps.
     """
     if len(probes) == 0 or not classifier.has_maps:
         return []
@@ -194,16 +229,10 @@ def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> 
 
 
 def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
-    """Map what speaks for and against the predicted and the true class.
+    """Map what speaks for and against the predicted (B,) and the true class (B,) of images.
 
     Unlike the maps of `Classifier.maps`, both have the same unit, so they can be compared: their
     difference is the relevance of the difference of the two logits.
-
-    Args:
-        classifier: A model with maps.
-        images: (B, channels, H, W) uint8.
-        predicted: (B,) int64, the predicted classes.
-        labels: (B,) int64, the true classes.
 
     Returns:
         Layer-wise relevance of pixels for the predicted and for the true class, (B, 2, H, W), in
@@ -234,53 +263,3 @@ def _require_own_report(folder: Path) -> None:
         return
     if path.exists() or report_files(folder):
         raise ValueError(f"out: {folder} contains files other than a report; use another --out")
-
-
-def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
-    """Evaluate a model on the test images; print the report and write it.
-
-    Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation.
-
-    Returns:
-        The report, see `vit.evaluation.report`.
-
-    Raises:
-        ValueError: The model or the data cannot be read, or the folder contains other files.
-    """
-    saved = load_run(run, options, options.flip)
-    test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
-    _require_own_report(folder)
-    if options.coverage is not None:  # raises before the images are classified
-        logits = torch.zeros(1, len(test.classes))
-        make_sets(saved.classifier, logits, torch.zeros(1), options.coverage)
-    name = options.unfamiliar
-    others = load_unfamiliar(name, saved, options.data.root) if name else None
-    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
-    result = write_report(
-        saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
-        options.seed, options.coverage,
-    )  # fmt: skip
-    print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
-    if options.coverage is not None:
-        print(f"\n{sets_table(result['sets'], options.coverage)}")
-    if others is not None:
-        _add(report_unfamiliar(saved, test, others, options), result, folder, saved.step)
-    if options.corruptions:
-        part = report_corruptions(saved, test, folder, result["accuracy"], options)
-        _add(part, result, folder, saved.step)
-    has_maps = saved.classifier.has_maps
-    if not has_maps:
-        print(f"\n{no_maps_text(saved.classifier.model)}")
-    probes = f", {folder / 'probes'}/*.png" if options.probes and has_maps else ""
-    print(f"\nwrote {folder / REPORT_FILE}, {folder / PREDICTIONS_FILE}, {folder}/*.png{probes}")
-    return result
-
-
-def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
-    """Add a part to a report and its folder, and print its table."""
-    result[part.name] = part.numbers
-    with SummaryWriter(str(folder)) as writer:
-        _write(writer, result, part.scalars, part.pictures, step)
-    print(f"\n{part.table}")

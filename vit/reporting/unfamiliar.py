@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from vit.calibration import energy
 from vit.classifier import Classifier
@@ -52,7 +51,7 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     if name == "noise":
         shape = (NOISE, preprocess.channels, *preprocess.image_size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, name))
-        return ImageSet(images, torch.zeros(NOISE, dtype=torch.int64), (name,))
+        return _without_class(images)
     if not Path(name).is_dir():
         raise ValueError(
             f"unfamiliar: {name} is not allowed; it must be a folder of images or one of "
@@ -64,8 +63,11 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
             f"unfamiliar: {name} has {len(paths)} images; it must have at least {FEWEST} for "
             "meaningful intervals"
         )
-    labels = torch.zeros(len(paths), dtype=torch.int64)
-    return ImageSet(ImageFiles(paths, preprocess, data.workers), labels, (name,))
+    return _without_class(ImageFiles(paths, preprocess, data.workers))
+
+
+def _without_class(images: Tensor | ImageFiles) -> ImageSet:
+    return ImageSet(images, torch.zeros(len(images), dtype=torch.int64), ("none",))
 
 
 def report_unfamiliar(
@@ -76,13 +78,13 @@ def report_unfamiliar(
     Raises:
         ValueError: The training images cannot be read.
     """
-    training = load_split(saved, options.data.root)[0]
+    classifier, training = saved.classifier, load_split(saved, options.data.root)[0]
     count = min(TRAINING, len(training))
     chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
-    training = training.select(chosen).resized(saved.classifier.preprocess)
-    reference = _outputs(saved.classifier, training)[1]
+    reference = _features(classifier, training.select(chosen).resized(classifier.preprocess))
     familiar, unfamiliar = (
-        _scores(*_outputs(saved.classifier, images), reference) for images in (test, others)
+        _scores(classifier.logits(images).cpu(), _features(classifier, images), reference)
+        for images in (test, others)
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
     found = {name: detection(*pair) for name, pair in scores.items()}
@@ -97,15 +99,9 @@ def report_unfamiliar(
     )
 
 
-def _outputs(classifier: Classifier, images: ImageSet) -> tuple[Tensor, Tensor]:
-    """Return logits (N, C) and features of length 1 (N, D), on the CPU."""
-    logits, features, size = [], [], classifier.part_size()
-    for part in tqdm(images.parts(size), total=-(-len(images) // size), leave=False, disable=None):
-        found, linear = classifier.features(part), classifier.has_linear_head
-        out = classifier.logits_of_features(found) if linear else classifier.logits(part)
-        logits.append(out.cpu())
-        features.append(F.normalize(found, dim=1).cpu())
-    return torch.cat(logits), torch.cat(features)
+def _features(classifier: Classifier, images: ImageSet) -> Tensor:
+    """Return features of length 1, (N, D), on the CPU."""
+    return F.normalize(classifier.features(images), dim=1).cpu()
 
 
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:
