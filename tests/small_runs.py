@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,17 +96,6 @@ def make_loop(
     training, held_out = load_data(run)
     step = build_step(run, training)
     return build_loop(run, step, training, held_out, tracker)
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    error: str
-
-
-Call = Callable[..., Ended]
 
 
 class StopAt(StopRequest):

@@ -29,29 +29,24 @@ from vit.reporting.export_formats import FORMATS
 from vit.reporting.predictions import predict_files
 from vit.training.config import from_dict
 
-TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "zero_init": False}
-PLAIN = {**TINY, "stem": "linear", "mlp_conv": False}
+PLAIN: dict[str, Any] = {
+    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "zero_init": False,
+    "stem": "linear", "mlp_conv": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {  # that timm has too
-    "mean": {},
+    "mean": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.7},
     "token": {"class_token": True, "global_pool": "token", "reg_tokens": 2},
-    "norms": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.7},
     "sincos": {"pos_embed": "sincos", "class_token": True},
     "none": {"pos_embed": "none", "head_dim": 8},
     "clip": {
-        "class_token": True,
-        "global_pool": "token",
-        "pre_norm": True,
-        "norm_eps": 1e-5,
+        "class_token": True, "global_pool": "token", "pre_norm": True, "norm_eps": 1e-5,
         "act_layer": "quick_gelu",
     },
     "patches": {
-        "class_token": True,
-        "reg_tokens": 1,
-        "no_embed_class": True,
-        "fc_norm": False,
+        "class_token": True, "reg_tokens": 1, "no_embed_class": True, "fc_norm": False,
         "act_layer": "gelu_tanh",
     },
-}
+}  # fmt: skip
 RGB = Preprocess((32, 32), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
 CLASSES = ("circle", "square", "star")
 
@@ -62,10 +57,9 @@ def save(
     preprocess: Preprocess = RGB,
     base: dict[str, Any] = PLAIN,
 ) -> Path:
-    """Write a model file with random weights; the test images of its data set are not there."""
+    """Write a model file with random weights."""
     torch.manual_seed(0)
-    data = {"name": "cifar10", "root": str(folder / "none")}
-    config = from_dict({"data": data, "model": {**base, **model}})
+    config = from_dict({"model": {**base, **model}})
     network = build_model(config.model, preprocess, len(CLASSES)).eval()
     if base is PLAIN:
         torch.nn.init.normal_(network.head.weight)
@@ -143,17 +137,14 @@ def test_transform_that_timm_makes_is_ours(tmp_path, interpolation):
 @pytest.mark.parametrize(
     ("model", "part"),
     [
-        ({"mlp_conv": True}, "lacks the depthwise convolution of model.mlp_conv=true; export"),
-        ({"stem": "conv"}, "lacks the convolutional patch embedding of model.stem=conv; export"),
-        (
-            {"head_dim": 4},
-            "lacks the heads of model.head_dim=4; export it to onnx or torch",
-        ),
+        ({"mlp_conv": True, "global_pool": "avg"}, "timm's in blocks.0.mlp.conv.conv.bias, "),
+        ({"head_dim": 4}, "it differs from timm's in blocks.0.attn.proj.weight, "),
+        ({"attention": "cosine"}, "model.attention=cosine; export it to onnx or torch"),
     ],
 )
 def test_model_that_timm_lacks_is_refused_with_the_reason(tmp_path, model, part):
     run = save(tmp_path / "run", model)
-    with pytest.raises(ValueError, match=r"export: timm is not possible for this model") as error:
+    with pytest.raises(ValueError, match=r"export: timm is not possible for ") as error:
         export_run(str(run), ExportConfig(formats=("timm",)))
     assert part in str(error.value)
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
@@ -232,25 +223,18 @@ def test_export_that_differs_is_not_kept(tmp_path, monkeypatch, wrong):
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
 
 
-# The command line.
-
-
 def test_export_replaces_its_own_result_but_nothing_else(tmp_path, run):
-    options = ExportConfig(formats=("timm",), out=str(tmp_path / "folder"))
+    options, target = ExportConfig(formats=("timm",), out=str(tmp_path)), tmp_path / "timm"
     export_run(str(run), options)
-    (tmp_path / "folder/timm/README.md").write_text("mine")
     export_run(str(run), options)
-    assert len(list((tmp_path / "folder/timm").iterdir())) == 4
-    (tmp_path / "timm").mkdir()
-    for name, file in [
-        ("timm", "timm/config.json"),
-        ("onnx", "model.onnx"),
-        ("torch", "model.pt2"),
-    ]:
-        (tmp_path / file).write_text("mine")
-        with pytest.raises(ValueError, match=r"out: .* exists and is not an export; use another"):
-            export_run(str(run), ExportConfig(formats=(name,), out=str(tmp_path)))
-        assert (tmp_path / file).read_text() == "mine"
+    assert len(list(target.iterdir())) == 3
+    other = save(tmp_path / "other", {}, replace(RGB, fit="pad"))
+    (tmp_path / "model.onnx").write_text("mine")
+    for source, name, file in ((other, "timm", "timm/preprocess.py"), (run, "onnx", "model.onnx")):
+        before = (tmp_path / file).read_bytes()
+        with pytest.raises(ValueError, match=rf"out: .*{file} is not from an export of this model"):
+            export_run(str(source), ExportConfig(formats=(name,), out=str(tmp_path)))
+        assert (tmp_path / file).read_bytes() == before
 
 
 # Image files.
@@ -317,16 +301,6 @@ def test_exported_preprocess_gives_the_bits_that_predict_gives_the_model(
         found = read(file)
         assert found.dtype == np.float32 and found.shape == (1, channels, 24, 32), file
         assert found.tobytes() == expected.tobytes(), file
-
-
-def test_preprocess_of_another_model_is_not_replaced(tmp_path, run):
-    other = save(tmp_path / "other", {}, replace(RGB, fit="pad"))
-    options = ExportConfig(formats=("timm",), out=str(tmp_path / "out"))
-    export_run(str(run), options)
-    before = (tmp_path / "out/timm/preprocess.py").read_bytes()
-    with pytest.raises(ValueError, match=r"out: .*preprocess\.py is not that of this model; use"):
-        export_run(str(other), options)
-    assert (tmp_path / "out/timm/preprocess.py").read_bytes() == before
 
 
 # The programs in docs/export.md.

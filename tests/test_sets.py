@@ -1,7 +1,6 @@
 """Sets of classes: their scores, how often they contain the true class, and predict's columns."""
 
 import csv
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from PIL import Image
 from scipy.stats import betabinom, binom
 from torch import Tensor
 
+from command_line import Call
 from vit.calibration import Calibration, set_scores
 from vit.data.images import ImageSet
 from vit.model_file import load_model, save_model
 from vit.reporting.calibration import measure_sets, sets_table
-from vit.startup import eval_main
 
 
 def draw(count: int, classes: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,18 +111,7 @@ def test_table_counts_coverage_and_classes() -> None:
     assert lines[2].startswith("all ") and f" {hits.mean():.1%} (" in lines[2]
 
 
-def predict(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
-    try:
-        eval_main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def test_predict_writes_sets_that_do_not_depend_on_other_photos(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, call: Call) -> None:
     saved = load_model("cifar10_quick", "cpu", "float32")
     logits, labels, _ = draw(99, 10, torch.Generator().manual_seed(0))
     calibrated = replace(saved.classifier, calibration=Calibration.fit(logits, labels))
@@ -134,7 +122,7 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(
         Image.fromarray(pixels).save(tmp_path / f"photos/{seed}.png")
     columns = []
     for photos in (tmp_path / "photos", tmp_path / "photos/3.png"):
-        assert predict(monkeypatch, tmp_path, "predict", photos, "--coverage", "0.95") == 0
+        assert call(tmp_path, "predict", photos, "--coverage", "0.95").code == 0
         with (tmp_path / "eval/photos.csv").open(newline="") as file:
             columns.append(list(csv.DictReader(file)))
     (several, (alone,)) = columns
@@ -148,14 +136,12 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(
         for kind in ("set_lac", "set_raps"):
             inside = row[kind].split("|")
             assert inside[:5] == best[: len(inside)] and {*inside} <= {*calibrated.classes}
-    assert predict(monkeypatch, tmp_path, "predict", tmp_path / "photos") == 0  # replaces the table
+    assert call(tmp_path, "predict", tmp_path / "photos").code == 0  # replaces the table
     for model, flags, message in [
-        ("cifar10_quick", ("0.9",), "coverage: the model file has no scores of held-out images"),
+        ("cifar10_quick", ("0.9",), "coverage: the model is not calibrated: no images were held"),
         (tmp_path, ("0.995",), "coverage: 0.995 is not allowed; it must be at most 0.99 for a"),
         (tmp_path, ("0.9", "--flip"), "coverage: not together with --flip"),
         (tmp_path, ("1.5",), "coverage: 1.5 is not allowed; it must be"),
     ]:
-        assert (
-            predict(monkeypatch, model, "predict", tmp_path / "photos", "--coverage", *flags) == 2
-        )
-        assert message in capsys.readouterr().err
+        ended = call(model, "predict", tmp_path / "photos", "--coverage", *flags)
+        assert ended.code == 2 and message in ended.error

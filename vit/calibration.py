@@ -26,7 +26,6 @@ class Calibration:
         quantiles: For each kind of `set_scores`, the largest score in a set, by coverage in steps
             of 1/1000, up to the largest for which there are enough images.
         energies: The energy of held-out images, see `energy`, ascending: of all, or 1000 quantiles.
-            Empty in files without them.
     """
 
     images: int

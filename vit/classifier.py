@@ -24,6 +24,7 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
+from vit.settings import require
 
 if TYPE_CHECKING:
     from vit.explain.explanation import Explanation
@@ -68,8 +69,8 @@ class Classifier:
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
             image alone.
-        run: The folder of the run, if it comes from `vit.load`.
-        file: The model file or checkpoint, if it comes from `vit.load`.
+        run: The folder of the run, if the model comes from `vit.load`.
+        file: The model file or checkpoint, if the model comes from `vit.load`.
         calibration: What the held-out images of the run say about probabilities, or None.
     """
 
@@ -105,11 +106,7 @@ class Classifier:
         return self.preprocess.normalize(images.to(self.device))
 
     def logits(self, images: Tensor | ImageSet, batch_size: int = 500) -> Tensor:
-        """Classify images.
-
-        Args:
-            images: (N, channels, H, W) uint8, on any device; or a set of them.
-            batch_size: Most images at once.
+        """Classify images (N, channels, H, W) uint8, on any device, at most `batch_size` at once.
 
         Returns:
             Logits (N, C) float32, on the device.
@@ -117,11 +114,7 @@ class Classifier:
         return self._by_parts(self._classify, images, batch_size)
 
     def features(self, images: Tensor | ImageSet | Photo | Photos) -> Tensor:
-        """Return what the head gets for images: (N, D) float32, on the device.
-
-        Args:
-            images: As for `logits`; or photos as for `predict`.
-        """
+        """Return what the head gets for images or photos: (N, D) float32, on the device."""
         if not isinstance(images, Tensor | ImageSet):
             images = self._resize(images)
         return self._by_parts(self._features, images)
@@ -170,10 +163,10 @@ class Classifier:
         batch_size: int = 500,
         **options: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Classify images and map what the model attends to.
+        """Classify images (N, channels, H, W) uint8 and map what the model attends to.
 
         Args:
-            images: (N, channels, H, W) uint8, on any device.
+            images: The images, on any device.
             kinds: Kinds of map, keys of `vit.registry.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
@@ -204,22 +197,19 @@ class Classifier:
     def predict(
         self, photos: Photo | Photos, top: int = 5
     ) -> dict[str, float] | list[dict[str, float]]:
-        """Return the most probable classes of one photo or of several.
+        """Return the probabilities of the most probable classes, best first, by name.
+
+        They are calibrated if the model has a `calibration`.
 
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
-                size; or a list of them.
+                size; or a list of them, which gives a list.
             top: Number of classes.
-
-        Returns:
-            Probabilities, 0 to 1, by class name, best first, calibrated if the model has a
-            `calibration`; a list of photos gives a list.
 
         Raises:
             ValueError: A photo cannot be read.
         """
-        if top < 1:
-            raise ValueError(f"top: {top} is not allowed; it must be at least 1")
+        require(top >= 1, "top", top, "at least 1")
         several = isinstance(photos, list | tuple)
         if several and not photos:
             return []
@@ -245,23 +235,19 @@ class Classifier:
         kinds: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
     ) -> "Explanation | list[Explanation]":
-        """Map what the model attends to in one photo or in several.
+        """Map what the model attends to in one photo or in several, as for `predict`.
 
         Args:
-            photos: As for `predict`.
+            photos: One photo or a list.
             kinds: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
-
-        Returns:
-            The explanation; a list of photos gives a list. In a notebook it shows as a picture.
 
         Raises:
             ValueError: A photo cannot be read, a kind or class does not exist, or the model has no
                 maps, see `has_maps`.
         """
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        if not kinds:
-            raise ValueError(f"kinds: none given; it must be one or more of {', '.join(ALL_KINDS)}")
+        require(bool(kinds), "kinds", kinds, f"one or more of {', '.join(ALL_KINDS)}")
         aim = None if target is None else torch.tensor([self.class_index(target)])
         if isinstance(photos, list | tuple):
             return [self._explain(photo, kinds, aim) for photo in photos]
@@ -303,35 +289,28 @@ class Classifier:
     def evaluate(
         self, images: ImageSet | str | Path | None = None, batch_size: int = 500
     ) -> dict[str, Any]:
-        """Measure accuracy and other metrics on labelled images, as `eval.py` does.
+        """Measure accuracy and other metrics, see `vit.evaluation.report`.
 
         Args:
             images: Images with labels, or the folder of a data set like that of the run, whose test
                 images are taken; None takes the test images of the run.
             batch_size: Most images at once.
 
-        Returns:
-            See `vit.evaluation.report`.
-
         Raises:
             ValueError: The images cannot be read, or have other classes.
         """
         if not isinstance(images, ImageSet):
             saved = _late("model_file:load_model")(self._source(), "cpu")
-            root = None if images is None else str(images)
-            images = _late("reporting.loading:load_test")(saved, root)
+            images = _late("reporting.loading:load_test")(saved, images and str(images))
         result: dict[str, Any] = _late("evaluation:evaluate")(self, images, batch_size)[0]
         return result
 
     def export(self, name: str, out: str | Path | None = None) -> Path:
-        """Write the model that was loaded in a format of other programs, and check its logits.
+        """Write the model that was loaded in a format of other programs; return file or folder.
 
         Args:
-            name: "timm", "onnx" or "torch"; or "html", its Attention tab as one file.
+            name: A format of `eval.py RUN export`, such as "onnx".
             out: Folder for the export; None is export/ next to the model.
-
-        Returns:
-            The file, or with timm the folder.
 
         Raises:
             ValueError: The format cannot represent the model, or its packages are not installed.
@@ -348,16 +327,9 @@ class Classifier:
         return str(self.file)
 
     def class_index(self, name: str) -> int:
-        """Return the index of a class.
-
-        Raises:
-            ValueError: The model has no such class.
-        """
-        if name not in self.classes:
-            raise ValueError(
-                f"target: {name!r} is not a class of this model; "
-                f"it must be one of {', '.join(self.classes)}"
-            )
+        """Return the index of a class; ValueError if the model has no such class."""
+        classes = ", ".join(self.classes)
+        require(name in self.classes, "target", name, f"a class of this model, one of {classes}")
         return self.classes.index(name)
 
 

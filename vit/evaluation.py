@@ -62,18 +62,16 @@ class Setup:
 
 
 class Validation:
-    """Evaluator that measures loss and accuracy on held-out images.
+    """Evaluator that measures loss and accuracy on the held-out images after each epoch.
 
-    Args:
-        images: The held-out images; if there are none, nothing is measured.
-        steps: The steps after which it runs.
-        frozen: Whether only the head of the model changes, so that what it gets is computed once.
+    If only the head of the model changes, what it gets is computed once.
     """
 
     name = "validation"
 
-    def __init__(self, images: ImageSet, steps: Container[int], frozen: bool = False) -> None:
-        self.images, self.steps, self.frozen = images, steps, frozen
+    def __init__(self, setup: Setup) -> None:
+        self.images, self.steps = setup.held_out, setup.epoch_ends
+        self.frozen = setup.config.train.freeze == "backbone"
         self._features: Tensor | None = None
 
     def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
@@ -101,21 +99,10 @@ class Validation:
             return head(self._features).float()
 
 
-def validation(setup: Setup) -> Evaluator:
-    """Measure loss and accuracy on the held-out images after each epoch."""
-    frozen = setup.config.train.freeze == "backbone"
-    return Validation(setup.held_out, setup.epoch_ends, frozen)
-
-
 def evaluate(
     classifier: Classifier, images: ImageSet, batch_size: int = 500
 ) -> tuple[dict[str, Any], Tensor]:
-    """Classify labelled images and compute the metrics.
-
-    Args:
-        classifier: The model to evaluate.
-        images: Images with labels, on any device.
-        batch_size: Most images at once.
+    """Classify labelled images, at most `batch_size` at once, and compute the metrics.
 
     Returns:
         The report, see `report`, with images_per_second, and with flip if logits are averaged with
@@ -125,9 +112,8 @@ def evaluate(
     logits = classifier.logits(images, batch_size).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
-    if classifier.flip:
-        result["flip"] = True
-    return {**result, "images_per_second": len(images) / seconds}, logits
+    flip = {"flip": True} if classifier.flip else {}
+    return {**result, **flip, "images_per_second": len(images) / seconds}, logits
 
 
 def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:
@@ -198,8 +184,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
         only_second: Number of images that only the second classifies correctly.
 
     Returns:
-        The p-value, 0 to 1: the probability of a split at least as uneven if both were equally
-        good.
+        The p-value: the probability of a split at least as uneven if both were equally good.
     """
     tries, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(tries, k) for k in range(fewer + 1))
@@ -216,8 +201,7 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
         labels: (N,) int64.
 
     Returns:
-        For each bin that contains images: their number n, mean confidence and accuracy (0 to 1),
-        and the 95% interval accuracy_95.
+        For each bin that contains images: n, mean confidence, accuracy, and accuracy_95.
     """
     confidence, predicted = probabilities.max(dim=1)
     right, where, bins = predicted == labels, bin_of(confidence), []

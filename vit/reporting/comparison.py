@@ -11,17 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from vit.classifier import Classifier
 from vit.console import counted, printable
 from vit.data.images import ImageSet
 from vit.evaluation import mcnemar, report
-from vit.explain.figures import comparison_picture
 from vit.hardware import describe
 from vit.model.attention_model import no_maps_text
 from vit.model_file import SavedModel
@@ -30,7 +27,7 @@ from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import load_run, load_test, results_folder
 from vit.reporting.tables import text_table, with_interval
 
-SUMMED_AT_ONCE = 500  # images; limits peak memory
+MOST_MOVED = 8  # images listed
 LONGEST_NAME = 20  # characters of a model's name
 
 
@@ -59,13 +56,10 @@ class Measured:
 
 
 def compare_runs(run: str, options: CompareConfig) -> None:
-    """Compare models on the test images; print a table, and write it with numbers and a picture.
-
-    Every other model is compared with the first. The picture shows where the maps of the first two
-    models that have maps differ most.
+    """Compare models with the first on the test images; print a table, and write it with numbers.
 
     Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        run: The first model, see `vit.model_file.load`.
         options: The evaluation; `others` are the other models.
 
     Raises:
@@ -94,13 +88,9 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         "options": dataclasses.asdict(options),
         "hardware": f"{describe(classifier.device)}, {str(classifier.precision)[len('torch.') :]}",
         "models": [_describe(each, tests[0]) for each in measured],
-        "pairs": [_compare(measured[0], other, tests[0], options.probes) for other in measured[1:]],
+        "pairs": [_compare(measured[0], other, tests[0]) for other in measured[1:]],
     }
-    text, picture = as_text(content), folder / "comparison.png"
-    picture.unlink(missing_ok=True)  # of an earlier comparison
-    mapped = [each for each in measured if each.maps is not None]
-    if len(mapped) > 1:
-        Image.fromarray(_draw(tests[0], mapped, options.probes)).save(picture)
+    text = as_text(content)
     (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")
     if options.corruptions:
@@ -112,7 +102,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     without = [each.saved.classifier.model for each in measured if each.maps is None]
     for line in dict.fromkeys(map(no_maps_text, without)):
         print(line)
-    print(f"\nwrote {', '.join(sorted(str(file) for file in folder.glob('comparison.*')))}")
+    print(f"\nwrote comparison.md and comparison.json to {folder}/")
 
 
 def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageSet:
@@ -179,7 +169,7 @@ def _describe(each: Measured, test: ImageSet) -> dict[str, Any]:
     }
 
 
-def _compare(first: Measured, other: Measured, test: ImageSet, probes: int) -> dict[str, Any]:
+def _compare(first: Measured, other: Measured, test: ImageSet) -> dict[str, Any]:
     """Compare two models.
 
     Returns:
@@ -195,45 +185,16 @@ def _compare(first: Measured, other: Measured, test: ImageSet, probes: int) -> d
     pair = {**names, "only_right": only, "mcnemar_p": mcnemar(*only)}
     if first.maps is None or other.maps is None:
         return pair
-    moved = _moved(first.maps, other.maps)
-    most = moved.topk(min(probes, len(moved)))
+    finest = max(first.maps.shape[1:], other.maps.shape[1:])
+    one, two = (F.interpolate(maps[:, None], finest) for maps in (first.maps, other.maps))
+    moved = (one - two).abs().mean(dim=(1, 2, 3)) / 2
+    most = moved.topk(min(MOST_MOVED, len(moved)))
     listed = zip(most.indices.tolist(), most.values.tolist(), strict=True)
     return {
         **pair,
         "moved_attention": moved.mean().item(),
         "most_moved": [{**test.entry(index), "moved": value} for index, value in listed],
     }
-
-
-def _moved(one: Tensor, other: Tensor) -> Tensor:
-    """Return the fraction of each image's attention that is on other patches, (N,), 0 to 1."""
-    one, other = _on_one_grid([one, other])
-    return (one - other).abs().mean(dim=(1, 2)) / 2
-
-
-def _on_one_grid(maps: Sequence[Tensor]) -> list[Tensor]:
-    """Enlarge maps (N, rows, columns) to the finest of their grids."""
-    finest = max((found.shape[1:] for found in maps), key=lambda size: size[0])
-    return [F.interpolate(found[:, None], tuple(finest))[:, 0] for found in maps]
-
-
-def _draw(test: ImageSet, mapped: Sequence[Measured], probes: int) -> np.ndarray:
-    """Draw the mean over all test images, and those where the maps of two models differ most."""
-    maps = _on_one_grid([each.maps for each in mapped if each.maps is not None])
-    most = _moved(maps[0], maps[1]).topk(min(probes, len(test))).indices
-    chosen, classes = test.select(most), test.classes
-    sums = torch.stack([part.sum(dim=0) for part in test.parts(SUMMED_AT_ONCE)])
-    average = (sums.sum(dim=0) / len(test)).round().to(torch.uint8)
-    captions = [f"mean of all\n{len(test):,} test images"] + [
-        f"true {classes[label]}, no. {index}"
-        for index, label in zip(most.tolist(), chosen.labels.tolist(), strict=True)
-    ]
-    titles = [
-        [each.name, *(f"{each.name}: {classes[guess]}" for guess in each.guesses[most].tolist())]
-        for each in mapped
-    ]
-    shown = [torch.cat([found.mean(dim=0)[None], found[most]]) for found in maps]
-    return comparison_picture(torch.cat([average[None], chosen.pixels()]), shown, titles, captions)
 
 
 def as_text(content: dict[str, Any]) -> str:

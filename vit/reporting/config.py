@@ -77,13 +77,11 @@ class ImagesConfig(EvalConfig):
 
     Attributes:
         batch_size: images per forward pass
-        probes: number of test images to draw
         seed: random seed for choosing images
     """
 
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     batch_size: Count = 500
-    probes: CountOrZero = 8
     seed: Seed = 0
 
 
@@ -111,6 +109,7 @@ class MapsConfig(ImagesConfig):
     """Attention maps of test images, and how faithful they are to the model.
 
     Attributes:
+        probes: number of test images to draw
         kinds: kinds of map; null is those of few passes
         indices: which test images to draw, instead of random ones
         target: class to explain; null is the predicted class
@@ -181,7 +180,7 @@ class PredictConfig(EvalConfig):
 
 @settings("")
 class CompareConfig(ImagesConfig):
-    """Accuracy, speed and attention of models on the same test images.
+    """Accuracy and speed of models on the same test images, and how much their attention differs.
 
     Attributes:
         others: runs, model files or included models to compare with the first

@@ -34,7 +34,7 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
     see `export_page`, for hub `write_hub`.
 
     Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        run: The model, see `vit.model_file.load`.
         options: The formats, keys of `EXPORTS`, and where to write.
 
     Returns:

@@ -22,7 +22,7 @@ def classify_photos(run: str, options: PhotoConfig) -> None:
     A model without maps gets no sheets.
 
     Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        run: The model, see `vit.model_file.load`.
         options: The evaluation; `photos` lists photos and folders of photos.
 
     Raises:

@@ -34,7 +34,7 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     the list of their names.
 
     Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        run: The model, see `vit.model_file.load`.
         options: The evaluation; `photos` lists image files and folders.
 
     Returns:
@@ -81,8 +81,9 @@ def _rank_files(
         found, images = zip(*batch, strict=True)
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
         rows = [columns_of("class", ranking) for ranking in classifier.ranked(logits, TOP)]
-        if (calibration := classifier.calibration) and calibration.energies and not options.flip:
-            for row, value in zip(rows, calibration.familiarity(logits).tolist(), strict=True):
+        if classifier.calibration and not options.flip:
+            familiarity = classifier.calibration.familiarity(logits).tolist()
+            for row, value in zip(rows, familiarity, strict=True):
                 row["familiarity"] = round(value, 4)
         if options.coverage is not None:
             sets = _sets(classifier, images, logits, options.coverage)

@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
+from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
     calibration_table,
-    make_sets,
     measure_calibration,
     measure_sets,
     sets_table,
@@ -45,7 +43,7 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     """Evaluate a model on the test images; print the report and write it.
 
     Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
+        run: The model, see `vit.model_file.load`.
         options: The evaluation.
 
     Returns:
@@ -57,16 +55,12 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     saved = load_run(run, options, options.flip)
     test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
-    if options.coverage is not None:  # raises before the images are classified
-        logits = torch.zeros(1, len(test.classes))
-        make_sets(saved.classifier, logits, torch.zeros(1), options.coverage)
     name = options.unfamiliar
     others = load_unfamiliar(name, saved, options.data.root) if name else None
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
-        saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
-        options.seed, options.coverage,
-    )  # fmt: skip
+        saved.classifier, test, folder, saved.step, options.batch_size, options.coverage
+    )
     print(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
     if options.coverage is not None:
         print(f"\n{sets_table(result['sets'], options.coverage)}")
@@ -87,8 +81,6 @@ def write_report(
     folder: Path,
     step: int,
     batch_size: int = 500,
-    probes: int = 8,
-    seed: int = 0,
     coverage: float | None = None,
 ) -> dict[str, Any]:
     """Evaluate a classifier and write numbers and figures into a folder.
@@ -100,8 +92,6 @@ def write_report(
             an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
-        probes: Number of test images whose attention maps are drawn, if the model has maps.
-        seed: Seed of the choice of these images.
         coverage: Fraction of images whose set of classes is to contain the true one; None makes no
             sets.
 
@@ -124,9 +114,7 @@ def write_report(
     if len(wrong):
         chosen = images.select(wrong).in_memory()
         pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
-    drawn = draw_probes(classifier, choose_probes(images, probes, seed))
-    pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
-    (folder / "probes").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
     _write(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
@@ -182,21 +170,6 @@ def prediction_rows(
         for index, ranking in zip(part.tolist(), classifier.ranked(logits[part], TOP), strict=True):
             label = {"label": images.classes[images.labels[index]]}
             yield images.entry(index) | label | columns_of("prediction", ranking)
-
-
-def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
-    """Draw each image with its attention rollout, and the true and the predicted class.
-
-    Returns:
-        Pictures (height, width, 3) uint8; none if the model has no maps.
-    """
-    if len(probes) == 0 or not classifier.has_maps:
-        return []
-    logits, maps = classifier.maps(probes.pixels())
-    captions = captions_of(classifier.scaled(logits), probes.labels, probes.classes)
-    probe_maps = zip(probes.pixels(), maps["rollout"], captions, strict=True)
-    drawn = [rollout_picture(image, heat, caption) for image, heat, caption in probe_maps]
-    return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:

@@ -37,9 +37,9 @@ REPORT_FILES = (  # written next to the report
     "unfamiliar.png",
     "corruptions.png",
     "corrupted_images.png",
-    "probes/probe_*.png",
     "events.out.tfevents.*",
     # Of earlier versions.
+    "probes/probe_*.png",
     "projector_config.pbtxt",
     *(f"[0-9]*/features/{name}" for name in ("tensors.tsv", "metadata.tsv", "sprite.png")),
 )

@@ -201,9 +201,7 @@ def finish_run(
     """
     config, folder = run.config, run.folder
     test = load_test_images(dataclasses.replace(config.data, download=False), classifier.preprocess)
-    result = resolve_name(f"vit.{REPORT}")(
-        classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
-    )
+    result = resolve_name(f"vit.{REPORT}")(classifier, test, folder / EVAL_FOLDER, step=state.step)
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
     # A run killed here writes them again, as the same point.
     tracker.scalars(state.step, values, tensorboard_only=True)
