@@ -382,8 +382,8 @@ def test_changed_keys_names_key_and_both_values() -> None:
 
 
 def test_a_command_has_its_settings_and_report_is_the_default() -> None:
-    words = ["--data.root", "there", "--probes", "3", "--flip"]
-    options = ReportConfig(data=EvalDataConfig(root="there"), probes=3, flip=True)
+    words = ["--data.root", "there", "--seed", "3", "--flip"]
+    options = ReportConfig(data=EvalDataConfig(root="there"), seed=3, flip=True)
     assert parse_eval(["runs/x", *words]) == ("report", "runs/x", options)
     assert parse_eval(["runs/x", "report", *words]) == ("report", "runs/x", options)
     words = ["--head_fusion", "min", "--discard_ratio", "0.9", "--indices", "3", "17"]

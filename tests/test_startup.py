@@ -56,7 +56,7 @@ def test_little_is_imported_before_ctrl_c_is_handled():
 
 @pytest.mark.slow
 def test_a_photo_needs_no_slow_library():
-    done = imported(["vit.reporting.photos"], {*SLOW, "matplotlib.figure", "tensorboard"})
+    done = imported(["vit.reporting.predictions"], {*SLOW, "matplotlib.figure", "tensorboard"})
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 

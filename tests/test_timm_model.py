@@ -29,7 +29,7 @@ from vit.model_file import load_model
 from vit.reporting.attention import explain_run
 from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, MapsConfig, PhotoConfig, ReportConfig
-from vit.reporting.photos import classify_photos
+from vit.reporting.predictions import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
@@ -262,7 +262,7 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
     lines = [json.loads(x) for x in (runs / "resnet/metrics.jsonl").read_text().splitlines()]
     assert not any("attention/" in tag or "faithfulness/" in tag for x in lines for tag in x)
     expected = json.loads((runs / "resnet/eval/report.json").read_text())
-    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32", probes=2)
+    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
     assert evaluate_run(str(runs / "resnet"), options)["loss"] == pytest.approx(expected["loss"])
     assert NO_MAPS in capsys.readouterr().out
     with pytest.raises(ValueError, match=NO_MAPS):
@@ -281,7 +281,7 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
 
 def compare_with(out: Path, *others: Path) -> CompareConfig:
     names = tuple(map(str, others))
-    return CompareConfig(others=names, out=str(out), device="cpu", precision="float32", probes=2)
+    return CompareConfig(others=names, out=str(out), device="cpu", precision="float32")
 
 
 @pytest.mark.slow
@@ -291,12 +291,8 @@ def test_three_runs_are_compared_with_the_first(
     compare_runs(str(runs / "resnet"), compare_with(tmp_path, runs / "vit", runs / "other"))
     shown, folder = capsys.readouterr().out, tmp_path / "compare_vit_other"
     content = json.loads((folder / "comparison.json").read_text())
-    models, pairs = content["models"], content["pairs"]
+    models = content["models"]
     assert [model["name"] for model in models] == ["resnet", "vit", "other"]
-    assert [(pair["first"], pair["other"]) for pair in pairs] == [
-        ("resnet", "vit"), ("resnet", "other"),
-    ]  # fmt: skip
-    assert content["drawn"] == ["vit", "other"]
     # The numbers are those of separate evaluations.
     test = load("shapes", "", train=False)
     loaded = [load_model(runs / model["name"], "cpu", "float32") for model in models]
@@ -304,9 +300,8 @@ def test_three_runs_are_compared_with_the_first(
     for model, saved, hits in zip(models, loaded, right, strict=True):
         assert model["accuracy"] == pytest.approx(hits.double().mean().item())
         assert model["parameters"] == sum(p.numel() for p in saved.classifier.model.parameters())
-        assert (model["steps"], model["epochs"], model["budget_minutes"]) == (4, 2, None)
-        assert model["images_per_second"] > 0 and "balanced_accuracy" not in model
-    for pair, hits in zip(pairs, right[1:], strict=True):
+        assert model["steps"] == 4 and model["images_per_second"] > 0
+    for pair, hits in zip(models[1:], right[1:], strict=True):
         only = [int((right[0] & ~hits).sum()), int((hits & ~right[0]).sum())]
         assert pair["only_right"] == only and pair["mcnemar_p"] == mcnemar(*only)
         assert "moved_attention" not in pair  # the first has no maps
@@ -320,6 +315,4 @@ def test_three_runs_are_compared_with_the_first(
         "timm:test_resnet", "timm:vit_tiny_patch16_224 with timm_args",
         "vit, depth 1, width 24, patch 8",
     ]  # fmt: skip
-    assert "](comparison.png)" in table and "CPU with" in table
-    with Image.open(folder / "comparison.png") as picture:
-        assert picture.height == 3 * (176 + 48)  # the mean and two images
+    assert "CPU with" in table

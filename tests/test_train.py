@@ -90,7 +90,6 @@ def test_run_folder_holds_what_readme_promises(finished: tuple[Path, str]) -> No
     }  # fmt: skip
     assert len((run / "eval/predictions.csv").read_text().splitlines()) == 1 + 2000
     assert not (run / "split.csv").exists()  # its images are drawn, not the user's files
-    assert len(list((run / "eval" / "probes").glob("probe_0[0-2].png"))) == 3
 
 
 def test_start_and_end_are_printed(finished: tuple[Path, str]) -> None:
@@ -167,12 +166,6 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.M
         train(small(tmp_path / "run"))
 
 
-def test_report_has_curves_for_tensorboard(finished: tuple[Path, str]) -> None:
-    tags = events(finished[0] / "eval").Tags()["tensors"]
-    curves = {tag for tag in tags if tag.startswith("precision_recall/")}
-    assert curves == {f"precision_recall/{kind}" for kind in KINDS}
-
-
 def test_eval_gives_the_same_numbers_as_the_end_of_training(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -196,7 +189,6 @@ def test_eval_gives_the_same_numbers_as_the_end_of_training(
     assert {"vit/test/confusion_matrix", "vit/test/reliability", "vit/test/mistakes"} < {
         *shown.Tags()["images"]
     }
-    assert "vit/test/probes/probe_07" in shown.Tags()["images"]
     (point,), (logged,) = (found.Scalars("test/accuracy") for found in (shown, events(run)))
     assert point.value == pytest.approx(report["accuracy"])
     assert (logged.step, logged.value) == (point.step, point.value)
@@ -210,7 +202,7 @@ def test_report_replaces_its_own_files_and_no_others(
     out.mkdir()
     (out / "holiday.png").write_bytes(b"mine")
     for _ in range(2):
-        evaluate_run(str(run), ReportConfig(out=str(out), probes=1))
+        evaluate_run(str(run), ReportConfig(out=str(out)))
         assert "warning" not in capsys.readouterr().out
     assert (out / "holiday.png").read_bytes() == b"mine"
     assert len(list(out.glob("events.out.tfevents.*"))) == 1
@@ -472,9 +464,7 @@ def test_cifar10_run_learns(tmp_path: Path) -> None:
     report = train(config)
     assert report["n"] == 10_000
     assert report["accuracy_95"][0] > 0.25  # chance is 0.10
-    again = evaluate_run(
-        str(tmp_path / "run"), ReportConfig(batch_size=1000, probes=0, precision="float32")
-    )
+    again = evaluate_run(str(tmp_path / "run"), ReportConfig(batch_size=1000, precision="float32"))
     assert again["accuracy"] == pytest.approx(report["accuracy"], abs=2e-4)
 
 

@@ -62,7 +62,7 @@ class Classifier:
     It normalizes images, so that no caller can forget to.
 
     Attributes:
-        model: Our VisionTransformer or any model of timm, in evaluation mode, on the device.
+        model: Our VisionTransformer or any timm model, in evaluation mode, on the device.
         preprocess: Turns an image into the model's input.
         classes: The C class names.
         device: Where to compute.
@@ -179,7 +179,7 @@ class Classifier:
             `attention_maps`; all on the device.
 
         Raises:
-            ValueError: The model has no maps, see `has_maps`, or a kind is unknown.
+            ValueError: The model has no maps, or a kind is unknown.
         """
         parts, draw = [], _late("explain.maps:attention_maps")
         for start in range(0, len(images), batch_size):
@@ -315,9 +315,7 @@ class Classifier:
         Raises:
             ValueError: The format cannot represent the model, or its packages are not installed.
         """
-        options = _late("reporting.config:ExportConfig")(
-            formats=(name,), out=None if out is None else str(out)
-        )
+        options = _late("reporting.config:ExportConfig")(formats=(name,), out=out and str(out))
         path: Path = _late("reporting.export:export_run")(self._source(), options)[0]
         return path
 

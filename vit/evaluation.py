@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,47 +17,34 @@ from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.hardware import autocast
-from vit.run.tracker import Logged
 from vit.training.config import Config
+
+if TYPE_CHECKING:  # it imports tensorboard
+    from vit.run.tracker import Logged
 
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
 
 
 class Evaluator(Protocol):
-    """Measures or draws something at certain steps during training.
+    """Measures or draws something at certain steps during training."""
 
-    Attributes:
-        name: What it does, for messages.
-        steps: The optimizer steps after which it runs; 0 is the untrained model.
-    """
+    name: str  # what it does, for messages
+    steps: Container[int]  # optimizer steps after which it runs; 0 is the untrained model
 
-    name: str
-    steps: Container[int]
-
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
+    def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield tags with numbers, pictures (height, width, 3) uint8, or summaries."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What an evaluator is made from when a run begins, see `vit.registry.EVALUATORS`.
-
-    Attributes:
-        config: The config of the run.
-        model: Its model, in evaluation mode; the weights may change.
-        preprocess: How images become the model's input.
-        training: The training images.
-        held_out: The held-out images, perhaps none.
-        epoch_ends: The steps after which an epoch ends, or the run.
-        total_steps: Steps in the run.
-    """
+    """What an evaluator is made from when a run begins, see `vit.registry.EVALUATORS`."""
 
     config: Config
-    model: nn.Module
+    model: nn.Module  # in evaluation mode; the weights may change
     preprocess: Preprocess
     training: ImageSet
-    held_out: ImageSet
-    epoch_ends: Container[int]
+    held_out: ImageSet  # perhaps none
+    epoch_ends: Container[int]  # steps after which an epoch ends, or the run
     total_steps: int
 
 
@@ -74,7 +61,7 @@ class Validation:
         self.frozen = setup.config.train.freeze == "backbone"
         self._features: Tensor | None = None
 
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
+    def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
         if not len(self.images):
             return
@@ -117,12 +104,7 @@ def evaluate(
 
 
 def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:
-    """Compute the metrics of predictions.
-
-    Args:
-        logits: (N, C) float32.
-        labels: (N,) int64.
-        classes: The C class names.
+    """Compute the metrics of logits (N, C), labels (N,) int64 and C class names.
 
     Returns:
         n, accuracy (0 to 1) with its 95% interval accuracy_95, balanced_accuracy (mean recall of
@@ -177,14 +159,11 @@ def wilson_interval(hits: float, count: float) -> tuple[float, float]:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Test whether two classifiers differ on the same images (McNemar 1947, exact).
-
-    Args:
-        only_first: Number of images that only the first classifies correctly.
-        only_second: Number of images that only the second classifies correctly.
+    """Test whether two classifiers differ, of which each alone is right on some images.
 
     Returns:
-        The p-value: the probability of a split at least as uneven if both were equally good.
+        The p-value (McNemar 1947, exact): the probability of a split at least as uneven if both
+        were equally good.
     """
     tries, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(tries, k) for k in range(fewer + 1))
@@ -195,10 +174,6 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
     """Compare confidence with accuracy in 15 bins of equal width (arXiv 1706.04599).
 
     The mean gap, weighted by n, is the expected calibration error (ECE).
-
-    Args:
-        probabilities: (N, C).
-        labels: (N,) int64.
 
     Returns:
         For each bin that contains images: n, mean confidence, accuracy, and accuracy_95.

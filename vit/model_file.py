@@ -43,26 +43,15 @@ MODEL_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A classifier as it comes out of a file, and where it comes from.
-
-    Attributes:
-        classifier: The model, ready to use.
-        config: The config it was trained with.
-        step: Optimizer steps it was trained for.
-        total_steps: Optimizer steps of the whole run; None in model files.
-        path: The file.
-        fingerprint: Identifies the user's files it was trained on, see
-            `vit.data.images.user_files`; "" for published data sets and old files.
-        home: The folder in which results about the model belong; None is next to the file.
-    """
+    """A classifier as it comes out of a file, and where it comes from."""
 
     classifier: Classifier
-    config: Config
-    step: int
-    total_steps: int | None
+    config: Config  # with which it was trained
+    step: int  # optimizer steps of its training
+    total_steps: int | None  # of the whole run; None in model files
     path: Path
-    fingerprint: str = ""
-    home: Path | None = None
+    fingerprint: str = ""  # of the user's files, see `vit.data.images.user_files`
+    home: Path | None = None  # where results belong; None is next to the file
 
     @property
     def finished(self) -> bool:
@@ -134,11 +123,8 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
         state = _read_model(path) if is_model else vars(read_checkpoint(path))
     where = choose_device(device)
     config, classes = from_dict(state["config"]), tuple(state["classes"])
-    preprocess = (
-        Preprocess.from_dict(state["preprocess"])
-        if state.get("preprocess")
-        else Preprocess.from_config(config.data)  # in files of version 0.1
-    )
+    stored = state.get("preprocess")  # not in files of version 0.1
+    preprocess = Preprocess.from_dict(stored) if stored else Preprocess.from_config(config.data)
     model = build_model(config.model, preprocess, len(classes))
     code = state.get("attention_code") or state.get("environment", {}).get("attention_code")
     if code and code != attention_code(config.model):
@@ -163,11 +149,7 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
 
 
 def _find_model(path: Path) -> Path:
-    """Return the file of a run folder, a bundled model or a file.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the file of a run folder, a bundled model or a file; ValueError if there is none."""
     if not path.exists():
         bundled = bundled_models()
         if str(path) in bundled:

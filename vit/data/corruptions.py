@@ -26,16 +26,9 @@ SMALL, LARGE = 32, 224  # pixels of the images that parameters are published for
 
 
 def corrupt(images: Tensor, kind: str, severity: int, seed: int = 0) -> Tensor:
-    """Corrupt images; the random numbers for each depend on its pixels, the kind and the seed.
+    """Corrupt images (B, C, H, W) uint8 with a severity of 1 to 5; the result is on the CPU.
 
-    Args:
-        images: (B, C, H, W) uint8, on any device.
-        kind: A key of `vit.registry.CORRUPTIONS`.
-        severity: 1 to 5.
-        seed: Seed of the random numbers.
-
-    Returns:
-        (B, C, H, W) uint8, on the CPU.
+    The random numbers for each image depend on its pixels, the kind and the seed.
     """
     images = images.cpu().contiguous()
     generators = [generator(seed, kind, zlib.crc32(image.numpy())) for image in images]

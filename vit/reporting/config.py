@@ -245,7 +245,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "report": Command(ReportConfig, "report:evaluate_run"),
     "maps": Command(MapsConfig, "attention:explain_run"),
-    "photo": Command(PhotoConfig, "photos:classify_photos", "PHOTO ..."),
+    "photo": Command(PhotoConfig, "predictions:classify_photos", "PHOTO ..."),
     "predict": Command(PredictConfig, "predictions:predict_files", "PHOTO ..."),
     "heads": Command(HeadsConfig, "heads:measure_run"),
     "compare": Command(CompareConfig, "comparison:compare_runs", "OTHER ..."),

@@ -35,15 +35,7 @@ SEVERITIES = range(1, 6)
 def report_corruptions(
     saved: SavedModel, test: ImageSet, folder: Path, clean: float, options: ReportConfig
 ) -> Part:
-    """Measure the accuracy on corrupted test images, and draw it, see `summarize`.
-
-    Args:
-        saved: The model.
-        test: The test images, with labels.
-        folder: The folder of the report.
-        clean: Accuracy on clean images, 0 to 1.
-        options: The evaluation.
-    """
+    """Measure the accuracy on corrupted test images, and draw it beside that on clean ones."""
     path, seed = folder / CORRUPTIONS_FILE, options.seed
     found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
     image = choose_probes(test, 1, seed).pixels()
@@ -65,13 +57,8 @@ def classify_corrupted(
 ) -> dict[str, Tensor]:
     """Classify images with each corruption.
 
-    Args:
-        classifier: The model.
-        images: The images, with labels.
-        path: A file for the results of each kind. Those of an earlier call that was interrupted are
-            used if the seed and the logits of the clean images are the same.
-        seed: Seed of the corruptions.
-        batch_size: Most images at once.
+    The file at `path` keeps the results of each kind. Those of an earlier call that was interrupted
+    are used if the seed and the logits of the clean images are the same.
 
     Returns:
         Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
@@ -111,17 +98,16 @@ def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
         For each of "kinds" its accuracy at the five severities and the intervals accuracy_95, and
         what `_mean` returns; the latter over all kinds too.
     """
-    clean = correct["clean"][0].double()
-    rows = {kind: correct[kind].double() for kind in CORRUPTIONS}
-    kinds = {}
-    for kind, hits in rows.items():
-        means = [_mean(row, clean) for row in hits]
+    clean, kinds = correct["clean"][0].double(), {}
+    for kind in CORRUPTIONS:
+        hits, count = correct[kind].sum(dim=1).tolist(), len(clean)
         kinds[kind] = {
-            "accuracy": [mean["mean"] for mean in means],
-            "accuracy_95": [mean["mean_95"] for mean in means],
-            **_mean(hits.mean(dim=0), clean),
+            "accuracy": [n / count for n in hits],
+            "accuracy_95": [wilson_interval(n, count) for n in hits],
+            **_mean(correct[kind].double().mean(dim=0), clean),
         }
-    return {**_mean(torch.cat([*rows.values()]).mean(dim=0), clean), "kinds": kinds}
+    survived = torch.cat([correct[kind] for kind in CORRUPTIONS]).double().mean(dim=0)
+    return {**_mean(survived, clean), "kinds": kinds}
 
 
 def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
@@ -133,7 +119,7 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
         relative_95 by the delta method, as both are of the same images.
     """
     mean, spread, count = correct.mean().item(), correct.var(correction=0).item(), len(correct)
-    # The number of independent images that would vary as much; N for a single severity.
+    # The number of independent images that would vary as much.
     effective = count * mean * (1 - mean) / spread if spread > 1e-12 else count
     on_clean = clean.mean().item() or math.nan
     ratio = mean / on_clean
@@ -150,16 +136,12 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
 def compare_corrupted(
     models: dict[str, tuple[Classifier, ImageSet]], folder: Path, options: CompareConfig
 ) -> tuple[dict[str, Any], str]:
-    """Compare the accuracy of models by name with the same corruptions, image by image.
-
-    Args:
-        models: The models, each with the test images of its size; all are compared with the first.
-        folder: A folder for the results of each model, see `classify_corrupted`.
-        options: The evaluation.
+    """Compare the first of the models by name with the others on the same corruptions.
 
     Returns:
         For each model, kind of corruption, and the "mean" over kinds: what `_mean` returns, and
-        the difference to the first model with its 95% interval difference_95; and a table.
+        the difference to the first model, image by image, with its 95% interval difference_95; and
+        a table.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in models}
     survived: dict[str, Tensor] = {}  # of the first model

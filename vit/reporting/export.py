@@ -27,18 +27,11 @@ TOLERANCE = 1e-4  # largest difference of a logit
 
 
 def export_run(run: str, options: ExportConfig) -> list[Path]:
-    """Write a model in other formats and compare the results with the model.
+    """Write a model in other formats; return the folders or files.
 
     Each export for another runtime is loaded by it and gets 100 images of noise. It appears only if
     all logits agree. With it comes preprocess.py, which reads image files for the model. For html
     see `export_page`, for hub `write_hub`.
-
-    Args:
-        run: The model, see `vit.model_file.load`.
-        options: The formats, keys of `EXPORTS`, and where to write.
-
-    Returns:
-        The folders or files, in the order of the formats.
 
     Raises:
         ValueError: The model cannot be read, the format cannot represent it, its packages are not
@@ -75,11 +68,7 @@ def _reader_of(target: Path) -> Path:
 
 
 def _require_replaceable(target: Path, program: bytes) -> None:
-    """Check that what is in the place of an export is an earlier one, which has the same program.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that an export would replace only an earlier one, which has the same program."""
     reader = _reader_of(target)
     if reader.exists() and reader.read_bytes() == program:
         return
@@ -120,10 +109,6 @@ def largest_difference(classifier: Classifier, run: Runner) -> float:
 
     Those of our VisionTransformer are computed with need_weights=True, which never takes torch's
     fused kernel: the export is compared with attention as it is written.
-
-    Args:
-        classifier: In float32 on the CPU.
-        run: The export.
     """
     preprocess, model = classifier.preprocess, classifier.model
     shape = (CHECKED, preprocess.channels, *preprocess.image_size)

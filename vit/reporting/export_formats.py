@@ -52,11 +52,7 @@ class Format:
 
 
 def require_packages(user: str, packages: Sequence[str]) -> None:
-    """Check that packages are installed, which `user` needs, in words.
-
-    Raises:
-        ValueError: One of them is not.
-    """
+    """Check that packages are installed, which `user` needs, in words; ValueError if not."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(
@@ -71,10 +67,7 @@ def require_packages(user: str, packages: Sequence[str]) -> None:
 def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, dict[str, Any]]:
     """Return the name and arguments with which timm builds the same architecture.
 
-    What timm lacks shows when weights and logits are compared.
-
-    Raises:
-        ValueError: timm does not have the attention.
+    What timm lacks shows when weights and logits are compared; ValueError if it is the attention.
     """
     if config.name != "vit":
         size, channels = preprocess.image_size, preprocess.channels
@@ -107,8 +100,7 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
 def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> None:
     """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
-    Raises:
-        ValueError: timm has no such model.
+    ValueError if timm has no such model.
     """
     import timm
 
@@ -213,16 +205,7 @@ def _trace(classifier: Classifier) -> torch.export.ExportedProgram:
 def trace(
     module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
-    """Trace a module with torch.export, without the paths of this machine.
-
-    Args:
-        module: A module in evaluation mode.
-        inputs: Its arguments.
-        dynamic_shapes: As for torch.export; None means that all shapes are fixed.
-
-    Raises:
-        ValueError: torch.export does not support the module.
-    """
+    """Trace a module in evaluation mode; ValueError if torch.export does not support it."""
     try:
         with torch.no_grad():
             program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)

@@ -46,12 +46,9 @@ def is_ours(path: Path, keys: set[str]) -> bool:
 
 
 def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
-    """Load the test images of the data set that a model was trained on.
+    """Load the test images of a model's data set.
 
-    Args:
-        saved: The model.
-        root: Their folder, or one with test images of the same classes in test/<class>/; None is
-            that of the training run.
+    They are in `root`, perhaps as test/<class>/, or without it where they were in training.
 
     Raises:
         ValueError: The images are missing and could not be downloaded, have other classes, or the
@@ -82,10 +79,6 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
 
 def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
     """Find the training images of a model and those that were held out; files are not decoded.
-
-    Args:
-        saved: The model.
-        root: Their folder; None is that of the training run.
 
     Raises:
         ValueError: They are missing, or differ from those that the model was trained on.

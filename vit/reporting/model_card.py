@@ -36,10 +36,6 @@ classifier.predict("photo.jpg")
 classifier.explain("photo.jpg")
 ```
 
-Training on other images can start from its weights:
-
-    python train.py --model.pretrained hf-hub:OWNER/{name} --data.root FOLDER
-
 ## Training
 
 {steps:,} optimizer steps on `{data}`, with these settings, all others as by default (config.json):
@@ -64,8 +60,7 @@ None is stated yet. Choose one, and write it into the metadata at the top of thi
 def write_hub(saved: SavedModel, folder: Path) -> None:
     """Write a folder for `hf upload OWNER/NAME FOLDER`; it does not tell where files were.
 
-    Raises:
-        ValueError: The folder exists; its model card may have been edited.
+    ValueError if it exists: its model card may have been edited.
     """
     if folder.exists():
         raise ValueError(f"out: {folder} exists; delete it, or use another --out")

@@ -40,14 +40,7 @@ RANKED_AT_ONCE = 1000  # images; limits peak memory
 
 
 def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
-    """Evaluate a model on the test images; print the report and write it.
-
-    Args:
-        run: The model, see `vit.model_file.load`.
-        options: The evaluation.
-
-    Returns:
-        The report, see `write_report`, with its optional parts.
+    """Evaluate a model on the test images; print, write and return the report.
 
     Raises:
         ValueError: The model or the data cannot be read, or the folder contains other files.
@@ -83,13 +76,12 @@ def write_report(
     batch_size: int = 500,
     coverage: float | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a classifier and write numbers and figures into a folder.
+    """Evaluate a classifier and write report.json, predictions.csv, pictures and events.
 
     Args:
         classifier: The model.
         images: The test images, with labels.
-        folder: Folder for report.json, predictions.csv, pictures and TensorBoard events. Files of
-            an earlier report are replaced.
+        folder: Where to write. Files of an earlier report are replaced.
         step: Steps the model was trained for.
         batch_size: Images per forward pass.
         coverage: Fraction of images whose set of classes is to contain the true one; None makes no
@@ -149,13 +141,7 @@ def _write(
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return the indices of at most `count` misclassified images, the most confident first.
-
-    Args:
-        logits: (N, C).
-        labels: (N,) int64.
-        count: Maximum number of images.
-    """
+    """Return the indices of at most `count` misclassified images, the most confident first."""
     confidence, predicted = logits.softmax(dim=1).max(dim=1)
     confidence = confidence.masked_fill(predicted == labels, -1.0)
     wrong = int((predicted != labels).sum())
@@ -173,15 +159,7 @@ def prediction_rows(
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:
-    """Draw misclassified images with what speaks for and against the predicted and the true class.
-
-    A model without maps gets the images alone.
-
-    Args:
-        classifier: The model.
-        mistakes: The images, with labels.
-        logits: (B, C), its logits of these images.
-    """
+    """Draw misclassified images, with logits (B, C), and maps of `contrast` if there are any."""
     pixels, classes, title = mistakes.pixels(), mistakes.classes, "most confident mistakes"
     captions = captions_of(logits, mistakes.labels, classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
@@ -226,13 +204,8 @@ def report_files(folder: Path) -> list[Path]:
 
 
 def _require_own_report(folder: Path) -> None:
-    """Check that the files that a report would replace are those of an earlier report.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Check that a report would replace only files of an earlier one; ValueError if not."""
     path = folder / REPORT_FILE
-    if is_ours(path, {"accuracy", "confusion_matrix", "ece"}):
-        return
-    if path.exists() or report_files(folder):
+    ours = is_ours(path, {"accuracy", "confusion_matrix", "ece"})
+    if not ours and (path.exists() or report_files(folder)):
         raise ValueError(f"out: {folder} contains files other than a report; use another --out")

@@ -26,7 +26,7 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_split
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
-from vit.settings import suggest
+from vit.settings import require, suggest
 
 NOISE = 2000  # images of noise
 FEWEST = 10  # images in a folder
@@ -43,30 +43,21 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     """
     preprocess, data = saved.classifier.preprocess, saved.config.data
     known = ["noise", *(key for key, spec in DATASETS.items() if not spec.own_files)]
-    if name == data.name:
-        raise ValueError(f"unfamiliar: {name} has the classes of the model; choose other images")
+    require(name != data.name, "unfamiliar", name, "images of other classes")
     if name in known[1:]:
         other = DataConfig(name=name, root=root or data.root)
         return open_images(other, train=False).resized(preprocess)
+    images: Tensor | ImageFiles
     if name == "noise":
         shape = (NOISE, preprocess.channels, *preprocess.image_size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, name))
-        return _without_class(images)
-    if not Path(name).is_dir():
-        raise ValueError(
-            f"unfamiliar: {name} is not allowed; it must be a folder of images or one of "
-            f"{', '.join(known)}{suggest(name, known)}"
-        )
-    paths = tuple(map(str, find_photos([name], "unfamiliar")))
-    if len(paths) < FEWEST:
-        raise ValueError(
-            f"unfamiliar: {name} has {len(paths)} images; it must have at least {FEWEST} for "
-            "meaningful intervals"
-        )
-    return _without_class(ImageFiles(paths, preprocess, data.workers))
-
-
-def _without_class(images: Tensor | ImageFiles) -> ImageSet:
+    else:
+        allowed = f"a folder of images or one of {', '.join(known)}{suggest(name, known)}"
+        require(Path(name).is_dir(), "unfamiliar", name, allowed)
+        paths = tuple(map(str, find_photos([name], "unfamiliar")))
+        enough = f"a folder of at least {FEWEST} images, for meaningful intervals"
+        require(len(paths) >= FEWEST, "unfamiliar", name, enough)
+        images = ImageFiles(paths, preprocess, data.workers)
     return ImageSet(images, torch.zeros(len(images), dtype=torch.int64), ("none",))
 
 
