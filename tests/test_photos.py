@@ -78,14 +78,6 @@ def test_files_with_other_channels_than_the_model_are_named(tmp_path: Path) -> N
         to_photo(tmp_path / "colour.png", 2, "data.root")
 
 
-def test_further_pages_and_frames_are_ignored(tmp_path: Path) -> None:
-    for suffix in ("tif", "gif"):
-        path = tmp_path / f"several.{suffix}"
-        first, second = (Image.new("RGB", (4, 4), (n, n, n)) for n in (10, 200))
-        first.save(path, save_all=True, append_images=[second])
-        assert (to_photo(path) == 10).all()
-
-
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "CMYK"])
 def test_bands_are_channels_where_the_model_takes_as_many(tmp_path: Path, mode: str) -> None:
     pixels = draw(len(mode))
@@ -114,9 +106,13 @@ def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
     assert registered == [True]
 
 
-def test_photos_are_turned_upright(tmp_path: Path) -> None:
+def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # taken with the camera on its side
     pixels = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
     np.testing.assert_array_equal(to_photo(tmp_path / "photo.png"), np.rot90(pixels, -1))
+    first, second = (Image.new("RGB", (4, 4), (n, n, n)) for n in (10, 200))
+    for suffix in ("tif", "gif"):
+        first.save(tmp_path / f"several.{suffix}", save_all=True, append_images=[second])
+        assert (to_photo(tmp_path / f"several.{suffix}") == 10).all()

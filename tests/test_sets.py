@@ -38,41 +38,37 @@ def test_scores_are_those_of_the_papers() -> None:
             assert found["raps"][image, label].item() == pytest.approx(0 if best else raps)
 
 
-@pytest.mark.parametrize("kind", ["lac", "raps"])
-def test_coverage_has_its_exact_distribution(kind: str) -> None:
-    """The number of images covered is beta-binomial, over held-out and test images."""
+def test_coverage_and_familiarity_have_their_exact_distribution() -> None:
+    """The number of images is beta-binomial, over held-out and test images.
+
+    A set contains the true class; a familiarity, a p-value, is at most 6 / (N + 1).
+    """
     held_out, images, coverage, splits = 119, 200, 0.9, 200
-    rank = 108  # of the quantile: 0.9 x 120
-    expected = betabinom(images, rank, held_out + 1 - rank)
-    random, covered = torch.Generator().manual_seed(0), []
+    random = torch.Generator().manual_seed(0)
+    counts: dict[str, list[int]] = {"lac": [], "raps": [], "familiarity": []}
     for _ in range(splits):
         logits, labels, uniform = draw(held_out + images, 6, random)
         calibration = Calibration.fit(logits[:held_out], labels[:held_out])
-        inside = calibration.sets(logits[held_out:], uniform[held_out:], coverage)[kind]
-        assert inside.any(dim=1).all()
-        covered.append(inside.gather(1, labels[held_out:, None]).sum().item())
-    error = 3 * expected.std() / splits**0.5
-    assert np.mean(covered) == pytest.approx(expected.mean(), abs=error)
-    low, high = expected.interval(0.9)
-    usual = sum(low <= count <= high for count in covered)
-    probability = expected.cdf(high) - expected.cdf(low - 1)
-    assert binom.ppf(0.005, splits, probability) <= usual <= binom.ppf(0.995, splits, probability)
-
-
-def test_familiarity_is_a_p_value() -> None:
-    """Of images like the held-out ones, it is at most k / (N + 1) for k / (N + 1) on average."""
-    held_out, images, splits, most = 119, 200, 200, 6
-    random, unfamiliar = torch.Generator().manual_seed(0), []
-    for _ in range(splits):
-        logits, labels, _ = draw(held_out + images, 6, random)
-        found = Calibration.fit(logits[:held_out], labels[:held_out]).familiarity(logits[held_out:])
-        unfamiliar.append(int((found <= most / (held_out + 1)).sum()))
-    expected = betabinom(images, most, held_out + 1 - most)
-    error = 3 * expected.std() / splits**0.5
-    assert np.mean(unfamiliar) == pytest.approx(expected.mean(), abs=error)
+        for kind, inside in calibration.sets(
+            logits[held_out:], uniform[held_out:], coverage
+        ).items():
+            assert inside.any(dim=1).all()
+            counts[kind].append(int(inside.gather(1, labels[held_out:, None]).sum()))
+        low = calibration.familiarity(logits[held_out:]) <= 6 / (held_out + 1)
+        counts["familiarity"].append(int(low.sum()))
+    for kind, rank in (("lac", 108), ("raps", 108), ("familiarity", 6)):  # 108: 0.9 x 120
+        expected = betabinom(images, rank, held_out + 1 - rank)
+        error = 3 * expected.std() / splits**0.5
+        assert np.mean(counts[kind]) == pytest.approx(expected.mean(), abs=error)
+        low, high = expected.interval(0.9)
+        usual = sum(low <= count <= high for count in counts[kind])
+        probability = expected.cdf(high) - expected.cdf(low - 1)
+        at_least, at_most = binom(splits, probability).ppf([0.005, 0.995])
+        assert at_least <= usual <= at_most
 
 
 def test_familiarity_of_many_held_out_images_is_from_quantiles() -> None:
+    """For fewer it is exact, see the test of coverage."""
     logits, labels, _ = draw(5000, 6, torch.Generator().manual_seed(0))
     calibration, others = Calibration.fit(logits, labels), logits[:50] / 2
     energies, found = np.exp(logits.double().numpy()).sum(1), np.exp(others.double().numpy()).sum(1)
@@ -97,10 +93,7 @@ def test_table_counts_coverage_and_classes() -> None:
     measured = measure_sets(classifier, images, logits, 0.9)
     inside = calibration.sets(logits, uniform, 0.9)["lac"].numpy()
     hits, sizes = inside[np.arange(300), labels], inside.sum(axis=1)
-    for rows, found in [
-        (slice(None), measured["lac"][0]),
-        (labels.numpy() == 3, measured["lac"][1 + 3]),
-    ]:
+    for rows, found in zip((slice(None), labels == 3), measured["lac"][::4], strict=False):
         assert found["coverage"] == pytest.approx(hits[rows].mean())
         assert found["size"] == pytest.approx(sizes[rows].mean())
         half = 1.96 * sizes[rows].std(ddof=1) / len(sizes[rows]) ** 0.5

@@ -16,10 +16,9 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -41,8 +40,7 @@ TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
 Runner = Callable[[Tensor], Tensor]  # normalized images (B, channels, H, W) to logits (B, C)
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A format: the packages it needs, the one that loads it, and functions that write and load."""
 
     packages: tuple[str, ...]

@@ -81,11 +81,10 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
 
 def without_places(config: Config) -> Config:
     """Return a config without the folders of the machine on which it was used."""
-    defaults = Config()
-    data = dataclasses.replace(config.data, root=defaults.data.root)
-    source = config.model.pretrained
+    defaults, source = Config(), config.model.pretrained
     if source and not source.startswith((TIMM, HUB)):
         source = Path(source).name
+    data = dataclasses.replace(config.data, root=defaults.data.root)
     model = dataclasses.replace(config.model, pretrained=source)
     return dataclasses.replace(config, data=data, model=model, out=defaults.out)
 

@@ -2,8 +2,7 @@
 
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,35 +11,18 @@ from vit.settings import shorten
 LONGEST_NAME = 40  # characters of a class name in a table
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the report.
+class Part(NamedTuple):
+    """An optional part of the report."""
 
-    Attributes:
-        name: Its key in report.json.
-        numbers: What report.json says.
-        table: The same as text.
-        pictures: By file name without its suffix, (height, width, 3) uint8.
-        scalars: For TensorBoard, by tag below test/.
-    """
-
-    name: str
-    numbers: Any
+    name: str  # its key in report.json
+    numbers: dict[str, Any]
     table: str
-    pictures: dict[str, np.ndarray] = field(default_factory=dict)
-    scalars: dict[str, float] = field(default_factory=dict)
+    pictures: dict[str, np.ndarray]  # by file name without its suffix, (height, width, 3) uint8
+    scalars: dict[str, float]  # by TensorBoard's tag below test/
 
 
 def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[str]:
-    """Align cells in columns, the first to the left and the others to the right.
-
-    Args:
-        rows: The cells; all rows have as many.
-        separator: Text between two columns.
-
-    Returns:
-        A line for each row.
-    """
+    """Return a line for each row: the first column is aligned left, the others right."""
     widths = [max(map(_columns, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

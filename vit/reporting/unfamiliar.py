@@ -82,12 +82,9 @@ def report_unfamiliar(
     rows = [["score", *METRICS.values()]]
     rows += [[name, *(with_interval(found[name], key, ".3f") for key in METRICS)] for name in found]
     title = f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"
-    return Part(
-        "unfamiliar",
-        {"images": str(options.unfamiliar), "n": len(others), **found},
-        "\n".join([title, *text_table(rows)]),
-        {"unfamiliar": scores_picture(scores)},
-    )
+    numbers = {"images": str(options.unfamiliar), "n": len(others), **found}
+    pictures = {"unfamiliar": scores_picture(scores)}
+    return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows)]), pictures, {})
 
 
 def _features(classifier: Classifier, images: ImageSet) -> Tensor:
