@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import inspect
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from vit.classifier import Classifier
 from vit.data import pixels
 from vit.data.preprocess import Preprocess
+from vit.files import write_atomically
 from vit.model.vit import VisionTransformer
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import ExportConfig
@@ -56,7 +56,11 @@ def export_run(run: str, options: ExportConfig) -> list[Path]:
             draft = Path(drafts) / EXPORTS[name]
             print(_export(saved, name, draft))
             _reader_of(draft).write_bytes(program)
-        shutil.copytree(drafts, folder, dirs_exist_ok=True)
+        # preprocess.py comes first: it marks what the next call may replace.
+        for file in sorted(filter(Path.is_file, Path(drafts).rglob("*")), reverse=True):
+            place = folder / file.relative_to(drafts)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, file.read_bytes())
     for name in formats:
         print(f"wrote {targets[name]} and {_reader_of(targets[name])}")
     return list(targets.values())
@@ -113,9 +117,8 @@ def largest_difference(classifier: Classifier, run: Runner) -> float:
     preprocess, model = classifier.preprocess, classifier.model
     shape = (CHECKED, preprocess.channels, *preprocess.image_size)
     noise = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, "export"))
-    differences = []
+    is_ours, differences = isinstance(model, VisionTransformer), []
     for part in classifier.normalize(noise).split(CHECKED_AT_ONCE):
-        ours = isinstance(model, VisionTransformer)
-        logits = model(part, need_weights=True)[0] if ours else model(part)
+        logits = model(part, need_weights=True)[0] if is_ours else model(part)
         differences.append((run(part) - classifier.scaled(logits)).abs().max())
     return torch.stack(differences).max().item()
