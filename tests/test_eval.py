@@ -282,13 +282,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(call, demo, bad, tmp_path, wor
     assert ended.error.startswith("error: ") and ended.error.count("\n") == 1, ended.error
     assert part in ended.error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("words", ["", "maps --probes 1 --faithfulness 0", "photo PHOTO"])
-def test_results_are_not_written_over_a_file(call, demo, bad, tmp_path, words):
-    (tmp_path / "file").write_text("mine")
-    words = words.replace("PHOTO", str(bad / "good.png"))
-    ended = call(demo, *words.split(), "--out", tmp_path / "file")
-    assert ended.code == 2 and ended.error.count("\n") == 1
-    assert str(tmp_path / "file") in ended.error
-    assert (tmp_path / "file").read_text() == "mine"

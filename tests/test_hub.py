@@ -125,4 +125,4 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     assert measured["metrics"] == [{"type": "accuracy", "value": 1.0}]
     assert measured["dataset"]["name"] == "cifar10"
     assert metrics_table(json.loads(content)) in text
-    assert "- `model.stem`: conv" in text
+    assert f"{saved.step:,} optimizer steps on `cifar10`" in text

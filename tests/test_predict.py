@@ -58,13 +58,6 @@ def test_folders_are_searched_and_hidden_and_other_files_ignored(photos):
     assert find_photos([str(photos)], "predict") == [photos / name for name in NAMES]
 
 
-def test_folder_without_images_and_missing_file_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"predict: .* contains no image files \(\.jpg, "):
-        find_photos([str(tmp_path)], "predict")
-    with pytest.raises(ValueError, match=r"image: .*none.png: file not found"):
-        find_photos([str(tmp_path / "none.png")], "image")
-
-
 # The table.
 
 
@@ -93,10 +86,8 @@ def test_table_holds_what_predict_says(call, photos, tmp_path, monkeypatch, batc
 def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
     (tmp_path / "a.jpg").write_text("no picture")
     ended = call("predict", "a.jpg")
-    assert ended.code == 2
-    assert ended.error.splitlines()[-1] == (
-        "error: predict: none of the files (1) can be read as an image"
-    )
+    last = "error: predict: none of the files (1) can be read as an image\n"
+    assert ended.code == 2 and ended.error.endswith(last)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jpg"]
 
 
@@ -109,7 +100,6 @@ def test_without_a_readable_picture_nothing_is_written(call, tmp_path):
         ("predict photo.png --out folder/a.csv", "[Errno 21] Is a directory: 'folder/a.csv'"),
         ("predict photo.png --out photo.png/a.csv", "out: photo.png is a file"),
         ("predict photo.png --out other.csv", "out: other.csv exists and is not a table of pre"),
-        ("predict photo.png --target ship", "target: not a setting of predict, but of maps, photo"),
     ],
 )
 def test_bad_input_is_one_line_and_changes_nothing(call, tmp_path, words, part):

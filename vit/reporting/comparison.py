@@ -1,13 +1,10 @@
 """Comparison of models on the same test images: accuracy, speed, and where attention differs.
 
-Shapes: N test images, C classes.
+Shapes: N test images.
 """
 
 import dataclasses
 import json
-import statistics
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import printable
 from vit.data.images import ImageSet
-from vit.evaluation import mcnemar, report
+from vit.evaluation import evaluate, mcnemar
 from vit.hardware import describe
 from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
@@ -27,7 +24,7 @@ from vit.reporting.tables import text_table, with_interval
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 20  # characters of a model's name
-MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy")
+MEASURES = ("accuracy", "accuracy_95", "balanced_accuracy", "images_per_second")
 
 
 def compare_runs(run: str, options: CompareConfig) -> None:
@@ -38,7 +35,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
             classes.
     """
     models = [load_run(name, options) for name in (run, *options.others)]
-    first, size = models[0], options.batch_size
+    first = models[0]
     tests = [_load_test(saved, first, options.data.root) for saved in models]
     names = [printable(saved.name)[:LONGEST_NAME] for saved in models]
     if len({*names}) < len(names):
@@ -47,16 +44,16 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     folder = results_folder(first, options.out) / name
     folder.mkdir(parents=True, exist_ok=True)
     print("\n".join(saved.describe() for saved in models), flush=True)
-    classifiers = [saved.classifier for saved in models]
-    logits, speeds = classify_in_turns(classifiers, tests, size)
-    maps = [_rollouts(*pair, size) for pair in zip(classifiers, tests, strict=True)]
-    rows = [
-        {"name": name, **_describe(saved, found, tests[0]), "images_per_second": speed}
-        for name, saved, found, speed in zip(names, models, logits, speeds, strict=True)
-    ]
-    right = [found.argmax(dim=1) == tests[0].labels.cpu() for found in logits]
-    for row, hits, found in zip(rows[1:], right[1:], maps[1:], strict=True):
-        row |= differences(right[0], maps[0], hits, found, tests[0])
+    rows: list[dict[str, Any]] = []
+    right, maps = [], []
+    for name, saved, test in zip(names, models, tests, strict=True):
+        result, logits = evaluate(saved.classifier, test, options.batch_size)
+        measured = {key: result[key] for key in MEASURES}
+        rows.append({"name": name, **_describe(saved), **measured})
+        right.append(logits.argmax(dim=1) == test.labels.cpu())
+        maps.append(_rollouts(saved.classifier, test, options.batch_size))
+        if len(rows) > 1:
+            rows[-1] |= differences(right[0], maps[0], right[-1], maps[-1], test)
     classifier = first.classifier
     content = {
         "data": first.config.data.name,
@@ -69,7 +66,7 @@ def compare_runs(run: str, options: CompareConfig) -> None:
     (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")
     if options.corruptions:
-        pairs = zip(classifiers, tests, strict=True)
+        pairs = [(saved.classifier, test) for saved, test in zip(models, tests, strict=True)]
         corrupted = compare_corrupted(dict(zip(names, pairs, strict=True)), folder, options)
         content["corruptions"], table = corrupted
         print(f"\n{table}")
@@ -93,24 +90,6 @@ def _load_test(saved: SavedModel, first: SavedModel, root: str | None) -> ImageS
     return load_test(dataclasses.replace(saved, config=config), root)
 
 
-def classify_in_turns(
-    classifiers: Sequence[Classifier], tests: Sequence[ImageSet], batch_size: int
-) -> tuple[list[Tensor], list[float]]:
-    """Return each model's logits (N, C), and its images per second, the median over batches.
-
-    The models take turns with every batch, so that other programs slow them down alike. Reading is
-    not timed.
-    """
-    logits: list[list[Tensor]] = [[] for _ in classifiers]
-    speeds: list[list[float]] = [[] for _ in classifiers]
-    for parts in zip(*(test.parts(batch_size) for test in tests), strict=True):
-        for number, part in enumerate(parts):
-            start = time.perf_counter()
-            logits[number].append(classifiers[number].logits(part, batch_size).cpu())
-            speeds[number].append(len(part) / (time.perf_counter() - start))
-    return [*map(torch.cat, logits)], [*map(statistics.median, speeds)]
-
-
 def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor | None:
     """Return the rollout of all test images, (N, rows, columns); None if there are no maps."""
     if not classifier.has_maps:
@@ -120,22 +99,20 @@ def _rollouts(classifier: Classifier, test: ImageSet, batch_size: int) -> Tensor
     return torch.cat([found.cpu() for found in maps])
 
 
-def _describe(saved: SavedModel, logits: Tensor, test: ImageSet) -> dict[str, Any]:
-    """Return what the table and comparison.json say about a model with logits (N, C)."""
+def _describe(saved: SavedModel) -> dict[str, Any]:
+    """Return what the table and comparison.json say about a model besides measures."""
     model = saved.config.model
     architecture = f"vit, depth {model.depth}, width {model.embed_dim}, patch {model.patch_size}"
     if model.attention != "dot":
         architecture += f", {model.attention} attention"
     if model.name != "vit":
         architecture = f"{model.name}{' with timm_args' if model.timm_args else ''}"
-    result = report(logits, test.labels.cpu(), test.classes)
     return {
         "path": str(saved.path),
         "architecture": architecture,
         "parameters": sum(p.numel() for p in saved.classifier.model.parameters()),
         "steps": saved.step,
         "finished": saved.finished,
-        **{key: result[key] for key in MEASURES},
     }
 
 

@@ -13,7 +13,6 @@ from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
 from vit.reporting.tables import metrics_table
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
-from vit.settings import flatten
 from vit.training.config import Config, to_dict
 
 LIBRARY = "vit-from-scratch"
@@ -38,9 +37,7 @@ classifier.explain("photo.jpg")
 
 ## Training
 
-{steps:,} optimizer steps on `{data}`, with these settings, all others as by default (config.json):
-
-{settings}
+{steps:,} optimizer steps on `{data}`, with the settings in config.json.
 
 ## Results
 
@@ -91,12 +88,10 @@ def without_places(config: Config) -> Config:
 
 def model_card(saved: SavedModel) -> str:
     """Describe a model in Markdown, with the results of its report on the test images."""
-    classifier, config = saved.classifier, without_places(saved.config)
+    classifier = saved.classifier
     file = saved.run / EVAL_FOLDER / REPORT_FILE
     measured = saved.finished and file.exists()
     report = json.loads(file.read_text(encoding="utf-8")) if measured else {}
-    defaults = flatten(to_dict(Config()))
-    settings = {k: v for k, v in flatten(to_dict(config)).items() if v != defaults[k]}
     rows, columns = classifier.preprocess.image_size
     return CARD.format(
         metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
@@ -107,8 +102,7 @@ def model_card(saved: SavedModel) -> str:
         classes=", ".join(classifier.classes),
         library=LIBRARY,
         steps=saved.step,
-        data=config.data.name,
-        settings="\n".join(f"- `{key}`: {value}" for key, value in settings.items()),
+        data=saved.config.data.name,
         results=_results(report) if report else "Not measured.",
     )
 
