@@ -37,11 +37,7 @@ Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tel
 
 
 def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> nn.Module:
-    """Build the untrained model of a config for images of a given size and number of channels.
-
-    Raises:
-        ValueError: timm does not have the model, or cannot build it with these arguments.
-    """
+    """Build the untrained model of a config; ValueError if timm cannot build it."""
     if config.name != "vit":
         arguments = config.timm_args or {}
         return build_timm_model(

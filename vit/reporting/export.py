@@ -84,11 +84,7 @@ def _require_replaceable(target: Path, program: bytes) -> None:
 
 
 def _export(saved: SavedModel, name: str, draft: Path) -> str:
-    """Write a model in a format, load it, and say how far its logits of images are the model's.
-
-    Raises:
-        ValueError: The format cannot represent the model, or a logit differs by more than 1e-4.
-    """
+    """Write a model in a format, load it, and say how far its logits are from the model's."""
     kind = FORMATS[name]
     kind.write(saved.classifier, saved.config.model, draft)
     difference = largest_difference(saved.classifier, kind.load(draft))

@@ -13,22 +13,14 @@ from vit.run.folder import EVAL_FOLDER
 
 
 def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
-    """Load a model with the device and the precision of the options, and with mirror images.
-
-    Raises:
-        ValueError: The model cannot be read, or the device is not available.
-    """
+    """Load a model as `load_model` does, perhaps with mirror images."""
     saved = load_model(run, options.device, options.precision)
     classifier = dataclasses.replace(saved.classifier, flip=flip)
     return dataclasses.replace(saved, classifier=classifier)
 
 
 def results_folder(saved: SavedModel, out: str | None, name: str = EVAL_FOLDER) -> Path:
-    """Return the folder for results: out, or the one of that name in the run folder.
-
-    Raises:
-        ValueError: A file is in its place.
-    """
+    """Return the folder for results: out, or the one of that name; ValueError if it is a file."""
     folder = Path(out) if out else saved.run / name
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():

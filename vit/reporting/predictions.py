@@ -43,8 +43,8 @@ def predict_files(run: str, options: PredictConfig) -> Path:
         flipped; with a coverage, set_lac and set_raps: classes, best first, separated by |.
 
     Raises:
-        ValueError: There are no images, none can be read, the model cannot be read, or the output
-            is a file that is not a table of predictions.
+        ValueError: No images or the model can be read, or the output is a file that is not a table
+            of predictions.
     """
     paths = find_photos(options.photos, "predict")
     saved = load_run(run, options, options.flip)

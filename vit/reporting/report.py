@@ -76,16 +76,10 @@ def write_report(
     batch_size: int = 500,
     coverage: float | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a classifier and write report.json, predictions.csv, pictures and events.
+    """Evaluate a classifier after training `step` steps, and write what is found into a folder.
 
-    Args:
-        classifier: The model.
-        images: The test images, with labels.
-        folder: Where to write. Files of an earlier report are replaced.
-        step: Steps the model was trained for.
-        batch_size: Images per forward pass.
-        coverage: Fraction of images whose set of classes is to contain the true one; None makes no
-            sets.
+    These are report.json, predictions.csv, pictures and events; files of an earlier report are
+    replaced. With a coverage, there are sets of classes too, see `Calibration.sets`.
 
     Returns:
         The report, see `vit.evaluation.report`, with the most confident mistakes, calibration, see
