@@ -3,10 +3,20 @@
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit.cli import parse_eval, parse_train, user_errors
 
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    error: str
+
+
+Call = Callable[..., Ended]
 Parse = Callable[[Sequence[str]], Any]
 
 

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+
+from command_line import Ended
+from vit.startup import eval_main
 
 # The models are so small that more threads would only wait for each other. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +43,24 @@ def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     writer = sys.modules.get("tensorboard.summary.writer.event_file_writer")
     if writer is not None:
         monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """Run eval.py with some words in this process, which has imported torch already."""
+
+    def run(*words: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
+        code = 0
+        try:
+            eval_main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(params=["written", "fused"])

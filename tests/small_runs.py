@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,17 +99,6 @@ def make_loop(config: Config, tracker: Tracker | None = None, **how: Any) -> Loo
     run = begin(config, checkpoint=checkpoint, **how)
     training, held_out = load_data(run)
     return build_loop(run, build_step(run, training), training, held_out, tracker)
-
-
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    error: str
-
-
-Call = Callable[..., Ended]
 
 
 class StopAt(StopRequest):

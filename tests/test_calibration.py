@@ -1,5 +1,6 @@
 """Calibration: the temperature, its intervals, and where it is stored and used."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def calibrated_case(count: int, classes: int = 10, seed: int = 0) -> tuple[Tenso
     return logits, torch.multinomial(logits.softmax(dim=1), 1, generator=random).squeeze(1)
 
 
-@pytest.mark.parametrize("scale", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("scale", [0.2, 5.0])
 def test_temperature_is_that_of_a_grid_search(scale: float) -> None:
     logits, labels = calibrated_case(2000)
     grid = np.geomspace(0.1, 10, 501)
@@ -78,7 +79,7 @@ def test_interval_of_calibration_error_contains_the_true_one(scale: float) -> No
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run whose weights are moving averages."""
     out = tmp_path_factory.mktemp("calibration") / "run"
-    train(small(out, train={"epochs": 2}, track={"probes": 0, "milestones": 1}))
+    train(small(out, train={"epochs": 1}, track={"probes": 0, "milestones": 1}))
     return out
 
 
@@ -93,14 +94,15 @@ def test_saved_weights_are_calibrated_on_held_out_images(run: Path) -> None:
 
 
 def test_report_and_predictions_use_the_temperature(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vit.reporting.unfamiliar.bootstrap", lambda *_: [[0.0, 1.0]] * 3)
     saved = load_model(run, "cpu", "float32")
     classifier, test = saved.classifier, load_test(saved)
     logits = classifier.logits(test.pixels())
     temperature = classifier.calibration.temperature
     trained = json.loads((run / "eval/report.json").read_text())
-    same = {"probes": 0, "device": "cpu", "precision": "float32"}
+    same = {"device": "cpu", "precision": "float32"}
     options = ReportConfig(out=str(tmp_path), coverage=0.9, unfamiliar="digits", **same)
     evaluate_run(str(run), options)
     printed = capsys.readouterr().out
@@ -128,7 +130,9 @@ def test_report_and_predictions_use_the_temperature(
     best = (logits[0] / temperature).softmax(dim=0).topk(5).values.tolist()
     for found in (opened.predict(photo), opened.explain(photo).probabilities):
         assert list(found.values())[:5] == pytest.approx(best, rel=1e-5)
-    assert float(opened.predictions()[0]["probability"]) == pytest.approx(best[0], rel=1e-5)
+    with (run / "eval/predictions.csv").open(newline="") as file:
+        row = next(csv.DictReader(file))
+    assert float(row["probability"]) == pytest.approx(best[0], rel=1e-5)
 
 
 def test_model_file_keeps_the_calibration_and_older_ones_have_none(tmp_path: Path) -> None:
@@ -141,6 +145,6 @@ def test_model_file_keeps_the_calibration_and_older_ones_have_none(tmp_path: Pat
     assert load_model(tmp_path).classifier.calibration == calibration
     images = ImageSet(torch.zeros(50, 3, 32, 32, dtype=torch.uint8), labels, classifier.classes)
     table = calibration_table(measure_calibration(classifier, images, logits)).splitlines()
-    assert len(table) == 3 and f"temperature {calibration.temperature:.3f}" in table[2]
+    assert len(table) == 3 and f" {calibration.temperature:.3f}   " in table[2]
     table = calibration_table(measure_calibration(saved.classifier, images, logits)).splitlines()
-    assert len(table) == 3 and table[2].startswith("no temperature: no images were held out")
+    assert len(table) == 3 and table[2].startswith("not calibrated: no images were held out")

@@ -283,8 +283,8 @@ def test_config_survives_the_way_through_dictionaries() -> None:
 def test_a_command_has_its_settings_and_report_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--data.root", "there", "--probes", "3", "--flip"]
-    options: Any = ReportConfig(data=EvalDataConfig(root="there"), probes=3, flip=True)
+    words = ["--data.root", "there", "--seed", "3", "--flip"]
+    options = ReportConfig(data=EvalDataConfig(root="there"), seed=3, flip=True)
     assert parse_eval(["runs/x", *words]) == ("report", "runs/x", options)
     assert parse_eval(["runs/x", "report", *words]) == ("report", "runs/x", options)
     words = ["--head_fusion", "min", "--discard_ratio", "0.9", "--indices", "3", "17"]

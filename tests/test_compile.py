@@ -150,7 +150,7 @@ def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
 def test_every_evaluation_of_a_run_is_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs, calls, logits_of_parts = [], [], Classifier.logits_of_parts
+    graphs, calls, logits = [], [], Classifier.logits
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
@@ -161,9 +161,9 @@ def test_every_evaluation_of_a_run_is_eager(
     def evaluated(classifier: Classifier, *given: Any) -> torch.Tensor:
         calls.append(len(calls))
         part_of_a_model(torch.zeros(len(calls)))  # another shape each time
-        return logits_of_parts(classifier, *given)
+        return logits(classifier, *given)
 
-    monkeypatch.setattr(Classifier, "logits_of_parts", evaluated)
+    monkeypatch.setattr(Classifier, "logits", evaluated)
     train(small(tmp_path / "run", train={"epochs": 2}, track={"probes": 0}))
     assert len(calls) == 2 + 1 + 1  # after each epoch, of the held-out and of the test images
     assert graphs == []

@@ -22,10 +22,8 @@ from vit.explain.colours import (
 )
 from vit.explain.explanation import TITLE_WIDTH
 from vit.explain.figures import (
-    DIFFERENCE,
     attention_picture,
     captions_of,
-    comparison_picture,
     gallery_picture,
     named,
     statistics_picture,
@@ -130,21 +128,6 @@ def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -1e-12])
 def test_statistics_of_a_broken_model_are_drawn(value: float) -> None:
     assert statistics_picture({"entropy": torch.full((3, 2), value)}).shape == (142, 208, 3)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_comparison_has_a_map_of_each_model_and_of_two_the_difference(count: int) -> None:
-    images, maps = noise(2), [torch.rand(2, 2, 3) * 3 for _ in range(count)]
-    caption = "true cat\none without maps: dog\nanother: cat"
-    picture = comparison_picture(images, maps, [["name: cat"] * 2] * count, [caption] * 2)
-    cells = []
-    for row, image in enumerate(images):
-        cells.append([as_pixels(image), *(colour_map(found[row]) for found in maps)])
-        if count == 2:
-            cells[row].append(colour_map(maps[1][row] - maps[0][row], DIFFERENCE))
-    assert_cells(picture, cells, (57, 6), (239, 182), 176)
-    panels = 1 + count + (count == 2)
-    assert picture.shape[1] == 182 * panels + 6 + BAR * (1 + (count == 2))
 
 
 @pytest.mark.parametrize(("count", "columns"), [(5, 2), (1, 4)])

@@ -187,14 +187,14 @@ def test_a_run_names_its_classes_and_refuses_others(root, tmp_path, capsys):
     assert result["n"] == 12 and list(result["per_class"]) == list(CLASSES)
     saved = load_model(run)
     assert saved.classifier.classes == CLASSES
-    options = ReportConfig(device="cpu", precision="float32", probes=1)
+    options = ReportConfig(device="cpu", precision="float32")
     again = evaluate_run(str(run), options)
     assert (again["n"], again["loss"]) == (12, pytest.approx(result["loss"], rel=1e-5))
     other.mkdir()
     renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
     save_model(other / MODEL_FILE, renamed, saved.config, 1)
-    with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
-        compare_runs(str(run), CompareConfig(probes=1, others=(str(other),)))
+    with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
+        compare_runs(str(run), CompareConfig(others=(str(other),)))
     (root / "test" / "owl").rename(root / "test" / "emu")
     with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
@@ -343,7 +343,7 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
 ) -> None:
     train(small(classes_only, tmp_path / "run"))
     moved = classes_only.rename(tmp_path / "moved")
-    options = ReportConfig(data=EvalDataConfig(root=str(moved)), probes=0)
+    options = ReportConfig(data=EvalDataConfig(root=str(moved)))
     assert evaluate_run(str(tmp_path / "run"), options)["n"] == 7
     one = next((moved / "c d").iterdir())
     shutil.copy(one, one.with_name("zz.png"))
@@ -353,7 +353,7 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
         evaluate_run(str(tmp_path / "run"), options)
     for part in ("train", "test"):  # images that are marked for testing are the user's choice
         shutil.copytree(moved, tmp_path / "parts" / part)
-    other = ReportConfig(data=EvalDataConfig(root=str(tmp_path / "parts")), probes=0)
+    other = ReportConfig(data=EvalDataConfig(root=str(tmp_path / "parts")))
     assert evaluate_run(str(tmp_path / "run"), other)["n"] == 36
 
 
@@ -378,7 +378,7 @@ def test_a_model_is_not_compared_on_images_it_may_have_been_trained_on(
     train(small(classes_only, tmp_path / "fifth"))
     train(small(classes_only, tmp_path / "half", test_fraction=0.5))
     train(small(classes_only, tmp_path / "same", test_fraction=0.2))
-    options = CompareConfig(probes=0, others=(str(tmp_path / "half"),))
+    options = CompareConfig(others=(str(tmp_path / "half"),))
     with pytest.raises(ValueError, match=r"half/model\.safetensors .* another data\.test_fraction"):
         compare_runs(str(tmp_path / "fifth"), options)
     compare_runs(str(tmp_path / "fifth"), replace(options, others=(str(tmp_path / "same"),)))

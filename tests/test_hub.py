@@ -15,9 +15,10 @@ import torch
 import yaml
 from torch.testing import assert_close
 
-from vit.evaluation import as_table, report
+from vit.evaluation import report
 from vit.model_file import load_model
 from vit.reporting.model_card import write_hub
+from vit.reporting.tables import metrics_table
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0" * 40
@@ -46,39 +47,32 @@ def serve(repositories: Path) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             pass
 
-        def answer(self, status: int, content: bytes, **headers: str) -> None:
+        def answer(self, content: bytes, status: int = 200, **headers: str) -> None:
             self.send_response(status)
-            for name, value in headers.items():
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(content)
 
         def do_GET(self) -> None:
             parts = self.path.partition("?")[0].strip("/").split("/")
-            if parts[:2] == ["api", "models"] and repositories.joinpath(*parts[2:4]).is_dir():
-                files = sorted(repositories.joinpath(*parts[2:4]).iterdir())
+            folder, file = repositories.joinpath(*parts[2:4]), repositories.joinpath(*parts[:2])
+            if parts[:2] == ["api", "models"] and folder.is_dir():
+                kind = {"type": "file", "oid": "0" * 40}
                 tree = [
-                    {
-                        "type": "file",
-                        "path": file.name,
-                        "oid": "0" * 40,
-                        "size": file.stat().st_size,
-                    }
-                    for file in files
+                    {**kind, "path": file.name, "size": file.stat().st_size}
+                    for file in sorted(folder.iterdir())
                 ]
                 about = {"id": "/".join(parts[2:4]), "sha": COMMIT}
                 content = json.dumps(about if parts[4] == "revision" else tree).encode()
-                self.answer(200, content, Content_Type="application/json")
-                return
-            if parts[2:3] == ["resolve"]:
-                file = repositories.joinpath(*parts[:2], *parts[4:])
-                if file.is_file():
-                    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-                    self.answer(200, file.read_bytes(), ETag=f'"{digest}"', X_Repo_Commit=COMMIT)
-                    return
-            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+                self.answer(content, Content_Type="application/json")
+            elif parts[2:3] == ["resolve"] and file.joinpath(*parts[4:]).is_file():
+                content = file.joinpath(*parts[4:]).read_bytes()
+                digest = hashlib.sha256(content).hexdigest()
+                self.answer(content, ETag=f'"{digest}"', X_Repo_Commit=COMMIT)
+            else:
+                self.answer(b"{}", 404, X_Error_Code="RepoNotFound")
 
         do_HEAD = do_GET
 
@@ -130,5 +124,5 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     (measured,) = yaml.safe_load(metadata)["model-index"][0]["results"]
     assert measured["metrics"] == [{"type": "accuracy", "value": 1.0}]
     assert measured["dataset"]["name"] == "cifar10"
-    assert as_table(json.loads(content)) in text
-    assert "- `model.stem`: conv" in text
+    assert metrics_table(json.loads(content)) in text
+    assert f"{saved.step:,} optimizer steps on `cifar10`" in text

@@ -95,9 +95,14 @@ def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def rows_of(table: Path) -> list[dict[str, str]]:
+    with table.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
     classifier = vit.load(run, "cpu", "float32")
-    split, predictions = classifier.split(), classifier.predictions()
+    split, predictions = rows_of(run / "split.csv"), rows_of(run / "eval/predictions.csv")
     files = {
         part: {str(path.relative_to(pictures)) for path in (pictures / part).rglob("*.png")}
         for part in ("train", "test")
@@ -112,23 +117,24 @@ def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
     assert sorted(row["file"] for row in predictions) == readable
     for index, row in enumerate(predictions):
         expected = classifier.predict(pictures / row["file"])
-        assert row["index"] == index and row["label"] == Path(row["file"]).parts[1]
+        assert row["index"] == str(index) and row["label"] == Path(row["file"]).parts[1]
         assert (row["prediction"], row["probability"]) == (row["class_1"], row["probability_1"])
         assert [row[f"class_{n}"] for n in (1, 2, 3)] == list(expected)
-        shares = [row[f"probability_{n}"] for n in (1, 2, 3)]
+        shares = [float(row[f"probability_{n}"]) for n in (1, 2, 3)]
         assert shares == pytest.approx(list(expected.values()), rel=1e-5)
 
     mistakes = json.loads((run / "eval/report.json").read_text())["mistakes"]
     wrong = [row for row in predictions if row["prediction"] != row["label"]]
-    wrong.sort(key=lambda row: -row["probability"])
+    wrong.sort(key=lambda row: -float(row["probability"]))
     assert mistakes and len(mistakes) == min(16, len(wrong))
     for mistake, row in zip(mistakes, wrong, strict=False):
-        assert mistake.pop("probability") == pytest.approx(row["probability"], rel=1e-5)
-        assert mistake == {key: row[key] for key in ("index", "file", "label", "prediction")}
+        assert mistake.pop("probability") == pytest.approx(float(row["probability"]), rel=1e-5)
+        assert str(mistake.pop("index")) == row["index"]
+        assert mistake == {key: row[key] for key in ("file", "label", "prediction")}
 
 
 def test_maps_and_records_name_their_files(run: Path, pictures: Path) -> None:
-    table, names = vit.load(run).predictions(), {}
+    table, names = rows_of(run / "eval/predictions.csv"), {}
     options = MapsConfig(indices=(9, 2), faithfulness=0, kinds=("rollout",))
     explain_run(str(run), options)
     entries = json.loads((run / "eval/attention/index.json").read_text())["images"]
@@ -141,21 +147,8 @@ def test_maps_and_records_name_their_files(run: Path, pictures: Path) -> None:
             if tag.count("/") == 1 and tag != FRAMES_TAG:
                 content = events.Tensors(tag)[-1].tensor_proto.string_val[0]
                 names[tag] = decode_details(content).name
-    held_out = [row["file"] for row in vit.load(run).split() if row["part"] == "val"]
+    held_out = [row["file"] for row in rows_of(run / "split.csv") if row["part"] == "val"]
     assert names.pop("attention/probe_00") in [printable(name) for name in held_out]
     assert names == {
         f"attention/image_{index:05d}": printable(table[index]["file"]) for index in options.indices
     }
-
-
-def test_predictions_that_were_not_written_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    classifier = vit.load("cifar10_quick")
-    with pytest.raises(ValueError, match=r"not found; `vit-eval cifar10_quick` writes it$"):
-        classifier.predictions()
-    with pytest.raises(ValueError, match=r"split.csv: file not found; train.py writes it, for ima"):
-        classifier.split()
-    with pytest.raises(ValueError, match=r"^eval/predictions.csv: only for a model that vit.load"):
-        dataclasses.replace(classifier, run=None).predictions()

@@ -16,7 +16,7 @@ from vit.data.preprocess import Preprocess
 from vit.model_file import load_model
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig, PhotoConfig
-from vit.reporting.photos import classify_photos
+from vit.reporting.predictions import classify_photos
 from vit.training.train import train
 
 CLASSES = ("bottom", "middle", "top")

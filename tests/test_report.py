@@ -1,4 +1,4 @@
-"""The report: mistakes and precision-recall curves."""
+"""The report: its mistakes, and the folder that it is written to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import PLAIN
+from models import grey_classifier
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.data.preprocess import Preprocess
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
-from vit.model.vit import VisionTransformer
 from vit.reporting.report import (
     _require_own_report,
     contrast,
@@ -23,8 +21,6 @@ from vit.reporting.report import (
     worst_mistakes,
     write_report,
 )
-
-CPU = torch.device("cpu")
 
 
 def test_worst_mistakes_are_wrong_and_the_surest_first():
@@ -38,14 +34,9 @@ def test_worst_mistakes_are_wrong_and_the_surest_first():
 @pytest.fixture(scope="module")
 def mistakes() -> tuple[Classifier, ImageSet]:
     """A classifier of grey images that are not square, and images it classifies."""
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        **{**PLAIN, "in_chans": 1}, img_size=(16, 24), num_classes=3, embed_dim=12, depth=2
-    )
-    for parameter in model.parameters():
+    classifier = grey_classifier()
+    for parameter in classifier.model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    preprocess = Preprocess((16, 24), (0.5,), (0.25,))
-    classifier = Classifier(model.eval(), preprocess, ("a", "b", "c"), CPU, torch.float32)
     images = torch.randint(256, (3, 1, 16, 24), dtype=torch.uint8)
     return classifier, ImageSet(images, torch.tensor([0, 1, 2]), classifier.classes)
 
@@ -95,6 +86,6 @@ def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
     with monkeypatch.context() as patch:
         patch.setattr("vit.reporting.report.picture_tag", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_report(*mistakes, tmp_path, step=1, probes=0)
+            write_report(*mistakes, tmp_path, step=1)
     assert report_files(tmp_path)
     _require_own_report(tmp_path)  # raises nothing

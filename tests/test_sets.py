@@ -1,7 +1,6 @@
 """Sets of classes: their scores, how often they contain the true class, and predict's columns."""
 
 import csv
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from PIL import Image
 from scipy.stats import betabinom, binom
 from torch import Tensor
 
+from command_line import Call
 from vit.calibration import Calibration, set_scores
 from vit.cli import eval_main
 from vit.data.images import ImageSet
@@ -39,41 +39,37 @@ def test_scores_are_those_of_the_papers() -> None:
             assert found["raps"][image, label].item() == pytest.approx(0 if best else raps)
 
 
-@pytest.mark.parametrize("kind", ["lac", "raps"])
-def test_coverage_has_its_exact_distribution(kind: str) -> None:
-    """The number of images covered is beta-binomial, over held-out and test images."""
+def test_coverage_and_familiarity_have_their_exact_distribution() -> None:
+    """The number of images is beta-binomial, over held-out and test images.
+
+    A set contains the true class; a familiarity, a p-value, is at most 6 / (N + 1).
+    """
     held_out, images, coverage, splits = 119, 200, 0.9, 200
-    rank = 108  # of the quantile: 0.9 x 120
-    expected = betabinom(images, rank, held_out + 1 - rank)
-    random, covered = torch.Generator().manual_seed(0), []
+    random = torch.Generator().manual_seed(0)
+    counts: dict[str, list[int]] = {"lac": [], "raps": [], "familiarity": []}
     for _ in range(splits):
         logits, labels, uniform = draw(held_out + images, 6, random)
         calibration = Calibration.fit(logits[:held_out], labels[:held_out])
-        inside = calibration.sets(logits[held_out:], uniform[held_out:], coverage)[kind]
-        assert inside.any(dim=1).all()
-        covered.append(inside.gather(1, labels[held_out:, None]).sum().item())
-    error = 3 * expected.std() / splits**0.5
-    assert np.mean(covered) == pytest.approx(expected.mean(), abs=error)
-    low, high = expected.interval(0.9)
-    usual = sum(low <= count <= high for count in covered)
-    probability = expected.cdf(high) - expected.cdf(low - 1)
-    assert binom.ppf(0.005, splits, probability) <= usual <= binom.ppf(0.995, splits, probability)
-
-
-def test_familiarity_is_a_p_value() -> None:
-    """Of images like the held-out ones, it is at most k / (N + 1) for k / (N + 1) on average."""
-    held_out, images, splits, most = 119, 200, 200, 6
-    random, unfamiliar = torch.Generator().manual_seed(0), []
-    for _ in range(splits):
-        logits, labels, _ = draw(held_out + images, 6, random)
-        found = Calibration.fit(logits[:held_out], labels[:held_out]).familiarity(logits[held_out:])
-        unfamiliar.append(int((found <= most / (held_out + 1)).sum()))
-    expected = betabinom(images, most, held_out + 1 - most)
-    error = 3 * expected.std() / splits**0.5
-    assert np.mean(unfamiliar) == pytest.approx(expected.mean(), abs=error)
+        for kind, inside in calibration.sets(
+            logits[held_out:], uniform[held_out:], coverage
+        ).items():
+            assert inside.any(dim=1).all()
+            counts[kind].append(int(inside.gather(1, labels[held_out:, None]).sum()))
+        low = calibration.familiarity(logits[held_out:]) <= 6 / (held_out + 1)
+        counts["familiarity"].append(int(low.sum()))
+    for kind, rank in (("lac", 108), ("raps", 108), ("familiarity", 6)):  # 108: 0.9 x 120
+        expected = betabinom(images, rank, held_out + 1 - rank)
+        error = 3 * expected.std() / splits**0.5
+        assert np.mean(counts[kind]) == pytest.approx(expected.mean(), abs=error)
+        low, high = expected.interval(0.9)
+        usual = sum(low <= count <= high for count in counts[kind])
+        probability = expected.cdf(high) - expected.cdf(low - 1)
+        at_least, at_most = binom(splits, probability).ppf([0.005, 0.995])
+        assert at_least <= usual <= at_most
 
 
 def test_familiarity_of_many_held_out_images_is_from_quantiles() -> None:
+    """For fewer it is exact, see the test of coverage."""
     logits, labels, _ = draw(5000, 6, torch.Generator().manual_seed(0))
     calibration, others = Calibration.fit(logits, labels), logits[:50] / 2
     energies, found = np.exp(logits.double().numpy()).sum(1), np.exp(others.double().numpy()).sum(1)
@@ -98,10 +94,7 @@ def test_table_counts_coverage_and_classes() -> None:
     measured = measure_sets(classifier, images, logits, 0.9)
     inside = calibration.sets(logits, uniform, 0.9)["lac"].numpy()
     hits, sizes = inside[np.arange(300), labels], inside.sum(axis=1)
-    for rows, found in [
-        (slice(None), measured["lac"][0]),
-        (labels.numpy() == 3, measured["lac"][1 + 3]),
-    ]:
+    for rows, found in zip((slice(None), labels == 3), measured["lac"][::4], strict=False):
         assert found["coverage"] == pytest.approx(hits[rows].mean())
         assert found["size"] == pytest.approx(sizes[rows].mean())
         half = 1.96 * sizes[rows].std(ddof=1) / len(sizes[rows]) ** 0.5
@@ -112,18 +105,7 @@ def test_table_counts_coverage_and_classes() -> None:
     assert lines[2].startswith("all ") and f" {hits.mean():.1%} (" in lines[2]
 
 
-def predict(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, words)])
-    try:
-        eval_main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def test_predict_writes_sets_that_do_not_depend_on_other_photos(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_writes_sets_that_do_not_depend_on_other_photos(tmp_path: Path, call: Call) -> None:
     saved = load_model("cifar10_quick", "cpu", "float32")
     logits, labels, _ = draw(99, 10, torch.Generator().manual_seed(0))
     calibrated = replace(saved.classifier, calibration=Calibration.fit(logits, labels))
@@ -134,7 +116,7 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(
         Image.fromarray(pixels).save(tmp_path / f"photos/{seed}.png")
     columns = []
     for photos in (tmp_path / "photos", tmp_path / "photos/3.png"):
-        assert predict(monkeypatch, tmp_path, "predict", photos, "--coverage", "0.95") == 0
+        assert call(tmp_path, "predict", photos, "--coverage", "0.95").code == 0
         with (tmp_path / "eval/photos.csv").open(newline="") as file:
             columns.append(list(csv.DictReader(file)))
     (several, (alone,)) = columns
@@ -148,14 +130,12 @@ def test_predict_writes_sets_that_do_not_depend_on_other_photos(
         for kind in ("set_lac", "set_raps"):
             inside = row[kind].split("|")
             assert inside[:5] == best[: len(inside)] and {*inside} <= {*calibrated.classes}
-    assert predict(monkeypatch, tmp_path, "predict", tmp_path / "photos") == 0  # replaces the table
+    assert call(tmp_path, "predict", tmp_path / "photos").code == 0  # replaces the table
     for model, flags, message in [
-        ("cifar10_quick", ("0.9",), "coverage: the model file has no scores of held-out images"),
+        ("cifar10_quick", ("0.9",), "coverage: the model is not calibrated: no images were held"),
         (tmp_path, ("0.995",), "coverage: 0.995 is not allowed; it must be at most 0.99 for a"),
         (tmp_path, ("0.9", "--flip"), "coverage: not together with --flip"),
         (tmp_path, ("1.5",), "coverage: 1.5 is not allowed; it must be"),
     ]:
-        assert (
-            predict(monkeypatch, model, "predict", tmp_path / "photos", "--coverage", *flags) == 2
-        )
-        assert message in capsys.readouterr().err
+        ended = call(model, "predict", tmp_path / "photos", "--coverage", *flags)
+        assert ended.code == 2 and message in ended.error

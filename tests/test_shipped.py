@@ -1,14 +1,12 @@
 """The bundled models load by name from any folder and reach the stated accuracy."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
+from command_line import Call
 from vit.data.config import DataConfig
 from vit.data.datasets import load
 from vit.data.preprocess import Preprocess
@@ -45,18 +43,14 @@ def test_quick_model_is_as_good_as_readme_says():
     assert accuracy == pytest.approx(float(stated) / 100, abs=5e-4)
 
 
-@pytest.mark.slow
-def test_without_data_a_photo_is_named_and_nothing_is_written_beside_the_model(tmp_path):
-    draw = np.random.default_rng(0)
-    photo = Image.fromarray(draw.integers(256, size=(40, 60, 3), dtype=np.uint8))
-    photo.save(tmp_path / "photo.png")
+def test_a_photo_is_named_and_nothing_is_written_beside_the_model(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.effect_noise((60, 40), 100).save("photo.png")
     before = sorted(BUNDLED.iterdir())
-    done = subprocess.run(
-        [sys.executable, ROOT / "eval.py", "cifar10_quick", "photo", "photo.png"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^  \w+ +[\d.]+%$", done.stdout, re.MULTILINE)) == 5
-    (written,) = (tmp_path / "runs/cifar10_quick/eval/photos").iterdir()
-    assert f"wrote {written.relative_to(tmp_path)}" in done.stdout
+    ended = call("cifar10_quick", "photo", "photo.png")
+    assert len(re.findall(r"^  \w+ +[\d.]+%$", ended.out, re.MULTILINE)) == 5
+    (written,) = Path("runs/cifar10_quick/eval/photos").iterdir()
+    assert f"wrote {written}" in ended.out
     assert sorted(BUNDLED.iterdir()) == before

@@ -22,7 +22,7 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig, PhotoConfig, ReportConfig
-from vit.reporting.photos import classify_photos
+from vit.reporting.predictions import classify_photos
 from vit.reporting.report import evaluate_run
 from vit.training.checks import check_config
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
@@ -188,7 +188,7 @@ def test_a_model_without_maps_is_evaluated_all_the_same(
     lines = [json.loads(x) for x in (runs / "resnet/metrics.jsonl").read_text().splitlines()]
     assert not any("attention/" in tag or "faithfulness/" in tag for x in lines for tag in x)
     expected = json.loads((runs / "resnet/eval/report.json").read_text())
-    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32", probes=2)
+    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
     assert evaluate_run(str(runs / "resnet"), options)["loss"] == pytest.approx(expected["loss"])
     assert NO_MAPS in capsys.readouterr().out
     with pytest.raises(ValueError, match=NO_MAPS):

@@ -109,8 +109,8 @@ def test_unsuitable_images_are_refused(untrained: Path, tmp_path: Path) -> None:
     for name, problem in (
         ("digts", "did you mean digits?"),
         (str(tmp_path / "one.png"), "it must be a folder of images or one of noise, cifar10, "),
-        (str(tmp_path), "has 1 images; it must have at least 10"),
-        ("shapes", "has the classes of the model"),
+        (str(tmp_path), "it must be a folder of at least 10 images"),
+        ("shapes", "shapes is not allowed; it must be images of other classes"),
     ):
         with pytest.raises(ValueError, match=r"^unfamiliar: ") as error:
             load_unfamiliar(name, saved, None)

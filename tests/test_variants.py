@@ -158,7 +158,7 @@ def test_everything_that_reads_attention_reads_a_variant(name, tmp_path):
     assert (close - expected).abs().max() < 0.1 * expected.abs().max()
     FORMATS["torch"].write(classifier, ModelConfig(attention=name), tmp_path / "model.pt2")
     assert_close(FORMATS["torch"].load(tmp_path / "model.pt2")(inputs), expected)
-    with pytest.raises(ValueError, match=f"lacks .*the attention of model.attention={name}"):
+    with pytest.raises(ValueError, match=f"a model with model.attention={name}"):
         FORMATS["timm"].write(classifier, ModelConfig(attention=name), tmp_path / "timm")
 
 

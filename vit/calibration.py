@@ -26,7 +26,6 @@ class Calibration:
         quantiles: For each kind of `set_scores`, the largest score in a set, by coverage in steps
             of 1/1000, up to the largest for which there are enough images.
         energies: The energy of held-out images, see `energy`, ascending: of all, or 1000 quantiles.
-            Empty in files without them.
     """
 
     images: int
@@ -54,10 +53,7 @@ class Calibration:
         """Return the fraction of held-out images that look at most as familiar as others, (N,).
 
         It is below 5% for about 5% of images like the held-out ones, and for more of images of no
-        class: a conformal p-value (arXiv 2104.08279) with `energy` as score.
-
-        Args:
-            logits: (N, C), not divided by the temperature.
+        class: a conformal p-value (arXiv 2104.08279) with `energy` as score. Logits are as trained.
         """
         below = torch.searchsorted(
             torch.tensor(self.energies, dtype=torch.float64), energy(logits), right=True
@@ -70,7 +66,7 @@ class Calibration:
         The probability is over held-out and other images from one distribution.
 
         Args:
-            logits: (N, C), not divided by the temperature.
+            logits: (N, C), as trained.
             uniform: (N,), random, 0 to 1, see `set_scores`.
             coverage: The probability, above 0 and below 1, rounded up to thousandths.
 
@@ -98,18 +94,11 @@ def energy(logits: Tensor) -> Tensor:
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return the temperature that minimizes the log loss (arXiv 1706.04599).
+    """Return the temperature, 0.01 to 100, that minimizes the log loss (arXiv 1706.04599).
 
     The loss is convex in 1/T, so bisection of its slope finds the minimum. As in Platt (1999), the
     true class has a target probability of (N + 1) / (N + 2), and the rest is divided among all
     classes, so that a model without mistakes gets a temperature above 0.
-
-    Args:
-        logits: (N, C), at least one image.
-        labels: (N,) int64.
-
-    Returns:
-        The temperature, 0.01 to 100.
     """
     logits = logits.double()
     logits = logits - logits.mean(dim=1, keepdim=True)  # so that the rest of the target adds 0
@@ -129,14 +118,10 @@ def set_scores(logits: Tensor, uniform: Tensor) -> dict[str, Tensor]:
     Logits are as trained: the temperature depends on the held-out images, which would then differ
     from test images, and coverage would only be approximate.
 
-    Args:
-        logits: (N, C).
-        uniform: (N,), random, 0 to 1: the fraction of a class's probability that raps counts.
-
     Returns:
         (N, C) float64 each: "lac", 1 minus the probability (arXiv 1609.00451), and "raps", the sum
-        of the larger probabilities and the fraction, with a penalty (arXiv 2009.14193). The most
-        probable class scores 0, so that no set is empty.
+        of the larger probabilities and the random fraction `uniform` (N,) of the class's, with a
+        penalty (arXiv 2009.14193). The most probable class scores 0, so that no set is empty.
     """
     probabilities = logits.double().softmax(dim=1)
     ordered, order = probabilities.sort(dim=1, descending=True)

@@ -3,8 +3,8 @@
 Shapes: N images, C classes, D feature width.
 """
 
-import csv
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from vit.calibration import Calibration
-from vit.console import program
 from vit.data.images import ImageSet
 from vit.data.photos import Photo, to_photo
 from vit.data.preprocess import Preprocess
@@ -25,7 +24,7 @@ from vit.model.timm_model import build_timm_model
 from vit.model.vit import VisionTransformer
 from vit.parallel import map_on_cores
 from vit.registry import ALL_KINDS
-from vit.run.folder import EVAL_FOLDER, PREDICTIONS_FILE, SPLIT_FILE
+from vit.settings import require
 
 if TYPE_CHECKING:
     from vit.explain.explanation import Explanation
@@ -38,11 +37,7 @@ Photos = list[Any] | tuple[Any, ...]  # of Photo, which a Sequence could not tel
 
 
 def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -> nn.Module:
-    """Build the untrained model of a config for images of a given size and number of channels.
-
-    Raises:
-        ValueError: timm does not have the model, or cannot build it with these arguments.
-    """
+    """Build the untrained model of a config; ValueError if timm cannot build it."""
     if config.name != "vit":
         arguments = config.timm_args or {}
         return build_timm_model(
@@ -60,18 +55,18 @@ def build_model(config: ModelConfig, preprocess: Preprocess, num_classes: int) -
 class Classifier:
     """A model in evaluation mode with its preprocessing and class names.
 
-    Evaluation, attention maps and reports take a Classifier, so no caller can forget to normalize.
+    It normalizes images, so that no caller can forget to.
 
     Attributes:
-        model: Our VisionTransformer or any model of timm, in evaluation mode, on the device.
+        model: Our VisionTransformer or any timm model, in evaluation mode, on the device.
         preprocess: Turns an image into the model's input.
         classes: The C class names.
         device: Where to compute.
         precision: Precision of matrix products, torch.float32 or torch.bfloat16.
         flip: Whether `logits` averages those of each image and its mirror image. Maps explain the
             image alone.
-        run: The folder of the run, if it comes from `vit.load`.
-        file: The model file or checkpoint, if it comes from `vit.load`.
+        run: The folder of the run, if the model comes from `vit.load`.
+        file: The model file or checkpoint, if the model comes from `vit.load`.
         calibration: What the held-out images of the run say about probabilities, or None.
     """
 
@@ -86,15 +81,11 @@ class Classifier:
     calibration: Calibration | None = None
 
     def __repr__(self) -> str:
-        """Say in two lines what this is, instead of listing every module."""
-        count, size = len(self.classes), "x".join(map(str, self.preprocess.image_size))
-        parameters = sum(p.numel() for p in self.model.parameters())
-        names = ", ".join(self.classes[:5]) + (", ..." if count > 5 else "")
+        """Say what this is in a line, instead of listing every module."""
+        kind, size = type(self.model).__name__, "x".join(map(str, self.preprocess.image_size))
         return (
-            f"Classifier: {type(self.model).__name__}, {parameters:,} parameters, {size} pixels, "
-            f"{self.preprocess.channels} channels\n  {count} classes ({names}); "
-            f"{describe(self.device)}, {str(self.precision).removeprefix('torch.')}; "
-            f"{self.file or 'made in Python'}"
+            f"Classifier({kind}, {len(self.classes)} classes, {size} pixels, "
+            f"{self.preprocess.channels} channels, {describe(self.device)}, {self.precision})"
         )
 
     @property
@@ -102,16 +93,48 @@ class Classifier:
         """Whether the model's attention can be read, so that there are maps."""
         return attention_model(self.model) is not None
 
-    @property
-    def has_linear_head(self) -> bool:
-        """Whether the model ends with a linear layer, which `logits_of_features` needs."""
-        model: Any = self.model  # ours and timm's have this method
-        return isinstance(model.get_classifier(), nn.Linear)
-
     def forward(self, inputs: Tensor, batch_size: int = 500) -> Tensor:
         """Classify normalized images (N, channels, H, W) on the device: logits (N, C) float32."""
-        parts = inputs.split(self.part_size(batch_size))
-        return torch.cat(map_on_cores(self._forward, parts, self._threads(len(parts))))
+        return self._by_parts(self._forward, inputs, batch_size)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Move images (N, channels, H, W) uint8 to the device and normalize them to float32."""
+        return self.preprocess.normalize(images.to(self.device))
+
+    def logits(self, images: Tensor | ImageSet, batch_size: int = 500) -> Tensor:
+        """Classify images (N, channels, H, W) uint8, on any device, at most `batch_size` at once.
+
+        Returns:
+            Logits (N, C) float32, on the device.
+        """
+        return self._by_parts(self._classify, images, batch_size)
+
+    def features(self, images: Tensor | ImageSet | Photo | Photos) -> Tensor:
+        """Return what the head gets for images or photos: (N, D) float32, on the device."""
+        if not isinstance(images, Tensor | ImageSet):
+            images = self._resize(images)
+        return self._by_parts(self._features, images)
+
+    def part_size(self, batch_size: int = 500) -> int:
+        """Return the number of images per forward pass that is fastest, on all cores together."""
+        if self.device.type != "cpu":
+            return batch_size
+        return max(1, min(PART, batch_size // torch.get_num_threads()))
+
+    def _by_parts(
+        self, work: Callable[[Tensor], Tensor], images: Tensor | ImageSet, batch_size: int = 500
+    ) -> Tensor:
+        """Compute something of images in parts; on a CPU, each core works on another part."""
+        size = self.part_size(batch_size)
+        parts = images.split(size) if isinstance(images, Tensor) else images.parts(size)
+        cores = torch.get_num_threads() if self.device.type == "cpu" else 1
+        count = max(1, math.ceil(len(images) / size))
+        return torch.cat(map_on_cores(work, parts, min(cores, count)))
+
+    def _classify(self, images: Tensor) -> Tensor:
+        inputs = self.normalize(images)
+        logits = self._forward(inputs)
+        return (logits + self._forward(inputs.flip(-1))) / 2 if self.flip else logits
 
     @torch.no_grad()
     def _forward(self, inputs: Tensor) -> Tensor:
@@ -119,74 +142,13 @@ class Classifier:
             logits: Tensor = self.model(inputs)
         return logits.float()
 
-    def normalize(self, images: Tensor) -> Tensor:
-        """Move images (N, channels, H, W) uint8 to the device and normalize them to float32."""
-        return self.preprocess.normalize(images.to(self.device))
-
-    def logits(self, images: Tensor, batch_size: int = 500) -> Tensor:
-        """Classify images.
-
-        Args:
-            images: (N, channels, H, W) uint8, on any device.
-            batch_size: Most images at once.
-
-        Returns:
-            Logits (N, C) float32, on the device.
-        """
-        parts = images.split(self.part_size(batch_size))
-        return self.logits_of_parts(parts, len(parts))
-
-    def logits_of_parts(self, parts: Iterable[Tensor], count: int) -> Tensor:
-        """Classify images that come in parts; on a CPU, each core classifies another part.
-
-        Args:
-            parts: (n, channels, H, W) uint8 each, on any device; see `part_size`.
-            count: Number of parts.
-
-        Returns:
-            Logits (N, C) float32, on the device, in the order of the parts.
-        """
-        return torch.cat(map_on_cores(self._classify, parts, self._threads(count)))
-
-    def _classify(self, images: Tensor) -> Tensor:
-        inputs = self.normalize(images)
-        logits = self._forward(inputs)
-        return (logits + self._forward(inputs.flip(-1))) / 2 if self.flip else logits
-
-    def part_size(self, batch_size: int = 500) -> int:
-        """Return the number of images per forward pass that is fastest.
-
-        Args:
-            batch_size: Most images at once, on all cores together.
-        """
-        if self.device.type != "cpu":
-            return batch_size
-        return max(1, min(PART, batch_size // torch.get_num_threads()))
-
-    def _threads(self, parts: int) -> int:
-        return max(1, min(parts, torch.get_num_threads())) if self.device.type == "cpu" else 1
-
     @torch.no_grad()
-    def features(self, images: Tensor | Photo | Photos) -> Tensor:
-        """Return what the head gets for images: (N, D) float32.
-
-        Args:
-            images: (N, channels, H, W) uint8, or photos as for `predict`.
-        """
-        if not isinstance(images, Tensor):
-            images = self._resize(images)
+    def _features(self, images: Tensor) -> Tensor:
+        model: Any = self.model  # ours and timm's have both methods
         with autocast(self.device, self.precision):
-            model: Any = self.model  # ours and timm's have both methods
             tokens = model.forward_features(self.normalize(images))
-            return model.forward_head(tokens, pre_logits=True).flatten(1).float()
-
-    @torch.no_grad()
-    def logits_of_features(self, features: Tensor) -> Tensor:
-        """Return the logits (N, C) float32 of what `features` returns."""
-        model: Any = self.model
-        with autocast(self.device, self.precision):
-            logits: Tensor = model.get_classifier()(features)
-        return logits.float()
+            features: Tensor = model.forward_head(tokens, pre_logits=True)
+        return features.flatten(1).float()
 
     def maps(
         self,
@@ -197,10 +159,10 @@ class Classifier:
         batch_size: int = 500,
         **options: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Classify images and map what the model attends to.
+        """Classify images (N, channels, H, W) uint8 and map what the model attends to.
 
         Args:
-            images: (N, channels, H, W) uint8, on any device.
+            images: The images, on any device.
             kinds: Kinds of map, keys of `vit.registry.ALL_KINDS`.
             target: (N,) int64, the classes that class-specific maps explain; None explains the
                 predicted ones.
@@ -213,7 +175,7 @@ class Classifier:
             `attention_maps`; all on the device.
 
         Raises:
-            ValueError: The model has no maps, see `has_maps`, or a kind is unknown.
+            ValueError: The model has no maps, or a kind is unknown.
         """
         parts, draw = [], _late("explain.maps:attention_maps")
         for start in range(0, len(images), batch_size):
@@ -231,45 +193,29 @@ class Classifier:
     def predict(
         self, photos: Photo | Photos, top: int = 5
     ) -> dict[str, float] | list[dict[str, float]]:
-        """Return the most probable classes of one photo or of several.
+        """Return the probabilities of the most probable classes, best first, by name.
+
+        They are calibrated if the model has a `calibration`.
 
         Args:
             photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
-                size; or a list of them.
+                size; or a list of them, which gives a list.
             top: Number of classes.
-
-        Returns:
-            Probabilities, 0 to 1, by class name, best first, calibrated if the model has a
-            `calibration`; a list of photos gives a list.
 
         Raises:
             ValueError: A photo cannot be read.
         """
-        if not isinstance(photos, list | tuple):
-            return self.predict([photos], top)[0]
-        if top < 1:
-            raise ValueError(f"top: {top} is not allowed; it must be at least 1")
-        if not photos:
+        require(top >= 1, "top", top, "at least 1")
+        several = isinstance(photos, list | tuple)
+        if several and not photos:
             return []
-        return self.rank(self._resize(photos), top)
+        found = self.ranked(self.logits(self._resize(photos)), top)
+        return found if several else found[0]
 
     def _resize(self, photos: Photo | Photos) -> Tensor:
         """Return photos as (N, channels, H, W) uint8."""
         photos = photos if isinstance(photos, list | tuple) else [photos]
         return torch.stack([self.preprocess.resize(photo) for photo in photos])
-
-    def rank(self, images: Tensor, top: int = 5, batch_size: int = 500) -> list[dict[str, float]]:
-        """Return the most probable classes of each image.
-
-        Args:
-            images: (N, channels, H, W) uint8, on any device.
-            top: Number of classes.
-            batch_size: Images per forward pass.
-
-        Returns:
-            Probabilities, 0 to 1, by class name, best first, for each of the N images.
-        """
-        return self.ranked(self.logits(images, batch_size), top)
 
     @overload
     def explain(
@@ -285,24 +231,19 @@ class Classifier:
         kinds: str | Sequence[str] = PHOTO_KINDS,
         target: str | None = None,
     ) -> "Explanation | list[Explanation]":
-        """Map what the model attends to in one photo or in several.
+        """Map what the model attends to in one photo or in several, as for `predict`.
 
         Args:
-            photos: A path, a Pillow image or an array (height, width, channels) uint8, of any
-                size; or a list of them.
+            photos: One photo or a list.
             kinds: One kind of map or several, keys of `vit.registry.ALL_KINDS`.
             target: The class that class-specific maps explain; None explains the predicted one.
-
-        Returns:
-            The explanation; a list of photos gives a list. In a notebook it shows as a picture.
 
         Raises:
             ValueError: A photo cannot be read, a kind or class does not exist, or the model has no
                 maps, see `has_maps`.
         """
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        if not kinds:
-            raise ValueError(f"kinds: none given; it must be one or more of {', '.join(ALL_KINDS)}")
+        require(bool(kinds), "kinds", kinds, f"one or more of {', '.join(ALL_KINDS)}")
         aim = None if target is None else torch.tensor([self.class_index(target)])
         if isinstance(photos, list | tuple):
             return [self._explain(photo, kinds, aim) for photo in photos]
@@ -334,7 +275,7 @@ class Classifier:
         return logits / self.calibration.temperature if self.calibration else logits
 
     def ranked(self, logits: Tensor, top: int) -> list[dict[str, float]]:
-        """Return what `rank` does, from logits (N, C)."""
+        """Return the calibrated probabilities of the most probable classes, from logits (N, C)."""
         best = self.scaled(logits).softmax(dim=1).topk(min(top, len(self.classes)))
         return [
             {self.classes[index]: probability for probability, index in zip(*row, strict=True)}
@@ -344,42 +285,33 @@ class Classifier:
     def evaluate(
         self, images: ImageSet | str | Path | None = None, batch_size: int = 500
     ) -> dict[str, Any]:
-        """Measure accuracy and other metrics on labelled images, as `eval.py` does.
+        """Measure accuracy and other metrics, see `vit.evaluation.report`.
 
         Args:
             images: Images with labels, or the folder of a data set like that of the run, whose test
                 images are taken; None takes the test images of the run.
             batch_size: Most images at once.
 
-        Returns:
-            See `vit.evaluation.report`.
-
         Raises:
             ValueError: The images cannot be read, or have other classes.
         """
         if not isinstance(images, ImageSet):
             saved = _late("model_file:load_model")(self._source(), "cpu")
-            root = None if images is None else str(images)
-            images = _late("reporting.loading:load_test")(saved, root)
+            images = _late("reporting.loading:load_test")(saved, images and str(images))
         result: dict[str, Any] = _late("evaluation:evaluate")(self, images, batch_size)[0]
         return result
 
     def export(self, name: str, out: str | Path | None = None) -> Path:
-        """Write the model that was loaded in a format of other programs, and check its logits.
+        """Write the model that was loaded in a format of other programs; return file or folder.
 
         Args:
-            name: "timm", "onnx" or "torch"; or "html", its Attention tab as one file.
+            name: A format of `eval.py RUN export`, such as "onnx".
             out: Folder for the export; None is export/ next to the model.
-
-        Returns:
-            The file, or with timm the folder.
 
         Raises:
             ValueError: The format cannot represent the model, or its packages are not installed.
         """
-        options = _late("reporting.config:ExportConfig")(
-            formats=(name,), out=None if out is None else str(out)
-        )
+        options = _late("reporting.config:ExportConfig")(formats=(name,), out=out and str(out))
         path: Path = _late("reporting.export:export_run")(self._source(), options)[0]
         return path
 
@@ -388,45 +320,10 @@ class Classifier:
             raise ValueError("only for a model that vit.load has loaded")
         return str(self.file)
 
-    def predictions(self) -> list[dict[str, Any]]:
-        """Read eval/predictions.csv of the run: a row for each test image.
-
-        Raises:
-            ValueError: There is no such file.
-        """
-        return self._read(
-            f"{EVAL_FOLDER}/{PREDICTIONS_FILE}", "`" + program("eval") + " {}` writes it"
-        )
-
-    def split(self) -> list[dict[str, Any]]:
-        """Read split.csv of the run: a row for each of the user's files; errors as above."""
-        return self._read(SPLIT_FILE, "train.py writes it, for images of your own")
-
-    def _read(self, name: str, writer: str) -> list[dict[str, Any]]:
-        if self.run is None or self.file is None:
-            raise ValueError(f"{name}: only for a model that vit.load has loaded")
-        if not (self.run / name).is_file():
-            inside = self.file.resolve().is_relative_to(self.run.resolve())
-            source = self.run if inside else self.file.stem  # a model that comes with the package
-            raise ValueError(f"{self.run / name}: file not found; {writer.format(source)}")
-        kinds: dict[str, Any] = {"index": int, "probability": float}
-        with (self.run / name).open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            return [
-                {key: kinds.get(key.split("_")[0], str)(value) for key, value in row.items()}
-                for row in csv.DictReader(file)
-            ]
-
     def class_index(self, name: str) -> int:
-        """Return the index of a class.
-
-        Raises:
-            ValueError: The model has no such class.
-        """
-        if name not in self.classes:
-            raise ValueError(
-                f"target: {name!r} is not a class of this model; "
-                f"it must be one of {', '.join(self.classes)}"
-            )
+        """Return the index of a class; ValueError if the model has no such class."""
+        classes = ", ".join(self.classes)
+        require(name in self.classes, "target", name, f"a class of this model, one of {classes}")
         return self.classes.index(name)
 
 

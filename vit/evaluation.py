@@ -5,10 +5,9 @@ Shapes: B batch, C classes, N images.
 
 import math
 import time
-import unicodedata
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,120 +16,95 @@ from torch import Tensor, nn
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
-from vit.run.tracker import Logged
+from vit.hardware import autocast
 from vit.training.config import Config
 
+if TYPE_CHECKING:  # it imports tensorboard
+    from vit.run.tracker import Logged
+
 CALIBRATION_BINS = 15  # as in arXiv 1706.04599
-LONGEST_NAME = 40  # columns of a terminal that a class name may take in a table
 
 
 class Evaluator(Protocol):
-    """Measures or draws something at certain steps during training.
+    """Measures or draws something at certain steps during training."""
 
-    Attributes:
-        name: What it does, for messages.
-        steps: The optimizer steps after which it runs; 0 is the untrained model.
-    """
+    name: str  # what it does, for messages
+    steps: Container[int]  # optimizer steps after which it runs; 0 is the untrained model
 
-    name: str
-    steps: Container[int]
-
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
+    def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield tags with numbers, pictures (height, width, 3) uint8, or summaries."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What an evaluator is made from when a run begins, see `vit.registry.EVALUATORS`.
-
-    Attributes:
-        config: The config of the run.
-        model: Its model, in evaluation mode; the weights may change.
-        preprocess: How images become the model's input.
-        training: The training images.
-        held_out: The held-out images, perhaps none.
-        epoch_ends: The steps after which an epoch ends, or the run.
-        total_steps: Steps in the run.
-    """
+    """What an evaluator is made from when a run begins, see `vit.registry.EVALUATORS`."""
 
     config: Config
-    model: nn.Module
+    model: nn.Module  # in evaluation mode; the weights may change
     preprocess: Preprocess
     training: ImageSet
-    held_out: ImageSet
-    epoch_ends: Container[int]
+    held_out: ImageSet  # perhaps none
+    epoch_ends: Container[int]  # steps after which an epoch ends, or the run
     total_steps: int
 
 
 class Validation:
-    """Evaluator that measures loss and accuracy on held-out images.
+    """Evaluator that measures loss and accuracy on the held-out images after each epoch.
 
-    Args:
-        images: The held-out images; if there are none, nothing is measured.
-        steps: The steps after which it runs.
-        frozen: Whether only the head of the model changes, so that what it gets is computed once.
+    If only the head of the model changes, what it gets is computed once.
     """
 
     name = "validation"
 
-    def __init__(self, images: ImageSet, steps: Container[int], frozen: bool = False) -> None:
-        self.images, self.steps, self.frozen = images, steps, frozen
+    def __init__(self, setup: Setup) -> None:
+        self.images, self.steps = setup.held_out, setup.epoch_ends
+        self.frozen = setup.config.train.freeze == "backbone"
         self._features: Tensor | None = None
 
-    def run(self, classifier: Classifier, step: int) -> Iterator[tuple[str, Logged]]:
+    def run(self, classifier: Classifier, step: int) -> "Iterator[tuple[str, Logged]]":
         """Yield val/loss (nats) and val/accuracy (0 to 1)."""
         if not len(self.images):
             return
-        if self.frozen and classifier.has_linear_head:
-            if self._features is None:
-                parts = self.images.parts(classifier.part_size())
-                self._features = torch.cat([classifier.features(part) for part in parts])
-            logits = classifier.logits_of_features(self._features).cpu()
-            result = report(logits, self.images.labels.cpu(), self.images.classes)
-        else:
+        logits = self._head_alone(classifier) if self.frozen else None
+        if logits is None:
             result, _ = evaluate(classifier, self.images)
+        else:
+            result = report(logits.cpu(), self.images.labels.cpu(), self.images.classes)
         yield "val/loss", result["loss"]
         yield "val/accuracy", result["accuracy"]
 
-
-def validation(setup: Setup) -> Evaluator:
-    """Measure loss and accuracy on the held-out images after each epoch."""
-    frozen = setup.config.train.freeze == "backbone"
-    return Validation(setup.held_out, setup.epoch_ends, frozen)
+    @torch.no_grad()
+    def _head_alone(self, classifier: Classifier) -> Tensor | None:
+        """Return logits (N, C), with features of the first call; None if the head is not linear."""
+        model: Any = classifier.model  # ours and timm's have this method
+        head = model.get_classifier()
+        if not isinstance(head, nn.Linear):
+            return None
+        if self._features is None:
+            self._features = classifier.features(self.images)
+        with autocast(classifier.device, classifier.precision):
+            return head(self._features).float()
 
 
 def evaluate(
     classifier: Classifier, images: ImageSet, batch_size: int = 500
 ) -> tuple[dict[str, Any], Tensor]:
-    """Classify labelled images and compute the metrics.
-
-    Args:
-        classifier: The model to evaluate.
-        images: Images with labels, on any device.
-        batch_size: Most images at once.
+    """Classify labelled images, at most `batch_size` at once, and compute the metrics.
 
     Returns:
         The report, see `report`, with images_per_second, and with flip if logits are averaged with
         those of mirror images; and the logits (N, C) on the CPU.
     """
     start = time.perf_counter()
-    size = classifier.part_size(batch_size)
-    count = math.ceil(len(images) / size)
-    logits = classifier.logits_of_parts(images.parts(size), count).cpu()
+    logits = classifier.logits(images, batch_size).cpu()
     seconds = time.perf_counter() - start
     result = report(logits, images.labels.cpu(), images.classes)
-    if classifier.flip:
-        result["flip"] = True
-    return {**result, "images_per_second": len(images) / seconds}, logits
+    flip = {"flip": True} if classifier.flip else {}
+    return {**result, **flip, "images_per_second": len(images) / seconds}, logits
 
 
 def report(logits: Tensor, labels: Tensor, classes: tuple[str, ...]) -> dict[str, Any]:
-    """Compute the metrics of predictions.
-
-    Args:
-        logits: (N, C) float32.
-        labels: (N,) int64.
-        classes: The C class names.
+    """Compute the metrics of logits (N, C), labels (N,) int64 and C class names.
 
     Returns:
         n, accuracy (0 to 1) with its 95% interval accuracy_95, balanced_accuracy (mean recall of
@@ -185,15 +159,11 @@ def wilson_interval(hits: float, count: float) -> tuple[float, float]:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Test whether two classifiers differ on the same images (McNemar 1947, exact).
-
-    Args:
-        only_first: Number of images that only the first classifies correctly.
-        only_second: Number of images that only the second classifies correctly.
+    """Test whether two classifiers differ, of which each alone is right on some images.
 
     Returns:
-        The p-value, 0 to 1: the probability of a split at least as uneven if both were equally
-        good.
+        The p-value (McNemar 1947, exact): the probability of a split at least as uneven if both
+        were equally good.
     """
     tries, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(tries, k) for k in range(fewer + 1))
@@ -205,83 +175,20 @@ def reliability(probabilities: Tensor, labels: Tensor) -> list[dict[str, Any]]:
 
     The mean gap, weighted by n, is the expected calibration error (ECE).
 
-    Args:
-        probabilities: (N, C).
-        labels: (N,) int64.
-
     Returns:
-        For each bin that contains images: their number n, mean confidence and accuracy (0 to 1),
-        and the 95% interval accuracy_95.
+        For each bin that contains images: n, mean confidence, accuracy, and accuracy_95.
     """
     confidence, predicted = probabilities.max(dim=1)
-    hit = (predicted == labels).double()
-    where = bin_of(confidence)
-    bins = []
+    right, where, bins = predicted == labels, bin_of(confidence), []
     for number in where.unique().tolist():
         inside = where == number
-        bins.append(
-            {
-                "n": int(inside.sum()),
-                "confidence": confidence[inside].double().mean().item(),
-                "accuracy": hit[inside].mean().item(),
-                "accuracy_95": wilson_interval(int(hit[inside].sum()), int(inside.sum())),
-            }
-        )
+        hits, count = int((right & inside).sum()), int(inside.sum())
+        mean = confidence[inside].double().mean().item()
+        accuracy = {"accuracy": hits / count, "accuracy_95": wilson_interval(hits, count)}
+        bins.append({"n": count, "confidence": mean, **accuracy})
     return bins
 
 
 def bin_of(confidence: Tensor) -> Tensor:
-    """Return the number of the bin of `reliability`, 0 to 14, of confidences (N,)."""
+    """Return the bin, 0 to 14, of each of the confidences (N,)."""
     return (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
-
-
-def as_table(result: dict[str, Any]) -> str:
-    """Format a report as text: overall metrics first, then one row per class."""
-    low, high = result["accuracy_95"]
-    names = [_fitting(name) for name in result["per_class"]]
-    wide = max(20, *map(text_columns, names))
-    top5 = [f"top-5 accuracy  {result['top5_accuracy']:7.2%}"]
-    measured = [
-        f"loss            {result['loss']:7.4f}",
-        f"calibration     {result['ece']:7.4f}   expected calibration error (ECE)",
-    ]
-    lines = [
-        f"accuracy        {result['accuracy']:7.2%}   95% interval {low:.2%} to {high:.2%}, "
-        f"{result['n']:,} images",
-        *(top5 if len(names) > 5 else []),  # with five classes it says nothing
-        f"balanced        {result['balanced_accuracy']:7.2%}   mean recall of the classes",
-        f"macro F1        {result['macro_f1']:7.4f}   mean F1 score of the classes",
-        *([] if "calibration" in result else measured),  # else in a table of its own
-        f"speed           {result['images_per_second']:7,.0f}   images/s, slow start included",
-        "",
-        f"{'class':<{wide}}{'recall':>9}{'precision':>11}{'images':>9}   most often confused with",
-    ]
-    for row, values in enumerate(result["per_class"].values()):
-        wrong = [0 if c == row else n for c, n in enumerate(result["confusion_matrix"][row])]
-        worst = max(range(len(wrong)), key=wrong.__getitem__)
-        mistaken = f"{names[worst]} ({wrong[worst]})" if wrong[worst] else "–"
-        lines.append(
-            f"{names[row]}{' ' * (wide - text_columns(names[row]))}"
-            f"{_percent(values['recall']):>9}{_percent(values['precision']):>11}"
-            f"{values['n']:>9,}   {mistaken}"
-        )
-    return "\n".join(lines)
-
-
-def _fitting(name: str) -> str:
-    """Cut a class name to LONGEST_NAME columns of a terminal, with an ellipsis."""
-    if text_columns(name) <= LONGEST_NAME:
-        return name
-    while text_columns(name) >= LONGEST_NAME:
-        name = name[:-1]
-    return f"{name}…"
-
-
-def text_columns(name: str) -> int:
-    """Return how many columns of a terminal a name takes; East Asian letters take two."""
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in name)
-    return len(name) + wide - sum(map(bool, map(unicodedata.combining, name)))
-
-
-def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{fraction:.1%}"

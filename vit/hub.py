@@ -26,15 +26,13 @@ def download(name: str) -> Path:
     repository, _, revision = name.removeprefix(HUB).partition("@")
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
-    except HFValidationError:
-        raise ValueError(f"{name} is not a name on the Hub; it must be {HUB}OWNER/NAME") from None
     except LocalEntryNotFoundError:
         raise ValueError(
             f"{name} is not in the cache, and the Hub cannot be reached; connect to the internet, "
             f"or download it elsewhere with: hf download {repository} --local-dir FOLDER"
         ) from None
-    except HfHubHTTPError as error:
+    except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(
-            f"{name} cannot be downloaded ({shorten(error, 80)}); check the name, or log in with "
-            "hf auth login if it is private"
+            f"{name} cannot be downloaded ({shorten(error, 80)}); it must be {HUB}OWNER/NAME, and "
+            "if it is private, log in with hf auth login"
         ) from None

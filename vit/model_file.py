@@ -6,7 +6,6 @@ it is ever executed.
 
 import hashlib
 import json
-import mimetypes
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,7 +16,7 @@ import safetensors.torch
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
-from vit.console import program, warn
+from vit.console import warn
 from vit.data.preprocess import Preprocess
 from vit.files import unseal, write_atomically
 from vit.hardware import choose_device, choose_precision, describe
@@ -44,26 +43,15 @@ MODEL_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A classifier as it comes out of a file, and where it comes from.
-
-    Attributes:
-        classifier: The model, ready to use.
-        config: The config it was trained with.
-        step: Optimizer steps it was trained for.
-        total_steps: Optimizer steps of the whole run; None if the file does not say.
-        path: The file.
-        fingerprint: Identifies the user's files it was trained on, see
-            `vit.data.images.user_files`; "" for published data sets and old files.
-        home: The folder in which results about the model belong; None is next to the file.
-    """
+    """A classifier as it comes out of a file, and where it comes from."""
 
     classifier: Classifier
-    config: Config
-    step: int
-    total_steps: int | None
+    config: Config  # with which it was trained
+    step: int  # optimizer steps of its training
+    total_steps: int | None  # of the whole run; None in model files
     path: Path
-    fingerprint: str = ""
-    home: Path | None = None
+    fingerprint: str = ""  # of the user's files, see `vit.data.images.user_files`
+    home: Path | None = None  # where results belong; None is next to the file
 
     @property
     def finished(self) -> bool:
@@ -135,10 +123,8 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
         state = _read_model(path) if is_model else vars(read_checkpoint(path))
     where = choose_device(device)
     config, classes = from_dict(state["config"]), tuple(state["classes"])
-    if preprocess := state.get("preprocess"):
-        preprocess = Preprocess.from_dict(preprocess)
-    else:  # written before files carried it
-        preprocess = Preprocess.from_config(config.data)
+    stored = state.get("preprocess")  # not in files of version 0.1
+    preprocess = Preprocess.from_dict(stored) if stored else Preprocess.from_config(config.data)
     model = build_model(config.model, preprocess, len(classes))
     code = state.get("attention_code") or state.get("environment", {}).get("attention_code")
     if code and code != attention_code(config.model):
@@ -163,39 +149,29 @@ def load_model(name: str | Path, device: str = "auto", precision: str = "auto") 
 
 
 def _find_model(path: Path) -> Path:
-    """Return the file of a run folder, a bundled model or a file.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the file of a run folder, a bundled model or a file; ValueError if there is none."""
     if not path.exists():
         bundled = bundled_models()
         if str(path) in bundled:
             return bundled[str(path)]
-        files = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = [str(file) for file in files if suggest(path.name, [file.name])]
-        near += bundled if len(path.parts) == 1 else []
+        names = [*bundled, *(file.name for file in path.parent.glob("*"))]
         raise ValueError(
             f"{path} does not exist; it must be a run folder, a model file, a folder saved by "
             f"transformers (with config.json), or a bundled model: {', '.join(bundled)}"
-            f"{suggest(str(path), near)}"
+            f"{suggest(path.name, names)}"
         )
-    if path.is_dir() and (path / MODEL_FILE).exists():
-        path = path / MODEL_FILE
     if path.is_dir() and not path.match(FOLDER_PATTERN):
+        if (path / MODEL_FILE).exists():
+            return path / MODEL_FILE
         checkpoints = checkpoint_paths(path)
         if not checkpoints:
             raise ValueError(
                 f"{path} contains neither {MODEL_FILE} nor {CHECKPOINT_FOLDER}/step_*, nor the "
                 "config.json of a model that transformers saved"
             )
-        path = checkpoints[-1]
+        return checkpoints[-1]
     if not (path.is_file() or path.is_dir()):  # a device or a pipe, which might never end
         raise ValueError(f"{path} is not a regular file; it must be a model file or a run folder")
-    if (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
-        raise ValueError(
-            f"{path} is an image; the run or model comes first: {program('eval')} RUN photo {path}"
-        )
     return path
 
 
@@ -210,8 +186,7 @@ def is_own_file(path: Path) -> bool:
         is_checkpoint = path in checkpoint_paths(path.parent.parent)
         return is_checkpoint or unseal(path.read_bytes()) is not None
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
+        metadata = _metadata(path)
     except (safetensors.SafetensorError, OSError):
         return False
     return METADATA_KEY in metadata or DIGEST_KEY in metadata
@@ -256,12 +231,15 @@ def attention_code(model: ModelConfig) -> str:
     return attention_digest(model.attention) if model.name == "vit" else ""
 
 
+def _metadata(path: Path) -> dict[str, str]:
+    with safetensors.safe_open(path, "pt") as file:
+        return file.metadata() or {}
+
+
 def _read_model(path: Path) -> dict[str, Any]:
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        data = path.read_bytes()
+        metadata, data = _metadata(path), path.read_bytes()
+        tensors = safetensors.torch.load(data)
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
     if METADATA_KEY not in metadata and DIGEST_KEY not in metadata:

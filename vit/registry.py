@@ -257,7 +257,7 @@ CORRUPTIONS = {
 # What is measured and drawn during training: functions in `vit` that take a `vit.evaluation.Setup`
 # and return an Evaluator, or None where there is nothing to do.
 EVALUATORS = {
-    "validation": "evaluation:validation",
+    "validation": "evaluation:Validation",
     "attention": "reporting.attention_logging:attention_logging",
 }
 REPORT = "reporting.report:write_report"  # on the test images, at the end of a run

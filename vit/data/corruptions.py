@@ -26,16 +26,9 @@ SMALL, LARGE = 32, 224  # pixels of the images that parameters are published for
 
 
 def corrupt(images: Tensor, kind: str, severity: int, seed: int = 0) -> Tensor:
-    """Corrupt images; the random numbers for each depend on its pixels, the kind and the seed.
+    """Corrupt images (B, C, H, W) uint8 with a severity of 1 to 5; the result is on the CPU.
 
-    Args:
-        images: (B, C, H, W) uint8, on any device.
-        kind: A key of `vit.registry.CORRUPTIONS`.
-        severity: 1 to 5.
-        seed: Seed of the random numbers.
-
-    Returns:
-        (B, C, H, W) uint8, on the CPU.
+    The random numbers for each image depend on its pixels, the kind and the seed.
     """
     images = images.cpu().contiguous()
     generators = [generator(seed, kind, zlib.crc32(image.numpy())) for image in images]
@@ -232,31 +225,30 @@ def elastic(
 
 def pixelate(x: Tensor, generators: Generators, fraction: float) -> Tensor:
     """Shrink and enlarge with Pillow's box filter."""
-    return _box(_box(x, [max(1, int(fraction * n)) for n in x.shape[2:]]), x.shape[2:])
-
-
-def _box(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize to a height and width; each pixel is the mean of those whose centres it covers."""
-    for dim, target in ((3, size[1]), (2, size[0])):  # rounded after each, in Pillow's order
-        scale = x.shape[dim] / target
-        centres = (torch.arange(target, dtype=x.dtype)[:, None] + 0.5) * scale
-        offsets = (torch.arange(x.shape[dim]) + 0.5 - centres) / max(1, scale)
-        weights = ((offsets > -0.5) & (offsets <= 0.5)).to(x)
-        mean = (weights / weights.sum(dim=1, keepdim=True)) @ x.movedim(dim, -2)
-        x = (255 * mean + 0.5 + 1e-6).floor().movedim(-2, dim) / 255
-    return x
+    height, width = x.shape[2:]
+    small = max(1, int(fraction * width)), max(1, int(fraction * height))
+    box = Image.Resampling.BOX
+    return _by_pillow(x, lambda image: image.resize(small, box).resize((width, height), box))
 
 
 def jpeg(x: Tensor, generators: Generators, quality: float) -> Tensor:
-    """Compress with Pillow; unless there are three channels, each on its own."""
+    """Compress with Pillow."""
+
+    def compress(image: Image.Image) -> Image.Image:
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=round(quality))
+        return Image.open(file)
+
+    return _by_pillow(x, compress)
+
+
+def _by_pillow(x: Tensor, change: Callable[[Image.Image], Image.Image]) -> Tensor:
+    """Change images with Pillow; unless there are three channels, each on its own."""
     colour = x.shape[1] == 3
     pixels = (255 * x).round().to(torch.uint8)
-    decoded = []
-    for image in (pixels.movedim(1, -1) if colour else pixels.flatten(0, 1)).numpy():
-        file = io.BytesIO()
-        Image.fromarray(image).save(file, "JPEG", quality=round(quality))
-        decoded.append(np.asarray(Image.open(file)))
-    stacked = torch.from_numpy(np.stack(decoded)).to(x) / 255
+    images = pixels.movedim(1, -1) if colour else pixels.flatten(0, 1)
+    changed = [np.asarray(change(Image.fromarray(image))) for image in images.numpy()]
+    stacked = torch.from_numpy(np.stack(changed)).to(x) / 255
     return stacked.movedim(-1, 1) if colour else stacked.view_as(x)
 
 

@@ -34,7 +34,6 @@ from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour, colour_
 from vit.explain.features import colours
 from vit.explain.maps import map_title
 
-DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
 BLANK = paper(1, 1)  # in place of a picture
 NAME = 18  # height of a line with the name of an image, in pixels
 
@@ -202,38 +201,6 @@ def gallery_picture(
     length = min(160, rows * (panel + space) - space - 14)
     bars = [SIGNED] if count else []
     return framed(canvas, texts, bars, length=length, top=first + space)
-
-
-def comparison_picture(
-    images: Tensor,
-    maps: Sequence[Tensor],
-    titles: Sequence[Sequence[str]],
-    captions: Sequence[str],
-) -> np.ndarray:
-    """Draw the rollout of one or more models side by side on the same scale.
-
-    For two models, their difference follows.
-
-    Args:
-        images: (B, channels, H, W) uint8.
-        maps: Attention rollout of each model, (B, rows, columns); the grids of two must be the
-            same.
-        titles: For each model, B titles above its maps, of one line of 30 characters.
-        captions: B captions above the images, of lines of 30 characters.
-    """
-    rows = []
-    for number, image in enumerate(images):
-        row = [Panel(as_pixels(image), captions[number], "left")]
-        for found, above in zip(maps, titles, strict=True):
-            words = f"{above[number]}\nrollout (class-agnostic)"
-            row.append(Panel(colour_map(found[number]), words))
-        if len(maps) == 2:
-            difference = colour_map(maps[1][number] - maps[0][number], DIFFERENCE)
-            row.append(Panel(difference, "difference:\nsecond map − first map"))
-        rows.append(row)
-    lines = max(2, 1 + max(caption.count("\n") for caption in captions))
-    bars = [UNIFORM, DIFFERENCE] if len(maps) == 2 else [UNIFORM]
-    return _panels(rows, bars, side=176, head=18 + 15 * lines)
 
 
 def _panels(

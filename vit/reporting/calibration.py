@@ -18,6 +18,7 @@ from vit.reporting.tables import text_table, with_interval
 from vit.seeding import generator
 
 RESAMPLES = 1000
+UNCALIBRATED = "no images were held out (data.val_size=0), or it is a checkpoint or an older file"
 
 
 def bootstrap(measure: Callable[..., Tensor], *sizes: int) -> list[list[float]]:
@@ -38,14 +39,14 @@ def measure_calibration(
 
     Returns:
         By "as trained" and, if the model has a temperature, "calibrated": temperature, loss (nats)
-        and ece (0 to 1) with their 95% intervals loss_95 and ece_95, and reliability, see
-        `vit.evaluation.report`.
+        and ece (0 to 1) with their 95% intervals, and reliability, see `vit.evaluation.report`.
     """
-    variants = {"as trained": (1.0, logits)}
+    temperatures = {"as trained": 1.0}
     if classifier.calibration:
-        variants["calibrated"] = (classifier.calibration.temperature, classifier.scaled(logits))
+        temperatures["calibrated"] = classifier.calibration.temperature
     found, labels = {}, images.labels.cpu()
-    for name, (temperature, scaled) in variants.items():
+    for name, temperature in temperatures.items():
+        scaled = logits / temperature
         result = report(scaled, labels, images.classes)
         kept = {key: result[key] for key in ("loss", "ece", "reliability")}
         found[name] = {"temperature": temperature, **kept, **intervals(scaled, labels)}
@@ -78,17 +79,12 @@ def intervals(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
 
 def calibration_table(measured: dict[str, dict[str, Any]]) -> str:
     """Format the result of `measure_calibration` as text."""
-    rows = [["probabilities", "log loss (95% interval)", "ECE (95% interval)"]]
+    rows = [["probabilities", "temperature", "log loss (95% interval)", "ECE (95% interval)"]]
     for name, row in measured.items():
-        scale = f", temperature {row['temperature']:.3f}" if name == "calibrated" else ""
-        rows.append([name + scale, *(with_interval(row, key, ".4f") for key in ("loss", "ece"))])
-    lines = text_table(rows)
-    if "calibrated" not in measured:
-        lines.append(
-            "no temperature: no images were held out (data.val_size=0), or this is a checkpoint or "
-            "an older file"
-        )
-    return "\n".join(lines)
+        errors = [with_interval(row, key, ".4f") for key in ("loss", "ece")]
+        rows.append([name, f"{row['temperature']:.3f}", *errors])
+    missing = [] if "calibrated" in measured else [f"not calibrated: {UNCALIBRATED}"]
+    return "\n".join(text_table(rows) + missing)
 
 
 def make_sets(
@@ -102,10 +98,7 @@ def make_sets(
     if classifier.flip:
         raise ValueError("coverage: not together with --flip, because sets are calibrated without")
     if classifier.calibration is None:
-        raise ValueError(
-            "coverage: the model file has no scores of held-out images: none were held out "
-            "(data.val_size=0), or this is a checkpoint or an older file; train the model again"
-        )
+        raise ValueError(f"coverage: the model is not calibrated: {UNCALIBRATED}")
     return classifier.calibration.sets(logits, uniform, coverage)
 
 
@@ -116,7 +109,7 @@ def measure_sets(
 
     Returns:
         For each kind, rows of all images and of each class that has images: class, coverage (0 to
-        1) and size (mean number of classes) with their 95% intervals coverage_95 and size_95.
+        1) and size (mean number of classes), with their 95% intervals.
     """
     uniform, labels = torch.rand(len(images), generator=generator(0, "test")), images.labels.cpu()
     groups = {"all": torch.ones_like(labels, dtype=torch.bool)}

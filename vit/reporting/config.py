@@ -153,7 +153,7 @@ class PredictConfig(EvalConfig):
 
 @settings.group("")
 class CompareConfig(ImagesConfig):
-    """Accuracy, speed and attention of models on the same test images.
+    """Accuracy and speed of models on the same test images, and how much their attention differs.
 
     Attributes:
         others: runs, model files or included models to compare with the first
@@ -201,7 +201,7 @@ class ExportConfig:
 COMMANDS: dict[str, tuple[Any, str]] = {
     "report": (ReportConfig, "report:evaluate_run"),
     "maps": (MapsConfig, "attention:explain_run"),
-    "photo": (PhotoConfig, "photos:classify_photos"),
+    "photo": (PhotoConfig, "predictions:classify_photos"),
     "predict": (PredictConfig, "predictions:predict_files"),
     "heads": (HeadsConfig, "heads:measure_run"),
     "compare": (CompareConfig, "comparison:compare_runs"),

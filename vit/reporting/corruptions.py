@@ -1,9 +1,8 @@
-"""The report's part on corrupted images: accuracy by kind and severity, each with its interval.
+"""Accuracy on corrupted images, for the report and for comparisons, each with its interval.
 
 Shapes: N images.
 """
 
-import functools
 import hashlib
 import io
 import math
@@ -36,15 +35,7 @@ SEVERITIES = range(1, 6)
 def report_corruptions(
     saved: SavedModel, test: ImageSet, folder: Path, clean: float, options: ReportConfig
 ) -> Part:
-    """Measure the accuracy on corrupted test images, and draw it, see `summarize`.
-
-    Args:
-        saved: The model.
-        test: The test images, with labels.
-        folder: The folder of the report.
-        clean: Accuracy on clean images, 0 to 1.
-        options: The evaluation.
-    """
+    """Measure the accuracy on corrupted test images, and draw it beside that on clean ones."""
     path, seed = folder / CORRUPTIONS_FILE, options.seed
     found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
     image = choose_probes(test, 1, seed).pixels()
@@ -66,52 +57,38 @@ def classify_corrupted(
 ) -> dict[str, Tensor]:
     """Classify images with each corruption.
 
-    Args:
-        classifier: The model.
-        images: The images, with labels.
-        path: A file for the results of each kind. Those of an earlier call that was interrupted are
-            used if the seed and the logits of the clean images are the same.
-        seed: Seed of the corruptions.
-        batch_size: Most images at once.
+    The file at `path` keeps the results of each kind. Those of an earlier call that was interrupted
+    are used if the seed and the logits of the clean images are the same.
 
     Returns:
         Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
     """
     labels, size = images.labels.cpu(), min(PART, batch_size)
-    clean = classifier.logits_of_parts(images.parts(size), -(-len(images) // size)).cpu()
+    clean = classifier.logits(images, batch_size).cpu()
     settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"
-    found = {"clean": (clean.argmax(dim=1) == labels)[None]} | _stored(path, settings)
-
-    def classify(part: Tensor, kind: str) -> Tensor:
-        guesses = []
-        for severity in SEVERITIES:
-            corrupted = corrupt(part, kind, severity, seed)
-            guesses.append(classifier.logits(corrupted, batch_size).argmax(dim=1).cpu())
-            bar.update(len(part))
-        return torch.stack(guesses)
-
-    missing = [kind for kind in CORRUPTIONS if kind not in found]
-    total = len(missing) * len(SEVERITIES) * len(images)
+    found = {"clean": (clean.argmax(dim=1) == labels)[None]}
+    if path.exists():
+        with np.load(path) as file:
+            stored = dict(file)
+        if stored.pop("settings") == settings:
+            found |= {kind: torch.from_numpy(hits) for kind, hits in stored.items()}
     # disable=None shows the bar on terminals only.
-    with tqdm(total=total, desc="corruptions", unit="image", leave=False, disable=None) as bar:
-        for kind in missing:
-            work, threads = functools.partial(classify, kind=kind), torch.get_num_threads()
-            guesses = torch.cat(map_on_cores(work, images.parts(size), threads), dim=1)
-            found[kind] = guesses == labels
-            file = io.BytesIO()
-            np.savez_compressed(file, settings=settings, **found)  # type: ignore[arg-type]
-            write_atomically(path, file.getvalue())
+    with tqdm(CORRUPTIONS, "corruptions", unit="kind", leave=False, disable=None) as bar:
+        for kind in bar:
+            if kind in found:
+                continue
+
+            def classify(part: Tensor, kind: str = kind) -> Tensor:
+                changed = (corrupt(part, kind, severity, seed) for severity in SEVERITIES)
+                logits = [classifier.logits(images, batch_size) for images in changed]
+                return torch.stack(logits).argmax(dim=2).cpu()
+
+            parts = map_on_cores(classify, images.parts(size), torch.get_num_threads())
+            found[kind] = torch.cat(parts, dim=1) == labels
+            content = io.BytesIO()
+            np.savez_compressed(content, settings=settings, **found)  # type: ignore[arg-type]
+            write_atomically(path, content.getvalue())
     return found
-
-
-def _stored(path: Path, settings: str) -> dict[str, Tensor]:
-    """Read the finished results of `classify_corrupted` with the same settings."""
-    if not path.exists():
-        return {}
-    with np.load(path) as file:
-        if file["settings"] != settings:
-            return {}
-        return {kind: torch.from_numpy(file[kind]) for kind in file if kind != "settings"}
 
 
 def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
@@ -121,17 +98,16 @@ def summarize(correct: dict[str, Tensor]) -> dict[str, Any]:
         For each of "kinds" its accuracy at the five severities and the intervals accuracy_95, and
         what `_mean` returns; the latter over all kinds too.
     """
-    clean = correct["clean"][0].double()
-    rows = {kind: correct[kind].double() for kind in CORRUPTIONS}
-    kinds = {}
-    for kind, hits in rows.items():
-        means = [_mean(row, clean) for row in hits]
+    clean, kinds = correct["clean"][0].double(), {}
+    for kind in CORRUPTIONS:
+        hits, count = correct[kind].sum(dim=1).tolist(), len(clean)
         kinds[kind] = {
-            "accuracy": [mean["mean"] for mean in means],
-            "accuracy_95": [mean["mean_95"] for mean in means],
-            **_mean(hits.mean(dim=0), clean),
+            "accuracy": [n / count for n in hits],
+            "accuracy_95": [wilson_interval(n, count) for n in hits],
+            **_mean(correct[kind].double().mean(dim=0), clean),
         }
-    return {**_mean(torch.cat([*rows.values()]).mean(dim=0), clean), "kinds": kinds}
+    survived = torch.cat([correct[kind] for kind in CORRUPTIONS]).double().mean(dim=0)
+    return {**_mean(survived, clean), "kinds": kinds}
 
 
 def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
@@ -139,48 +115,45 @@ def _mean(correct: Tensor, clean: Tensor) -> dict[str, Any]:
 
     Returns:
         mean and its 95% interval mean_95, where an image counts once, however often it is
-        corrupted; relative, its ratio to the accuracy on clean images, and relative_95 by the delta
-        method, as both are of the same images (None if no clean image is classified correctly).
+        corrupted; relative, its ratio to the accuracy on clean images (NaN if that is 0), and
+        relative_95 by the delta method, as both are of the same images.
     """
     mean, spread, count = correct.mean().item(), correct.var(correction=0).item(), len(correct)
-    # The number of independent images that would vary as much; N for a single severity.
+    # The number of independent images that would vary as much.
     effective = count * mean * (1 - mean) / spread if spread > 1e-12 else count
-    result = {"mean": mean, "mean_95": wilson_interval(mean * effective, effective)}
-    if not clean.any():
-        return {**result, "relative": None, "relative_95": None}
-    ratio = mean / clean.mean().item()
-    error = (correct - ratio * clean).square().mean().sqrt().item() / clean.mean().item()
+    on_clean = clean.mean().item() or math.nan
+    ratio = mean / on_clean
+    error = (correct - ratio * clean).square().mean().sqrt().item() / on_clean
     half = 1.959964 * error / math.sqrt(count)
-    return {**result, "relative": ratio, "relative_95": (max(0.0, ratio - half), ratio + half)}
+    return {
+        "mean": mean,
+        "mean_95": wilson_interval(mean * effective, effective),
+        "relative": ratio,
+        "relative_95": (max(0.0, ratio - half), ratio + half),
+    }
 
 
 def compare_corrupted(
     models: dict[str, tuple[Classifier, ImageSet]], folder: Path, options: CompareConfig
 ) -> tuple[dict[str, Any], str]:
-    """Compare the accuracy of models by name with the same corruptions, image by image.
-
-    Args:
-        models: The models, each with the test images of its size; all are compared with the first.
-        folder: A folder for the results of each model, see `classify_corrupted`.
-        options: The evaluation.
+    """Compare the first of the models by name with the others on the same corruptions.
 
     Returns:
         For each model, kind of corruption, and the "mean" over kinds: what `_mean` returns, and
-        the difference to the first model with its 95% interval difference_95; and a table.
+        the difference to the first model, image by image, with its 95% interval difference_95; and
+        a table.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in models}
     survived: dict[str, Tensor] = {}  # of the first model
     for number, (name, (classifier, images)) in enumerate(models.items(), start=1):
         path = folder / f"corruptions_{number}.npz"
         correct = classify_corrupted(classifier, images, path, options.seed, options.batch_size)
-        clean, *hits = (correct[kind].double().mean(dim=0) for kind in ("clean", *CORRUPTIONS))
-        means = dict(
-            zip([*CORRUPTIONS, "mean"], [*hits, torch.stack(hits).mean(dim=0)], strict=True)
-        )
+        means = {kind: correct[kind].double().mean(dim=0) for kind in CORRUPTIONS}
+        means["mean"] = torch.stack([*means.values()]).mean(dim=0)
         for kind, fraction in means.items():
             mean, half = mean_interval(fraction - survived.setdefault(kind, fraction))
             interval = {"difference": mean, "difference_95": (mean - half, mean + half)}
-            found[name][kind] = _mean(fraction, clean) | interval
+            found[name][kind] = _mean(fraction, correct["clean"][0].double()) | interval
     name, *names = models
     first, *others = found.values()
     rows = [["corruption", f"{name} (95% interval)", *(f"{other} − {name}" for other in names)]]
@@ -192,10 +165,10 @@ def compare_corrupted(
 
 def as_table(summary: dict[str, Any]) -> str:
     """Format a summary as text, a row for each kind."""
-    rows = [["corruption", "severity 1", "2", "3", "4", "5", "mean (95% interval)"]]
-    rows[0].append("relative to clean")
+    heads = ["severity 1", "2", "3", "4", "5", "mean (95% interval)", "relative to clean"]
+    rows = [["corruption", *heads]]
     for kind, row in [*summary["kinds"].items(), ("mean", summary)]:
         cells = [f"{value:.1%}" for value in row.get("accuracy", [])] or [""] * len(SEVERITIES)
-        relative = "–" if row["relative"] is None else with_interval(row, "relative", ".3f")
-        rows.append([kind.replace("_", " "), *cells, with_interval(row, "mean", ".1%"), relative])
+        means = [with_interval(row, "mean", ".1%"), with_interval(row, "relative", ".3f")]
+        rows.append([kind.replace("_", " "), *cells, *means])
     return "\n".join(text_table(rows))

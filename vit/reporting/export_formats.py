@@ -16,10 +16,9 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -32,7 +31,6 @@ from vit.model.timm_model import NORM_EPS, complete_arguments, heads
 from vit.settings import shorten
 
 INPUT, OUTPUT = "images", "logits"  # names in the ONNX graph
-TIMM_FILES = ("config.json", "model.safetensors")
 # Two of timm's Vision Transformers, by the epsilon of their layer norms, which is no argument. All
 # arguments are replaced by those of the model.
 TIMM_ARCHITECTURES = {1e-6: "vit_tiny_patch16_224", 1e-5: "vit_base_patch32_clip_224"}
@@ -42,16 +40,8 @@ TRACED_BATCH = 2  # torch.export takes a batch of 1 for a constant
 Runner = Callable[[Tensor], Tensor]  # normalized images (B, channels, H, W) to logits (B, C)
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format for models.
-
-    Attributes:
-        packages: Packages it needs beyond those of this project.
-        runtime: Package that loads it.
-        write: Writes a classifier with the config of its model to a path.
-        load: Loads what `write` has written.
-    """
+class Format(NamedTuple):
+    """A format: the packages it needs, the one that loads it, and functions that write and load."""
 
     packages: tuple[str, ...]
     runtime: str
@@ -60,15 +50,7 @@ class Format:
 
 
 def require_packages(user: str, packages: Sequence[str]) -> None:
-    """Check that packages are installed.
-
-    Args:
-        user: What needs them, in words.
-        packages: Their names.
-
-    Raises:
-        ValueError: One of them is not.
-    """
+    """Check that packages are installed, which `user` needs, in words; ValueError if not."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(
@@ -83,30 +65,17 @@ def require_packages(user: str, packages: Sequence[str]) -> None:
 def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, dict[str, Any]]:
     """Return the name and arguments with which timm builds the same architecture.
 
-    Raises:
-        ValueError: timm has no such model.
+    What timm lacks shows when weights and logits are compared; ValueError if it is the attention.
     """
     if config.name != "vit":
         size, channels = preprocess.image_size, preprocess.channels
         arguments = complete_arguments(config.name, config.timm_args or {}, size, channels)
-        arguments.pop(NORM_EPS, None)  # where this matters, the check of the logits tells
+        arguments.pop(NORM_EPS, None)
         return config.name.removeprefix(TIMM), arguments
-    missing = {
-        "the depthwise convolution of model.mlp_conv=true": config.mlp_conv,
-        "the convolutional patch embedding of model.stem=conv": config.stem == "conv",
-        f"the heads of model.head_dim={config.head_dim}": (
-            config.head_dim is not None and config.head_dim * config.num_heads != config.embed_dim
-        ),
-        f"the attention of model.attention={config.attention}": config.attention != "dot",
-        f"the layer norms of model.norm_eps={config.norm_eps:g}": (
-            config.norm_eps not in TIMM_ARCHITECTURES
-        ),
-    }
-    reasons = [reason for reason, applies in missing.items() if applies]
-    if reasons:
+    if config.attention != "dot":
         raise ValueError(
-            f"export: timm is not possible for this model: timm's VisionTransformer lacks "
-            f"{' and '.join(reasons)}; export it to onnx or torch"
+            f"export: timm is not possible for a model with model.attention={config.attention}; "
+            "export it to onnx or torch"
         )
     from timm.models import VisionTransformer
 
@@ -117,7 +86,8 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
         for key, value in dataclasses.asdict(config).items()
         if key in accepted and not key.endswith("_rate")
     }
-    return TIMM_ARCHITECTURES[config.norm_eps], {
+    architecture = TIMM_ARCHITECTURES.get(config.norm_eps, TIMM_ARCHITECTURES[1e-6])
+    return architecture, {
         **shared,
         "img_size": list(preprocess.image_size),
         "in_chans": preprocess.channels,
@@ -125,31 +95,20 @@ def timm_arguments(config: ModelConfig, preprocess: Preprocess) -> tuple[str, di
     }
 
 
-def timm_preprocess(preprocess: Preprocess) -> dict[str, Any]:
-    """Return the preprocessing in the words of timm's pretrained_cfg."""
-    return {
-        "input_size": [preprocess.channels, *preprocess.image_size],
-        "mean": list(preprocess.mean),
-        "std": list(preprocess.std),
-        "interpolation": preprocess.interpolation,
-        "crop_pct": preprocess.crop_pct,
-        "crop_mode": CROP_MODES[preprocess.fit],
-    }
-
-
 def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> None:
     """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
-    Raises:
-        ValueError: timm has no such model.
+    ValueError if timm has no such model.
     """
     import timm
 
-    architecture, arguments = timm_arguments(config, classifier.preprocess)
-    num_classes = len(classifier.classes)
+    preprocess, num_classes = classifier.preprocess, len(classifier.classes)
+    architecture, arguments = timm_arguments(config, preprocess)
     twin: Any = timm.create_model(architecture, num_classes=num_classes, **arguments)
-    weights = _portable(classifier).state_dict()
-    if differing := sorted(weights.keys() ^ twin.state_dict().keys()):
+    weights, theirs = _portable(classifier).state_dict(), twin.state_dict()
+    shapes, their_shapes = ({k: v.shape for k, v in s.items()} for s in (weights, theirs))
+    differing = sorted({name for name, _ in shapes.items() ^ their_shapes.items()})
+    if differing:
         raise ValueError(
             "export: timm is not possible for this model: it differs from timm's in "
             f"{shorten(', '.join(differing), 200)}; export it to onnx or torch"
@@ -163,14 +122,18 @@ def write_timm(classifier: Classifier, config: ModelConfig, folder: Path) -> Non
         "model_args": arguments,
         "pretrained_cfg": {
             "num_classes": num_classes,
-            **timm_preprocess(classifier.preprocess),
+            "input_size": [preprocess.channels, *preprocess.image_size],
+            "mean": list(preprocess.mean),
+            "std": list(preprocess.std),
+            "interpolation": preprocess.interpolation,
+            "crop_pct": preprocess.crop_pct,
+            "crop_mode": CROP_MODES[preprocess.fit],
             **{name: twin.pretrained_cfg[name] for name in names},
         },
     }
-    config_file, weights_file = (folder / name for name in TIMM_FILES)
     folder.mkdir()
-    config_file.write_text(json.dumps(content, indent=1))
-    safetensors.torch.save_file(weights, weights_file)
+    (folder / "config.json").write_text(json.dumps(content, indent=1))
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
 
 
 def load_timm(folder: Path) -> Runner:
@@ -230,11 +193,7 @@ def metadata(classifier: Classifier) -> dict[str, str]:
 
 
 def _trace(classifier: Classifier) -> torch.export.ExportedProgram:
-    """Trace a model for images of its own size in batches of any size.
-
-    Raises:
-        ValueError: torch.export does not support the model.
-    """
+    """Trace a model for images of its own size in batches of any size; errors as for `trace`."""
     preprocess = classifier.preprocess
     images = torch.zeros(TRACED_BATCH, preprocess.channels, *preprocess.image_size)
     shapes = ({0: torch.export.Dim("batch", min=1)},)
@@ -244,16 +203,7 @@ def _trace(classifier: Classifier) -> torch.export.ExportedProgram:
 def trace(
     module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
-    """Trace a module with torch.export, without the paths of this machine.
-
-    Args:
-        module: A module in evaluation mode.
-        inputs: Its arguments.
-        dynamic_shapes: As for torch.export; None means that all shapes are fixed.
-
-    Raises:
-        ValueError: torch.export does not support the module.
-    """
+    """Trace a module in evaluation mode; ValueError if torch.export does not support it."""
     try:
         with torch.no_grad():
             program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)

@@ -13,22 +13,14 @@ from vit.run.folder import EVAL_FOLDER
 
 
 def load_run(run: str, options: EvalConfig, flip: bool = False) -> SavedModel:
-    """Load a model with the device and the precision of the options, and with mirror images.
-
-    Raises:
-        ValueError: The model cannot be read, or the device is not available.
-    """
+    """Load a model as `load_model` does, perhaps with mirror images."""
     saved = load_model(run, options.device, options.precision)
     classifier = dataclasses.replace(saved.classifier, flip=flip)
     return dataclasses.replace(saved, classifier=classifier)
 
 
 def results_folder(saved: SavedModel, out: str | None, name: str = EVAL_FOLDER) -> Path:
-    """Return the folder for results: out, or the one of that name in the run folder.
-
-    Raises:
-        ValueError: A file is in its place.
-    """
+    """Return the folder for results: out, or the one of that name; ValueError if it is a file."""
     folder = Path(out) if out else saved.run / name
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
@@ -45,42 +37,40 @@ def is_ours(path: Path, keys: set[str]) -> bool:
     return isinstance(content, dict) and keys <= content.keys()
 
 
-def load_test(saved: SavedModel, root: str | None = None, download: bool = True) -> ImageSet:
-    """Load the test images of the data set that a model was trained on.
+def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
+    """Load the test images of a model's data set.
 
-    Args:
-        saved: The model.
-        root: Their folder, or one with test images of the same classes in test/<class>/; None is
-            that of the training run.
-        download: Whether to download the data set if it is not there.
+    They are in `root`, perhaps as test/<class>/, or without it where they were in training.
 
     Raises:
-        ValueError: The images are missing and could not be downloaded, or have other classes.
+        ValueError: The images are missing and could not be downloaded, have other classes, or the
+            model may have been trained on some of them.
     """
-    data, classes = saved.config.data, saved.classifier.classes
+    data = saved.config.data
     if root is not None and not data.spec.own_files:
         refuse_loose_images(Path(root))
         data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
     root = root or data.root
-    test = load_test_images(
-        dataclasses.replace(data, root=root, download=download), saved.classifier.preprocess
-    )
-    if test.classes != classes:
-        different = ", ".join(sorted({*test.classes} ^ {*classes}))
+    data = dataclasses.replace(data, root=root, download=True)
+    test = load_test_images(data, saved.classifier.preprocess)
+    if test.classes != saved.classifier.classes:
+        different = ", ".join(sorted({*test.classes} ^ {*saved.classifier.classes}))
         raise ValueError(
             f"data.root: the test images in {root} do not have the classes of {saved.path}: only "
             f"one of the two has {different}; point --data.root at a folder with its classes"
         )
-    require_not_trained_on(test, saved, root)
+    if test.split and saved.fingerprint not in ("", test.fingerprint):
+        raise ValueError(
+            f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
+            "trained, or it was trained on other files or with another data.test_fraction, so it "
+            "may have been trained on some of the test images; restore them, or put other images "
+            "into test/<class>/ of a folder and point --data.root at it"
+        )
     return test
 
 
 def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]:
     """Find the training images of a model and those that were held out; files are not decoded.
-
-    Args:
-        saved: The model.
-        root: Their folder; None is that of the training run.
 
     Raises:
         ValueError: They are missing, or differ from those that the model was trained on.
@@ -93,18 +83,3 @@ def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]
             "so its held-out images are unknown; restore them, or point --data.root at them"
         )
     return training, held_out
-
-
-def require_not_trained_on(test: ImageSet, saved: SavedModel, root: str) -> None:
-    """Check that data.test_fraction chose the same test images when a model was trained.
-
-    Raises:
-        ValueError: It did not, so the model may have been trained on some of them.
-    """
-    if test.split and saved.fingerprint not in ("", test.fingerprint):
-        raise ValueError(
-            f"data.root: files in {root} were added, deleted or renamed since {saved.path} was "
-            "trained, or it was trained on other files or with another data.test_fraction, so it "
-            "may have been trained on some of the test images; restore them, or put other images "
-            "into test/<class>/ of a folder and point --data.root at it"
-        )

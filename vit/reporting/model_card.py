@@ -7,14 +7,12 @@ from typing import Any
 
 import yaml
 
-from vit.data.preprocess import Preprocess
-from vit.evaluation import as_table
 from vit.hub import HUB
 from vit.model.config import TIMM
 from vit.model_file import SavedModel, save_model
 from vit.reporting.calibration import calibration_table
+from vit.reporting.tables import metrics_table
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, REPORT_FILE
-from vit.settings import flatten
 from vit.training.config import Config, to_dict
 
 LIBRARY = "vit-from-scratch"
@@ -37,15 +35,9 @@ classifier.predict("photo.jpg")
 classifier.explain("photo.jpg")
 ```
 
-Training on other images can start from its weights:
-
-    python train.py --model.pretrained hf-hub:OWNER/{name} --data.root FOLDER
-
 ## Training
 
-{steps:,} optimizer steps on `{data}`, with these settings, all others as by default (config.json):
-
-{settings}
+{steps:,} optimizer steps on `{data}`, with the settings in config.json.
 
 ## Results
 
@@ -65,8 +57,7 @@ None is stated yet. Choose one, and write it into the metadata at the top of thi
 def write_hub(saved: SavedModel, folder: Path) -> None:
     """Write a folder for `hf upload OWNER/NAME FOLDER`; it does not tell where files were.
 
-    Raises:
-        ValueError: The folder exists; its model card may have been edited.
+    ValueError if it exists: its model card may have been edited.
     """
     if folder.exists():
         raise ValueError(f"out: {folder} exists; delete it, or use another --out")
@@ -87,56 +78,45 @@ def write_hub(saved: SavedModel, folder: Path) -> None:
 
 def without_places(config: Config) -> Config:
     """Return a config without the folders of the machine on which it was used."""
-    defaults = Config()
-    data = dataclasses.replace(config.data, root=defaults.data.root)
-    source = config.model.pretrained
+    defaults, source = Config(), config.model.pretrained
     if source and not source.startswith((TIMM, HUB)):
         source = Path(source).name
+    data = dataclasses.replace(config.data, root=defaults.data.root)
     model = dataclasses.replace(config.model, pretrained=source)
     return dataclasses.replace(config, data=data, model=model, out=defaults.out)
 
 
 def model_card(saved: SavedModel) -> str:
     """Describe a model in Markdown, with the results of its report on the test images."""
-    classifier, config = saved.classifier, without_places(saved.config)
+    classifier = saved.classifier
     file = saved.run / EVAL_FOLDER / REPORT_FILE
-    defaults = flatten(to_dict(Config()))
-    settings = {k: v for k, v in flatten(to_dict(config)).items() if v != defaults[k]}
-    report = (
-        json.loads(file.read_text(encoding="utf-8")) if saved.finished and file.exists() else None
-    )
+    measured = saved.finished and file.exists()
+    report = json.loads(file.read_text(encoding="utf-8")) if measured else {}
+    rows, columns = classifier.preprocess.image_size
     return CARD.format(
-        metadata=_metadata(saved, report),
+        metadata=yaml.safe_dump(_metadata(saved, report), sort_keys=False).strip(),
         name=saved.name,
         weights=sum(weight.numel() for weight in classifier.model.parameters()),
-        size=_describe(classifier.preprocess),
+        size=f"{rows} x {columns} x {classifier.preprocess.channels}",
         count=len(classifier.classes),
         classes=", ".join(classifier.classes),
         library=LIBRARY,
         steps=saved.step,
-        data=config.data.name,
-        settings="\n".join(f"- `{key}`: {value}" for key, value in settings.items()),
+        data=saved.config.data.name,
         results=_results(report) if report else "Not measured.",
     )
 
 
 def _results(report: dict[str, Any]) -> str:
     """Format a report as text in Markdown."""
-    tables = [as_table(report)]
+    tables = [metrics_table(report)]
     if "calibration" in report:  # not in old reports
         tables.append(calibration_table(report["calibration"]))
     return "On the test images:\n\n```\n" + "\n\n".join(tables) + "\n```"
 
 
-def _describe(preprocess: Preprocess) -> str:
-    """Name the size and the colours of images, such as "32 x 32 RGB"."""
-    rows, columns = preprocess.image_size
-    colours = {1: "grey", 3: "RGB"}.get(preprocess.channels, f"{preprocess.channels}-channel")
-    return f"{rows} x {columns} {colours}"
-
-
-def _metadata(saved: SavedModel, report: dict[str, Any] | None) -> str:
-    """Return the Hub's metadata as YAML, with the accuracy if it was measured."""
+def _metadata(saved: SavedModel, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the Hub's metadata, with the accuracy if it was measured."""
     about: dict[str, Any] = {
         "library_name": LIBRARY,
         "license": "unknown",
@@ -150,4 +130,4 @@ def _metadata(saved: SavedModel, report: dict[str, Any] | None) -> str:
             "metrics": [{"type": "accuracy", "value": report["accuracy"]}],
         }
         about["model-index"] = [{"name": saved.name, "results": [result]}]
-    return yaml.safe_dump(about, sort_keys=False).strip()
+    return about

@@ -1,10 +1,12 @@
-"""Predictions for any number of image files, as a table.
+"""Predictions for image files: a table for any number of them, or sheets with attention maps.
 
 Shapes: N images, C classes.
 """
 
+import dataclasses
+import hashlib
 import itertools
-import re
+import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,20 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.classifier import Classifier
+from vit.classifier import PHOTO_KINDS, Classifier
 from vit.console import printable, warn
-from vit.data.photos import find_photos
+from vit.data.photos import find_photos, to_photo
 from vit.data.stream import AT_ONCE, ImageFiles, default_workers
 from vit.files import write_table
+from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets
-from vit.reporting.config import PredictConfig
+from vit.reporting.config import PhotoConfig, PredictConfig
 from vit.reporting.loading import load_run, results_folder
-from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE
+from vit.run.folder import EVAL_FOLDER, PHOTOS_FILE, PHOTOS_FOLDER, SHEET_SUFFIX
 
 TOP = 5  # classes per row
-COLUMNS = (
-    r"file,class,probability(,class_\d+,probability_\d+)*(,familiarity)?(,set_\w+)*"  # a pattern
-)
+COLUMNS = "file,class,probability,class_1,"  # the first of a table
 
 
 def predict_files(run: str, options: PredictConfig) -> Path:
@@ -36,19 +37,14 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     The table appears when it is complete. Memory does not grow with the number of files, apart from
     the list of their names.
 
-    Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation; `photos` lists image files and folders.
-
     Returns:
-        The table: a CSV file with the columns file, class and probability, and class_1,
-        probability_1 to class_5, probability_5, best first; familiarity, see `Calibration`, if the
-        model has it and images are not flipped; with a coverage, also set_lac and set_raps, each
-        the classes of a set, best first, separated by |.
+        The table: a CSV file with the columns file, class, probability, class_1, probability_1 and
+        so on, best first; familiarity, see `Calibration`, if the model has it and images are not
+        flipped; with a coverage, set_lac and set_raps: classes, best first, separated by |.
 
     Raises:
-        ValueError: There are no images, none can be read, the model cannot be read, or the output
-            is a file that is not a table of predictions.
+        ValueError: No images or the model can be read, or the output is a file that is not a table
+            of predictions.
     """
     paths = find_photos(options.photos, "predict")
     saved = load_run(run, options, options.flip)
@@ -68,10 +64,21 @@ def predict_files(run: str, options: PredictConfig) -> Path:
     return table
 
 
+def _require_own_table(path: Path) -> None:
+    """Check that a file that would be replaced is a table of predictions; ValueError if not."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        if file.read(len(COLUMNS)) != COLUMNS.encode():
+            raise ValueError(
+                f"out: {path} exists and is not a table of predictions for image files; rename it, "
+                "or use another --out"
+            )
+
+
 def columns_of(best: str, ranking: dict[str, float]) -> dict[str, Any]:
     """Return the columns `best` and probability, then class_1, probability_1, class_2 and so on."""
-    name, probability = next(iter(ranking.items()))
-    row = {best: name, "probability": probability}
+    row = dict(zip((best, "probability"), next(iter(ranking.items())), strict=True))
     for rank, (name, probability) in enumerate(ranking.items(), start=1):
         row |= {f"class_{rank}": name, f"probability_{rank}": probability}
     return row
@@ -86,14 +93,31 @@ def _rank_files(
         found, images = zip(*batch, strict=True)
         logits = classifier.logits(torch.stack(images), options.batch_size).cpu()
         rows = [columns_of("class", ranking) for ranking in classifier.ranked(logits, TOP)]
-        if (calibration := classifier.calibration) and calibration.energies and not options.flip:
-            for row, value in zip(rows, calibration.familiarity(logits).tolist(), strict=True):
+        if classifier.calibration and not options.flip:
+            familiarity = classifier.calibration.familiarity(logits).tolist()
+            for row, value in zip(rows, familiarity, strict=True):
                 row["familiarity"] = round(value, 4)
         if options.coverage is not None:
             sets = _sets(classifier, images, logits, options.coverage)
             rows = [row | columns for row, columns in zip(rows, sets, strict=True)]
         for path, row in zip(found, rows, strict=True):
             yield {"file": path} | row
+
+
+def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
+    """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
+    workers = default_workers() if len(paths) > AT_ONCE else 0
+    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess, workers)
+    for start, images, problems in files.decode_all("predict"):
+        for number, image in enumerate(images):
+            if number in problems:
+                _skip(problems[number])
+            else:
+                yield paths[start + number], image
+
+
+def _skip(problem: str) -> None:
+    warn(printable(f"skipped: {problem.removeprefix('data.root: ').removeprefix('photo: ')}"))
 
 
 def _sets(
@@ -113,31 +137,48 @@ def _sets(
     ]
 
 
-def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
-    """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
-    workers = default_workers() if len(paths) > AT_ONCE else 0
-    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess, workers)
-    for start, images, problems in files.decode_all("predict"):
-        for number, image in enumerate(images):
-            if number in problems:
-                problem = problems[number].removeprefix("data.root: ")
-                warn(printable(f"skipped: {problem}"))
-            else:
-                yield paths[start + number], image
+def classify_photos(run: str, options: PhotoConfig) -> None:
+    """Print the most probable classes of photos, and write a sheet with maps for each.
 
-
-def _require_own_table(path: Path) -> None:
-    """Check that a file that would be replaced is a table of predictions.
+    A model without maps gets no sheets.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The model or all photos cannot be read, or the class does not exist.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        header = file.readline(10_000).decode(errors="replace").strip()
-    if not re.fullmatch(COLUMNS, header):
-        raise ValueError(
-            f"out: {path} exists and is not a table of predictions for image files; rename it, or "
-            "use another --out"
-        )
+    paths = find_photos(options.photos, "photo")
+    saved = load_run(run, options)
+    classifier, has_maps = saved.classifier, saved.classifier.has_maps
+    kinds = tuple(dict.fromkeys(options.kinds)) or PHOTO_KINDS
+    if options.target is not None:
+        classifier.class_index(options.target)  # raises before a folder is created
+    folder = results_folder(saved, options.out) / PHOTOS_FOLDER
+    width = max(20, *(len(name) + 1 for name in classifier.classes))
+    count = 0
+    for path in paths:
+        try:
+            photo = to_photo(path, classifier.preprocess.channels, "photo")
+        except ValueError as error:
+            if len(paths) == 1:
+                raise
+            _skip(str(error))
+            continue
+        if not count:
+            print(saved.describe())
+        count += 1
+        print(f"\n{path}, {photo.shape[1]} × {photo.shape[0]} pixels")
+        explanation = classifier.explain(photo, kinds, options.target) if has_maps else None
+        best = explanation.probabilities if explanation else classifier.predict(photo, TOP)
+        for name, probability in list(best.items())[:TOP]:
+            print(f"  {name:<{width}}{probability:7.2%}")
+        if explanation is not None:
+            # Photos of one name in different folders keep apart.
+            place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:6]
+            sheet = folder / f"{path.stem}_{place}{SHEET_SUFFIX}"
+            folder.mkdir(parents=True, exist_ok=True)
+            dataclasses.replace(explanation, name=path.name).save(sheet)
+            print(f"  wrote {sheet}")
+    if not count:
+        raise ValueError(f"photo: none of the files ({len(paths):,}) can be read as an image")
+    print(f"\nclassified {count:,} of {len(paths):,} files")
+    if not has_maps:
+        print(f"no sheets: {no_maps_text(classifier.model)}")

@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
-from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
-from vit.evaluation import as_table, evaluate
+from vit.evaluation import evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
+from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
     calibration_table,
-    make_sets,
     measure_calibration,
     measure_sets,
     sets_table,
@@ -31,7 +29,7 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
 from vit.reporting.loading import is_ours, load_run, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
-from vit.reporting.tables import Part
+from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
 from vit.run.folder import PREDICTIONS_FILE, REPORT_FILE, REPORT_FILES
 from vit.run.tracker import picture_tag
@@ -41,30 +39,47 @@ SCALARS = ("accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "loss",
 RANKED_AT_ONCE = 1000  # images; limits peak memory
 
 
+def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
+    """Evaluate a model on the test images; print, write and return the report.
+
+    Raises:
+        ValueError: The model or the data cannot be read, or the folder contains other files.
+    """
+    saved = load_run(run, options, options.flip)
+    test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
+    _require_own_report(folder)
+    name = options.unfamiliar
+    others = load_unfamiliar(name, saved, options.data.root) if name else None
+    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
+    result = write_report(
+        saved.classifier, test, folder, saved.step, options.batch_size, options.coverage
+    )
+    print(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
+    if options.coverage is not None:
+        print(f"\n{sets_table(result['sets'], options.coverage)}")
+    if others is not None:
+        _add(report_unfamiliar(saved, test, others, options), result, folder, saved.step)
+    if options.corruptions:
+        part = report_corruptions(saved, test, folder, result["accuracy"], options)
+        _add(part, result, folder, saved.step)
+    if not saved.classifier.has_maps:
+        print(f"\n{no_maps_text(saved.classifier.model)}")
+    print(f"\nwrote {REPORT_FILE}, {PREDICTIONS_FILE} and pictures to {folder}/")
+    return result
+
+
 def write_report(
     classifier: Classifier,
     images: ImageSet,
     folder: Path,
     step: int,
     batch_size: int = 500,
-    probes: int = 8,
-    seed: int = 0,
     coverage: float | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a classifier and write numbers and figures into a folder.
+    """Evaluate a classifier after training `step` steps, and write what is found into a folder.
 
-    Args:
-        classifier: The model.
-        images: The test images, with labels.
-        folder: Folder for report.json, confusion_matrix.png, reliability.png, mistakes.png,
-            predictions.csv, probes/*.png and TensorBoard events, including precision-recall curves.
-            Files of an earlier report are replaced.
-        step: Steps the model was trained for.
-        batch_size: Images per forward pass.
-        probes: Number of test images whose attention maps are drawn, if the model has maps.
-        seed: Seed of the choice of these images.
-        coverage: Fraction of images whose set of classes is to contain the true one; None makes no
-            sets.
+    These are report.json, predictions.csv, pictures and events; files of an earlier report are
+    replaced. With a coverage, there are sets of classes too, see `Calibration.sets`.
 
     Returns:
         The report, see `vit.evaluation.report`, with the most confident mistakes, calibration, see
@@ -79,59 +94,48 @@ def write_report(
         "confusion_matrix": confusion_picture(result["confusion_matrix"], images.classes),
         "reliability": reliability_picture(result["calibration"]),
     }
-    scaled = classifier.scaled(logits)
-    wrong = worst_mistakes(scaled, images.labels, MISTAKES)
+    wrong = worst_mistakes(classifier.scaled(logits), images.labels, MISTAKES)
     mistakes = prediction_rows(classifier, images, logits, wrong)
     result["mistakes"] = [{k: row[k] for k in row if "_" not in k} for row in mistakes]
     if len(wrong):
         chosen = images.select(wrong).in_memory()
-        pictures["mistakes"] = draw_gallery(classifier, chosen, scaled[wrong])
-    drawn = draw_probes(classifier, choose_probes(images, probes, seed))
-    pictures |= {f"probes/probe_{number:02d}": picture for number, picture in enumerate(drawn)}
-    (folder / "probes").mkdir(parents=True, exist_ok=True)
+        pictures["mistakes"] = draw_gallery(classifier, chosen, classifier.scaled(logits[wrong]))
+    folder.mkdir(parents=True, exist_ok=True)
     for old in report_files(folder):
         old.unlink()
-    with SummaryWriter(str(folder)) as writer:
-        _write(writer, result, {key: result[key] for key in SCALARS}, pictures, step)
-        probabilities = scaled.softmax(dim=1)
-        for number, name in enumerate(images.classes):
-            writer.add_pr_curve(
-                f"precision_recall/{name}", images.labels == number, probabilities[:, number], step
-            )
+    _write(result, {key: result[key] for key in SCALARS}, pictures, folder, step)
     rows = prediction_rows(classifier, images, logits, torch.arange(len(images)))
     write_table(folder / PREDICTIONS_FILE, rows)
     return result
 
 
+def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
+    """Add a part to a report and its folder, and print its table."""
+    result[part.name] = part.numbers
+    _write(result, part.scalars, part.pictures, folder, step)
+    print(f"\n{part.table}")
+
+
 def _write(
-    writer: SummaryWriter,
     result: dict[str, Any],
     scalars: dict[str, float],
     pictures: dict[str, np.ndarray],
+    folder: Path,
     step: int,
 ) -> None:
-    """Write a report, and log and draw what it consists of, in the folder of the writer."""
-    folder = Path(writer.log_dir)
+    """Write a report, and log and draw what it consists of."""
     # Before the figures, so that a folder with a part of a report is recognized as one.
     write_atomically(folder / REPORT_FILE, json.dumps(result, indent=1).encode())
-    for key, value in scalars.items():
-        writer.add_scalar(f"test/{key}", value, step)
-    for name, pixels in pictures.items():
-        writer.add_image(picture_tag(f"test/{name}"), pixels, step, dataformats="HWC")
-        Image.fromarray(pixels).save(folder / f"{name}.png")
+    with SummaryWriter(str(folder)) as writer:
+        for key, value in scalars.items():
+            writer.add_scalar(f"test/{key}", value, step)
+        for name, pixels in pictures.items():
+            writer.add_image(picture_tag(f"test/{name}"), pixels, step, dataformats="HWC")
+            Image.fromarray(pixels).save(folder / f"{name}.png")
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return the misclassified images with the highest confidence.
-
-    Args:
-        logits: (N, C).
-        labels: (N,) int64.
-        count: Maximum number of images.
-
-    Returns:
-        Indices, most confident first.
-    """
+    """Return the indices of at most `count` misclassified images, the most confident first."""
     confidence, predicted = logits.softmax(dim=1).max(dim=1)
     confidence = confidence.masked_fill(predicted == labels, -1.0)
     wrong = int((predicted != labels).sum())
@@ -148,32 +152,8 @@ def prediction_rows(
             yield images.entry(index) | label | columns_of("prediction", ranking)
 
 
-def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
-    """Draw each image with its attention rollout.
-
-    Returns:
-        Pictures (height, width, 3) uint8, with the true and the predicted class; none if the model
-        has no maps.
-    """
-    if len(probes) == 0 or not classifier.has_maps:
-        return []
-    logits, maps = classifier.maps(probes.pixels())
-    captions = captions_of(classifier.scaled(logits), probes.labels, probes.classes)
-    probe_maps = zip(probes.pixels(), maps["rollout"], captions, strict=True)
-    drawn = [rollout_picture(image, heat, caption) for image, heat, caption in probe_maps]
-    return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
-
-
 def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:
-    """Draw misclassified images with what speaks for and against the predicted and the true class.
-
-    A model without maps gets the images alone.
-
-    Args:
-        classifier: The model.
-        mistakes: The images, with labels.
-        logits: (B, C), its logits of these images.
-    """
+    """Draw misclassified images, with logits (B, C), and maps of `contrast` if there are any."""
     pixels, classes, title = mistakes.pixels(), mistakes.classes, "most confident mistakes"
     captions = captions_of(logits, mistakes.labels, classes)
     captions = [caption.replace("\npredicted", "\nas") for caption in captions]
@@ -194,16 +174,10 @@ def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> 
 
 
 def contrast(classifier: Classifier, images: Tensor, predicted: Tensor, labels: Tensor) -> Tensor:
-    """Map what speaks for and against the predicted and the true class.
+    """Map what speaks for and against the predicted (B,) and the true class (B,) of images.
 
     Unlike the maps of `Classifier.maps`, both have the same unit, so they can be compared: their
     difference is the relevance of the difference of the two logits.
-
-    Args:
-        classifier: A model with maps.
-        images: (B, channels, H, W) uint8.
-        predicted: (B,) int64, the predicted classes.
-        labels: (B,) int64, the true classes.
 
     Returns:
         Layer-wise relevance of pixels for the predicted and for the true class, (B, 2, H, W), in
@@ -224,63 +198,8 @@ def report_files(folder: Path) -> list[Path]:
 
 
 def _require_own_report(folder: Path) -> None:
-    """Check that the files that a report would replace are those of an earlier report.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Check that a report would replace only files of an earlier one; ValueError if not."""
     path = folder / REPORT_FILE
-    if is_ours(path, {"accuracy", "confusion_matrix", "ece"}):
-        return
-    if path.exists() or report_files(folder):
+    ours = is_ours(path, {"accuracy", "confusion_matrix", "ece"})
+    if not ours and (path.exists() or report_files(folder)):
         raise ValueError(f"out: {folder} contains files other than a report; use another --out")
-
-
-def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
-    """Evaluate a model on the test images; print the report and write it.
-
-    Args:
-        run: Run folder, model.safetensors, checkpoint, or the name of a bundled model.
-        options: The evaluation.
-
-    Returns:
-        The report, see `vit.evaluation.report`.
-
-    Raises:
-        ValueError: The model or the data cannot be read, or the folder contains other files.
-    """
-    saved = load_run(run, options, options.flip)
-    test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
-    _require_own_report(folder)
-    if options.coverage is not None:  # raises before the images are classified
-        logits = torch.zeros(1, len(test.classes))
-        make_sets(saved.classifier, logits, torch.zeros(1), options.coverage)
-    name = options.unfamiliar
-    others = load_unfamiliar(name, saved, options.data.root) if name else None
-    print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
-    result = write_report(
-        saved.classifier, test, folder, saved.step, options.batch_size, options.probes,
-        options.seed, options.coverage,
-    )  # fmt: skip
-    print(f"{as_table(result)}\n\n{calibration_table(result['calibration'])}")
-    if options.coverage is not None:
-        print(f"\n{sets_table(result['sets'], options.coverage)}")
-    if others is not None:
-        _add(report_unfamiliar(saved, test, others, options), result, folder, saved.step)
-    if options.corruptions:
-        part = report_corruptions(saved, test, folder, result["accuracy"], options)
-        _add(part, result, folder, saved.step)
-    has_maps = saved.classifier.has_maps
-    if not has_maps:
-        print(f"\n{no_maps_text(saved.classifier.model)}")
-    probes = f", {folder / 'probes'}/*.png" if options.probes and has_maps else ""
-    print(f"\nwrote {folder / REPORT_FILE}, {folder / PREDICTIONS_FILE}, {folder}/*.png{probes}")
-    return result
-
-
-def _add(part: Part, result: dict[str, Any], folder: Path, step: int) -> None:
-    """Add a part to a report and its folder, and print its table."""
-    result[part.name] = part.numbers
-    with SummaryWriter(str(folder)) as writer:
-        _write(writer, result, part.scalars, part.pictures, step)
-    print(f"\n{part.table}")

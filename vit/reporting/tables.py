@@ -1,55 +1,66 @@
 """Parts of the report, and tables as text, which all commands print."""
 
+import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit.evaluation import text_columns
+from vit.settings import shorten
+
+LONGEST_NAME = 40  # characters of a class name in a table
 
 
-@dataclass(frozen=True)
-class Part:
-    """An optional part of the report.
+class Part(NamedTuple):
+    """An optional part of the report."""
 
-    Attributes:
-        name: Its key in report.json.
-        numbers: What report.json says.
-        table: The same as text.
-        pictures: By file name without its suffix, (height, width, 3) uint8.
-        scalars: For TensorBoard, by tag below test/.
-    """
-
-    name: str
+    name: str  # its key in report.json
     numbers: dict[str, Any]
     table: str
-    pictures: dict[str, np.ndarray]
-    scalars: dict[str, float] = field(default_factory=dict)
+    pictures: dict[str, np.ndarray]  # by file name without its suffix, (height, width, 3) uint8
+    scalars: dict[str, float]  # by TensorBoard's tag below test/
 
 
 def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[str]:
-    """Align cells in columns, the first to the left and the others to the right.
-
-    Args:
-        rows: The cells; all rows have as many.
-        separator: Text between two columns.
-
-    Returns:
-        A line for each row.
-    """
-    widths = [max(map(text_columns, column)) for column in zip(*rows, strict=True)]
+    """Return a line for each row: the first column is aligned left, the others right."""
+    widths = [max(map(_columns, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        spaces = [
-            " " * (width - text_columns(cell)) for cell, width in zip(row, widths, strict=True)
-        ]
+        spaces = [" " * (width - _columns(cell)) for cell, width in zip(row, widths, strict=True)]
         numbers = [space + cell for cell, space in zip(row[1:], spaces[1:], strict=True)]
         lines.append(separator.join([row[0] + spaces[0], *numbers]))
     return lines
+
+
+def _columns(cell: str) -> int:
+    """Return how many columns of a terminal a text takes; East Asian letters take two."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in cell)
+    return len(cell) + wide - sum(map(bool, map(unicodedata.combining, cell)))
 
 
 def with_interval(row: dict[str, Any], key: str, form: str) -> str:
     """Format a value and its 95% interval, such as `loss` and `loss_95`, with a format code."""
     low, high = row[f"{key}_95"]
     return f"{row[key]:{form}} ({low:{form}} to {high:{form}})"
+
+
+def metrics_table(result: dict[str, Any]) -> str:
+    """Format the result of `vit.evaluation.evaluate` as text: overall, then a row per class."""
+    names = [shorten(name, LONGEST_NAME) for name in result["per_class"]]
+    lines = [
+        f"accuracy          {with_interval(result, 'accuracy', '.2%')}, {result['n']:,} images",
+        f"top-5 accuracy    {result['top5_accuracy']:.2%}",
+        f"mean recall       {result['balanced_accuracy']:.2%} (balanced accuracy)",
+        f"mean F1 score     {result['macro_f1']:.4f} (macro F1)",
+        f"speed             {result['images_per_second']:,.0f} images/s, slow start included",
+    ]
+    if len(names) <= 5:
+        del lines[1]  # it says nothing
+    rows = [["class", "recall", "precision", "images", "most often confused with"]]
+    confusion = enumerate(result["confusion_matrix"])
+    for values, (label, counts) in zip(result["per_class"].values(), confusion, strict=True):
+        count, worst = max((n, c) for c, n in enumerate(counts) if c != label)
+        cells = ["–" if values[key] is None else f"{values[key]:.1%}" for key in rows[0][1:3]]
+        confused = f"{names[worst]} ({count})" if count else "–"
+        rows.append([names[label], *cells, f"{values['n']:,}", confused])
+    return "\n".join([*lines, "", *text_table(rows)])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from vit.calibration import energy
 from vit.classifier import Classifier
@@ -27,7 +26,7 @@ from vit.reporting.config import ReportConfig
 from vit.reporting.loading import load_split
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
-from vit.settings import suggest
+from vit.settings import require, suggest
 
 NOISE = 2000  # images of noise
 FEWEST = 10  # images in a folder
@@ -44,28 +43,22 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
     """
     preprocess, data = saved.classifier.preprocess, saved.config.data
     known = ["noise", *(key for key, spec in DATASETS.items() if not spec.own_files)]
-    if name == data.name:
-        raise ValueError(f"unfamiliar: {name} has the classes of the model; choose other images")
+    require(name != data.name, "unfamiliar", name, "images of other classes")
     if name in known[1:]:
         other = DataConfig(name=name, root=root or data.root)
         return open_images(other, train=False).resized(preprocess)
+    images: Tensor | ImageFiles
     if name == "noise":
         shape = (NOISE, preprocess.channels, *preprocess.image_size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator(0, name))
-        return ImageSet(images, torch.zeros(NOISE, dtype=torch.int64), (name,))
-    if not Path(name).is_dir():
-        raise ValueError(
-            f"unfamiliar: {name} is not allowed; it must be a folder of images or one of "
-            f"{', '.join(known)}{suggest(name, known)}"
-        )
-    paths = tuple(map(str, find_photos([name], "unfamiliar")))
-    if len(paths) < FEWEST:
-        raise ValueError(
-            f"unfamiliar: {name} has {len(paths)} images; it must have at least {FEWEST} for "
-            "meaningful intervals"
-        )
-    labels = torch.zeros(len(paths), dtype=torch.int64)
-    return ImageSet(ImageFiles(paths, preprocess, data.workers), labels, (name,))
+    else:
+        allowed = f"a folder of images or one of {', '.join(known)}{suggest(name, known)}"
+        require(Path(name).is_dir(), "unfamiliar", name, allowed)
+        paths = tuple(map(str, find_photos([name], "unfamiliar")))
+        enough = f"a folder of at least {FEWEST} images, for meaningful intervals"
+        require(len(paths) >= FEWEST, "unfamiliar", name, enough)
+        images = ImageFiles(paths, preprocess, data.workers)
+    return ImageSet(images, torch.zeros(len(images), dtype=torch.int64), ("none",))
 
 
 def report_unfamiliar(
@@ -76,36 +69,27 @@ def report_unfamiliar(
     Raises:
         ValueError: The training images cannot be read.
     """
-    training = load_split(saved, options.data.root)[0]
+    classifier, training = saved.classifier, load_split(saved, options.data.root)[0]
     count = min(TRAINING, len(training))
     chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
-    training = training.select(chosen).resized(saved.classifier.preprocess)
-    reference = _outputs(saved.classifier, training)[1]
+    reference = _features(classifier, training.select(chosen).resized(classifier.preprocess))
     familiar, unfamiliar = (
-        _scores(*_outputs(saved.classifier, images), reference) for images in (test, others)
+        _scores(classifier.logits(images).cpu(), _features(classifier, images), reference)
+        for images in (test, others)
     )
     scores = {name: (familiar[name], unfamiliar[name]) for name in familiar}
     found = {name: detection(*pair) for name, pair in scores.items()}
     rows = [["score", *METRICS.values()]]
     rows += [[name, *(with_interval(found[name], key, ".3f") for key in METRICS)] for name in found]
     title = f"{len(test):,} test images against {len(others):,} of {options.unfamiliar}"
-    return Part(
-        "unfamiliar",
-        {"images": str(options.unfamiliar), "n": len(others), **found},
-        "\n".join([title, *text_table(rows)]),
-        {"unfamiliar": scores_picture(scores)},
-    )
+    numbers = {"images": str(options.unfamiliar), "n": len(others), **found}
+    pictures = {"unfamiliar": scores_picture(scores)}
+    return Part("unfamiliar", numbers, "\n".join([title, *text_table(rows)]), pictures, {})
 
 
-def _outputs(classifier: Classifier, images: ImageSet) -> tuple[Tensor, Tensor]:
-    """Return logits (N, C) and features of length 1 (N, D), on the CPU."""
-    logits, features, size = [], [], classifier.part_size()
-    for part in tqdm(images.parts(size), total=-(-len(images) // size), leave=False, disable=None):
-        found, linear = classifier.features(part), classifier.has_linear_head
-        out = classifier.logits_of_features(found) if linear else classifier.logits(part)
-        logits.append(out.cpu())
-        features.append(F.normalize(found, dim=1).cpu())
-    return torch.cat(logits), torch.cat(features)
+def _features(classifier: Classifier, images: ImageSet) -> Tensor:
+    """Return features of length 1, (N, D), on the CPU."""
+    return F.normalize(classifier.features(images), dim=1).cpu()
 
 
 def _scores(logits: Tensor, features: Tensor, reference: Tensor) -> dict[str, Tensor]:

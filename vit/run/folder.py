@@ -33,8 +33,8 @@ REPORT_FILES = (  # written next to the report
     "unfamiliar.png",
     "corruptions.png",
     "corrupted_images.png",
-    "probes/probe_*.png",
     "events.out.tfevents.*",
+    "probes/probe_*.png",  # of earlier versions
 )
 CORRUPTIONS_FILE = "corruptions.npz"  # results that the next report can use again
 HEADS_FILE = "heads.json"  # what muting heads costs

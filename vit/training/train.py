@@ -186,7 +186,7 @@ def finish_run(
     config, folder = run.config, run.folder
     test = load_test_images(dataclasses.replace(config.data, download=False), classifier.preprocess)
     result: dict[str, Any] = resolve_name(f"vit.{REPORT}")(
-        classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
+        classifier, test, folder / EVAL_FOLDER, step=state.step
     )
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
     # A run killed here writes them again, as the same point.
