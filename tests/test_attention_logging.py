@@ -13,10 +13,9 @@ from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
-from vit.explain.colours import SIGNED
 from vit.explain.figures import attention_picture, captions_of
 from vit.explain.importance import as_grid
-from vit.explain.maps import attention_maps, map_title
+from vit.explain.maps import attention_maps
 from vit.model.vit import VisionTransformer
 from vit.reporting import attention_records as records_module
 from vit.reporting.attention_logging import AttentionLogging, attention_logging
@@ -93,8 +92,8 @@ def test_relevance_is_drawn_for_the_predicted_class(classifier, tmp_path):
     captions = captions_of(logits, PROBES.labels, PROBES.classes)
     for number, guess in enumerate(logits.argmax(dim=1).tolist()):
         expected = attention_picture(
-            PROBES.images[number], [maps["lrp"][number]], captions[number],
-            [map_title("lrp", PROBES.classes[guess])], [SIGNED],
+            PROBES.images[number], {"lrp": maps["lrp"][number]}, captions[number],
+            PROBES.classes[guess],
         )  # fmt: skip
         found = yielded[f"attention/lrp/probe_{number:02d}"]
         difference = np.abs(found.astype(int) - expected.astype(int))

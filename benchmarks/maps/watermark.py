@@ -34,7 +34,7 @@ from vit.classifier import Classifier
 from vit.cli import parse_train
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
-from vit.explain.canvas import GAP, Text, framed, overlay, paper, paste, shorten
+from vit.explain.canvas import Panel, overlay, table
 from vit.explain.colours import as_pixels, bar_of
 from vit.explain.faithfulness import mean_interval, pointing_game
 from vit.explain.maps import MAP_KINDS
@@ -223,30 +223,21 @@ def draw_figure(classifier: Classifier, pairs: Pairs, chosen: Sequence[int]) -> 
     logits, maps = classifier.maps(marked.pixels(), ["rollout", "relevance", "lrp_pixels"], mark)
     against = classifier.maps(marked.pixels(), ["lrp_pixels"], objects)[1]["lrp_pixels"]
     before = classifier.logits(plain.pixels()).argmax(dim=1)
-    panel, head, zoom = 130, 50, 2  # 802 pixels wide, drawn twice as large
-    pitch = panel + GAP
-    canvas = paper(zoom * len(chosen) * (panel + head), zoom * (5 * pitch + GAP))
-    texts: list[Text] = []
+    rows, names = [], classifier.classes
     for row, pixels in enumerate(map(as_pixels, marked.pixels())):
-        top, names = row * (panel + head) + head - GAP, classifier.classes
-        shown = [
-            ("attention rollout", "(class-agnostic)", maps["rollout"][row], bar_of("rollout")),
-            ("class relevance", MARKED, maps["relevance"][row], bar_of("relevance")),
-            ("relevance of pixels", MARKED, maps["lrp_pixels"][row], bar_of("lrp_pixels")),
-            ("relevance of pixels", names[int(objects[row])], against[row], bar_of("lrp_pixels")),
-        ]
-        paste(canvas, pixels, zoom * top, zoom * GAP, zoom * panel)
         words = f"predicted: {names[int(logits[row].argmax())]}"
         words += f"\nwithout mark: {names[int(before[row])]}"
-        texts.append((GAP, top - 4, "left", shorten(words, panel + GAP)))
-        for column, (kind, name, heat, bar) in enumerate(shown, start=1):
-            left = GAP + column * pitch
-            paste(canvas, overlay(pixels, heat.cpu(), bar), zoom * top, zoom * left, zoom * panel)
-            title = shorten(kind, panel) + "\n" + (name if name[0] == "(" else f"for {name}")
-            texts.append((left + panel / 2, top - 4, "center", title))
+        against_title = f"relevance of pixels\nfor {names[int(objects[row])]}"
+        shown = [
+            ("rollout", "attention rollout\n(class-agnostic)", maps["rollout"][row]),
+            ("relevance", f"class relevance\nfor {MARKED}", maps["relevance"][row]),
+            ("lrp_pixels", f"relevance of pixels\nfor {MARKED}", maps["lrp_pixels"][row]),
+            ("lrp_pixels", against_title, against[row]),
+        ]
+        drawn = [Panel(overlay(pixels, heat, bar_of(kind)), title) for kind, title, heat in shown]
+        rows.append([Panel(pixels, words), *drawn])
     bars = [bar_of("rollout"), bar_of("lrp_pixels")]
-    length = 2 * panel
-    return Image.fromarray(framed(canvas, texts, bars, length=length, top=head, zoom=zoom))
+    return Image.fromarray(table(rows, (140, 140), bars=bars, zoom=2))
 
 
 def main() -> None:

@@ -14,10 +14,9 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.console import counted
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
-from vit.explain.colours import bar_of
 from vit.explain.faithfulness import LEVELS
-from vit.explain.figures import attention_picture, captions_of, features_picture, named
-from vit.explain.maps import MAP_KINDS, map_title, readout_of
+from vit.explain.figures import attention_picture, captions_of, features_picture
+from vit.explain.maps import MAP_KINDS, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
@@ -182,12 +181,12 @@ def _write_maps(
         for row, name in enumerate(names):
             sheet = attention_picture(
                 chosen.pixels()[row],
-                [found[row] for found in maps.values()],
+                {kind: found[row] for kind, found in maps.items()},
                 captions[row],
-                [map_title(kind, classes[explained[row]], **rollout) for kind in maps],
-                [bar_of(kind) for kind in maps],
+                classes[explained[row]],
+                chosen.name(row),
+                **rollout,
             )
-            sheet = named(sheet, chosen.name(row))
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")

@@ -15,17 +15,15 @@ from vit.console import warn
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import Setup
-from vit.explain.colours import SIGNED
 from vit.explain.figures import (
     attention_picture,
     captions_of,
     filmstrip_picture,
     heads_picture,
-    rollout_picture,
     statistics_picture,
 )
 from vit.explain.importance import as_grid
-from vit.explain.maps import map_title, readout_of
+from vit.explain.maps import readout_of
 from vit.explain.rollout import head_maps
 from vit.explain.statistics import (
     attention_distance,
@@ -181,7 +179,7 @@ class AttentionLogging:
         yield "attention/heads/probe_00", heads_picture(pixels[0], heads, name)
         captions = captions_of(attention.logits, self.probes.labels, self.probes.classes)
         for number, heat in enumerate(attention.map("rollout")):
-            picture = rollout_picture(pixels[number], heat, captions[number])
+            picture = attention_picture(pixels[number], {"rollout": heat}, captions[number])
             yield ROLLOUT_TAG.format(number), picture
         strip = torch.from_numpy(np.stack(list(maps.values())))
         yield "attention/filmstrip", filmstrip_picture(pixels, strip, list(maps))
@@ -192,8 +190,8 @@ class AttentionLogging:
         captions = captions_of(attention.logits, self.probes.labels, classes)
         guesses, maps = attention.logits.argmax(dim=1).tolist(), attention.map("lrp")
         for number, (caption, guess) in enumerate(zip(captions, guesses, strict=True)):
-            title = map_title("lrp", classes[guess])
-            picture = attention_picture(pixels[number], [maps[number]], caption, [title], [SIGNED])
+            heat = {"lrp": maps[number]}
+            picture = attention_picture(pixels[number], heat, caption, classes[guess])
             yield RELEVANCE_TAG.format(number), picture
 
     def _save(self, maps: Tensor, step: int) -> dict[int, np.ndarray]:

@@ -16,7 +16,7 @@ from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import as_table, evaluate
 from vit.explain.charts import confusion_picture, reliability_picture
-from vit.explain.figures import captions_of, gallery_picture, named, rollout_picture
+from vit.explain.figures import attention_picture, captions_of, gallery_picture
 from vit.explain.lrp import propagate
 from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
@@ -159,9 +159,12 @@ def draw_probes(classifier: Classifier, probes: ImageSet) -> list[np.ndarray]:
         return []
     logits, maps = classifier.maps(probes.pixels())
     captions = captions_of(classifier.scaled(logits), probes.labels, probes.classes)
-    probe_maps = zip(probes.pixels(), maps["rollout"], captions, strict=True)
-    drawn = [rollout_picture(image, heat, caption) for image, heat, caption in probe_maps]
-    return [named(picture, probes.name(number)) for number, picture in enumerate(drawn)]
+    return [
+        attention_picture(image, {"rollout": heat}, caption, name=probes.name(number))
+        for number, (image, heat, caption) in enumerate(
+            zip(probes.pixels(), maps["rollout"], captions, strict=True)
+        )
+    ]
 
 
 def draw_gallery(classifier: Classifier, mistakes: ImageSet, logits: Tensor) -> np.ndarray:
