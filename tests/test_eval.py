@@ -27,7 +27,7 @@ from vit.data.images import ImageSet
 from vit.data.photos import to_photo
 from vit.data.shapes import KINDS
 from vit.evaluation import wilson_interval
-from vit.explain.faithfulness import centred_map, mean_interval, pointing_game, random_maps
+from vit.explain.faithfulness import baselines, mean_interval, pointing_game
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model, save_model
@@ -224,8 +224,7 @@ def pointing(opened: SavedModel, shapes: ImageSet) -> dict[str, Pair]:
     count = len(shapes)
     parts = [map_images(opened, part)[1] for part in shapes.images.split(500)]
     maps = {kind: torch.cat([found[kind] for found in parts]) for kind in MAP_KINDS}
-    maps["random"] = random_maps(count, (8, 8), seed=0)
-    maps["centred"] = centred_map((8, 8)).expand(count, -1, -1)
+    maps |= baselines(count, (8, 8), seed=0)
     return {kind: mean_interval(pointing_game(found, shapes.masks)) for kind, found in maps.items()}
 
 

@@ -45,11 +45,7 @@ def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> T
 
 
 def coordinates(tokens: Sequence[Tensor], frames: Tensor) -> Tensor:
-    """Measure patch tokens in the frames of their layers.
-
-    Args:
-        tokens: L tensors (B, P, D).
-        frames: (L, K, D), from `fit_frames`.
+    """Measure L patch tokens (B, P, D) in the frames (L, K, D) of their layers.
 
     Returns:
         (B, L, P, K) float32, on the CPU: the length of what is left out, then the components in

@@ -76,36 +76,24 @@ def measure_heads(
     return effects
 
 
-def single_heads(layers: int, heads: int) -> list[Heads]:
-    """List the heads of L layers with H heads, as a group each."""
-    return [(head,) for head in itertools.product(range(layers), range(heads))]
-
-
 def layers_of(layers: int, heads: int) -> list[Heads]:
     """List the layers, as the group of their heads each."""
     return [tuple((layer, head) for head in range(heads)) for layer in range(layers)]
 
 
-def pairs_of_largest(effects: Sequence[Effect], count: int) -> list[Heads]:
-    """List all pairs of the heads whose muting costs most probability.
+def single_heads(layers: int, heads: int) -> list[Heads]:
+    """List the heads of L layers with H heads, as a group each."""
+    return [(head,) for layer in layers_of(layers, heads) for head in layer]
 
-    Args:
-        effects: The effect of each head.
-        count: Number of heads.
-    """
+
+def pairs_of_largest(effects: Sequence[Effect], count: int) -> list[Heads]:
+    """List all pairs of so many heads, those whose muting costs most probability."""
     ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
-    best = sorted(effect.heads[0] for effect in ranked[:count])
-    return list(itertools.combinations(best, 2))
+    return list(itertools.combinations(sorted(effect.heads[0] for effect in ranked[:count]), 2))
 
 
 def as_grid(effects: Sequence[Effect], measure: str = "probability") -> Tensor:
-    """Return the mean fall from the effects of all single heads, as (L, H).
-
-    Args:
-        effects: The effects of single heads.
-        measure: "probability" or "accuracy".
-    """
-    grid = torch.zeros(*(1 + n for n in effects[-1].heads[0]))
-    for effect in effects:
-        grid[effect.heads[0]] = getattr(effect, measure)[0]
-    return grid
+    """Return the mean fall in "probability" or "accuracy" when each head is muted, (L, H)."""
+    layers, heads = (1 + n for n in effects[-1].heads[0])
+    falls = [getattr(effect, measure)[0] for effect in effects]
+    return torch.tensor(falls).view(layers, heads)

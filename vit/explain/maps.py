@@ -16,7 +16,6 @@ from vit.explain.rollout import (
     Readout,
     attention_gradients,
     attention_rollout,
-    check_rollout_options,
 )
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
@@ -59,13 +58,13 @@ def map_of(
         reader: The model.
         grid: Rows and columns of patches.
         *given: What the function of the kind takes, see `vit.registry.MapKind`.
-        **options: Options of maps, also of those that are not of this kind.
+        **options: Options of those kinds that take any.
 
     Returns:
         (B, rows, columns) float32, in the units of `attention_maps`.
     """
     entry = ALL_KINDS[kind]
-    keywords = {name: value for name, value in options.items() if name in entry.options}
+    keywords = dict(options) if entry.options else {}
     if entry.needs in ("weights", "gradients", "relevance"):
         keywords |= {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
     found: Tensor = resolve_name(f"vit.explain.{entry.function}")(*given, **keywords).float()
@@ -105,16 +104,12 @@ def attention_maps(
     kinds: Sequence[str] = ("rollout",),
     target: Tensor | None = None,
     precision: torch.dtype = torch.float32,
-    *,
-    head_fusion: HeadFusion = "mean",
-    discard_ratio: float = 0.0,
-    start_layer: int = 0,
+    **rollout: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Classify images and compute attention maps of any kinds.
 
     One forward pass serves all kinds that need attention weights or their gradients, and another
-    one, with the rules of `vit.explain.lrp`, all that need relevance. The options are those of kind
-    "rollout"; "lrp_rollout" always uses the defaults.
+    one, with the rules of `vit.explain.lrp`, all that need the relevance of patches.
 
     Args:
         model: In evaluation mode; ours, or one of timm's with attention that can be read, see
@@ -126,15 +121,12 @@ def attention_maps(
             class.
         precision: Precision of the model's matrix products: float32 or bfloat16. Maps are computed
             in float32 either way.
-        head_fusion: For kind "rollout" only, see `attention_rollout`.
-        discard_ratio: For kind "rollout" only, see `attention_rollout`.
-        start_layer: For kind "rollout" only, see `attention_rollout`.
+        **rollout: Options of `attention_rollout`, for kind "rollout" only.
 
     Returns:
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
-        the units of their kind, see `vit.registry.MapKind`. In units of uniform attention, 1 is the
-        value if all tokens received the same. Prefix tokens have no relevance, so for other kinds
-        it is the mean over patches. Those of kind "lrp_pixels" are (B, height, width).
+        the units of their kind, see `vit.registry.MapKind`. Prefix tokens have no relevance, so
+        "mean" and "size" are means over patches. Those of kind "lrp_pixels" are (B, height, width).
 
     Raises:
         ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
@@ -143,67 +135,36 @@ def attention_maps(
     reader = require_attention(model)
     if unknown := [kind for kind in kinds if kind not in ALL_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(ALL_KINDS)}")
-    check_rollout_options(head_fusion, discard_ratio, start_layer, len(reader.blocks))
-    options = {
-        "head_fusion": head_fusion, "discard_ratio": discard_ratio, "start_layer": start_layer
-    }  # fmt: skip
-    grid, images = reader.patch_embed.grid(*images.shape[-2:]), images.detach()
+    grid = reader.patch_embed.grid(*images.shape[-2:])
     needs = {ALL_KINDS[kind].needs for kind in kinds}
     maps: dict[str, Tensor] = {}
 
     def draw(need: str, *given: Any) -> None:
         for kind in kinds:
             if ALL_KINDS[kind].needs == need:
-                maps[kind] = map_of(kind, reader, grid, *given, **options)
+                maps[kind] = map_of(kind, reader, grid, *given, **rollout)
 
-    plain = bool(needs & {"weights", "gradients"}) or not needs & {"relevance", "pixels"}
-    if plain:
-        logits, weights, gradients = _attention(
-            reader, images, target, precision, differentiate="gradients" in needs
-        )
-        # A pass by rules may round differently, but all kinds explain one class.
-        target = logits.argmax(dim=1) if target is None else target
-        draw("weights", weights)
-        draw("gradients", weights, gradients)
-        del weights, gradients  # they may be large
-    if "pixels" in needs:
-        with autocast(images.device, precision):
-            found, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
-        logits = logits if plain else found.float()
-        target = logits.argmax(dim=1) if target is None else target
-        draw("pixels", pixels)
-    if "relevance" in needs:
-        with autocast(images.device, precision):
-            found, (relevance,), weights = token_relevance(reader, images, [target])
-        logits = logits if plain else found.float()
-        draw("relevance", patches_of(relevance, reader, grid), weights)
-    target = logits.argmax(dim=1) if target is None else target
-
-    def classify(inputs: Tensor) -> Tensor:
-        with autocast(images.device, precision):
-            return model(inputs).float()
-
-    draw("passes", classify, images, grid, target)
-    draw("exact passes", model, images, grid, target)
-    return logits, {kind: maps[kind] for kind in kinds}
-
-
-def _attention(
-    reader: AttentionModel,
-    images: Tensor,
-    target: Tensor | None,
-    precision: torch.dtype,
-    differentiate: bool,
-) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
-    """Return logits, attention weights and, if wanted, their gradients, outside of the graph."""
     # The images require gradients, so that the weights do too even if all parameters are frozen.
-    images = images.requires_grad_(differentiate)
-    gradients: tuple[Tensor, ...] = ()
+    differentiate = "gradients" in needs
+    images = images.detach().requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
             logits, weights, _ = reader.forward_intermediates(images)
         logits = logits.float()
-        if differentiate:
-            target = logits.argmax(dim=1) if target is None else target
-            gradients = attention_gradients(logits, weights, target)
-    return logits.detach(), [layer.detach() for layer in weights], gradients
+        # A pass by rules may round differently, but all kinds explain one class.
+        target = logits.argmax(dim=1) if target is None else target
+        gradients = attention_gradients(logits, weights, target) if differentiate else ()
+    logits, weights = logits.detach(), [layer.detach() for layer in weights]
+    draw("weights", weights)
+    draw("gradients", weights, gradients)
+    del weights, gradients  # they may be large
+    if "pixels" in needs:
+        with autocast(images.device, precision):
+            _, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
+        draw("pixels", pixels)
+    if "relevance" in needs:
+        with autocast(images.device, precision):
+            _, (relevance,), weights = token_relevance(reader, images, [target])
+        draw("relevance", patches_of(relevance, reader, grid), weights)
+    draw("passes", model, images, grid, target)
+    return logits, {kind: maps[kind] for kind in kinds}

@@ -173,7 +173,7 @@ def score_each_map(
     inputs = classifier.normalize(images).repeat(len(targets), 1, 1, 1)
     maps = attention.maps.flatten(0, 1)
     curves = hiding_curves(classifier.forward, inputs, maps, targets.flatten(), levels)
-    return faithfulness(*curves)["lerf_morf"].cpu().unflatten(0, targets.shape)
+    return faithfulness(*curves)["lerf_morf"].unflatten(0, targets.shape)
 
 
 def attention_records(
