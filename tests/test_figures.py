@@ -14,7 +14,6 @@ from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map, tab
 from vit.explain.figures import (
     DIFFERENCE,
     attention_picture,
-    captions_of,
     comparison_picture,
     filmstrip_picture,
     gallery_picture,
@@ -94,6 +93,8 @@ def test_numbers_that_are_not_finite_are_drawn() -> None:
 
 @pytest.mark.parametrize(("channels", "size"), [(3, (20, 30)), (1, (16, 48))])
 def test_attention_picture_has_image_map_and_overlay(channels: int, size: tuple[int, int]) -> None:
+    for kind in MAP_KINDS:  # every title fits
+        assert shorten(title := map_title(kind, "automobile"), 208) == title
     (image,) = noise(1, channels, size)
     pixel_map = torch.linspace(-3, 3, size[0] * size[1]).view(size)
     maps = {"rollout": (LEVELS, UNIFORM), "lrp_pixels": (pixel_map, SIGNED)}
@@ -124,17 +125,15 @@ def test_filmstrip_has_images_as_rows_and_steps_as_columns() -> None:
 
 
 def test_statistics_have_layers_as_rows_and_heads_as_columns() -> None:
-    dark = (255 * np.array(matplotlib.colormaps["Blues"](1.0)[:3])).round()
-    found = {}
+    dark, found = (255 * np.array(matplotlib.colormaps["Blues"](1.0)[:3])).round(), {}
     for layer, head in np.ndindex(2, 2):
         values = torch.zeros(2, 2)
         values[layer, head] = 1
         picture = statistics_picture({"one": values, "tenfold": 10 * values})
-        found[layer, head] = places(picture, dark).mean(axis=0), picture.shape[1]
-    (top, middle), width = found[0, 0]
-    assert width / 4 < middle < width * 3 / 4  # once in each half
-    for (layer, head), (place, _) in found.items():
-        np.testing.assert_allclose(place, (top + 34 * layer, middle + 81 * head), atol=1)
+        found[layer, head] = places(picture, dark).mean(axis=0)
+    assert picture.shape[1] / 4 < found[0, 0][1] < picture.shape[1] * 3 / 4  # once in each half
+    for (layer, head), place in found.items():
+        np.testing.assert_allclose(place - found[0, 0], (34 * layer, 81 * head), atol=1)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -213,12 +212,6 @@ def test_reliability_picture_puts_accuracy_over_confidence() -> None:
 # Texts.
 
 
-def test_captions_name_truth_and_guess() -> None:
-    shares = torch.tensor([[0.7, 0.2, 0.1], [0.004, 0.001, 0.995]])
-    captions = captions_of(shares.log(), torch.tensor([1, 2]), ["cat", "dog", "ship"])
-    assert captions == ["true dog\npredicted cat 70%", "true ship\npredicted ship 100%"]
-
-
 def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch):
     """STIXGeneral, which comes with matplotlib, stands for an East Asian font."""
     letter, pictures = "\u1d8a", []
@@ -242,8 +235,3 @@ def test_words_are_cut_to_a_width_with_an_ellipsis(words):
         assert text_width(cut) > 130  # no more is cut than must be
     elif words.isprintable():
         assert cut == words
-
-
-def test_every_title_fits_above_its_map() -> None:
-    for kind in MAP_KINDS:
-        assert shorten(title := map_title(kind, "automobile"), 208) == title

@@ -53,18 +53,13 @@ def solve_by_scipy(image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [SIZE, (9, 5)])
 def test_imputation_solves_the_published_system(size):
-    images, hidden = draw_images(5, size), draw_hidden([0.05, 0.3, 0.5, 0.8, 0.95], size)
-    hidden[2] = False
-    hidden[2, :, : size[0] // 2] = True  # half the image, with three of its borders
-    found = impute(images, hidden)
-    for b in range(5):
-        for channel in range(3):
-            one = images[b, channel].double().numpy()
-            expected = torch.from_numpy(solve_by_scipy(one, hidden[b, 0].numpy())).float()
-            torch.testing.assert_close(found[b, channel], expected, rtol=0, atol=2e-3)
-    exact = impute(images.double(), hidden, tolerance=1e-12)
-    one = solve_by_scipy(images[3, 1].double().numpy(), hidden[3, 0].numpy())
-    torch.testing.assert_close(exact[3, 1], torch.from_numpy(one), rtol=0, atol=1e-9)
+    images, hidden = draw_images(4, size), draw_hidden([0.05, 0.5, 0.95, 0.0], size)
+    hidden[3, :, : size[0] // 2] = True  # half the image, with three of its borders
+    found = impute(images.double(), hidden, tolerance=1e-12)
+    for b in range(4):
+        expected = solve_by_scipy(images[b, 1].double().numpy(), hidden[b, 0].numpy())
+        torch.testing.assert_close(found[b, 1], torch.from_numpy(expected), rtol=0, atol=1e-9)
+    torch.testing.assert_close(impute(images, hidden), found.float(), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", FILLINGS)
@@ -88,17 +83,9 @@ def test_hidden_pixels_show_another_image_at_the_same_place():
     found = make_filling("other", images, seed=0)(images, torch.ones(5, 1, 4, 6).bool())
     others = derangement(5, seed=0)
     assert torch.equal(found, images[others])
-
-
-@pytest.mark.parametrize("count", [2, 101])
-def test_a_derangement_moves_everything(count):
     for seed in range(5):
-        other = derangement(count, seed)
-        assert sorted(other.tolist()) == list(range(count))
-        assert (other != torch.arange(count)).all()
-        assert torch.equal(derangement(count, seed), other)
-    if count > 3:
-        assert not torch.equal(derangement(count, 0), derangement(count, 1))
+        other = derangement(101, seed)
+        assert sorted(other.tolist()) == list(range(101)) and (other != torch.arange(101)).all()
 
 
 def test_blur_by_hand():

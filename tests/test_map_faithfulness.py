@@ -1,13 +1,11 @@
-"""The benchmark of maps and fillings: its scores, its files and its tables."""
+"""The benchmark of maps and fillings: its scores and its tables."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.maps import faithfulness as bench
-from benchmarks.maps import faithfulness_tables as map_tables
 from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import balanced_subset
@@ -33,111 +31,26 @@ def run(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def measured(run, tmp_path_factory) -> dict:
-    """Results of a few cheap kinds and of occlusion, measured one after the other into one file."""
-    out = tmp_path_factory.mktemp("results") / "results.json"
-    common = [str(run), "--images", "12", "--fillings", "mean", "other", "--out", str(out)]
-    bench.main([*common, "--kinds", "rollout", "lrp", "lrp_pixels"])
-    first = json.loads(out.read_text())
-    bench.main([*common, "--kinds", "lrp", "occlusion"])
-    return {"first": first, "last": json.loads(out.read_text()), "path": out}
-
-
-def chosen_images(run: Path):
-    saved = load_model(run)
+def test_scores_with_mean_filling_are_those_of_eval(run, capsys):
+    saved, kinds = load_model(run), ["rollout", "lrp_pixels", "occlusion"]
     test = load_test(saved)
-    chosen = balanced_subset(test.labels, 12, 0, "eval.faithfulness")
-    return saved.classifier, test.select(chosen)
-
-
-def test_scores_with_mean_filling_are_those_of_eval(run, measured):
-    classifier, images = chosen_images(run)
-    kinds = ["rollout", "lrp", "lrp_pixels", "occlusion"]
-    table = measure_maps(classifier, images, kinds, 500, 0)
-    scores = map_tables.with_differences(measured["last"]["runs"][str(run)]["fillings"]["mean"])
-    for kind in [*kinds, "random", "centred"]:
-        for metric in ("deletion", "insertion", "lerf_morf"):
-            found = map_tables.mean_interval(scores[kind][metric])
-            assert found == pytest.approx(table[kind][metric], abs=2e-6), (kind, metric)
-    found = map_tables.mean_interval(scores["lrp"]["over_centred"])
-    assert found == pytest.approx(table["lrp"]["over_centred"], abs=2e-6)
-
-
-def test_a_second_call_measures_only_what_is_missing(run, measured):
-    first, last = (measured[name]["runs"][str(run)] for name in ("first", "last"))
-    assert {*last["passes"]} - {*first["passes"]} == {"occlusion"}
-    assert {kind: last["passes"][kind] for kind in first["passes"]} == first["passes"]
-    for filling, kinds in first["fillings"].items():
-        assert {kind: last["fillings"][filling][kind] for kind in kinds} == kinds
-        assert {*last["fillings"][filling]} - {*kinds} == {"occlusion"}
-    before = measured["path"].read_text()
-    bench.main([str(run), "--images", "12", "--fillings", "mean", "--kinds", "lrp", "--out",
-                str(measured["path"])])  # fmt: skip
-    assert measured["path"].read_text() == before
-
-
-def test_tables_of_a_file(measured, capsys):
-    bench.main(["--out", str(measured["path"])])
+    chosen = test.select(balanced_subset(test.labels, 12, 0, "eval.faithfulness"))
+    table = measure_maps(saved.classifier, chosen, kinds, 500, 0)
+    bench.main([str(run), "--images", "12", "--fillings", "mean", "other", "--kinds", *kinds])
     text = capsys.readouterr().out
-    assert "12 test images" in text
-    assert "| attention rollout |" in text and "| occlusion |" in text
+    mean, half = table["lrp_pixels"]["over_centred"]
+    row = text[text.index("| layer-wise relevance of pixels") :].split("\n")[0]
+    assert row.endswith(f"| {mean:.3f} ± {half:.3f} |") and "12 digits test images" in text
+    assert text.count("| occlusion |") == 3 and f"### {run}, another image" in text
+    found = bench.measure(saved, kinds, ["mean", "other"], 12, 0)
+    assert found["mean"] == table and found["other"] != table
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give a RUN to measure, or the --out whose tables to print"),
-        (["x", "--images", "1"], "--images: 1 is not allowed; it must be at least 2"),
-        (["x", "--out", "no/such.json"], "--out: folder not found: no"),
-        (["--out", "nothing.json"], "nothing.json: not a file that --out wrote"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as error:
-        bench.main(arguments)
-    assert str(error.value) == message
-
-
-# The tables.
-
-
-def made_scores(**means: float) -> map_tables.Scores:
-    """Scores of four images, whose (LeRF - MoRF) / 2 is spread by 0.01 around each mean."""
-    spread = torch.tensor([-0.01, 0.01, 0.01, -0.01], dtype=torch.float64)
-    return map_tables.with_differences(
-        {
-            kind: {
-                "deletion": (0.3 - mean - spread).tolist(),
-                "insertion": (0.3 + mean + spread).tolist(),
-            }
-            for kind, mean in means.items()
-        }
-    )
-
-
-def test_scores_of_images_by_hand():
-    kinds = {
-        "lrp": {"deletion": [0.1, 0.2], "insertion": [0.5, 0.3]},
-        "centred": {"deletion": [0.1, 0.4], "insertion": [0.2, 0.6]},
+def test_ranks_by_hand():
+    scores = {"lrp": 0.2, "random": 0.5, "rollout": 0.1, "centred": 0.15}
+    table = {
+        kind: {"lerf_morf": (mean, 0.0), "over_centred": (mean - 0.15, 0.0)}
+        for kind, mean in scores.items()
     }
-    scores = map_tables.with_differences(kinds)
-    assert scores["lrp"]["lerf_morf"].tolist() == pytest.approx([0.2, 0.05])
-    assert scores["lrp"]["over_centred"].tolist() == pytest.approx([0.15, -0.05])
-    assert "over_centred" not in scores["centred"]
-
-
-def test_ranks_and_agreement_by_hand():
-    fillings = {
-        "mean": made_scores(lrp=0.2, rollout=0.1, raw=0.05, random=0.0, centred=0.15),
-        "blur": made_scores(raw=0.2, rollout=0.15, lrp=0.1, random=0.5, centred=0.12),
-        "linear": made_scores(lrp=0.3, rollout=0.1, raw=0.05, random=0.0, centred=0.05001),
-    }
-    text = "\n".join(map_tables.comparison(fillings))
-    assert "| layer-wise relevance | 1 (+0.050) | 4 (-0.020) | 1 (+0.250) |" in text
-    assert "| centred Gaussian | 2 | 3 | 3 |" in text
-    # Of six pairs, the blur reverses all, and linear imputation one.
-    assert "| mean colour | 1.00 | -1.00 | 0.67 |" in text
-    assert "| blurred image | -1.00 | 1.00 | -0.67 |" in text
-    assert "random" not in text
+    del table["centred"]["over_centred"]
+    assert bench.ranks_of(table) == {"lrp": "1 (+0.050)", "centred": "2", "rollout": "3 (-0.050)"}
