@@ -1,7 +1,7 @@
-"""Canvas: tables of pictures with words above them, and colour bars.
+"""Canvas: tables of pictures (height, width, 3) uint8 with words above them, and colour bars.
 
-Pictures are (height, width, 3) uint8 arrays. Tables are drawn with NumPy and Pillow; matplotlib
-supplies fonts and colour bars, and is imported when it is needed, because that takes time.
+Tables are drawn with Pillow. matplotlib supplies fonts and colour bars, and is imported when it is
+needed, because that takes time.
 """
 
 import functools
@@ -164,16 +164,15 @@ def shorten(words: str, width: float) -> str:
 
     Class names often differ at their ends, numbers follow them, and a path ends in its file.
     """
-    return "\n".join(_shorten_line(line, width) for line in words.split("\n"))
-
-
-def _shorten_line(line: str, width: float) -> str:
-    line = short = "".join(c if c.isprintable() else "?" for c in line)
-    kept = len(line)
-    while kept and text_width(short) > width:
-        kept -= 1
-        short = f"{line[: -(-kept // 2)]}…{line[len(line) - kept // 2 :]}"
-    return short
+    lines = []
+    for line in words.split("\n"):
+        text = short = "".join(c if c.isprintable() else "?" for c in line)
+        kept = len(text)
+        while kept and text_width(short) > width:
+            kept -= 1
+            short = f"{text[: -(-kept // 2)]}…{text[len(text) - kept // 2 :]}"
+        lines.append(short)
+    return "\n".join(lines)
 
 
 def text_width(line: str) -> float:

@@ -1,7 +1,6 @@
-"""Charts of the report: confusion matrix, reliability diagram, scores and corruptions.
+"""Charts of the report, (height, width, 3) uint8, drawn with matplotlib.
 
-They are drawn with matplotlib, which is imported when it is needed, because that takes half a
-second. Pictures are (height, width, 3) uint8 arrays.
+It is imported when it is needed, because that takes half a second.
 """
 
 from collections.abc import Sequence
@@ -19,12 +18,7 @@ NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
-    """Draw a confusion matrix, normalized over the true classes.
-
-    Args:
-        confusion: C x C counts, rows are true classes and columns predicted ones.
-        classes: The C class names.
-    """
+    """Draw C x C counts, normalized over the true classes, which are the rows."""
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
@@ -55,10 +49,9 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
 
 
 def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
-    """Draw reliability diagrams side by side: accuracy over confidence, with the images per bin.
+    """Draw reliability diagrams, the `reliability` and `ece` of `vit.evaluation.report` by title.
 
-    Args:
-        results: By title, dictionaries with `reliability` and `ece` of `vit.evaluation.report`.
+    They show accuracy over confidence, and the images per bin.
     """
     from matplotlib.figure import Figure
 
@@ -85,11 +78,7 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
 
 
 def scores_picture(scores: dict[str, tuple[Tensor, Tensor]]) -> np.ndarray:
-    """Draw histograms of scores side by side.
-
-    Args:
-        scores: By name, the scores of test images (N,) and of unfamiliar images (M,).
-    """
+    """Draw histograms of scores by name: of test images (N,) and of unfamiliar images (M,)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(scores), 2.8), dpi=DPI, layout="constrained")
@@ -110,11 +99,9 @@ def scores_picture(scores: dict[str, tuple[Tensor, Tensor]]) -> np.ndarray:
 
 
 def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
-    """Draw accuracy over severity, a panel for each group of corruptions, with 95% intervals.
+    """Draw accuracy over severity, 0 for clean images, with 95% intervals: a panel for each group.
 
-    Args:
-        summary: Result of `vit.reporting.corruptions.summarize`.
-        clean: Accuracy on clean images, 0 to 1; drawn at severity 0.
+    The summary is that of `vit.reporting.corruptions.summarize`.
     """
     from matplotlib.figure import Figure
 

@@ -29,8 +29,7 @@ class Explanation:
     Attributes:
         photo: (height, width, channels) uint8, of any size.
         seen: Rows and columns of the photo that the model sees.
-        maps: By kind, (rows, columns) float32 on the CPU, in the units of
-            `vit.explain.maps.attention_maps`.
+        maps: By kind, (rows, columns) float32 on the CPU, see `vit.explain.maps.attention_maps`.
         probabilities: Probability of each class by name, 0 to 1, best first.
         target: The class that class-specific maps explain.
         name: The name of the photo, for the sheet.
@@ -122,10 +121,7 @@ class Explanation:
         return as_rgb(view)
 
     def _framed_photo(self, height: int, width: int) -> np.ndarray:
-        """Draw the photo, (height, width, 3).
-
-        What the model does not see is faded and what it sees is framed, unless that is everything.
-        """
+        """Draw the photo with a frame around what the model sees, unless that is everything."""
         pixels = resize(as_rgb(self.photo), (height, width))
         if self.photo[self.seen].shape == self.photo.shape:
             return pixels

@@ -65,7 +65,7 @@ def hiding_curves(
 
     Args:
         classify: Maps normalized images to logits, such as `Classifier.forward`.
-        images: (B, channels, H, W), normalized, on the classifier's device.
+        images: (B, channels, H, W), normalized.
         maps: (B, rows, columns); of equally important patches, the first counts as more important.
         target: (B,) int64, the class.
         levels: K fractions of the patches to hide, 0 to 1.

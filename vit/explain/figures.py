@@ -1,12 +1,13 @@
 """Figures of attention maps: tensors in, pictures (height, width, 3) uint8 out.
 
-See `vit.explain.colours` for colours and scale. Maps are in units of uniform attention.
+Images are (channels, H, W) uint8, or B of them, and maps (rows, columns) in the units of their
+kind; see `vit.explain.colours` for colours and scale.
 
 Shapes: B images, L layers, H heads, T steps.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,11 @@ DIFFERENCE: Bar = (SIGNED[0], (-2.0, 2.0), "difference, × uniform")
 
 
 def captions_of(logits: Tensor, labels: Tensor, classes: Sequence[str]) -> list[str]:
-    """Return two-line captions with the true class, the predicted class and its probability.
-
-    Args:
-        logits: (B, C).
-        labels: (B,) int64.
-        classes: The C class names.
-    """
-    probabilities, predicted = logits.softmax(dim=1).max(dim=1)
+    """Return captions of images with logits (B, C): true class, predicted class, probability."""
+    best = logits.softmax(dim=1).max(dim=1)
     return [
         f"true {classes[label]}\npredicted {classes[guess]} {probability:.0%}"
-        for label, guess, probability in zip(
-            labels.tolist(), predicted.tolist(), probabilities.tolist(), strict=True
-        )
+        for label, guess, probability in zip(labels, best.indices, best.values, strict=True)
     ]
 
 
@@ -49,8 +42,8 @@ def attention_picture(
     """Draw an image, a map of it and the overlay of both; a row for each of several maps.
 
     Args:
-        image: (channels, H, W) uint8.
-        maps: By kind, maps (rows, columns), which may differ in size.
+        image: The image.
+        maps: Its maps by kind, which may differ in size.
         caption: Lines above the image.
         explained: The class that class-specific maps explain.
         name: The name of the image, above everything.
@@ -65,13 +58,7 @@ def attention_picture(
 
 
 def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.ndarray:
-    """Draw the maps of several training steps: images as rows, steps as columns.
-
-    Args:
-        images: (B, channels, H, W) uint8.
-        maps: (T, B, rows, columns).
-        steps: The T optimizer steps.
-    """
+    """Draw the maps (T, B, rows, columns) of T training steps: images as rows, steps as columns."""
     rows = [
         [as_pixels(image), *(colour_map(heat) for heat in row)]
         for image, row in zip(images, maps.transpose(0, 1), strict=True)
@@ -83,10 +70,7 @@ def filmstrip_picture(images: Tensor, maps: Tensor, steps: Sequence[int]) -> np.
 def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) -> np.ndarray:
     """Draw the first three components of patches as colours: images as rows, layers as columns.
 
-    Args:
-        images: (B, channels, H, W) uint8.
-        features: (B, L, P, K), from `vit.explain.features.coordinates`.
-        grid: Rows and columns of patches.
+    The features (B, L, P, K) come from `vit.explain.features.coordinates`.
     """
     rows = [
         [as_pixels(image), *colours(numbers).unflatten(1, grid).numpy()]
@@ -97,13 +81,7 @@ def features_picture(images: Tensor, features: Tensor, grid: tuple[int, int]) ->
 
 
 def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
-    """Draw the attention of every head: layers as rows, heads as columns.
-
-    Args:
-        image: (channels, H, W) uint8.
-        maps: (L, H, rows, columns).
-        caption: The class of the image.
-    """
+    """Draw an image with the maps of its heads (L, H, rows, columns), layers as rows."""
     rows = [[BLANK, *(colour_map(heat) for heat in layer)] for layer in maps]
     rows[0][0] = as_pixels(image)
     head = [caption, *(f"head {number}" for number in range(maps.shape[1]))]
@@ -112,12 +90,7 @@ def heads_picture(image: Tensor, maps: Tensor, caption: str) -> np.ndarray:
 
 
 def corruption_picture(image: Tensor, corrupted: Mapping[str, Sequence[Tensor]]) -> np.ndarray:
-    """Draw an image with each corruption: kinds as columns, severities as rows.
-
-    Args:
-        image: The image, (channels, H, W) uint8.
-        corrupted: For each kind the image at the five severities.
-    """
+    """Draw an image with each kind of corruption as a column, the five severities as rows."""
     side = min(112, max(72, *image.shape[1:]))
     rows = [[BLANK, *map(as_pixels, row)] for row in zip(*corrupted.values(), strict=True)]
     rows[0][0] = as_pixels(image)
@@ -127,12 +100,9 @@ def corruption_picture(image: Tensor, corrupted: Mapping[str, Sequence[Tensor]])
 
 
 def statistics_picture(statistics: Mapping[str, Tensor]) -> np.ndarray:
-    """Draw statistics of all heads side by side, layers as rows and heads as columns.
+    """Draw statistics (L, H) by title side by side, layers as rows and heads as columns.
 
     Each has a colour scale of its own, from its least to its greatest value.
-
-    Args:
-        statistics: Values (L, H) by title.
     """
     return join([_statistic(title, values) for title, values in statistics.items()], axis=1)
 
@@ -178,9 +148,9 @@ def gallery_picture(
 
     Args:
         title: What the gallery shows.
-        images: (B, channels, H, W) uint8.
-        names: B names, written above the captions.
-        captions: B captions.
+        images: B images.
+        names: Their names, written above the captions.
+        captions: Their captions.
         maps: (B, M, rows, columns) signed maps to lay over each image, or None.
         headings: For each image, M headings above its overlays.
         columns: Images per row.
@@ -212,9 +182,8 @@ def comparison_picture(
     For two models, their difference follows.
 
     Args:
-        images: (B, channels, H, W) uint8.
-        maps: Attention rollout of each model, (B, rows, columns); the grids of two must be the
-            same.
+        images: B images.
+        maps: Attention rollout of each model, (B, rows, columns), on one grid.
         titles: For each model, B titles above its maps.
         captions: B captions above the images.
     """
@@ -236,7 +205,7 @@ def _layers(count: int) -> list[str]:
     return [f"layer {number}" for number in range(count)]
 
 
-def _headed(rows: Iterable[Sequence[np.ndarray]], head: Sequence[str]) -> list[list[Panel]]:
+def _headed(rows: Sequence[Sequence[np.ndarray]], head: Sequence[str]) -> list[list[Panel]]:
     """Return rows of panels of which the first have words above them."""
     first, *others = rows
     panels = [[Panel(*each) for each in zip(first, head, strict=True)]]

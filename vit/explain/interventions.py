@@ -26,14 +26,11 @@ class Interventions(nn.Module):
 
     A patch that is left out is no key in any layer, and does not enter the mean, or maximum, over
     the patches that the head may read. With timm's attention pooling, or a mean that includes the
-    prefix tokens, the mean of the remaining patches takes its place. Convolutions, those of the
-    stem and of `mlp_conv`, still read it: hide its pixels too if its neighbours are to know nothing
-    of it.
+    prefix tokens, the mean of the remaining patches takes its place. Convolutions still read it:
+    hide its pixels too if its neighbours are to know nothing of it.
 
-    Gates and patches of ones change no bit of what `forward_intermediates` returns.
-
-    Args:
-        model: A model in evaluation mode. It is not changed.
+    The model, in evaluation mode, is not changed. Gates and patches of ones change no bit of what
+    `forward_intermediates` returns.
 
     Raises:
         ValueError: The model's attention cannot be read.
@@ -80,7 +77,7 @@ class Interventions(nn.Module):
 
 
 def gates_of(model: nn.Module) -> Tensor:
-    """Return gates (L, H) that leave all heads of a model as they are."""
+    """Return gates (L, H) of ones, which leave all heads of a model as they are."""
     blocks: Any = require_attention(model).blocks
     device = blocks[0].attn.proj.weight.device
     return torch.ones(len(blocks), blocks[0].attn.num_heads, device=device)

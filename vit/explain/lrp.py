@@ -6,8 +6,9 @@ the terms of its sums,
 
     R_j = Σ_k x_j W_kj / z_k · R_k.
 
-So R is the input times its gradient, for every layer that is linear in its input (with ReLU:
-piecewise). The other layers become linear if a factor is held fixed at its value:
+Divided by the values, G = R / z, it is passed on like a gradient, G_j = Σ_k W_kj G_k. So R is the
+input times its gradient, for every layer that is linear in its input (with ReLU: piecewise). The
+other layers become linear if a factor is held fixed at its value:
 
     layer           written as              held fixed      rule
     attention       A V                     A, the weights  arXiv 2202.07304, section 4
@@ -35,23 +36,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import AttentionModel
 
+Function = Callable[..., Tensor]
 
-def fixed_result(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+
+def fixed_result(function: Function, *args: Any, **kwargs: Any) -> Tensor:
     """Hold the result fixed: attention weights, the gate of QuickGELU, the root of an RMS norm."""
     return function(*args, **kwargs).detach()
 
 
-def fixed_weights(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+def fixed_weights(sdpa: Function, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Hold the weights of torch's fused attention fixed: only values get relevance."""
-    return attend(query.detach(), key.detach(), *args, **kwargs)
+    return sdpa(query.detach(), key.detach(), *args, **kwargs)
 
 
 def fixed_deviation(
-    _: Callable[..., Tensor],
+    _: Function,
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -67,7 +69,7 @@ def fixed_deviation(
 
 
 def fixed_group_deviation(
-    _: Callable[..., Tensor],
+    _: Function,
     x: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -83,7 +85,7 @@ def fixed_group_deviation(
 
 
 def fixed_root(
-    normalize: Callable[..., Tensor],
+    normalize: Function,
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -94,20 +96,20 @@ def fixed_root(
     return y if weight is None else y * weight
 
 
-def fixed_ratio(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def fixed_ratio(function: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Apply a function with f(0) = 0, as a product with f(x) / x, which is held fixed."""
     nonzero = x.detach().masked_fill(x == 0, torch.finfo(x.dtype).eps)  # f'(0) at x = 0
     return x * (function(nonzero, *args, **kwargs) / nonzero)
 
 
-def fixed_activation(function: Callable[..., Tensor], x: Tensor, **kwargs: Any) -> Tensor:
+def fixed_activation(function: Function, x: Tensor, **kwargs: Any) -> Tensor:
     """Apply an activation as `fixed_ratio` does, so that `half_each` knows it."""
     y: Any = fixed_ratio(function, x, **kwargs)
     y.is_activation = True
     return y
 
 
-def half_each(multiply: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+def half_each(multiply: Function, x: Any, other: Any) -> Tensor:
     """Multiply; in a gated MLP, each of the two factors gets half of the product's relevance."""
     if not any(getattr(factor, "is_activation", False) for factor in (x, other)):
         return multiply(x, other)
@@ -115,7 +117,7 @@ def half_each(multiply: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
 
 
 def terms_of_same_sign(
-    convolve: Callable[..., Tensor],
+    convolve: Function,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -129,7 +131,7 @@ def terms_of_same_sign(
 
 
 def scaled_terms(
-    normalize: Callable[..., Tensor],
+    normalize: Function,
     x: Tensor,
     mean: Tensor,
     variance: Tensor,
@@ -168,7 +170,7 @@ class _SameSign(torch.autograd.Function):
         return share, share * y.sign()
 
 
-RULES: dict[Any, Callable[..., Tensor]] = {
+RULES: dict[Any, Function] = {
     F.scaled_dot_product_attention: fixed_weights,
     F.softmax: fixed_result,
     torch.softmax: fixed_result,
@@ -218,11 +220,12 @@ def propagate(
     inputs = inputs.detach().requires_grad_()
     with torch.enable_grad(), LayerwiseRules():
         logits = classify(inputs)
+    target = logits.argmax(dim=1) if target is None else target
     return logits.detach(), _relevances(logits, [inputs], target)[0]
 
 
 def token_relevance(
-    model: AttentionModel, images: Tensor, targets: Sequence[Tensor | None]
+    model: AttentionModel, images: Tensor, targets: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Classify images and distribute logits over the tokens that enter each block.
 
@@ -233,7 +236,7 @@ def token_relevance(
     Args:
         model: In evaluation mode.
         images: (B, channels, height, width), normalized.
-        targets: The classes to explain, each (B,) int64 or None as for `propagate`.
+        targets: The classes to explain, (B,) int64 each.
 
     Returns:
         Logits (B, C); for each target, relevances of the tokens, (L, B, N), in units of the logit;
@@ -252,22 +255,18 @@ def token_relevance(
     return logits.detach(), relevances, weights
 
 
-@torch.enable_grad()
 def _relevances(
-    logits: Tensor, values: list[Tensor], target: Tensor | None, keep_graph: bool = False
+    logits: Tensor, values: list[Tensor], target: Tensor, keep_graph: bool = False
 ) -> list[Tensor]:
     """Return values times the gradients of the target's logit."""
-    target = logits.argmax(dim=1) if target is None else target
-    gradients = torch.autograd.grad(
-        logits.gather(1, target[:, None]).sum(), values, retain_graph=keep_graph
-    )
+    gradients = attention_gradients(logits, values, target, keep_graph)
     return [x.detach() * gradient for x, gradient in zip(values, gradients, strict=True)]
 
 
 def smooth(maps: Tensor) -> Tensor:
     """Average maps (B, rows, columns) over neighbours, by a Gaussian with a deviation of one patch.
 
-    At the border the weights of the neighbours that exist are scaled to sum to 1.
+    At the border, the weights of the neighbours that exist sum to 1.
     """
     rows, columns = (torch.arange(n, device=maps.device).float() for n in maps.shape[1:])
     down, across = (

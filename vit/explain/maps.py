@@ -34,13 +34,14 @@ def title_of(
     kind: str, head_fusion: HeadFusion = "mean", discard_ratio: float = 0.0, start_layer: int = 0
 ) -> str:
     """Return the title of a kind of map, with those of its options that are not the default."""
-    options = [
-        *([f"{head_fusion} over heads"] if head_fusion != "mean" else []),
-        *([f"lowest {100 * discard_ratio:.3g}% discarded"] if discard_ratio else []),
-        *([f"from layer {start_layer}"] if start_layer else []),
-    ]
-    shown = options if ALL_KINDS[kind].options else []
-    return ALL_KINDS[kind].title + (f" ({', '.join(shown)})" if shown else "")
+    options = {
+        f"{head_fusion} over heads": head_fusion != "mean",
+        f"lowest {100 * discard_ratio:.3g}% discarded": discard_ratio > 0,
+        f"from layer {start_layer}": start_layer > 0,
+    }
+    shown = ", ".join(option for option, changed in options.items() if changed)
+    title = ALL_KINDS[kind].title
+    return f"{title} ({shown})" if shown and ALL_KINDS[kind].options else title
 
 
 def readout_of(model: AttentionModel) -> Readout:
@@ -51,7 +52,7 @@ def readout_of(model: AttentionModel) -> Readout:
 def map_of(
     kind: str, reader: AttentionModel, grid: tuple[int, int], *given: Any, **options: Any
 ) -> Tensor:
-    """Compute a map from what its kind needs.
+    """Compute a map (B, rows, columns) float32 from what its kind needs, in the unit of its kind.
 
     Args:
         kind: Key of `ALL_KINDS`.
@@ -59,9 +60,6 @@ def map_of(
         grid: Rows and columns of patches.
         *given: What the function of the kind takes, see `vit.registry.MapKind`.
         **options: Options of those kinds that take any.
-
-    Returns:
-        (B, rows, columns) float32, in the units of `attention_maps`.
     """
     entry = ALL_KINDS[kind]
     keywords = dict(options) if entry.options else {}
@@ -82,7 +80,7 @@ def patches_of(relevance: Tensor, reader: AttentionModel, grid: tuple[int, int])
     return relevance[..., reader.num_prefix_tokens :].float().unflatten(2, grid)
 
 
-def relevance_of_patches(relevance: Tensor, weights: Sequence[Tensor], **layout: Any) -> Tensor:
+def relevance_of_patches(relevance: Tensor, *_: Any, **layout: Any) -> Tensor:
     """Return the relevance of the patches that enter the first layer."""
     return relevance[0]
 
@@ -112,10 +110,8 @@ def attention_maps(
     one, with the rules of `vit.explain.lrp`, all that need the relevance of patches.
 
     Args:
-        model: In evaluation mode; ours, or one of timm's with attention that can be read, see
-            `vit.model.attention_model`.
-        images: (B, channels, height, width), normalized, on the model's device. Height and width
-            are multiples of the patch size.
+        model: In evaluation mode, with attention that can be read, see `vit.model.attention_model`.
+        images: (B, channels, height, width), normalized, on the model's device.
         kinds: Kinds of map, keys of `ALL_KINDS`.
         target: (B,) int64, the class that class-specific maps explain; None explains the predicted
             class.
@@ -125,11 +121,10 @@ def attention_maps(
 
     Returns:
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
-        the units of their kind, see `vit.registry.MapKind`. Prefix tokens have no relevance, so
-        "mean" and "size" are means over patches. Those of kind "lrp_pixels" are (B, height, width).
+        the units of their kind, see `vit.registry.MapKind`; (B, height, width) for "lrp_pixels".
 
     Raises:
-        ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
+        ValueError: A kind is unknown, an option is out of range, a side of the images is not a
             multiple of the patch size, or the model's attention cannot be read.
     """
     reader = require_attention(model)
@@ -144,8 +139,8 @@ def attention_maps(
             if ALL_KINDS[kind].needs == need:
                 maps[kind] = map_of(kind, reader, grid, *given, **rollout)
 
-    # The images require gradients, so that the weights do too even if all parameters are frozen.
     differentiate = "gradients" in needs
+    # The images require gradients, so that the weights do too even if all parameters are frozen.
     images = images.detach().requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):

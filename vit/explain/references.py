@@ -75,12 +75,8 @@ def rise(
     Each mask hides every patch with probability 1/2. A patch gets the mean probability of the class
     where it is shown, minus that where it is hidden. This orders patches like RISE (arXiv
     1806.07421), which is the first of the two means, but with less noise; its expected value is
-    the patch's Banzhaf value (arXiv 2205.15466). Masks come in pairs, one the inverse of the other,
-    and are the same for all images.
-
-    Args:
-        num_masks: Number of masks, even.
-        random: Random numbers on the CPU; None draws the same masks in every call.
+    the patch's Banzhaf value (arXiv 2205.15466). Masks are the same for all images, and come in
+    pairs, one the inverse of the other. Without random, every call draws the same.
 
     Returns:
         (B, rows, columns), -1 to 1.

@@ -78,18 +78,13 @@ def attention_rollout(
     """
     check_rollout_options(head_fusion, discard_ratio, start_layer, len(weights))
     row = _start_row(weights[0], readout, num_prefix_tokens)
-    for number in reversed(range(start_layer, len(weights))):
-        matrix = fuse_heads(weights[number], num_prefix_tokens, head_fusion, discard_ratio)
-        row = _through_layer(row, matrix)
+    for layer in reversed(weights[start_layer:]):
+        row = _through_layer(row, fuse_heads(layer, num_prefix_tokens, head_fusion, discard_ratio))
     return row[:, 0, num_prefix_tokens:]
 
 
 def gradient_rollout(
-    weights: Layers,
-    gradients: Layers,
-    *,
-    readout: Readout,
-    num_prefix_tokens: int,
+    weights: Layers, gradients: Layers, *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
     """Compute attention rollout from the attention that supports a class.
 
@@ -100,18 +95,13 @@ def gradient_rollout(
         (B, P) float32, 0 to 1: the fraction that comes from each patch.
     """
     row = _start_row(weights[0], readout, num_prefix_tokens)
-    for number in reversed(range(len(weights))):
-        matrix = _row_stochastic(_support(weights[number], gradients[number]))
-        row = _through_layer(row, matrix)
+    for layer in zip(reversed(weights), reversed(gradients), strict=True):
+        row = _through_layer(row, _row_stochastic(_support(*layer)))
     return row[:, 0, num_prefix_tokens:]
 
 
 def class_relevance(
-    weights: Layers,
-    gradients: Layers,
-    *,
-    readout: Readout,
-    num_prefix_tokens: int,
+    weights: Layers, gradients: Layers, *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
     """Compute the relevance of each patch to a class (arXiv 2103.15679, eq. 5 and 6).
 
@@ -125,8 +115,8 @@ def class_relevance(
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.
     added = torch.zeros_like(start)
-    for number in reversed(range(len(weights))):
-        added = added + (start + added) @ _support(weights[number], gradients[number])
+    for layer in zip(reversed(weights), reversed(gradients), strict=True):
+        added = added + (start + added) @ _support(*layer)
     return added[:, 0, num_prefix_tokens:]
 
 
@@ -142,19 +132,14 @@ def raw_attention(weights: Layers, *, readout: Readout, num_prefix_tokens: int) 
     return last[0].mean(dim=1)
 
 
+@torch.enable_grad()
 def attention_gradients(
     logits: Tensor, weights: Sequence[Tensor], target: Tensor, keep_graph: bool = False
 ) -> tuple[Tensor, ...]:
-    """Differentiate a class's logit of each image with respect to L attention weights.
+    """Differentiate logits (B, C) of the target classes (B,) by the weights that they depend on.
 
     A single backward pass serves the whole batch, because in evaluation mode an image's logits do
-    not depend on the other images.
-
-    Args:
-        logits: (B, C).
-        weights: L tensors (B, H, N, N) from which the logits were computed.
-        target: (B,) int64, the class.
-        keep_graph: Whether to keep the graph, for another class.
+    not depend on the other images. keep_graph leaves the graph for another class.
     """
     chosen = logits.gather(1, target[:, None]).sum()
     return torch.autograd.grad(chosen, list(weights), retain_graph=keep_graph)
@@ -183,23 +168,16 @@ def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tenso
         raise ValueError(f"readout: {readout!r} is not class_token or mean")
     if readout == "class_token" and num_prefix_tokens == 0:
         raise ValueError("readout: class_token needs num_prefix_tokens of at least 1")
-    batch, num_tokens = layer.shape[0], layer.shape[-1]
-    row = torch.zeros(batch, 1, num_tokens, device=layer.device)
-    if readout == "class_token":
-        row[..., 0] = 1.0
-    else:
-        row[..., num_prefix_tokens:] = 1.0 / (num_tokens - num_prefix_tokens)
+    row = torch.zeros(layer.shape[0], 1, layer.shape[-1], device=layer.device)
+    read = slice(1) if readout == "class_token" else slice(num_prefix_tokens, None)
+    row[..., read] = 1.0 / row[..., read].shape[-1]
     return row
 
 
 def check_rollout_options(
     head_fusion: str, discard_ratio: float, start_layer: int, depth: int
 ) -> None:
-    """Check the options of `attention_rollout` for a model of so many layers.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """Raise a ValueError if options of `attention_rollout` are out of range for so many layers."""
     if head_fusion not in ("mean", "max", "min"):
         raise ValueError(f"head_fusion: {head_fusion!r} is not mean, max or min")
     if not 0 <= discard_ratio < 1:

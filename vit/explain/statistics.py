@@ -13,10 +13,7 @@ from torch import Tensor
 
 
 def _fractions(layer: Tensor) -> Tensor:
-    """Return attention weights as fractions of each row's sum, which is 1 for a softmax.
-
-    Negative weights, as in differential attention, count as zero.
-    """
+    """Return weights as fractions of each row's sum; negative ones, if differential, count as 0."""
     positive = layer.float().clamp(min=0)
     total = positive.sum(dim=-1, keepdim=True)
     return torch.where((total - 1).abs() < 0.01, positive, positive / total.clamp(min=1e-30))
@@ -55,7 +52,7 @@ def attention_distance(
 def sink_mass(weights: Sequence[Tensor]) -> Tensor:
     """Compute the fraction of attention that goes to the attention sink (arXiv 2309.17453).
 
-    The sink of a head and image is the token that receives the most attention, 1 / N to 1.
+    The sink of a head and image is the token that receives the most attention.
     """
     return torch.stack([_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights])
 
