@@ -14,6 +14,7 @@ from vit.explain.colours import SIGNED, UNIFORM, Bar, as_pixels, colour_map, tab
 from vit.explain.figures import (
     DIFFERENCE,
     attention_picture,
+    captions_of,
     comparison_picture,
     filmstrip_picture,
     gallery_picture,
@@ -187,29 +188,28 @@ def bin_of(n: int, confidence: float, accuracy: float) -> dict:
     return {"n": n, "confidence": confidence, "accuracy": accuracy, "accuracy_95": interval}
 
 
-BLUE_BAR = np.array([31, 119, 180])  # matplotlib's first colour
-
-
 def test_reliability_picture_puts_accuracy_over_confidence() -> None:
-    def marks(confidence: float, accuracy: float, n: int) -> np.ndarray:
-        bins = [bin_of(n, confidence, accuracy)]
-        found = places(reliability_picture({"model": {"reliability": bins, "ece": 0.1}}), BLUE_BAR)
-        return found[(found[:, 0] < 350) & (found[:, 0] > 70)]
+    def marks(confidence: float, accuracy: float, n: int = 1_000_000) -> np.ndarray:
+        result = {"reliability": [bin_of(n, confidence, accuracy)], "ece": 0.1}
+        found = places(reliability_picture({"model": result}), [31, 119, 180])
+        return found[(found[:, 0] < 350) & (found[:, 0] > 70)]  # below the title
 
-    def marker(confidence: float, accuracy: float) -> np.ndarray:
-        return np.median(marks(confidence, accuracy, 1_000_000), axis=0)  # its interval is a point
-
-    low, high, off = marker(0.25, 0.25), marker(0.75, 0.75), marker(0.25, 0.75)
-    assert low[0] - high[0] > 100 and high[1] - low[1] > 100
-    assert abs(off[0] - high[0]) < 3 and abs(off[1] - low[1]) < 3
-    heights = [np.ptp(marks(0.5, 0.5, n)[:, 0]) for n in (10, 100, 1000)]
-    assert heights[0] > 2 * heights[1] > 4 * heights[2]  # the interval narrows with √n
+    low, high = (np.median(marks(*at), axis=0) for at in ((0.25, 0.25), (0.75, 0.5)))
+    assert low[0] - high[0] > 50 and high[1] - low[1] > 100
+    heights = [np.ptp(marks(0.5, 0.5, n)[:, 0]) for n in (10, 1000)]
+    assert heights[0] > 4 * heights[1]  # the interval narrows with √n
     for hits in (0.0, 1.0):  # all wrong, all right
         result = {"reliability": [bin_of(n, 0.5, hits) for n in range(1, 200)], "ece": 0.5}
         assert reliability_picture({"a": result, "b": result}).shape == (520, 920, 3)
 
 
 # Texts.
+
+
+def test_captions_name_truth_and_guess() -> None:
+    shares = torch.tensor([[0.7, 0.2, 0.1], [0.004, 0.001, 0.995]])
+    captions = captions_of(shares.log(), torch.tensor([1, 2]), ["cat", "dog", "ship"])
+    assert captions == ["true dog\npredicted cat 70%", "true ship\npredicted ship 100%"]
 
 
 def test_letters_that_the_default_font_lacks_come_from_another(monkeypatch):

@@ -57,8 +57,7 @@ def test_a_cascade_replaces_one_stage_after_the_other():
     groups = stages(vit)
     assert list(groups) == ["head", "block 1", "block 0", "stem"]
     assert sorted(name for names in groups.values() for name in names) == sorted(before)
-    assert {"head.weight", "head.bias"} < {*groups["head"]}
-    assert "pos_embed" in groups["stem"]
+    assert "head.weight" in groups["head"] and "pos_embed" in groups["stem"]
     done: set[str] = set()
     for stage, changed in cascade(vit, weights):
         done |= {*groups[stage]}
@@ -68,20 +67,12 @@ def test_a_cascade_replaces_one_stage_after_the_other():
     assert all(torch.equal(values, before[name]) for name, values in vit.state_dict().items())
 
 
-def test_shuffled_weights_are_the_same_values():
-    vit = draw_vit(stem="conv")
-    shuffled, others = shuffled_weights(vit, 0), shuffled_weights(vit, 1)
-    for name, values in vit.state_dict().items():
-        assert shuffled[name].shape == values.shape
-        assert torch.equal(shuffled[name].flatten().sort().values, values.flatten().sort().values)
-    name = "blocks.0.mlp.fc1.weight"
-    for different in (vit.state_dict(), others):
-        assert not torch.equal(shuffled[name], different[name])
-
-
 def test_class_agnostic_maps_do_not_depend_on_the_head_and_others_do():
     vit, images, target = draw_vit(), draw(8, 3, 32, 32), torch.arange(8) % 5
-    _, changed = next(cascade(vit, shuffled_weights(vit, 0)))
+    shuffled = shuffled_weights(vit, 0)
+    for name, values in vit.state_dict().items():
+        assert torch.equal(shuffled[name].flatten().sort().values, values.flatten().sort().values)
+    _, changed = next(cascade(vit, shuffled))
     for kind in OF_TOKENS:
         own, other = (
             attention_maps(model, images, [kind], target)[1][kind] for model in (vit, changed)
@@ -99,12 +90,6 @@ def test_shifted_inputs_leave_logits_and_maps_of_tokens_as_they_are():
         _, own = attention_maps(vit, images, [kind], target)
         _, other = attention_maps(shifted, images + 1.5, [kind], target)
         torch.testing.assert_close(own[kind], other[kind], rtol=1e-4, atol=1e-4)
-    # Relevances of pixels are inputs times gradients, so those of shifted inputs differ.
-    own, other = (
-        attention_maps(model, inputs, ["lrp_pixels"], target)[1]["lrp_pixels"]
-        for model, inputs in ((vit, images), (shifted, images + 1.5))
-    )
-    assert rank_correlation(own, other).max() < 0.95
 
 
 def test_nothing_but_the_mark_tells_the_marked_class():
@@ -115,17 +100,10 @@ def test_nothing_but_the_mark_tells_the_marked_class():
     assert torch.equal(differs.any(dim=(1, 2)), marked)
     assert torch.equal(images.labels[~marked], kinds[~marked])
     assert marked.sum() == 100
-    corners = [(rows, columns) for rows in (0, 28) for columns in (0, 28)]
-    places = []
-    for image in images.pixels()[marked]:
-        painted = (image == torch.tensor(watermark.COLOUR)[:, None, None]).all(dim=0)
-        (place,) = [p for p in corners if painted[p[0] : p[0] + 4, p[1] : p[1] + 4].all()]
-        places.append(place)
-    outside = torch.ones(32, 32, dtype=torch.bool)
-    for row, column in corners:
-        outside[row : row + 4, column : column + 4] = False
-        assert places.count((row, column)) >= 12  # 25 on average
-    assert not differs[:, outside].any()
+    corners = torch.zeros(32, 32, dtype=torch.bool)
+    corners[:4, :4] = corners[:4, 28:] = corners[28:, :4] = corners[28:, 28:] = True
+    assert not differs[:, ~corners].any()
+    assert (differs[marked].sum(dim=0)[corners] > 10).all()  # 25 on average
     plain, marked = watermark.draw_pairs(50, "pairs")
     assert marked.masks.sum(dim=(1, 2)).tolist() == [16] * 50
     assert not ((plain.pixels() != marked.pixels()).any(dim=1) & ~marked.masks).any()

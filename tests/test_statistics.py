@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit.explain.statistics import (
-    attention_distance,
-    attention_entropy,
-    largest_patch_norm,
-    sink_mass,
-)
+from vit.explain import statistics
 
 
 def draw_weights(layers: int, batch: int, heads: int, tokens: int) -> list[Tensor]:
@@ -22,17 +17,14 @@ def draw_weights(layers: int, batch: int, heads: int, tokens: int) -> list[Tenso
 
 def by_loops(measure, weights: list[Tensor]) -> np.ndarray:
     """Apply a measure of one head's float64 (N, N) to each image; mean over images, (L, H)."""
-    return np.array(
-        [
-            [np.mean([measure(image[head]) for image in layer]) for head in range(layer.shape[1])]
-            for layer in (layer.double().numpy() for layer in weights)
-        ]
-    )
+    return np.array([
+        [np.mean([measure(image[head]) for image in layer]) for head in range(layer.shape[1])]
+        for layer in (layer.double().numpy() for layer in weights)
+    ])  # fmt: skip
 
 
 def check(found: Tensor, expected: np.ndarray) -> None:
-    assert found.dtype == torch.float32
-    assert found.shape == expected.shape
+    assert found.dtype == torch.float32 and found.shape == expected.shape
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -58,16 +50,16 @@ def head_sink(rows: np.ndarray) -> float:
 
 def test_entropy_and_sink_mass_are_those_of_a_loop():
     weights = draw_weights(3, 4, 2, 7)
-    check(attention_entropy(weights), by_loops(head_entropy, weights))
-    check(sink_mass(weights), by_loops(head_sink, weights))
-    assert attention_entropy([torch.ones(1, 1, 1, 1)]).item() == 0
+    check(statistics.attention_entropy(weights), by_loops(head_entropy, weights))
+    check(statistics.sink_mass(weights), by_loops(head_sink, weights))
+    assert statistics.attention_entropy([torch.ones(1, 1, 1, 1)]).item() == 0
 
 
 @pytest.mark.parametrize(("grid", "patch_size", "prefix"), [((1, 2), 4, 0), ((5, 2), 7, 5)])
 def test_distance_is_that_of_a_loop(grid, patch_size, prefix):
     weights = draw_weights(2, 3, 2, prefix + grid[0] * grid[1])
     expected = by_loops(lambda rows: head_distance(rows, grid, patch_size, prefix), weights)
-    check(attention_distance(weights, grid, patch_size, prefix), expected)
+    check(statistics.attention_distance(weights, grid, patch_size, prefix), expected)
 
 
 def test_largest_norm_is_that_of_a_loop():
@@ -77,4 +69,4 @@ def test_largest_norm_is_that_of_a_loop():
         np.mean([max(math.hypot(*token) for token in image[prefix:]) for image in layer.tolist()])
         for layer in tokens
     ]
-    check(largest_patch_norm(tokens, prefix), np.array(expected))
+    check(statistics.largest_patch_norm(tokens, prefix), np.array(expected))
