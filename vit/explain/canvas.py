@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DPI = 100  # pixels to 72 points
 GAP = 6  # pixels between panels
-BAR, LONGEST_BAR = 58, 220  # width of a colour bar with its labels, and length, in pixels
+BAR, SHORTEST, LONGEST = 58, 150, 220  # width and lengths of a colour bar, in pixels
 FONT_SIZE = 9  # points
 LINE = 15  # pixels from one line of words to the next
 
@@ -74,7 +74,8 @@ def table(
     for row in rows:
         tops.append(bottom + max(_height(panel.words) for panel in row))
         bottom = tops[-1] + height + GAP
-    size = right + BAR * len(bars), bottom
+    length = min(LONGEST, max(SHORTEST, bottom - tops[0]))
+    size = right + BAR * len(bars), max(bottom, tops[0] + length) if bars else bottom
     picture = Image.new("RGB", (zoom * size[0], zoom * size[1]), "white")
     _write(picture, left, GAP + _height(title), shorten(title, size[0] - left - GAP), zoom)
     for label, top in zip(labels, tops, strict=False):
@@ -86,7 +87,7 @@ def table(
             picture.paste(part, (zoom * x, zoom * top))
             _write(picture, x, top, shorten(panel.words, box[1]), zoom)
     for number, bar in enumerate(bars):
-        drawn = colour_bar(bar, min(LONGEST_BAR, bottom - tops[0]), zoom)
+        drawn = colour_bar(bar, length, zoom)
         picture.paste(Image.fromarray(drawn), (zoom * (right + number * BAR), zoom * tops[0]))
     return np.array(picture)
 

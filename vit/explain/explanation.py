@@ -68,11 +68,8 @@ class Explanation:
         there is room, that is with two maps or more.
         """
         height, width = fit(self.photo.shape, (PANEL, 2 * PANEL))
-        photo, box = (
-            self._framed_photo(ZOOM * height, ZOOM * width),
-            (height, max(width, NARROWEST)),
-        )
-        left = [table([[Panel(photo, "\nphoto")]], box, zoom=ZOOM)]
+        photo = Panel(self._framed_photo(ZOOM * height, ZOOM * width), "\nphoto")
+        left = [table([[photo]], (height, max(width, NARROWEST)), zoom=ZOOM)]
         if len(self.maps) > 1:
             left.append(self._classes())
         view = self._view()
