@@ -164,7 +164,7 @@ def test_a_small_run_goes_on_with_the_batches_it_began_with(tmp_path: Path, earl
         loop = make_loop(config, stop=stop)
         stop.state = loop.step.state
         if early:
-            loop.saver.about["environment"].pop("steps_per_epoch")  # type: ignore[attr-defined]
+            loop.write_checkpoint.args[2]["environment"].pop("steps_per_epoch")  # type: ignore[attr-defined]
         assert loop.step.schedule.steps_per_epoch == (6 if early else 7)
         assert loop.step.state.step == begin
         loop.run()

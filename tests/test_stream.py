@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from small_runs import StopAt, command, environment, make_loop, metrics, small
+from small_runs import StopAt, begin, command, make_loop, metrics, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
@@ -28,7 +28,6 @@ from vit.data.stream import ImageFiles, default_workers
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
 from vit.hardware import free_memory, usable_cores
-from vit.model.config import ModelConfig
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
@@ -36,7 +35,6 @@ from vit.run.tracker import Tracker
 from vit.training.build import mean_step_seconds
 from vit.training.config import Config
 from vit.training.loop import Loop
-from vit.training.start import Run
 from vit.training.train import load_data
 from worlds import in_world
 
@@ -142,7 +140,7 @@ def run(config: Config, stop_at: int = 0) -> Result:
     out, stop = Path(config.out), StopAt(stop_at)
     out.mkdir(exist_ok=True)
     tracker = Tracker(out, max(checkpoint_steps(out), default=0))
-    loop = make_loop(config, tracker, stop)
+    loop = make_loop(config, tracker, stop=stop)
     stop.state = loop.step.state
     try:
         loop.run()
@@ -175,7 +173,7 @@ def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
     with pytest.raises(Stopped):
         run(config, stop_at=2)
     assert checkpoint_steps(tmp_path / "run")[-1] == 2
-    about = environment().describe(ModelConfig())
+    about = begin(Config()).environment()
     changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=3)
     assert check_run(changed, False, about) is not None  # these settings may change
     resumed = run(config)
@@ -319,8 +317,7 @@ def test_unreadable_files_are_left_out_alike(
 def check_left_out(world: World, roots: list[str], out: str, expected: list[int]) -> None:
     """Called in each process, with one of the folders."""
     config = streaming(Path(out), Path(roots[world.rank]), on_bad_image="skip")
-    env = dataclasses.replace(environment(), world=world)
-    assert [len(images) for images in load_data(Run.begin(config, env))] == expected
+    assert [len(images) for images in load_data(begin(config, world=world))] == expected
 
 
 @pytest.mark.slow
@@ -344,7 +341,7 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
         run(config, stop_at=4)  # after the first epoch
     content = break_file(path)
     with pytest.raises(ValueError, match=r"on_bad_image skip$"):
-        load_data(Run.begin(config, environment()))
+        load_data(begin(config))
     with pytest.raises(ValueError, match=r"cannot be read .*; restore the file and rerun") as info:
         run(config)  # in which all were read when it began
     assert str(path) in str(info.value) and "\n" not in str(info.value)
