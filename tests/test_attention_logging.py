@@ -13,7 +13,7 @@ from vit.data.config import DataConfig
 from vit.data.datasets import choose_probes, load
 from vit.data.preprocess import Preprocess
 from vit.evaluation import Setup
-from vit.explain.figures import captions_of, rollout_picture
+from vit.explain.figures import attention_picture, captions_of
 from vit.explain.importance import as_grid
 from vit.explain.maps import attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
@@ -72,7 +72,9 @@ def test_records_come_first_then_numbers_then_pictures(classifier: Classifier) -
     logits, maps = attention_maps(classifier.model, inputs)
     captions = captions_of(logits, PROBES.labels, PROBES.classes)
     for number in range(3):
-        picture = rollout_picture(PROBES.images[number], maps["rollout"][number], captions[number])
+        picture = attention_picture(
+            PROBES.images[number], {"rollout": maps["rollout"][number]}, captions[number]
+        )
         difference = np.abs(yielded[f"attention/rollout/probe_{number:02d}"] - picture.astype(int))
         assert (difference > 2).mean() < 1e-3  # a value between two colours may go either way
 

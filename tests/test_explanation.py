@@ -1,10 +1,7 @@
 """Photos in Python: predict, explain, and the sheet of an explanation."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,21 +13,12 @@ from models import PLAIN
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
-from vit.explain.canvas import overlay
+from vit.explain.canvas import fit, overlay, resize
 from vit.explain.colours import bar_of, colour_map
-from vit.explain.explanation import (
-    GAP,
-    HEADER,
-    NARROWEST,
-    PANEL,
-    TITLE,
-    ZOOM,
-    Explanation,
-)
+from vit.explain.explanation import NARROWEST, PANEL, ZOOM, Explanation
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.vit import VisionTransformer
 
-ROOT = Path(__file__).resolve().parent.parent
 CLASSES = tuple(f"class {number}" for number in range(7))
 
 
@@ -50,20 +38,14 @@ def classifier() -> Classifier:
     return Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
 
 
-def expected_shares(classifier: Classifier, photo: np.ndarray) -> torch.Tensor:
-    inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
-    with torch.no_grad():
-        return classifier.model(inputs).softmax(dim=1)[0]
-
-
 # Predictions.
 
 
 def test_predict_ranks_the_classes(classifier):
     photo = draw_photo(40, 60)
-    shares = expected_shares(classifier, photo)
+    inputs = classifier.normalize(classifier.preprocess.resize(photo)[None])
+    shares = classifier.model(inputs).softmax(dim=1)[0].detach()
     found = classifier.predict(photo)
-    assert len(found) == 5
     best = shares.argsort(descending=True)[:5]
     assert list(found) == [CLASSES[number] for number in best]
     assert list(found.values()) == pytest.approx(shares[best].tolist(), abs=1e-6)
@@ -74,7 +56,7 @@ def test_predict_ranks_the_classes(classifier):
 
 def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
     photo = draw_photo(40, 60)
-    path = tmp_path / "photo.png"
+    path = tmp_path / "some photo.png"
     Image.fromarray(photo).save(path)
     seen = Image.open(path)
     expected = classifier.predict(photo)
@@ -84,24 +66,20 @@ def test_a_photo_is_a_path_an_image_or_an_array(classifier, tmp_path):
     assert [len(found) for found in several] == [5, 5, 5]
     assert several[0] == pytest.approx(expected) and several[2] == several[0]
     assert classifier.predict([]) == [] and classifier.explain([]) == []
+    explained = classifier.explain([path, draw_photo(30, 10)])
+    assert [list(found.maps) for found in explained] == [["rollout", "lrp_pixels"]] * 2
+    assert explained[0].name == "some photo.png"
 
 
-@pytest.mark.parametrize(
-    ("photo", "words"),
-    [
+def test_what_is_no_photo_and_impossible_arguments_are_refused(classifier):
+    for photo, words in (
         (Image.new("RGB", (0, 0)), "the image has no pixels"),
         (Image.new("F", (8, 8)), "the image has floating-point pixels"),
-        (None, "a NoneType is not allowed"),
         (b"bytes", "a bytes is not allowed"),
-    ],
-)
-def test_what_is_no_photo_is_refused(classifier, photo, words):
-    for method in (classifier.predict, classifier.explain):
-        with pytest.raises(ValueError, match=words):
-            method(photo)
-
-
-def test_impossible_arguments_are_refused(classifier):
+    ):
+        for method in (classifier.predict, classifier.explain):
+            with pytest.raises(ValueError, match=words):
+                method(photo)
     photo = draw_photo(8, 8)
     with pytest.raises(ValueError, match="top: 0"):
         classifier.predict(photo, top=0)
@@ -159,91 +137,54 @@ def sheet(explanation: Explanation) -> np.ndarray:
     return np.asarray(explanation.sheet())
 
 
-@pytest.mark.parametrize("size", [(32, 32), (300, 40), (40, 300), (600, 900)])
-def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size):
-    found = classifier.explain(draw_photo(*size), ("rollout", "lrp", "lrp_pixels"))
-    drawn, side = sheet(found), ZOOM * PANEL
-    width = min(2 * PANEL, PANEL * size[1] / size[0])
-    left = ZOOM * (3 * GAP + max(round(width), NARROWEST))
-    crop = Image.fromarray(found.photo[found.seen])
-    small = 2 * crop.height <= side
-    how = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
-    crop = np.asarray(crop.resize((side, side), how))
+@pytest.mark.parametrize("size", [(32, 32), (300, 40), (600, 900)])
+@pytest.mark.parametrize("how", ["crop", "pad"])
+def test_sheet_shows_map_and_overlay_of_what_the_model_sees(classifier, size, how):
+    preprocess, photo = replace(classifier.preprocess, fit=how), draw_photo(*size)
+    kinds = ("rollout", "lrp", "lrp_pixels")
+    found = replace(classifier, preprocess=preprocess).explain(photo, kinds)
+    (above, below), (left, right) = found.padding
+    view = np.full((size[0] + above + below, size[1] + left + right, 3), preprocess.fill, np.uint8)
+    view[above : above + size[0], left : left + size[1]] = photo
+    if how == "crop":
+        view = photo[found.seen]
+        assert view.shape[0] == view.shape[1] == min(size)
+    assert abs(view.shape[0] - view.shape[1]) <= 0.1 * max(size)
+    height, width = fit(view.shape, (PANEL, PANEL))
+    view = resize(view, (ZOOM * height, ZOOM * width))
+    drawn = sheet(found)
+    first = ZOOM * (24 + max(fit(size, (PANEL, 2 * PANEL))[1], NARROWEST))
     for row, (kind, heat) in enumerate(found.maps.items()):
-        top = ZOOM * (HEADER + TITLE + row * (TITLE + PANEL))
-        bar = bar_of(kind)
-        second = left + side + ZOOM * GAP
-        laid = drawn[top : top + side, second : second + side].astype(int)
-        far = laid - overlay(crop, heat, bar)
-        assert np.abs(far).max() <= 1
-        colours = drawn[top : top + side, left : left + side]
-        rows, columns = (((np.arange(n) + 0.5) / n * side).astype(int) for n in heat.shape)
-        middles = colours[np.ix_(rows, columns)]  # of patches or pixels
-        np.testing.assert_array_equal(middles, colour_map(heat, bar))
-
-
-def photo_panel(drawn: np.ndarray, height: int, width: int) -> np.ndarray:
-    top, left = ZOOM * (HEADER + TITLE), ZOOM * GAP
-    return drawn[top : top + ZOOM * height, left : left + ZOOM * width]
+        bar, top = bar_of(kind), ZOOM * (84 + row * (height + 42))
+        for column, expected in enumerate((colour_map(heat, bar), overlay(view, heat, bar))):
+            x = first + column * ZOOM * (PANEL + 6)
+            panel = drawn[top : top + ZOOM * height, x : x + ZOOM * width]
+            np.testing.assert_array_equal(panel, resize(expected, view.shape))
 
 
 def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifier):
     photo = np.full((100, 200, 3), (200, 30, 30), np.uint8)
-    panel = photo_panel(sheet(classifier.explain(photo, "relevance")), PANEL, 2 * PANEL)
+    drawn = sheet(classifier.explain(photo, "relevance"))
+    panel = drawn[ZOOM * 84 :, ZOOM * 12 :][: ZOOM * PANEL, : 2 * ZOOM * PANEL]
     inside = (panel == (200, 30, 30)).all(axis=2)
     rows, columns = (np.flatnonzero(inside.any(axis=axis)) for axis in (1, 0))
-    middle = panel.shape[1] / 2
-    assert columns.min() > middle - ZOOM * PANEL / 2 and columns.max() < middle + ZOOM * PANEL / 2
-    assert len(columns) == pytest.approx(ZOOM * PANEL, abs=8)
-    assert len(rows) == pytest.approx(ZOOM * PANEL, abs=8)
+    assert columns.mean() == pytest.approx(ZOOM * PANEL, abs=2)  # in the middle
+    assert len(columns) == len(rows) == pytest.approx(ZOOM * PANEL, abs=8)
     black = (panel == 0).all(axis=2)
     assert black[0].sum() == pytest.approx(ZOOM * PANEL, abs=2) and black[5].sum() <= 8
     faded = panel[5, 5].astype(int)
     assert faded[0] > 200 and faded[1] == faded[2] > 150  # paler than the photo
 
 
-@pytest.mark.parametrize("size", [(100, 200), (90, 30), (32, 32)])
-def test_padding_is_part_of_map_and_overlay(classifier, size):
-    """The overlay is that of the padded photo, which the model sees, and so is its map."""
-    preprocess = replace(classifier.preprocess, fit="pad")
-    photo = draw_photo(*size)
-    found = replace(classifier, preprocess=preprocess).explain(photo, "relevance")
-    assert found.photo[found.seen].shape == photo.shape
-    (above, below), (left, right) = found.padding
-    view = np.full((size[0] + above + below, size[1] + left + right, 3), preprocess.fill, np.uint8)
-    view[above : above + size[0], left : left + size[1]] = photo
-    assert abs(view.shape[0] - view.shape[1]) <= 0.1 * max(size)
-    drawn, scale = sheet(found), ZOOM * PANEL / max(view.shape)
-    height, width = (ZOOM * round(scale * n / ZOOM) for n in view.shape[:2])
-    first = ZOOM * (3 * GAP + max(round(min(2 * PANEL, PANEL * size[1] / size[0])), NARROWEST))
-    second = first + width + ZOOM * GAP
-    top = ZOOM * (HEADER + TITLE)
-    panel = drawn[top : top + height, second : second + width]
-    expected = overlay(view, found.map)
-    for number in range(64):  # the middles of patches, where neither is enlarged across a border
-        place = (np.array(divmod(number, 8)) + 0.5) / 8
-        row, shown_row = ((place[0] * len(part)).astype(int) for part in (view, panel))
-        column, shown_column = ((place[1] * part.shape[1]).astype(int) for part in (view, panel))
-        if not (above <= row < above + size[0] and left <= column < left + size[1]):
-            np.testing.assert_array_equal(panel[shown_row, shown_column], expected[row, column])
-    inner = panel[round(above * scale) + 2 : round((above + size[0]) * scale) - 2]
-    inner = inner[:, round(left * scale) + 2 : round((left + size[1]) * scale) - 2]
-    assert inner.std() > 10  # the photo's noise
-
-
-@pytest.mark.parametrize("channels", [1, 2, 5])
+@pytest.mark.parametrize("channels", [1, 5])
 def test_photos_with_other_channels_have_sheets(channels):
-    torch.manual_seed(0)
-    settings = {**PLAIN, "in_chans": channels}
-    model = VisionTransformer(
-        **settings, img_size=16, num_classes=7, embed_dim=24, depth=2, num_heads=2
-    )
+    settings = PLAIN | {"in_chans": channels, "img_size": 16, "embed_dim": 24, "depth": 2}
+    model = VisionTransformer(**settings, num_classes=7).eval()
     preprocess = Preprocess((16, 16), (0.5,) * channels, (0.25,) * channels, fit="pad")
-    classifier = Classifier(model.eval(), preprocess, CLASSES, torch.device("cpu"), torch.float32)
+    classifier = Classifier(model, preprocess, CLASSES, torch.device("cpu"), torch.float32)
     pixels = np.random.default_rng(0).integers(256, size=(20, 30, channels), dtype=np.uint8)
     found = classifier.explain(pixels)
     assert found.photo.shape == pixels.shape and sheet(found).shape[2] == 3
-    assert len(classifier.predict(pixels)) == 5
 
 
 def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):
@@ -257,15 +198,3 @@ def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch
     found.show()
     assert len(shown) == 1
     assert len(repr(found)) < 500 and found.predicted in repr(found)
-
-
-def test_importing_loading_and_predicting_stay_light(tmp_path):
-    code = (
-        "import sys, vit; assert 'torch' not in sys.modules; import vit.classifier; "
-        "assert 'matplotlib' not in sys.modules; "
-        "import vit.reporting.predictions; vit.load('cifar10_quick', 'cpu').predict(sys.argv[1]); "
-        "assert not {'torchvision', 'timm'} & {*sys.modules}"
-    )
-    photo = tmp_path / "photo.png"
-    Image.fromarray(draw_photo(40, 30)).save(photo)
-    subprocess.run([sys.executable, "-c", code, str(photo)], check=True, cwd=ROOT)

@@ -53,10 +53,8 @@ def test_stored_features_give_cosines() -> None:
     found = (axes * lengths[..., None])[:, :1] + vectors.swapaxes(1, 2) @ (
         axes[:, 1:] * lengths[:, 1:, None]
     )
-    unit, exact = (
-        part / np.linalg.norm(part, axis=-1, keepdims=True)
-        for part in (found, tokens[:, 0].numpy())
-    )
+    both = found, tokens[:, 0].numpy()
+    unit, exact = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in both)
     error = unit @ unit.swapaxes(1, 2) - exact @ exact.swapaxes(1, 2)
     assert np.abs(error).max() < 0.02
 
@@ -89,11 +87,7 @@ def test_training_logs_features_at_each_step(tmp_path: Path) -> None:
 
 def test_add_attention_refuses_tokens_of_another_shape(tmp_path: Path) -> None:
     weights = torch.full((2, 3, 4, 5, 5), 0.2)
-    for tokens in (
-        torch.zeros(2, 3, 4, 8),
-        torch.zeros(1, 3, 5, 8),
-        torch.full((2, 3, 5, 8), np.nan),
-    ):
+    for tokens in (torch.zeros(2, 3, 4, 8), torch.full((2, 3, 5, 8), np.nan)):
         with SummaryWriter(str(tmp_path)) as writer, pytest.raises(ValueError, match=r"^tokens: "):
             add_attention(
                 writer, "a", torch.zeros(3, 3, 8, 8), weights, 0, grid=(2, 2), num_prefix_tokens=1,

@@ -1,21 +1,13 @@
-"""Fillings compared with a sparse solver, a loop over pixels and cases computed by hand."""
+"""Fillings compared with a dense solver and cases computed by hand."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from scipy.sparse import csc_matrix
-from scipy.sparse.linalg import spsolve
 from torch import Tensor
 
-from benchmarks.maps.filling import (
-    FILLINGS,
-    blurred,
-    derangement,
-    impute,
-    make_filling,
-)
+from benchmarks.maps.filling import FILLINGS, blurred, derangement, impute, make_filling
 
 SIZE = (10, 14)
 
@@ -30,7 +22,7 @@ def draw_hidden(fractions: list[float], size: tuple[int, int] = SIZE, seed: int 
     return chances < torch.tensor(fractions)[:, None, None, None]
 
 
-def solve_by_scipy(image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+def solve_by_numpy(image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
     """Solve ROAD's linear system for one channel (H, W), with the weights of arXiv 2202.00449."""
     rows, columns = image.shape
     unknown = {(int(r), int(c)): n for n, (r, c) in enumerate(np.argwhere(hidden))}
@@ -47,24 +39,19 @@ def solve_by_scipy(image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
             else:
                 right[n] += weight * image[place]
     filled = image.copy()
-    filled[hidden] = spsolve(csc_matrix(matrix), right)
+    filled[hidden] = np.linalg.solve(matrix, right)
     return filled
 
 
 @pytest.mark.parametrize("size", [SIZE, (9, 5)])
 def test_imputation_solves_the_published_system(size):
-    images, hidden = draw_images(5, size), draw_hidden([0.05, 0.3, 0.5, 0.8, 0.95], size)
-    hidden[2] = False
-    hidden[2, :, : size[0] // 2] = True  # half the image, with three of its borders
-    found = impute(images, hidden)
-    for b in range(5):
-        for channel in range(3):
-            one = images[b, channel].double().numpy()
-            expected = torch.from_numpy(solve_by_scipy(one, hidden[b, 0].numpy())).float()
-            torch.testing.assert_close(found[b, channel], expected, rtol=0, atol=2e-3)
-    exact = impute(images.double(), hidden, tolerance=1e-12)
-    one = solve_by_scipy(images[3, 1].double().numpy(), hidden[3, 0].numpy())
-    torch.testing.assert_close(exact[3, 1], torch.from_numpy(one), rtol=0, atol=1e-9)
+    images, hidden = draw_images(4, size), draw_hidden([0.05, 0.5, 0.95, 0.0], size)
+    hidden[3, :, : size[0] // 2] = True  # half the image, with three of its borders
+    found = impute(images.double(), hidden, tolerance=1e-12)
+    for b in range(4):
+        expected = solve_by_numpy(images[b, 1].double().numpy(), hidden[b, 0].numpy())
+        torch.testing.assert_close(found[b, 1], torch.from_numpy(expected), rtol=0, atol=1e-9)
+    torch.testing.assert_close(impute(images, hidden), found.float(), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", FILLINGS)
@@ -83,22 +70,12 @@ def test_a_filling_changes_hidden_pixels_only(name):
 
 
 def test_hidden_pixels_show_another_image_at_the_same_place():
-    images = torch.arange(5.0)[:, None, None, None] + torch.zeros(5, 3, 4, 6)
-    images += torch.arange(24).reshape(4, 6) / 100
+    images = draw_images(5, (4, 6))
     found = make_filling("other", images, seed=0)(images, torch.ones(5, 1, 4, 6).bool())
-    others = derangement(5, seed=0)
-    assert torch.equal(found, images[others])
-
-
-@pytest.mark.parametrize("count", [2, 101])
-def test_a_derangement_moves_everything(count):
+    assert torch.equal(found, images[derangement(5, seed=0)])
     for seed in range(5):
-        other = derangement(count, seed)
-        assert sorted(other.tolist()) == list(range(count))
-        assert (other != torch.arange(count)).all()
-        assert torch.equal(derangement(count, seed), other)
-    if count > 3:
-        assert not torch.equal(derangement(count, 0), derangement(count, 1))
+        other = derangement(101, seed)
+        assert sorted(other.tolist()) == list(range(101)) and (other != torch.arange(101)).all()
 
 
 def test_blur_by_hand():
@@ -109,5 +86,3 @@ def test_blur_by_hand():
     assert found.sum().item() == pytest.approx(1, abs=0.01)  # the borders are mirrored
     assert (found[5, 8] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
     assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
-    smooth = blurred(draw_images(2, (32, 32)))
-    assert 0.02 < smooth.std() < 0.1  # of 1: a strong blur leaves little

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.models import vision_transformer as vits
 from torch import Tensor, nn
-from torch.nn.utils import fuse_conv_bn_eval, fuse_conv_bn_weights
+from torch.nn.utils import fuse_conv_bn_eval
 from torch.overrides import TorchFunctionMode
 from zennit.composites import LayerMapComposite
 from zennit.rules import Pass, ZPlus
@@ -24,42 +24,22 @@ from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
 
 VARIANTS = {
-    "class token": {},
-    "class token and registers": {"reg_tokens": 2},
-    "mean": {"class_token": False, "global_pool": "avg"},
+    "registers": {"reg_tokens": 2},
     "mean beside class token": {"global_pool": "avg", "fc_norm": False},
-    "convolutional stem": {"stem": "conv", "mlp_conv": True, "reg_tokens": 1},
-    "ours": {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "avg"},
     "norms and scales": {"qk_norm": True, "init_values": 0.5, "pre_norm": True},
     "tanh": {"act_layer": "gelu_tanh", "pos_embed": "none", "qkv_bias": False},
     "CLIP": {"act_layer": "quick_gelu", "no_embed_class": True, "head_dim": 5},
 }
-with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+OURS = {"stem": "conv", "mlp_conv": True, "class_token": False, "global_pool": "avg"}
 
 
-def draw_vit(variant: dict, std: float = 0.6) -> VisionTransformer:
+def draw_vit(variant: dict) -> VisionTransformer:
     torch.manual_seed(0)
     sizes = {"img_size": (8, 12), "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
-    vit = VisionTransformer(**(PLAIN | sizes | variant))
+    vit = VisionTransformer(**(PLAIN | sizes | variant)).double().eval()
     for parameter in vit.parameters():
-        nn.init.normal_(parameter, std=std)
-    for module in vit.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean, std=std)
-            nn.init.uniform_(module.running_var, 0.5, 2)
-    return vit.double().eval()
-
-
-def draw_images(count: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, 3, 8, 12, generator=generator, dtype=torch.float64)
-
-
-def classify_tokens(vit: Any, images: Tensor, *mask: Tensor):
-    """The tokens of images, and the function from them to the logits."""
-    with torch.no_grad():
-        tokens, grid = vit.embed(images)
-    return tokens, lambda x: vit.forward_tokens(x, grid, *mask)[0]
+        nn.init.normal_(parameter, std=0.6)
+    return vit
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -67,35 +47,40 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
+def classify_tokens(vit: Any, images: Tensor):
+    """The tokens of images, and the function from them to the logits."""
+    with torch.no_grad():
+        tokens, grid = vit.embed(images)
+    return tokens, lambda x: vit.forward_tokens(x, grid)[0]
+
+
 # The rules.
 
 
-def pass_back(function, inputs: Tensor, relevance: Tensor) -> Tensor:
-    """Pass the relevance of a function's outputs back to its inputs."""
+def pass_back(function, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """Pass the relevance of a function's outputs, divided by them, back to its inputs."""
     inputs = inputs.detach().requires_grad_()
     with LayerwiseRules():
         outputs = function(inputs)
-    (gradient,) = torch.autograd.grad(outputs, inputs, relevance / outputs.detach())
-    return inputs.detach() * gradient
+    return inputs.detach() * torch.autograd.grad(outputs, inputs, gradient)[0]
 
 
 def test_a_group_norm_is_linear_once_its_deviations_are_fixed():
-    norm, x = nn.GroupNorm(2, 6, eps=1e-2).double(), draw(3, 6, 2, 5)
+    norm, x = nn.GroupNorm(2, 6, eps=1e-2).double(), draw(3, 6, 20)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    groups = x.view(3, 2, 30)
-    deviation = (groups.var(dim=2, correction=0, keepdim=True) + 1e-2).sqrt()
+    deviation = (x.view(3, 2, 60).var(dim=2, correction=0, keepdim=True) + 1e-2).sqrt()
 
     def fixed(y: Tensor) -> Tensor:
-        parts = y.view(3, 2, 30)
+        parts = y.view(3, 2, 60)
         parts = (parts - parts.mean(dim=2, keepdim=True)) / deviation
-        return parts.view(y.shape) * norm.weight[:, None, None] + norm.bias[:, None, None]
+        return parts.view(y.shape) * norm.weight[:, None] + norm.bias[:, None]
 
     with LayerwiseRules():
         torch.testing.assert_close(norm(x), fixed(x))
-    expected = torch.autograd.functional.vjp(fixed, x, draw(3, 6, 2, 5, seed=1))[1]
-    relevance = fixed(x) * draw(3, 6, 2, 5, seed=1)
-    torch.testing.assert_close(pass_back(norm, x, relevance), x * expected)
+    gradient = draw(3, 6, 20, seed=1)
+    expected = torch.autograd.functional.vjp(fixed, x, gradient)[1]
+    torch.testing.assert_close(pass_back(norm, x, gradient), x * expected)
 
 
 def test_a_convolutional_stem_passes_relevance_on_as_that_of_zennit():
@@ -117,31 +102,22 @@ def test_a_convolutional_stem_passes_relevance_on_as_that_of_zennit():
     with composite.context(fused) as modified:
         inputs = x.clone().requires_grad_()
         (expected,) = torch.autograd.grad(modified(inputs), inputs, relevance)
-    found = pass_back_of_positive(stem, x, relevance)
+    found = pass_back(stem, x, relevance / stem(x).detach().clamp(min=1e-9))
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
     assert found.abs().mean() > 1e-3
-
-
-def pass_back_of_positive(function, inputs: Tensor, relevance: Tensor) -> Tensor:
-    """Pass the relevance of a function's outputs, where they are positive, back to its inputs."""
-    inputs = inputs.detach().requires_grad_()
-    with LayerwiseRules():
-        outputs = function(inputs)
-    (gradient,) = torch.autograd.grad(outputs, inputs, relevance / outputs.detach().clamp(min=1e-9))
-    return inputs.detach() * gradient
 
 
 def test_a_batch_norm_after_something_else_is_a_linear_layer():
     norm, x = nn.BatchNorm2d(3).double().eval(), draw(2, 3, 4, 4)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    relevance = draw(2, 3, 4, 4, seed=1)
-    expected = relevance * (x * norm.weight[:, None, None] / (1 + norm.eps) ** 0.5) / norm(x)
-    torch.testing.assert_close(pass_back(norm, x, relevance), expected)
+    gradient = draw(2, 3, 4, 4, seed=1)
+    expected = gradient * x * norm.weight[:, None, None] / (1 + norm.eps) ** 0.5
+    torch.testing.assert_close(pass_back(norm, x, gradient), expected)
     conv = nn.Conv2d(3, 3, 1).double()
     after = nn.Sequential(conv, nn.ReLU(inplace=True), norm)
     apart = nn.Sequential(conv, nn.ReLU(), norm)
-    torch.testing.assert_close(pass_back(after, x, relevance), pass_back(apart, x, relevance))
+    torch.testing.assert_close(pass_back(after, x, gradient), pass_back(apart, x, gradient))
 
 
 # Whole models.
@@ -166,18 +142,6 @@ class Frozen(TorchFunctionMode):
         self.replay += 1
         return self.kept[self.replay - 1]
 
-    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        """Sum the terms that had the sign of their sum at the first input, and scale the sum."""
-        rising, falling = (self.fixed(signs.double()) for signs in (x > 0, x < 0))
-        up, down = kernel.clamp(min=0), kernel.clamp(max=0)
-        none = torch.zeros(len(kernel), dtype=x.dtype)
-        above, below = (none, none) if bias is None else (bias.clamp(min=0), bias.clamp(max=0))
-        positive = F.conv2d(x * rising, up, above, *rest) + F.conv2d(x * falling, down, None, *rest)
-        negative = F.conv2d(x * rising, down, below, *rest) + F.conv2d(x * falling, up, None, *rest)
-        chosen = self.fixed((positive + negative > 0).double())
-        part = chosen * positive + (1 - chosen) * negative
-        return part * self.fixed((positive + negative) / part)
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:  # of attention pooling
@@ -194,26 +158,12 @@ class Frozen(TorchFunctionMode):
         if func is F.rms_norm:
             x, _, weight, eps = (*args, *kwargs.values())
             return x * weight / self.fixed((x.square().mean(dim=-1, keepdim=True) + eps).sqrt())
-        if func in (F.relu, F.relu_):
-            return args[0] * self.fixed((args[0] > 0).double())
-        if func is F.conv2d:
-            self.convolution = args
-            return self.convolve(*args)
-        if func is F.batch_norm:  # folded into the convolution before it
-            _, mean, variance = args
-            x, kernel, shift, *rest = self.convolution
-            folded = fuse_conv_bn_weights(
-                kernel, shift, mean, variance, kwargs["eps"], kwargs["weight"], kwargs["bias"]
-            )
-            return self.convolve(x, *folded, *rest)
         if func is F.gelu:
             return args[0] * self.fixed(func(*args, **kwargs) / args[0])
         if func is F.layer_norm:
-            _, _, weight, bias, eps = (*args, *kwargs.values())
-            x = args[0]
+            x, _, weight, bias, eps = (*args, *kwargs.values())
             deviation = self.fixed((x.var(dim=-1, keepdim=True, correction=0) + eps).sqrt())
-            centred = (x - x.mean(dim=-1, keepdim=True)) / deviation
-            return centred * weight + bias
+            return (x - x.mean(dim=-1, keepdim=True)) / deviation * weight + bias
         return func(*args, **kwargs)
 
 
@@ -231,21 +181,19 @@ def leave_out(classify, inputs: Tensor, target: int) -> Tensor:
     return found.view(inputs.shape)
 
 
-@with_variants
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_relevance_is_what_a_frozen_model_loses_without_a_value(variant):
-    vit, image = draw_vit(variant), draw_images(1)
+    vit, image = draw_vit(variant), draw(1, 3, 8, 12)
     tokens, classify = classify_tokens(vit, image)
     _, found = propagate(classify, tokens, torch.tensor([3]))
     torch.testing.assert_close(found, leave_out(classify, tokens, 3), rtol=1e-8, atol=1e-10)
-    _, found = propagate(vit, image, torch.tensor([3]))
-    torch.testing.assert_close(found, leave_out(vit, image, 3), rtol=1e-8, atol=1e-10)
 
 
 def test_the_rules_leave_no_trace():
-    vit, images = draw_vit(VARIANTS["ours"]), draw_images().requires_grad_()
+    vit, images = draw_vit(OURS), draw(3, 3, 8, 12).requires_grad_()
     state = copy.deepcopy(vit.state_dict())
     (before,) = torch.autograd.grad(vit(images).sum(), images)
-    propagate(vit, images)
+    _, expected = propagate(vit, images)
     with pytest.raises(ValueError, match="patch_size"):
         propagate(vit, images[..., :7])
     (after,) = torch.autograd.grad(vit(images).sum(), images)
@@ -253,15 +201,8 @@ def test_the_rules_leave_no_trace():
     with LayerwiseRules():
         (ruled,) = torch.autograd.grad(vit(images).sum(), images)
     assert (ruled - before).abs().max() > 1e-3
-    for name, value in vit.state_dict().items():
-        assert torch.equal(value, state[name])
-    for parameter in vit.parameters():
-        assert parameter.grad is None and parameter.requires_grad
-
-
-def test_frozen_and_checkpointed_models_have_the_same_relevance():
-    vit, images = draw_vit(VARIANTS["ours"]), draw_images()
-    _, expected = propagate(vit, images)
+    assert all(torch.equal(value, state[name]) for name, value in vit.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in vit.parameters())
     vit.requires_grad_(False).set_grad_checkpointing()
     with torch.no_grad():
         _, found = propagate(vit, images)
@@ -271,60 +212,50 @@ def test_frozen_and_checkpointed_models_have_the_same_relevance():
 # Maps.
 
 
-@pytest.mark.parametrize("variant", [VARIANTS["class token and registers"], VARIANTS["ours"]])
+@pytest.mark.parametrize("variant", [VARIANTS["registers"], OURS])
 def test_tokens_of_every_layer_have_the_relevance_that_is_passed_back_to_them(variant):
-    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
+    vit, images, target = draw_vit(variant), draw(3, 3, 8, 12), torch.tensor([2, 0, 4])
     logits, (found,), weights = token_relevance(vit, images, [target])
-    torch.testing.assert_close(logits, vit(images).detach())
-    with torch.no_grad():
-        x, grid = vit.embed(images)
-    for number, block in enumerate(vit.blocks):
+    expected_logits, expected_weights, outputs = vit.forward_intermediates(images)
+    torch.testing.assert_close(logits, expected_logits.detach())
+    torch.testing.assert_close(weights, [layer.detach() for layer in expected_weights])
+    tokens, grid = vit.embed(images)
+    assert len(found) == len(vit.blocks)
+    for number, entering in enumerate([tokens, *outputs[:-1]]):
 
         def rest(x: Tensor, number: int = number) -> Tensor:
             for later in vit.blocks[number:]:
                 x = later(x, grid)
             return vit.forward_head(vit.norm(x))
 
-        _, expected = propagate(rest, x, target)
+        _, expected = propagate(rest, entering, target)
         torch.testing.assert_close(found[number], expected.sum(dim=-1))
-        with torch.no_grad():
-            x, attention = block(x, grid, need_weights=True)
-        torch.testing.assert_close(weights[number], attention)
-    assert len(found) == len(weights) == len(vit.blocks)
-
-
-def test_smoothing_by_hand():
-    maps = torch.zeros(2, 3, 4)
-    maps[0, 1, 2] = 1
-    maps[1] = 5
-    found = smooth(maps)
-    near, far = math.exp(-0.5), math.exp(-2)
-    middle = torch.tensor([near / (1 + near + far), 1 / (1 + 2 * near), near / (1 + near + far)])
-    ends = 1 + near + far + math.exp(-4.5), 1 + 2 * near + far
-    across = torch.tensor([far / ends[0], near / ends[1], 1 / ends[1], near / ends[0]])
-    torch.testing.assert_close(found[0], middle[:, None] * across)
-    torch.testing.assert_close(found[1], maps[1])
-
-
-@pytest.mark.parametrize("variant", [VARIANTS["class token and registers"], VARIANTS["ours"]])
-def test_maps_by_rules_of_a_model(variant):
-    vit, images, target = draw_vit(variant), draw_images(), torch.tensor([2, 0, 4])
-    _, (relevance,), weights = token_relevance(vit, images, [target])
+    # The maps of the model are made of these.
     prefix = vit.num_prefix_tokens
-    patches = relevance[..., prefix:].unflatten(2, (2, 3)).float()
+    patches = found[..., prefix:].unflatten(2, (2, 3)).float()
     rolled = attention_rollout(weights, readout=readout_of(vit), num_prefix_tokens=prefix)
-    expected = {
+    values = {
         "lrp": patches[0],
         "lrp_rollout": smooth(patches.mean(dim=0).clamp(min=0)) * rolled.unflatten(1, (2, 3)),
         "lrp_pixels": propagate(vit, images, target)[1].sum(dim=1).float(),
     }
-    _, found = attention_maps(vit.float(), images.float(), ["rollout", *expected], target)
-    for kind, values in expected.items():
-        maps = found[kind]
-        empty = (values == 0).all(dim=2).all(dim=1)  # nothing speaks for the class
-        torch.testing.assert_close(maps.abs().mean(dim=(1, 2)), 1 - empty.float())
-        scaled = values / values.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
-        torch.testing.assert_close(maps, scaled, rtol=1e-3, atol=1e-3)
+    _, maps = attention_maps(vit.float(), images.float(), list(values), target)
+    for kind, expected in values.items():
+        scaled = expected / expected.abs().mean(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+        torch.testing.assert_close(maps[kind], scaled, rtol=1e-3, atol=1e-3)
+
+
+def test_smoothing_is_gaussian_and_keeps_a_constant():
+    maps = torch.stack([torch.zeros(3, 4), torch.full((3, 4), 5.0)])
+    maps[0, 1, 2] = 1
+
+    def received(size: int, place: int) -> Tensor:
+        rows = [[math.exp(-0.5 * (n - m) ** 2) for m in range(size)] for n in range(size)]
+        return torch.tensor([row[place] / sum(row) for row in rows])
+
+    down, across = received(3, 1), received(4, 2)
+    torch.testing.assert_close(smooth(maps)[0], down[:, None] * across)
+    torch.testing.assert_close(smooth(maps)[1], maps[1])
 
 
 # Models of timm.
@@ -365,7 +296,7 @@ def draw_timm(variant: str) -> Any:
 @pytest.mark.parametrize("variant", TIMMS)
 def test_timm_models_conserve_relevance(variant):
     """Relevance and what the frozen model makes of its biases alone are the logit."""
-    model, image = draw_timm(variant), draw_images(1)
+    model, image = draw_timm(variant), draw(1, 3, 8, 12)
     tokens, classify = classify_tokens(require_attention(model), image)
     logits, relevance = propagate(classify, tokens, torch.tensor([3]))
     torch.testing.assert_close(logits, model(image).detach(), rtol=1e-8, atol=1e-10)
@@ -376,11 +307,6 @@ def test_timm_models_conserve_relevance(variant):
         assert frozen.replay == len(frozen.kept)
     torch.testing.assert_close(relevance.sum() + biases, logits[:, 3], rtol=1e-8, atol=1e-8)
     assert biases.abs() > 1e-3 and relevance.abs().mean() > 1e-3
-
-
-@pytest.mark.parametrize("variant", ["EVA-02, norm in SwiGLU", "BEiT", "differential"])
-def test_relevance_is_what_a_frozen_timm_model_loses_without_a_value(variant):
-    model, image = draw_timm(variant), draw_images(1)
-    tokens, classify = classify_tokens(require_attention(model), image)
-    _, found = propagate(classify, tokens, torch.tensor([3]))
-    torch.testing.assert_close(found, leave_out(classify, tokens, 3), rtol=1e-8, atol=1e-10)
+    if variant in ("EVA-02, norm in SwiGLU", "BEiT", "differential"):
+        expected = leave_out(classify, tokens, 3)
+        torch.testing.assert_close(relevance, expected, rtol=1e-8, atol=1e-10)

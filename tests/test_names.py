@@ -1,7 +1,6 @@
 """Which file is which: names of images in tables, JSON files and records, and from Python."""
 
 import csv
-import dataclasses
 import json
 from pathlib import Path
 

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 import vit
-from small_runs import Call, Ended
-from vit.cli import eval_main
+from small_runs import Call
 from vit.data.photos import find_photos
 
 SAME = ("--device", "cpu", "--precision", "float32")

@@ -35,22 +35,17 @@ REFERENCES = ("occlusion", "integrated_gradients", "rise")
 TARGET = torch.tensor([2, 0, 4])
 
 
-def patch_numbers() -> Tensor:
-    """The number of each pixel's patch, (1, 1, 8, 12)."""
-    numbers = torch.arange(6).view(GRID)
-    return numbers.repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None]
-
-
 def test_occlusion_is_feature_ablation_of_captum(model, images):
     found = occlusion(model, images, GRID, TARGET)
+    numbers = torch.arange(6).view(GRID).repeat_interleave(4, 0).repeat_interleave(4, 1)
     oracle = captum.attr.FeatureAblation(model)
-    expected = oracle.attribute(images, target=TARGET, feature_mask=patch_numbers())
+    expected = oracle.attribute(images, target=TARGET, feature_mask=numbers[None, None])
     torch.testing.assert_close(found, expected[:, 0, ::4, ::4], rtol=1e-4, atol=1e-5)
     assert found.abs().min() > 1e-4 and (found < 0).any()
 
 
-@pytest.mark.parametrize("steps", [2, 16])
-def test_integrated_gradients_are_those_of_captum(model, images, steps):
+def test_integrated_gradients_are_those_of_captum(model, images):
+    steps = 3
     found = integrated_gradients(model, images, TARGET, steps)
     expected = captum.attr.IntegratedGradients(model).attribute(
         images, target=TARGET, n_steps=steps, method="riemann_middle"
@@ -77,40 +72,25 @@ def banzhaf(model, images: Tensor) -> Tensor:
 def test_rise_approaches_banzhaf_values(model, images):
     expected = banzhaf(model, images)
     errors = []
-    for count in (10, 1000):
+    for count in (10, 500):
         found = rise(model, images, GRID, TARGET, count, torch.Generator().manual_seed(0))
         errors.append((found - expected).abs().mean().item())
-    assert errors[1] < 0.04 * expected.abs().max() and errors[1] < errors[0] / 4
+    assert errors[1] < 0.06 * expected.abs().max() and errors[1] < errors[0] / 3
 
 
-def test_occlusion_and_integrated_gradients_are_made_in_float32(model, images):
-    kinds = ["occlusion", "integrated_gradients"]
-    exact = attention_maps(model, images, kinds, TARGET)[1]
-    found = attention_maps(model, images, kinds, TARGET, torch.bfloat16)[1]
-    for kind in kinds:
-        torch.testing.assert_close(found[kind], exact[kind])
-
-
-def test_references_are_kinds_of_map(model, images, monkeypatch):
+def test_references_are_kinds_of_map_and_made_in_float32(model, images, monkeypatch):
     few = functools.partial(rise, num_masks=20)
     monkeypatch.setattr("vit.explain.references.rise", few)
-    logits, maps = attention_maps(model, images, [*REFERENCES, "rollout"], TARGET)
-    torch.testing.assert_close(logits, model(images).detach())
+    logits, maps = attention_maps(model, images, [*REFERENCES, "rollout"])
+    _, others = attention_maps(model, images, REFERENCES, logits.argmax(dim=1), torch.bfloat16)
+    target = logits.argmax(dim=1)
+    gradients = integrated_gradients(model, images, target).sum(dim=1)
     expected = {
-        "occlusion": occlusion(model, images, GRID, TARGET),
-        "integrated_gradients": to_patches(
-            integrated_gradients(model, images, TARGET).sum(dim=1), GRID
-        ),
+        "occlusion": occlusion(model, images, GRID, target),
+        "integrated_gradients": to_patches(gradients, GRID),
+        "rise": few(model, images, GRID, target),
     }
-    for kind in REFERENCES:
-        assert maps[kind].shape == (3, *GRID)
-        torch.testing.assert_close(maps[kind].abs().mean(dim=(1, 2)), torch.ones(3))
-        if kind in expected:
-            ratio = maps[kind] / expected[kind]
-            torch.testing.assert_close(ratio, ratio[:, :1, :1].expand_as(ratio))
-    predicted = attention_maps(model, images, list(REFERENCES))[1]
-    aimed = attention_maps(model, images, list(REFERENCES), logits.argmax(dim=1))[1]
-    for kind in REFERENCES:
-        assert torch.equal(predicted[kind], aimed[kind])
-    alone = attention_maps(model, images[:1], ["rise"], TARGET[:1])[1]["rise"]
-    torch.testing.assert_close(alone, maps["rise"][:1], rtol=1e-4, atol=1e-4)
+    for kind, found in expected.items():
+        scaled = found / found.abs().mean(dim=(1, 2), keepdim=True)
+        torch.testing.assert_close(maps[kind], scaled)
+        torch.testing.assert_close(others[kind], maps[kind], rtol=1e-4, atol=1e-4)

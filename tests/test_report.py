@@ -67,14 +67,14 @@ def test_gallery_shows_both_classes_and_leaves_out_maps_that_do_not_exist(mistak
     classifier, images = mistakes
     logits = classifier.logits(images.pixels())
     with_maps = draw_gallery(classifier, images, logits)
-    assert with_maps.shape == (38 + 176, 4 * (3 * 112 + 18) + BAR, 3)
+    assert with_maps.shape == (192, 3 * 360 + 12 + BAR, 3)
     swapped = draw_gallery(classifier, replace(images, labels=images.labels.flip(0)), logits)
     changed = np.argwhere((swapped != with_maps).any(-1))
-    assert changed[:, 1].min() < 112  # the caption of the first image and its last map
-    first = changed[changed[:, 1] < 3 * 112]
-    assert first[:, 1].max() > 2 * 112 and not ((first[:, 1] >= 112) & (first[:, 1] < 224)).any()
+    assert changed[:, 1].min() < 124  # the caption of the first image and its last map
+    first = changed[changed[:, 1] < 360]
+    assert first[:, 1].max() > 248 and not ((first[:, 1] >= 130) & (first[:, 1] < 248)).any()
     monkeypatch.setattr(Classifier, "has_maps", False)
-    assert draw_gallery(classifier, images, logits).shape == (38 + 176, 4 * (112 + 64 + 18), 3)
+    assert draw_gallery(classifier, images, logits).shape == (177, 3 * 124 + 12, 3)
 
 
 def test_a_folder_with_a_part_of_a_report_takes_the_next_one(

@@ -1,6 +1,7 @@
-"""Attention maps compared with the papers' formulas, literal numbers and symmetries."""
+"""Attention maps compared with the papers' formulas and with each other."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -8,12 +9,10 @@ import torch
 from torch import Tensor
 
 from models import PLAIN
-from vit.explain.lrp import token_relevance
 from vit.explain.maps import MAP_KINDS, attention_maps, readout_of
 from vit.explain.rollout import (
     attention_rollout,
     class_relevance,
-    fuse_heads,
     gradient_rollout,
     head_maps,
     raw_attention,
@@ -21,46 +20,18 @@ from vit.explain.rollout import (
 from vit.model.vit import VisionTransformer
 from vit.registry import ALL_KINDS
 
-CASES = [("mean", 0), ("mean", 1), ("mean", 5), ("class_token", 1), ("class_token", 5)]
-with_cases = pytest.mark.parametrize(("readout", "prefix"), CASES)
-
-
-def draw_weights(layers: int, batch: int, heads: int, tokens: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.softmax(
-        2 * torch.randn(layers, batch, heads, tokens, tokens, generator=generator), dim=-1
-    )
-
-
-def draw_gradients(weights: Tensor, seed: int = 1) -> Tensor:
-    return torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
-
-
-# Every way to make a map: attention rollout with its options, and its relatives.
 ROLLOUTS = {
     "rollout": {},
-    "rollout of the largest": {"head_fusion": "max"},
-    "rollout of the least": {"head_fusion": "min"},
-    "rollout without 0.3": {"discard_ratio": 0.3},
-    "rollout without 0.9": {"discard_ratio": 0.9},
-    "rollout of the largest without 0.3": {"head_fusion": "max", "discard_ratio": 0.3},
-    "rollout of the least without 0.9": {"head_fusion": "min", "discard_ratio": 0.9},
-    "rollout of later layers": {"start_layer": 1},
+    "largest": {"head_fusion": "max", "discard_ratio": 0.3},
+    "least": {"head_fusion": "min", "discard_ratio": 0.9},
+    "later layers": {"start_layer": 1},
 }
-VARIANTS = [*ROLLOUTS, "gradient_rollout", "relevance", "raw"]
-OF_WEIGHTS = ("rollout", "gradient_rollout", "relevance", "raw")
+OTHERS = {
+    "gradient_rollout": gradient_rollout,
+    "relevance": class_relevance,
+    "raw": lambda weights, gradients, **how: raw_attention(weights, **how),
+}
 BY_RULES = ("lrp", "lrp_rollout", "lrp_pixels")  # see test_lrp.py
-
-
-def make_maps(variant: str, weights, gradients, readout: str, prefix: int) -> Tensor:
-    how = {"readout": readout, "num_prefix_tokens": prefix}
-    if variant == "gradient_rollout":
-        return gradient_rollout(weights, gradients, **how)
-    if variant == "relevance":
-        return class_relevance(weights, gradients, **how)
-    if variant == "raw":
-        return raw_attention(weights, **how)
-    return attention_rollout(weights, **how, **ROLLOUTS[variant])
 
 
 # The papers' formulas for one image, in float64 and as products of whole matrices: weights and
@@ -68,11 +39,8 @@ def make_maps(variant: str, weights, gradients, readout: str, prefix: int) -> Te
 
 
 def paper_row_stochastic(matrix: np.ndarray) -> np.ndarray:
-    rows = []
-    for number, row in enumerate(matrix):
-        alone = np.eye(len(matrix))[number]
-        rows.append(row / row.sum() if row.sum() > 0 else alone)
-    return np.stack(rows)
+    total = matrix.sum(axis=1, keepdims=True)
+    return np.where(total > 0, matrix / np.where(total > 0, total, 1), np.eye(len(matrix)))
 
 
 def paper_fused(layer: np.ndarray, prefix: int, fusion: str, ratio: float) -> np.ndarray:
@@ -93,12 +61,6 @@ def paper_chain(matrices: list[np.ndarray]) -> np.ndarray:
     return result
 
 
-def paper_rollout(weights, prefix, head_fusion="mean", discard_ratio=0.0, start_layer=0):
-    return paper_chain(
-        [paper_fused(layer, prefix, head_fusion, discard_ratio) for layer in weights[start_layer:]]
-    )
-
-
 def paper_class_attention(weights: np.ndarray, gradients: np.ndarray) -> list[np.ndarray]:
     """Take E_h((∇A ⊙ A)⁺) of every layer (arXiv 2103.15679, eq. 5)."""
     return [
@@ -107,18 +69,12 @@ def paper_class_attention(weights: np.ndarray, gradients: np.ndarray) -> list[np
     ]
 
 
-def paper_gradient_rollout(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
-    layers = paper_class_attention(weights, gradients)
-    return paper_chain([paper_row_stochastic(layer) for layer in layers])
-
-
 def paper_relevance(weights: np.ndarray, gradients: np.ndarray) -> np.ndarray:
     """Add up R ← R + Ā R from the identity (arXiv 2103.15679, eq. 6), and take the identity off."""
-    identity = np.eye(weights.shape[-1])
-    relevance = identity
+    relevance = np.eye(weights.shape[-1])
     for layer in paper_class_attention(weights, gradients):
         relevance = relevance + layer @ relevance
-    return relevance - identity
+    return relevance - np.eye(weights.shape[-1])
 
 
 def read_out(matrix: np.ndarray, readout: str, prefix: int) -> np.ndarray:
@@ -129,55 +85,45 @@ def read_out(matrix: np.ndarray, readout: str, prefix: int) -> np.ndarray:
 def paper_map(variant: str, weights, gradients, readout: str, prefix: int) -> np.ndarray:
     weights, gradients = np.float64(weights), np.float64(gradients)
     if variant == "gradient_rollout":
-        matrix = paper_gradient_rollout(weights, gradients)
+        support = paper_class_attention(weights, gradients)
+        matrix = paper_chain([paper_row_stochastic(layer) for layer in support])
     elif variant == "relevance":
         matrix = paper_relevance(weights, gradients)
     elif variant == "raw":
         matrix = weights[-1].mean(0)
     else:
-        matrix = paper_rollout(weights, prefix, **ROLLOUTS[variant])
+        options = {"head_fusion": "mean", "discard_ratio": 0.0, "start_layer": 0}
+        fusion, ratio, start = (options | ROLLOUTS[variant]).values()
+        matrix = paper_chain(
+            [paper_fused(layer, prefix, fusion, ratio) for layer in weights[start:]]
+        )
     return read_out(matrix, readout, prefix)
 
 
-@with_cases
+@pytest.mark.parametrize(
+    ("readout", "prefix"), [("mean", 0), ("mean", 5), ("class_token", 1), ("class_token", 5)]
+)
 def test_maps_are_the_papers_formulas(readout, prefix):
-    weights = draw_weights(4, 3, 4, prefix + 9)
-    gradients = draw_gradients(weights)
-    for variant in VARIANTS:
-        maps = make_maps(variant, weights, gradients, readout, prefix)
+    torch.manual_seed(0)
+    weights = torch.randn(4, 3, 4, prefix + 9, prefix + 9).mul(2).softmax(dim=-1)
+    weights = weights.mul(16).round() / 16  # equal weights, and rows of zeros
+    gradients, how = torch.randn_like(weights), {"readout": readout, "num_prefix_tokens": prefix}
+    before = weights.clone()
+    for variant in (*ROLLOUTS, *OTHERS):
+        if variant in ROLLOUTS:
+            maps = attention_rollout(weights, **how, **ROLLOUTS[variant])
+        else:
+            maps = OTHERS[variant](weights, gradients, **how)
         assert maps.shape == (3, 9) and maps.dtype == torch.float32
         expected = [
             paper_map(variant, weights[:, b], gradients[:, b], readout, prefix) for b in range(3)
         ]
         np.testing.assert_allclose(maps, np.stack(expected), rtol=0, atol=1e-5, err_msg=variant)
-    assert torch.equal(weights, draw_weights(4, 3, 4, prefix + 9))  # they stay as they are
-    assert torch.equal(gradients, draw_gradients(weights))
-
-
-@with_cases
-def test_head_maps_are_the_rows_that_are_read(readout, prefix):
-    weights = draw_weights(3, 2, 4, prefix + 6)
-    maps = head_maps(weights, readout=readout, num_prefix_tokens=prefix)
-    assert maps.shape == (3, 2, 4, 6) and maps.dtype == torch.float32
-    for place in np.ndindex(3, 2, 4):
+    maps = head_maps(weights, **how)
+    for place in np.ndindex(4, 3, 4):
         expected = read_out(np.float64(weights[place]), readout, prefix)
         np.testing.assert_allclose(maps[place].numpy(), expected, rtol=0, atol=1e-6)
-
-
-def test_small_relevances_are_precise():
-    readout, prefix, scale = "mean", 1, 1e-9
-    weights = draw_weights(4, 2, 3, prefix + 9)
-    gradients = scale * draw_gradients(weights)
-    maps = make_maps("relevance", weights, gradients, readout, prefix)
-    for b in range(2):
-        # In float64 too the identity would cancel: R - I is accumulated on its own.
-        layers = paper_class_attention(np.float64(weights[:, b]), np.float64(gradients[:, b]))
-        relevance = np.zeros_like(layers[0])
-        for layer in layers:
-            relevance = relevance + layer @ (np.eye(len(layer)) + relevance)
-        expected = read_out(relevance, readout, prefix)
-        assert expected.max() < 30 * scale
-        np.testing.assert_allclose(maps[b].numpy(), expected, rtol=1e-5, atol=0)
+    assert torch.equal(weights, before)
 
 
 @pytest.mark.parametrize(
@@ -187,53 +133,24 @@ def test_small_relevances_are_precise():
         ({"discard_ratio": 1.0}, "discard_ratio: 1.0 is not at least 0 and less than 1"),
         ({"discard_ratio": float("nan")}, "discard_ratio: nan is not at least 0 and less than 1"),
         ({"start_layer": -1}, "start_layer: -1 is not a layer of this model; it must be 0 to 2"),
+        ({"readout": "max"}, "readout: 'max' is not class_token or mean"),
+        ({"num_prefix_tokens": 0}, "readout: class_token needs num_prefix_tokens of at least 1"),
     ],
 )
-def test_options_out_of_range_are_refused(wrong, message, monkeypatch):
+def test_options_out_of_range_are_refused(wrong, message):
+    given = {"readout": "class_token", "num_prefix_tokens": 1} | wrong
     with pytest.raises(ValueError, match=f"^{message}$"):
-        attention_rollout(draw_weights(3, 1, 1, 4), readout="mean", num_prefix_tokens=1, **wrong)
-    vit = draw_vit(MODELS["mean"])
-    monkeypatch.setattr(vit, "forward_intermediates", lambda images: pytest.fail("too late"))
-    for kinds in (["rollout"], ["raw"]):
-        with pytest.raises(ValueError, match=f"^{message}$"):
-            attention_maps(vit, draw_images(), kinds, **wrong)
-
-
-# Of the heads of a layer, one matrix.
-
-# In sixteenths: what is paid to one prefix token and two patches.
-SHARES = [[1, 12, 3], [8, 4, 4], [0, 12, 4]]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "prefix", "expected"),
-    [
-        (0.0, 1, [[1 / 16, 12 / 16, 3 / 16], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
-        # Three of six, but the second to the fourth are equal and stay together.
-        (0.5, 1, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
-        # Four of six: they go together. The prefix token keeps its weights, be they the least.
-        (0.7, 1, [[1 / 13, 12 / 13, 0], [1, 0, 0], [0, 1, 0]]),
-        (0.7, 2, [[1 / 13, 12 / 13, 0], [1 / 2, 1 / 4, 1 / 4], [0, 3 / 4, 1 / 4]]),
-        # Without prefix tokens, the second row loses everything and stays with itself.
-        (0.8, 0, [[0, 1, 0], [0, 1, 0], [0, 1, 0]]),
-    ],
-)
-def test_discarding_by_hand(ratio, prefix, expected):
-    fused = fuse_heads(torch.tensor(SHARES)[None, None] / 16, prefix, "mean", ratio)
-    assert fused.shape == (1, 3, 3)
-    torch.testing.assert_close(fused[0], torch.tensor(expected).float(), rtol=0, atol=1e-6)
+        attention_rollout(torch.ones(3, 1, 1, 4, 4), **given)
 
 
 # Of a model.
 
 MODELS = {
-    "class token": {},
     "class token and registers": {"reg_tokens": 4},
     "mean": {"class_token": False, "global_pool": "avg"},
     "mean beside class token": {"global_pool": "avg"},
-    "mean and registers": {"class_token": False, "reg_tokens": 4, "global_pool": "avg"},
 }
-with_models = pytest.mark.parametrize("variant", MODELS.values(), ids=MODELS)
+MIXED = MODELS["mean beside class token"]
 
 
 def draw_vit(variant: dict, std: float = 0.5) -> VisionTransformer:
@@ -245,151 +162,85 @@ def draw_vit(variant: dict, std: float = 0.5) -> VisionTransformer:
     return vit.eval()
 
 
-def draw_images() -> Tensor:
-    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+def draw_images(count: int = 3, size: tuple[int, int] = (16, 16)) -> Tensor:
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    "options", [{"start_layer": 1}, {"head_fusion": "max", "discard_ratio": 0.3}]
-)
-def test_rollout_of_a_model_takes_options(options):
-    vit, images = draw_vit(MODELS["class token and registers"]), draw_images()
-    _, found = attention_maps(vit, images, tuple(MAP_KINDS), **options)
+def test_rollout_of_a_model_takes_options():
+    vit, images, options = draw_vit(MIXED), draw_images(), ROLLOUTS["largest"] | {"start_layer": 1}
+    _, found = attention_maps(vit, images, ["rollout", "raw"], **options)
     _, weights = vit(images, need_weights=True)
-    layout = {"readout": readout_of(vit), "num_prefix_tokens": vit.num_prefix_tokens}
-    fractions = attention_rollout(weights.detach(), **layout, **options)
-    expected = fractions.reshape(3, 4, 4) * (16 + vit.num_prefix_tokens)
-    torch.testing.assert_close(found["rollout"], expected, rtol=0, atol=1e-5)
-    _, plain = attention_maps(vit, images, tuple(MAP_KINDS))
-    for kind in set(MAP_KINDS) - {"rollout"}:
-        assert torch.equal(found[kind], plain[kind])
-    assert (found["rollout"] - plain["rollout"]).abs().max() > 1e-3
-
-
-@with_models
-@pytest.mark.parametrize(
-    ("size", "extra"), [((16, 16), {}), ((12, 20), {"stem": "conv", "mlp_conv": True})]
-)
-def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(variant, size, extra):
-    vit = draw_vit(variant | extra)
-    rows, columns = size[0] // 4, size[1] // 4
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
-    target = torch.tensor([1, 3])
-    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
-    torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
-    prefix = vit.num_prefix_tokens
-    for kind in BY_RULES:
-        assert found.pop(kind).shape == (2, *(size if kind == "lrp_pixels" else (rows, columns)))
-    assert {maps.shape for maps in found.values()} == {(2, rows, columns)}
-    for kind, maps in ((kind, found[kind]) for kind in OF_WEIGHTS):
-        for number in range(2):
-            weights, gradients = differentiate_one(vit, images[number], target[number].item())
-            fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
-            count = rows * columns
-            whole = count / fractions.sum() if kind == "relevance" else count + prefix
-            expected = fractions.reshape(rows, columns) * whole
-            np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-3, atol=1e-3)
-
-
-# Of a model and a class.
+    fractions = attention_rollout(weights, readout="mean", num_prefix_tokens=1, **options)
+    torch.testing.assert_close(found["rollout"], fractions.detach().reshape(3, 4, 4) * 17)
 
 
 def differentiate_one(vit: VisionTransformer, image: Tensor, target: int):
     """Weights of one image, and the gradients of a logit by them: (L, H, N, N) float64 each."""
     vit = copy.deepcopy(vit).double()
     logits, weights, _ = vit.forward_intermediates(image[None].double())
-    gradients = [torch.autograd.grad(logits[0, target], w, retain_graph=True)[0] for w in weights]
-    return [torch.stack([layer[0].detach() for layer in each]) for each in (weights, gradients)]
+    gradients = torch.autograd.grad(logits[0, target], weights)
+    return [torch.cat(list(each)).detach() for each in (weights, gradients)]
 
 
-def test_all_kinds_of_map_of_a_batch_are_those_of_its_images():
-    variant = MODELS["mean beside class token"]
-    vit, images = draw_vit(variant), draw_images()
-    for target in (None, torch.tensor([2, 0, 4])):
-        logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
-        for number in range(3):
-            chosen = target if target is None else target[number : number + 1]
-            one, alone = attention_maps(vit, images[number : number + 1], tuple(MAP_KINDS), chosen)
-            torch.testing.assert_close(one[0], logits[number], rtol=0, atol=1e-5)
-            for kind, maps in found.items():
-                torch.testing.assert_close(alone[kind][0], maps[number], rtol=0, atol=1e-4)
+@pytest.mark.parametrize("variant", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("size", "extra"), [((16, 16), {}), ((12, 20), {"stem": "conv", "mlp_conv": True})]
+)
+def test_maps_of_a_model_are_the_papers_formulas_on_the_grid_of_the_image(variant, size, extra):
+    vit, images, target = draw_vit(variant | extra), draw_images(2, size), torch.tensor([1, 3])
+    rows, columns = size[0] // 4, size[1] // 4
+    logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target)
+    torch.testing.assert_close(logits, vit(images).detach(), rtol=1e-5, atol=1e-5)
+    prefix = vit.num_prefix_tokens
+    for kind in BY_RULES:
+        assert found.pop(kind).shape == (2, *(size if kind == "lrp_pixels" else (rows, columns)))
+    for (kind, maps), number in itertools.product(found.items(), range(2)):
+        weights, gradients = differentiate_one(vit, images[number], target[number].item())
+        fractions = paper_map(kind, weights, gradients, readout_of(vit), prefix)
+        count = rows * columns
+        whole = count / fractions.sum() if kind == "relevance" else count + prefix
+        expected = fractions.reshape(rows, columns) * whole
+        np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_predicted_class_is_explained_unless_another_is_chosen():
-    variant = MODELS["mean beside class token"]
-    vit, images = draw_vit(variant), draw_images()
+def test_maps_of_a_batch_are_those_of_its_images_for_the_predicted_class_or_another():
+    vit, images = draw_vit(MIXED), draw_images()
     logits, predicted = attention_maps(vit, images, tuple(MAP_KINDS))
     best = logits.argmax(1)
     for target, same in ((best, True), ((best + 1) % 5, False)):
         chosen = attention_maps(vit, images, tuple(MAP_KINDS), target)[1]
-        for kind in ("rollout", "raw"):
-            assert torch.equal(chosen[kind], predicted[kind])
-        for kind in [kind for kind in chosen if MAP_KINDS[kind].class_specific]:
-            difference = (chosen[kind] - predicted[kind]).abs().amax((1, 2))
-            assert (difference == 0).all() if same else (difference > 0.05).all()
+        for kind, maps in chosen.items():
+            difference = (maps - predicted[kind]).abs().amax((1, 2))
+            unchanged = same or not MAP_KINDS[kind].class_specific
+            assert (difference == 0).all() if unchanged else (difference > 0.05).all()
+        for number in range(3):
+            part = slice(number, number + 1)
+            one, alone = attention_maps(vit, images[part], tuple(MAP_KINDS), target[part])
+            torch.testing.assert_close(one, logits[part], rtol=0, atol=1e-5)
+            for kind, maps in chosen.items():
+                torch.testing.assert_close(alone[kind], maps[part], rtol=0, atol=1e-4)
 
 
-def test_all_kinds_explain_one_class_even_if_two_are_almost_as_probable(monkeypatch):
-    vit, images = draw_vit(MODELS["mean"]), draw_images()
-    aims = []
-
-    def record(reader, images, targets):
-        aims.extend(targets)
-        return token_relevance(reader, images, targets)
-
-    monkeypatch.setattr("vit.explain.maps.token_relevance", record)
-    logits, _ = attention_maps(vit, images, ["rollout", "lrp"])
-    torch.testing.assert_close(aims[0], logits.argmax(dim=1))
-    attention_maps(vit, images, ["lrp_pixels", "lrp"])
-    torch.testing.assert_close(aims[1], logits.argmax(dim=1))
-
-
-def test_only_the_kinds_asked_for_are_made():
-    vit, images = draw_vit(MODELS["mean"]), draw_images()
-    every = attention_maps(vit, images, tuple(MAP_KINDS))[1]
-    assert list(attention_maps(vit, images)[1]) == ["rollout"]
-    for kinds in (["raw", "relevance"], ["lrp", "raw"], ["gradient_rollout"], ["lrp_rollout"], []):
-        found = attention_maps(vit, images, kinds)[1]
-        assert list(found) == kinds
-        for kind in kinds:
-            torch.testing.assert_close(found[kind], every[kind], rtol=0, atol=1e-6)
-
-
-def test_unknown_kinds_are_refused():
-    message = f"^kinds: 'lime' is not one of {', '.join(ALL_KINDS)}$"
-    with pytest.raises(ValueError, match=message):
-        attention_maps(draw_vit(MODELS["mean"]), draw_images(), ["rollout", "lime"])
-
-
-@pytest.mark.parametrize("kind", MAP_KINDS)
-def test_maps_need_neither_free_parameters_nor_gradients_switched_on(kind):
-    vit, images = draw_vit(MODELS["class token"]), draw_images()
-    logits, found = attention_maps(vit, images, [kind])
-    vit.requires_grad_(False)
-    for switched_on in (True, False):
-        with torch.set_grad_enabled(switched_on):
-            other_logits, others = attention_maps(vit, images, [kind])
-            assert torch.is_grad_enabled() == switched_on
-        torch.testing.assert_close(other_logits, logits, rtol=0, atol=1e-6)
-        torch.testing.assert_close(others[kind], found[kind], rtol=0, atol=1e-5)
-
-
-def test_maps_leave_no_trace():
-    vit, images = draw_vit(MODELS["class token"]), draw_images()
+def test_a_kind_alone_is_the_same_and_leaves_the_model_as_it_was():
+    vit, images = draw_vit(MIXED), draw_images()
     before = copy.deepcopy(vit.state_dict())
-    logits, found = attention_maps(vit, images, tuple(MAP_KINDS))
-    for result in (logits, *found.values()):
-        assert not result.requires_grad
+    expected = attention_maps(vit, images, tuple(MAP_KINDS))[1]
+    for free, on, kind in itertools.product((True, False), (True, False), MAP_KINDS):
+        vit.requires_grad_(free)
+        with torch.set_grad_enabled(on):
+            logits, found = attention_maps(vit, images, [kind])
+            assert torch.is_grad_enabled() == on
+        assert list(found) == [kind] and not (logits.requires_grad or found[kind].requires_grad)
+        torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=1e-5)
+        assert all(p.grad is None and p.requires_grad == free for p in vit.parameters())
     assert not images.requires_grad and torch.equal(images, draw_images())
-    for parameter in vit.parameters():
-        assert parameter.grad is None and parameter.requires_grad
-    for name, value in vit.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert all(torch.equal(values, before[name]) for name, values in vit.state_dict().items())
+    with pytest.raises(ValueError, match=f"^kinds: 'lime' is not one of {', '.join(ALL_KINDS)}$"):
+        attention_maps(vit, images, ["rollout", "lime"])
 
 
 def test_maps_in_bfloat16_are_close_to_those_in_float32():
-    variant = MODELS["class token"]
-    vit, images, target = draw_vit(variant, std=0.2), draw_images(), torch.tensor([2, 0, 4])
+    vit, images, target = draw_vit({}, std=0.2), draw_images(), torch.tensor([2, 0, 4])
     exact_logits, exact = attention_maps(vit, images, tuple(MAP_KINDS), target)
     logits, found = attention_maps(vit, images, tuple(MAP_KINDS), target, torch.bfloat16)
     assert logits.dtype == torch.float32 and not torch.equal(logits, exact_logits)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from command_line import Call
 from vit.calibration import Calibration, set_scores
-from vit.cli import eval_main
 from vit.data.images import ImageSet
 from vit.model_file import load_model, save_model
 from vit.reporting.calibration import measure_sets, sets_table

@@ -22,89 +22,57 @@ from vit.registry import ALL_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/attention.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-WEIGHTS = [torch.tensor([[0.5, 0.5], [1, 0]]), torch.tensor([[0.0, 1], [0, 1]])]
-TOKENS = torch.tensor([[4.0, -2]])
 
 
-def failures(page: str) -> list[str]:
-    """Run the Python sessions of a page, one after the other; report results that differ."""
-    runner = doctest.DocTestRunner(verbose=False)
-    names: dict[str, Any] = {}
+@pytest.fixture(scope="module")
+def page() -> tuple[list[str], dict[str, Any]]:
+    """Results that differ from those of the page's Python sessions, and the names they define."""
+    runner, names = doctest.DocTestRunner(verbose=False), dict[str, Any]()
     messages: list[str] = []
-    for block in re.finditer(r"^```pycon\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
-        line = page[: block.start(1)].count("\n")
+    for block in re.finditer(r"^```pycon\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL):
+        line = TEXT[: block.start(1)].count("\n")
         session = doctest.DocTestParser().get_doctest(block[1], names, PAGE.name, str(PAGE), line)
         runner.run(session, out=messages.append, clear_globs=False)
         names = session.globs
     assert runner.tries >= 40
-    return messages
+    return messages, names
 
 
-def test_python_of_the_page_gives_the_results_that_it_shows() -> None:
-    found = failures(TEXT)
-    assert not found, "".join(found)
+def test_python_of_the_page_gives_the_results_that_it_shows(page) -> None:
+    assert not page[0], "".join(page[0])
 
 
-def test_a_wrong_number_on_the_page_is_reported() -> None:
-    wrong = TEXT.replace("\n[[0.5625, 0.4375]]\n", "\n[[0.5625, 0.4374]]\n")
-    assert "Got:\n    [[0.5625, 0.4375]]" in "".join(failures(wrong))
-
-
-def classify(tokens: Tensor, layers: list[Tensor] = WEIGHTS) -> Tensor:
-    for layer in layers:
-        tokens = tokens + tokens @ layer.view(2, 2).T
-    logit = tokens.mean(dim=1)
-    return torch.stack([logit, -logit], dim=1)
-
-
-def maps_of_the_model(target: Tensor) -> dict[str, Tensor]:
+def maps_of_the_model(page: dict[str, Any], target: Tensor) -> dict[str, Tensor]:
     """Every map of the model of two tokens, in the units of the page."""
-    layers = [layer[None, None].clone().requires_grad_() for layer in WEIGHTS]
-    gradients = attention_gradients(classify(TOKENS, layers), layers, target)
-    layout: Any = {"readout": "mean", "num_prefix_tokens": 0}
-    rollout = attention_rollout(layers, **layout)
-    _, early = propagate(classify, TOKENS, target)
-    middle = TOKENS + TOKENS @ WEIGHTS[0].T
-    _, late = propagate(lambda x: classify(x, WEIGHTS[1:]), middle, target)
+    weights, tokens, classify, mean = (page[n] for n in ("weights", "tokens", "classify", "mean"))
+    gradients = attention_gradients(classify(tokens), weights, target)
+    rollout = attention_rollout(weights, **mean)
+    _, early = propagate(classify, tokens, target)
+    _, late = propagate(lambda x: classify(x, weights[1:]), page["middle"].detach(), target)
     product = smooth(((early + late) / 2).relu()[:, None])[:, 0] * rollout
-
-    image = TOKENS[:, None, None]  # (1, 1, 1, 2): a pixel for each patch
-
-    def classify_image(images: Tensor) -> Tensor:
-        return classify(images.flatten(1))
-
-    random = torch.Generator().manual_seed(0)
+    called = page["classify_image"], page["image"]
     return {
-        "raw": raw_attention(layers, **layout),
+        "raw": raw_attention(weights, **mean),
         "rollout": rollout,
-        "gradient_rollout": gradient_rollout(layers, gradients, **layout),
-        "relevance": class_relevance(layers, gradients, **layout),
+        "gradient_rollout": gradient_rollout(weights, gradients, **mean),
+        "relevance": class_relevance(weights, gradients, **mean),
         "lrp": early,
         "lrp_rollout": product / product.mean(),
-        "occlusion": occlusion(classify_image, image, (1, 2), target),
-        "integrated_gradients": integrated_gradients(classify_image, image, target),
-        "rise": rise(classify_image, image, (1, 2), target, 2000, random),
+        "occlusion": occlusion(*called, (1, 2), target),
+        "integrated_gradients": integrated_gradients(*called, target).view(2, 3).sum(dim=1),
+        "rise": rise(*called, (1, 2), target, 4, torch.Generator().manual_seed(8)),
     }
 
 
-def stated_table() -> dict[str, list[float]]:
-    """The numbers of the table under "Side by side", by kind: bird (2), then plane (2)."""
+def test_the_table_has_every_map_of_both_classes(page) -> None:
     section = TEXT.split("### Side by side")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", section, flags=re.MULTILINE)
-    return {
-        kind: [float(cell.strip().replace("−", "-")) for cell in cells.split("|")]
-        for kind, cells in rows
-    }
-
-
-def test_the_table_has_every_map_of_both_classes() -> None:
-    stated = stated_table()
-    bird, plane = (maps_of_the_model(torch.tensor([target])) for target in (0, 1))
-    assert stated.keys() == bird.keys()
-    for kind, numbers in stated.items():
+    bird, plane = (maps_of_the_model(page[1], torch.tensor([target])) for target in (0, 1))
+    assert [kind for kind, _ in rows] == list(bird)
+    for kind, cells in rows:
+        stated = [float(cell.strip().replace("−", "-")) for cell in cells.split("|")]
         found = torch.cat([bird[kind].flatten(), plane[kind].flatten()]).tolist()
-        within = 0.05 if kind == "rise" else 0.005  # RISE is an estimate
-        assert numbers == pytest.approx(found, abs=within), kind
+        assert stated == pytest.approx(found, abs=0.005), kind
 
 
 def test_the_page_explains_every_kind_of_map() -> None:

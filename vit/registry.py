@@ -98,14 +98,13 @@ class MapKind:
 
     What its function takes depends on what it needs (L layers, B batch, H heads, N tokens):
 
-        weights       weights, L tensors (B, H, N, N)
-        gradients     weights; their gradients of the logit of the explained class
-        relevance     layer-wise relevance of the patches that enter each layer,
-                      (L, B, rows, columns); weights
-        pixels        layer-wise relevance of the input, (B, channels, height, width)
-        passes        a function that turns images into logits, to be called any number of times;
-                      images, grid (rows, columns) and explained classes (B,)
-        exact passes  the same, in float32 whatever the precision
+        weights    weights, L tensors (B, H, N, N)
+        gradients  weights; their gradients of the logit of the explained class
+        relevance  layer-wise relevance of the patches that enter each layer,
+                   (L, B, rows, columns); weights
+        pixels     layer-wise relevance of the input, (B, channels, height, width)
+        passes     the model, to be called any number of times, in float32 whatever the
+                   precision; images, grid (rows, columns) and explained classes (B,)
 
     The first three also take `readout` and `num_prefix_tokens`, see
     `vit.explain.rollout.attention_rollout`. Kinds with the same needs share their passes. A map
@@ -127,7 +126,7 @@ class MapKind:
 
     title: str
     function: str
-    needs: Literal["weights", "gradients", "relevance", "pixels", "passes", "exact passes"]
+    needs: Literal["weights", "gradients", "relevance", "pixels", "passes"]
     unit: Literal["uniform", "mean", "size"]
     signed: bool = False
     default: bool = True
@@ -165,11 +164,11 @@ ALL_KINDS = {
         signed=True, photos=True,
     ),
     "occlusion": MapKind(
-        "occlusion", "references:occlusion", "exact passes", "size", signed=True, default=False
+        "occlusion", "references:occlusion", "passes", "size", signed=True, default=False
     ),
     "integrated_gradients": MapKind(
-        "integrated gradients", "references:integrated_gradients_of_patches", "exact passes",
-        "size", signed=True, default=False,
+        "integrated gradients", "references:integrated_gradients_of_patches", "passes", "size",
+        signed=True, default=False,
     ),
     "rise": MapKind(
         "RISE", "references:rise", "passes", "size", signed=True, default=False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from vit.classifier import Classifier
@@ -23,26 +24,16 @@ HEAD = ("head", "norm.", "fc_norm.", "attn_pool.")  # prefixes of the names of i
 
 
 def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
-    """Compute Spearman's rank correlation between two maps of each image.
-
-    Args:
-        maps: (B, rows, columns); equal values get the mean of their ranks.
-        others: (B, rows, columns).
+    """Compute Spearman's rank correlation between two maps (B, rows, columns) of each image.
 
     Returns:
         (B,) float64, -1 to 1; 0 if all values of a map are equal.
     """
-    one, other = (_centred_ranks(values.flatten(1)) for values in (maps, others))
-    return F.cosine_similarity(one, other, dim=1, eps=1e-30)
-
-
-def _centred_ranks(values: Tensor) -> Tensor:
-    """Return the ranks of values (B, N) in each row, less their mean."""
-    values = values.contiguous()
-    ordered = values.sort(dim=1).values
-    below, up_to = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
-    ranks = (below + up_to).double() / 2
-    return ranks - ranks.mean(dim=1, keepdim=True)
+    one, other = (
+        torch.from_numpy(rankdata(values.flatten(1).cpu(), axis=1)) for values in (maps, others)
+    )
+    centre = (1 + one.shape[1]) / 2
+    return F.cosine_similarity(one - centre, other - centre, dim=1, eps=1e-30)
 
 
 def accuracy(classifier: Classifier, images: ImageSet, labels: Tensor) -> float:
@@ -52,17 +43,11 @@ def accuracy(classifier: Classifier, images: ImageSet, labels: Tensor) -> float:
 
 
 def stages(model: nn.Module) -> dict[str, list[str]]:
-    """Group the names of a model's weights, from the output to the input.
-
-    Args:
-        model: Ours, or one of timm's with attention that can be read.
+    """Group the names of the weights of a model, ours or timm's, from the output to the input.
 
     Returns:
         Names in the state dict by stage: "head" (with the last norm), "block L-1" to "block 0" and
         "stem" (with position embeddings and prefix tokens).
-
-    Raises:
-        ValueError: The model's attention cannot be read.
     """
     depth = len(require_attention(model).blocks)
     prefixes = {"head": HEAD} | {f"block {n}": (f"blocks.{n}.",) for n in reversed(range(depth))}
@@ -76,19 +61,11 @@ def stages(model: nn.Module) -> dict[str, list[str]]:
 
 
 def cascade(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """Replace the weights of a model stage by stage, from the output to the input.
-
-    Args:
-        model: In evaluation mode; it does not change.
-        weights: The weights to replace them with, as a state dict: those of an untrained model of
-            the same architecture, or `shuffled_weights`.
+    """Replace the weights of a model by others stage by stage, from the output to the input.
 
     Yields:
         Each stage, see `stages`, and a copy of the model in which the weights of this and all
         earlier stages are replaced.
-
-    Raises:
-        ValueError: The model's attention cannot be read.
     """
     state = model.state_dict()
     for stage, names in stages(model).items():
@@ -112,14 +89,9 @@ def shuffled_weights(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def for_shifted_inputs(model: nn.Module, shift: float) -> nn.Module:
-    """Return a copy of a model that gives the same logits for inputs that are shifted.
+    """Return a copy of a model that gives the same logits for inputs to which a shift is added.
 
-    Args:
-        model: With a linear patch embedding that has a bias.
-        shift: What is added to every value of the normalized images.
-
-    Returns:
-        A copy that subtracts, in the bias, what the shift adds to the tokens.
+    It subtracts, in the bias of the patch embedding, what the shift adds to the tokens.
 
     Raises:
         ValueError: The patch embedding is not linear or has no bias.

@@ -39,6 +39,7 @@ from benchmarks.maps.randomization import (
 )
 from benchmarks.tables import markdown, plus_minus
 from vit.classifier import Classifier, build_model
+from vit.cli import user_errors
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
@@ -70,25 +71,20 @@ class Question:
     """What the maps are to explain.
 
     Attributes:
-        images: B test images, in memory.
+        inputs: B normalized test images (B, channels, H, W).
         target: (B,) int64, the class of each that all models are asked about.
         kinds: Kinds of map.
     """
 
-    images: ImageSet
+    inputs: Tensor
     target: Tensor
     kinds: Sequence[str]
 
-    def ask(self, model: nn.Module, inputs: Tensor) -> Maps:
-        """Return a model's maps; those of signed kinds also without their signs.
-
-        Args:
-            model: In evaluation mode.
-            inputs: (B, channels, H, W), the images as the model takes them.
-        """
+    def ask(self, model: nn.Module, shift: float = 0.0) -> Maps:
+        """Return a model's maps of the shifted inputs; of signed kinds also without their signs."""
         parts = [
-            attention_maps(model, part, self.kinds, aim)[1]
-            for part, aim in zip(inputs.split(BATCH), self.target.split(BATCH), strict=True)
+            attention_maps(model, part + shift, self.kinds, aim)[1]
+            for part, aim in zip(self.inputs.split(BATCH), self.target.split(BATCH), strict=True)
         ]
         maps: Maps = {}
         for kind in self.kinds:
@@ -97,10 +93,6 @@ class Question:
             if title in SIGNED:
                 maps[f"{title}, absolute"] = found.abs()
         return maps
-
-    def ask_trained(self, classifier: Classifier) -> Maps:
-        """Return the maps of a trained model."""
-        return self.ask(classifier.model, classifier.normalize(self.images.pixels()))
 
 
 def correlations(maps: Maps, others: Maps) -> Rows:
@@ -143,12 +135,11 @@ def random_weights(
         with the maps of another image.
     """
     model, found = saved.classifier.model, []
-    inputs = saved.classifier.normalize(question.images.pixels())
     for seed in range(draws):
         weights = shuffled_weights(model, seed) if shuffle else untrained_weights(saved, seed)
         columns: Columns = {}
         for stage, changed in cascade(model, weights):
-            others = question.ask(changed, inputs)
+            others = question.ask(changed)
             columns[stage] = correlations(maps, others)
         columns["stem, other image"] = correlations(maps, of_next_image(others))
         found.append(columns)
@@ -159,17 +150,6 @@ def random_weights(
         }
         for stage in found[0]
     }
-
-
-def load_few(saved: SavedModel, root: str | None, count: int) -> ImageSet:
-    """Load some of the training images of a run.
-
-    Raises:
-        ValueError: The images cannot be read, or a class has none among so few.
-    """
-    data, classifier = saved.config.data, saved.classifier
-    data = dataclasses.replace(data, root=root or data.root, train_size=count)
-    return load_training(data, saved.config.train.seed, classifier.preprocess)[0].in_memory()
 
 
 def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
@@ -191,37 +171,39 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
 
 
 def random_labels(
-    saved: SavedModel, question: Question, maps: Maps, training: ImageSet, epochs: int
+    saved: SavedModel, question: Question, maps: Maps, test: ImageSet, few: int, epochs: int
 ) -> Columns:
-    """Correlate maps with those of models that have memorised true and random labels."""
+    """Correlate maps with those of models that have memorised a few true and random labels."""
+    data, preprocess = saved.config.data, saved.classifier.preprocess
+    data = dataclasses.replace(data, train_size=few)
+    training = load_training(data, saved.config.train.seed, preprocess)[0].in_memory()
     order = torch.randperm(len(training), generator=generator(0, "random labels"))
     columns: Columns = {}
     for name, labels in (("true", training.labels), ("random", training.labels[order])):
-        few = dataclasses.replace(training, labels=labels)
-        trained = memorise(saved, few, epochs)
+        images = dataclasses.replace(training, labels=labels)
+        trained = memorise(saved, images, epochs)
         print(
-            f"{name} labels: {accuracy(trained, few, few.labels):.1%} training accuracy, "
-            f"{accuracy(trained, question.images, question.images.labels):.1%} test accuracy",
+            f"{name} labels: {accuracy(trained, images, labels):.1%} training accuracy, "
+            f"{accuracy(trained, test, test.labels):.1%} test accuracy",
             flush=True,
         )
-        others = question.ask_trained(trained)
+        others = question.ask(trained.model)
         columns[f"{name} labels"] = correlations(maps, others)
     columns["random labels, other image"] = correlations(maps, of_next_image(others))
     return columns
 
 
-def shifted_inputs(classifier: Classifier, question: Question, maps: Maps) -> Columns:
+def shifted_inputs(model: nn.Module, question: Question, maps: Maps) -> Columns:
     """Compare maps with those of brighter images by the model for them.
 
     Returns:
         Correlations, and differences in units of the largest absolute value of each map.
     """
-    changed = for_shifted_inputs(classifier.model, SHIFT)
-    inputs = classifier.normalize(question.images.pixels())
+    changed, inputs = for_shifted_inputs(model, SHIFT), question.inputs
     with torch.no_grad():
-        difference = (changed(inputs + SHIFT) - classifier.model(inputs)).abs().max()
+        difference = (changed(inputs + SHIFT) - model(inputs)).abs().max()
     print(f"logits differ by at most {difference:.1g}", flush=True)
-    others = question.ask(changed, inputs + SHIFT)
+    others = question.ask(changed, SHIFT)
     return {
         "rank correlation": {
             name: rank_correlation(found, others[name]) for name, found in maps.items()
@@ -263,40 +245,34 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=500, help="images to memorise")
     parser.add_argument("--epochs", type=int, default=60, help="epochs to memorise them")
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=list(MAP_KINDS))
-    parser.add_argument("--data", help="folder of the data set; default: that of the run")
-    arguments = parser.parse_args()
-    try:
-        saved = load_model(arguments.run)
-        training = load_few(saved, arguments.data, arguments.few)
-        test = load_test(saved, arguments.data)
-        another = load_model(arguments.other).classifier if arguments.other else None
-    except ValueError as error:
-        parser.error(str(error))
-    classifier = saved.classifier
-    images = test.select(balanced_subset(test.labels, arguments.images, 0, "sanity")).in_memory()
-    target = classifier.logits(images.pixels()).argmax(dim=1)
-    question = Question(images, target, arguments.kinds)
-    maps = question.ask_trained(classifier)
+    given = parser.parse_args()
+    saved = load_model(given.run)
+    another = load_model(given.other).classifier.model if given.other else None
+    test, classifier = load_test(saved), saved.classifier
+    test = test.select(balanced_subset(test.labels, given.images, 0, "sanity")).in_memory()
+    target = classifier.logits(test.pixels()).argmax(dim=1)
+    question = Question(classifier.normalize(test.pixels()), target, given.kinds)
+    maps = question.ask(classifier.model)
     other = {TRAINED_CHANCE: correlations(maps, of_next_image(maps))}
-    print(f"{saved.describe()}, {len(images)} test images, maps in float32")
+    print(f"{saved.describe()}, {len(test)} test images, maps in float32")
 
     for how, shuffle in (("those of an untrained model", False), ("its own, shuffled", True)):
-        columns = random_weights(saved, question, maps, shuffle, arguments.draws)
-        columns |= other
-        show(f"weights replaced by {how}, {arguments.draws} draws", columns)
+        columns = random_weights(saved, question, maps, shuffle, given.draws) | other
+        show(f"weights replaced by {how}, {given.draws} draws", columns)
         print(f"fail without the trained head: {related(columns, 'head', TRAINED_CHANCE)}")
         print(f"fail without any trained weights: {related(columns, 'stem', 'stem, other image')}")
-    columns = random_labels(saved, question, maps, training, arguments.epochs)
+    columns = random_labels(saved, question, maps, test, given.few, given.epochs)
     if another:
-        columns = {"another seed": correlations(maps, question.ask_trained(another))} | columns
-    show(f"models trained on {arguments.few} images", columns | other)
+        columns = {"another seed": correlations(maps, question.ask(another))} | columns
+    show(f"models trained on {given.few} images", columns | other)
     failing = related(columns, "random labels", "random labels, other image")
     print(f"fail with random labels: {failing}")
     try:
-        show("shifted inputs", shifted_inputs(classifier, question, maps))
+        show("shifted inputs", shifted_inputs(classifier.model, question, maps))
     except ValueError as error:
         print(f"no shifted inputs: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        main()

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -34,9 +33,9 @@ from vit.classifier import Classifier
 from vit.cli import parse_train
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS, draw_shapes
-from vit.explain.canvas import GAP, Text, framed, overlay, paper, paste, shorten
+from vit.explain.canvas import Panel, overlay, table
 from vit.explain.colours import as_pixels, bar_of
-from vit.explain.faithfulness import mean_interval, pointing_game
+from vit.explain.faithfulness import mean_interval, pointing_game, to_patches
 from vit.explain.maps import MAP_KINDS
 from vit.registry import ALL_KINDS
 from vit.run.folder import MODEL_FILE
@@ -65,14 +64,9 @@ Interval = tuple[float, float]  # mean and half the width of its 95% interval
 
 
 def add_marks(images: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:
-    """Paint a square into a corner of each image.
+    """Paint a square into a corner of images (N, 3, H, W) uint8, and return its masks (N, H, W).
 
-    Args:
-        images: (N, 3, H, W) uint8.
-        corners: (N,) int64: 0 top left, 1 top right, 2 bottom left, 3 bottom right.
-
-    Returns:
-        The painted images, and masks (N, H, W) bool that are True on the squares.
+    Corners (N,) are 0 top left, 1 top right, 2 bottom left, 3 bottom right.
     """
     rows, columns = (torch.arange(n) for n in images.shape[2:])
     bottom, right = (corners >= 2)[:, None], (corners % 2 == 1)[:, None]
@@ -134,7 +128,7 @@ def targets(classifier: Classifier, images: ImageSet) -> Tensor:
     return torch.tensor([classifier.class_index(CLASSES[label]) for label in images.labels])
 
 
-def predictions(classifier: Classifier, pairs: Pairs) -> dict[str, tuple[float, float, float]]:
+def predictions(classifier: Classifier, pairs: Pairs) -> dict[str, tuple[float, ...]]:
     """Compare predictions with and without the mark.
 
     Returns:
@@ -154,11 +148,8 @@ def predictions(classifier: Classifier, pairs: Pairs) -> dict[str, tuple[float, 
     for name, images in shown.items():
         probabilities = classifier.logits(images).softmax(dim=1).cpu()
         best = probabilities.argmax(dim=1)
-        found[name] = (
-            (best == mark).float().mean().item(),
-            (best == objects).float().mean().item(),
-            probabilities[:, mark].mean().item(),
-        )
+        each = best == mark, best == objects, probabilities[:, mark]
+        found[name] = tuple(values.float().mean().item() for values in each)
     return found
 
 
@@ -180,8 +171,7 @@ def measure(classifier: Classifier, pairs: Pairs, kind: str) -> dict[str, Interv
         return classifier.maps(images.pixels(), [kind], aims[aim], batch_size=100)[1][kind].cpu()
 
     found = {aim: maps(marked, aim) for aim in aims}
-    rows, columns = found["marked"].shape[1:]
-    cover = F.adaptive_avg_pool2d(marked.masks.float()[:, None], (rows, columns))[:, 0]
+    cover = to_patches(marked.masks.float(), (found["marked"].shape[1], found["marked"].shape[2]))
     positive = found["marked"].relu()
     values = {
         "points": pointing_game(found["marked"], marked.masks),
@@ -194,10 +184,7 @@ def measure(classifier: Classifier, pairs: Pairs, kind: str) -> dict[str, Interv
 
 
 def measure_control(classifier: Classifier, pairs: Pairs, kind: str) -> Interval:
-    """Return how often maps of a model that does not know the mark point at it.
-
-    The maps explain the class of the object.
-    """
+    """Return how often maps of the object's class, by a model without marks, point at the mark."""
     plain, marked = pairs
     assert marked.masks is not None
     aim = targets(classifier, plain)
@@ -223,30 +210,21 @@ def draw_figure(classifier: Classifier, pairs: Pairs, chosen: Sequence[int]) -> 
     logits, maps = classifier.maps(marked.pixels(), ["rollout", "relevance", "lrp_pixels"], mark)
     against = classifier.maps(marked.pixels(), ["lrp_pixels"], objects)[1]["lrp_pixels"]
     before = classifier.logits(plain.pixels()).argmax(dim=1)
-    panel, head, zoom = 130, 50, 2  # 802 pixels wide, drawn twice as large
-    pitch = panel + GAP
-    canvas = paper(zoom * len(chosen) * (panel + head), zoom * (5 * pitch + GAP))
-    texts: list[Text] = []
+    rows, names = [], classifier.classes
     for row, pixels in enumerate(map(as_pixels, marked.pixels())):
-        top, names = row * (panel + head) + head - GAP, classifier.classes
-        shown = [
-            ("attention rollout", "(class-agnostic)", maps["rollout"][row], bar_of("rollout")),
-            ("class relevance", MARKED, maps["relevance"][row], bar_of("relevance")),
-            ("relevance of pixels", MARKED, maps["lrp_pixels"][row], bar_of("lrp_pixels")),
-            ("relevance of pixels", names[int(objects[row])], against[row], bar_of("lrp_pixels")),
-        ]
-        paste(canvas, pixels, zoom * top, zoom * GAP, zoom * panel)
         words = f"predicted: {names[int(logits[row].argmax())]}"
         words += f"\nwithout mark: {names[int(before[row])]}"
-        texts.append((GAP, top - 4, "left", shorten(words, panel + GAP)))
-        for column, (kind, name, heat, bar) in enumerate(shown, start=1):
-            left = GAP + column * pitch
-            paste(canvas, overlay(pixels, heat.cpu(), bar), zoom * top, zoom * left, zoom * panel)
-            title = shorten(kind, panel) + "\n" + (name if name[0] == "(" else f"for {name}")
-            texts.append((left + panel / 2, top - 4, "center", title))
+        against_title = f"relevance of pixels\nfor {names[int(objects[row])]}"
+        shown = [
+            ("rollout", "attention rollout\n(class-agnostic)", maps["rollout"][row]),
+            ("relevance", f"class relevance\nfor {MARKED}", maps["relevance"][row]),
+            ("lrp_pixels", f"relevance of pixels\nfor {MARKED}", maps["lrp_pixels"][row]),
+            ("lrp_pixels", against_title, against[row]),
+        ]
+        drawn = [Panel(overlay(pixels, heat, bar_of(kind)), title) for kind, title, heat in shown]
+        rows.append([Panel(pixels, words), *drawn])
     bars = [bar_of("rollout"), bar_of("lrp_pixels")]
-    length = 2 * panel
-    return Image.fromarray(framed(canvas, texts, bars, length=length, top=head, zoom=zoom))
+    return Image.fromarray(table(rows, (140, 140), bars=bars, zoom=2))
 
 
 def main() -> None:

@@ -1,37 +1,24 @@
-"""Charts of the report: confusion matrix, reliability diagram and corrupted images.
+"""Charts of the report, (height, width, 3) uint8, drawn with matplotlib.
 
-They are drawn with matplotlib, which is imported when it is needed, because that takes half a
-second. Pictures are (height, width, 3) uint8 arrays.
+It is imported when it is needed, because that takes half a second.
 """
 
-import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vit.data.augment import shrink
-from vit.explain.canvas import DPI, font_file, shorten
-from vit.explain.colours import as_pixels
-from vit.explain.figures import BLANK, sheet
+from vit.explain.canvas import DPI, font_file, pixels_of, shorten
 from vit.registry import CORRUPTIONS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, and with names
 NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
 
 
 def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -> np.ndarray:
-    """Draw a confusion matrix, normalized over the true classes.
-
-    Args:
-        confusion: C x C counts, rows are true classes and columns predicted ones.
-        classes: The C class names.
-    """
+    """Draw C x C counts, normalized over the true classes, which are the rows."""
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
@@ -50,8 +37,7 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
     if len(classes) <= NAMED:
         names = [shorten(name, NAME_WIDTH) for name in classes]
         font = FontProperties(fname=font_file("".join(names)), size=10 if few else 7)
-        turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if few else {"rotation": 90}
-        axis.set_xticks(range(len(names)), names, fontproperties=font, **turned)
+        axis.set_xticks(range(len(names)), names, fontproperties=font, rotation=90)
         axis.set_yticks(range(len(names)), names, fontproperties=font)
     if few:
         for (row, column), fraction in np.ndenumerate(fractions.numpy()):
@@ -59,14 +45,13 @@ def confusion_picture(confusion: Sequence[Sequence[int]], classes: Sequence[str]
                 colour = "white" if fraction > 0.5 else "black"
                 text = f"{fraction:.0%}".rstrip("%")
                 axis.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
-    return _pixels_of(figure)
+    return pixels_of(figure)
 
 
 def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
-    """Draw reliability diagrams side by side: accuracy over confidence, with the images per bin.
+    """Draw reliability diagrams, the `reliability` and `ece` of `vit.evaluation.report` by title.
 
-    Args:
-        results: By title, dictionaries with `reliability` and `ece` of `vit.evaluation.report`.
+    They show accuracy over confidence, and the images per bin.
     """
     from matplotlib.figure import Figure
 
@@ -89,15 +74,11 @@ def reliability_picture(results: dict[str, dict[str, Any]]) -> np.ndarray:
         upper.legend(fontsize=8, frameon=False)
         lower.bar(confidence, [b["n"] for b in bins], width=0.04, color="C0")
         lower.set(xlabel="confidence", ylabel="images")
-    return _pixels_of(figure)
+    return pixels_of(figure)
 
 
-def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.ndarray:
-    """Draw histograms of scores side by side.
-
-    Args:
-        scores: By name, the scores of test images (N,) and of unfamiliar images (M,).
-    """
+def scores_picture(scores: dict[str, tuple[Tensor, Tensor]]) -> np.ndarray:
+    """Draw histograms of scores by name: of test images (N,) and of unfamiliar images (M,)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(scores), 2.8), dpi=DPI, layout="constrained")
@@ -114,15 +95,13 @@ def scores_picture(scores: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> np.n
     figure.supylabel("fraction of images", fontsize=10)
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
-    return _pixels_of(figure)
+    return pixels_of(figure)
 
 
 def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
-    """Draw accuracy over severity, a panel for each group of corruptions, with 95% intervals.
+    """Draw accuracy over severity, 0 for clean images, with 95% intervals: a panel for each group.
 
-    Args:
-        summary: Result of `vit.reporting.corruptions.summarize`.
-        clean: Accuracy on clean images, 0 to 1; drawn at severity 0.
+    The summary is that of `vit.reporting.corruptions.summarize`.
     """
     from matplotlib.figure import Figure
 
@@ -143,36 +122,4 @@ def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
             fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2)
         )
     axes[0].set_ylabel("accuracy")
-    return _pixels_of(figure)
-
-
-def corruption_picture(image: Tensor, corrupted: dict[str, list[Tensor]]) -> np.ndarray:
-    """Draw an image with each corruption: kinds as columns, severities as rows.
-
-    Args:
-        image: The image, (channels, H, W) uint8.
-        corrupted: For each kind the image at the five severities.
-    """
-    side = min(112, max(64, *image.shape[1:]))
-    scale = min(1, side / max(image.shape))
-    size = tuple(max(1, round(scale * n)) for n in image.shape[1:])
-
-    def shrunk(each: Tensor) -> np.ndarray:
-        return as_pixels(shrink(each[None].float(), size)[0].round().to(torch.uint8))
-
-    cells = [[shrunk(each) for each in row] for row in zip(*corrupted.values(), strict=True)]
-    cells = [[first, *row] for first, row in zip([shrunk(image)] + 4 * [BLANK], cells, strict=True)]
-    head = [kind.replace("_", "\n") for kind in ("clean", *corrupted)]
-    rows = [f"severity {number}" for number in range(1, 6)]
-    return sheet("", cells, head, rows, side=side, margin=72, bars=[])
-
-
-def _pixels_of(figure: "Figure") -> np.ndarray:
-    """Render a matplotlib figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # see `font_file`
-        canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels_of(figure)

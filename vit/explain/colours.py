@@ -53,14 +53,7 @@ def as_pixels(image: "Tensor") -> np.ndarray:
 
 
 def as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """Show any number of channels in colour: up to two as their mean, else the first three.
-
-    Args:
-        pixels: (..., channels) uint8.
-
-    Returns:
-        (..., 3) uint8.
-    """
+    """Show uint8 channels in colour, (..., 3): up to two as their mean, else the first three."""
     if pixels.shape[-1] < 3:
         mean = pixels.mean(axis=-1, keepdims=True).round().astype(np.uint8)
         return np.repeat(mean, 3, axis=-1)

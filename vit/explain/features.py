@@ -18,16 +18,13 @@ SPREAD = 2.5  # standard deviations at the ends of the scale of colours, as in f
 
 
 def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> Tensor:
-    """Find the principal components of patch tokens in each layer.
+    """Find the principal components of patch tokens in batches of L tensors (B, P, D).
 
     The largest entry of an axis is positive, as in scikit-learn's PCA.
 
-    Args:
-        batches: L tensors (B, P, D) each.
-        numbers: K at most; it is smaller if D is.
-
     Returns:
-        (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first.
+        (L, K, D) float32, on the CPU: the mean, then K - 1 axes, the longest first. K is `numbers`,
+        or smaller if D is.
     """
     frames = []
     for layer in zip(*batches, strict=True):
@@ -42,11 +39,7 @@ def fit_frames(batches: Iterable[Sequence[Tensor]], numbers: int = NUMBERS) -> T
 
 
 def coordinates(tokens: Sequence[Tensor], frames: Tensor) -> Tensor:
-    """Measure patch tokens in the frames of their layers.
-
-    Args:
-        tokens: L tensors (B, P, D).
-        frames: (L, K, D), from `fit_frames`.
+    """Measure L patch tokens (B, P, D) in the frames (L, K, D) of their layers.
 
     Returns:
         (B, L, P, K) float32, on the CPU: the length of what is left out, then the components in

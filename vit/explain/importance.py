@@ -1,10 +1,9 @@
 """How much each attention head matters: what a model loses when heads are muted.
 
 Attention weights say where a head looks, not whether the model needs it. A muted head adds nothing
-to its layer's output (arXiv 1905.10650), see `vit.explain.interventions`. That is exact for any
-attention function, and what all other heads compute stays.
+to its layer's output (arXiv 1905.10650), see `vit.explain.interventions`.
 
-Shapes: L layers, H heads, G groups of heads, N images, C classes.
+Shapes: L layers, H heads, N images, C classes.
 """
 
 import itertools
@@ -22,29 +21,15 @@ Interval = tuple[float, float]  # mean over images and half the width of its 95%
 
 @dataclass(frozen=True)
 class Effect:
-    """What a model loses when a group of heads is muted, paired by image.
-
-    Attributes:
-        heads: The group.
-        probability: Fall of the true class's probability, -1 to 1.
-        accuracy: Fall of the accuracy, -1 to 1.
-    """
+    """What a model loses when a group of heads is muted, paired by image."""
 
     heads: Heads
-    probability: Interval
-    accuracy: Interval
+    probability: Interval  # fall of the true class's probability, -1 to 1
+    accuracy: Interval  # fall of the accuracy, -1 to 1
 
 
 def true_class(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probability of each image's true class, and 1 where it is predicted, else 0.
-
-    Args:
-        logits: (N, C).
-        labels: (N,) int64.
-
-    Returns:
-        Two tensors (N,) float64 on the CPU.
-    """
+    """Return the true class's probability, and 1 where it is predicted, (N,) float64 on the CPU."""
     logits, labels = logits.cpu().double(), labels.cpu()
     probability = logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
     return probability, (logits.argmax(dim=1) == labels).double()
@@ -63,7 +48,7 @@ def measure_heads(
         classify: Classifies the N images with gates (L, H): logits (N, C).
         gates: (L, H), those that mute no head.
         labels: Their true classes, (N,) int64.
-        groups: G groups of heads.
+        groups: The groups.
         unmuted: What `true_class` returns if no head is muted.
     """
     (probability, hits), effects = unmuted, []
@@ -76,36 +61,24 @@ def measure_heads(
     return effects
 
 
-def single_heads(layers: int, heads: int) -> list[Heads]:
-    """List the heads of L layers with H heads, as a group each."""
-    return [(head,) for head in itertools.product(range(layers), range(heads))]
-
-
 def layers_of(layers: int, heads: int) -> list[Heads]:
     """List the layers, as the group of their heads each."""
     return [tuple((layer, head) for head in range(heads)) for layer in range(layers)]
 
 
-def pairs_of_largest(effects: Sequence[Effect], count: int) -> list[Heads]:
-    """List all pairs of the heads whose muting costs most probability.
+def single_heads(layers: int, heads: int) -> list[Heads]:
+    """List the heads of L layers with H heads, as a group each."""
+    return [(head,) for layer in layers_of(layers, heads) for head in layer]
 
-    Args:
-        effects: The effect of each head.
-        count: Number of heads.
-    """
+
+def pairs_of_largest(effects: Sequence[Effect], count: int) -> list[Heads]:
+    """List all pairs of so many heads, those whose muting costs most probability."""
     ranked = sorted(effects, key=lambda effect: effect.probability[0], reverse=True)
-    best = sorted(effect.heads[0] for effect in ranked[:count])
-    return list(itertools.combinations(best, 2))
+    return list(itertools.combinations(sorted(effect.heads[0] for effect in ranked[:count]), 2))
 
 
 def as_grid(effects: Sequence[Effect], measure: str = "probability") -> Tensor:
-    """Return the mean fall from the effects of all single heads, as (L, H).
-
-    Args:
-        effects: The effects of single heads.
-        measure: "probability" or "accuracy".
-    """
-    grid = torch.zeros(*(1 + n for n in effects[-1].heads[0]))
-    for effect in effects:
-        grid[effect.heads[0]] = getattr(effect, measure)[0]
-    return grid
+    """Return the mean fall in "probability" or "accuracy" when each head is muted, (L, H)."""
+    layers, heads = (1 + n for n in effects[-1].heads[0])
+    falls = [getattr(effect, measure)[0] for effect in effects]
+    return torch.tensor(falls).view(layers, heads)

@@ -17,17 +17,20 @@ from vit.model.attention_model import require_attention
 Answer = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, weights, and the lens: see `Interventions`
 
 
-class MaskedModel(nn.Module):
-    """A model that leaves out some patches of its images.
+class Interventions(nn.Module):
+    """A model whose heads are scaled, and which leaves out patches of its images, by inputs.
+
+    A gate scales what its head adds to its layer's output, by the columns of the output projection
+    that read the head. The projection's bias stays as long as one head of the layer does, so with
+    all gates 0 the layer has no attention branch.
 
     A patch that is left out is no key in any layer, and does not enter the mean, or maximum, over
     the patches that the head may read. With timm's attention pooling, or a mean that includes the
-    prefix tokens, the mean of the remaining patches takes its place. Convolutions, those of the
-    stem and of `mlp_conv`, still read it: hide its pixels too if its neighbours are to know nothing
-    of it.
+    prefix tokens, the mean of the remaining patches takes its place. Convolutions still read it:
+    hide its pixels too if its neighbours are to know nothing of it.
 
-    Args:
-        model: A model whose attention can be read, in evaluation mode. It is not changed.
+    The model, in evaluation mode, is not changed. Gates and patches of ones change no bit of what
+    `forward_intermediates` returns.
 
     Raises:
         ValueError: The model's attention cannot be read.
@@ -40,8 +43,24 @@ class MaskedModel(nn.Module):
         # `functional_call` would not restore its weights.
         self._readable = (require_attention(model),)
 
-    def forward(self, images: Tensor, keep: Tensor) -> Answer:
-        """Classify images; arguments and results as for `Interventions`."""
+    def forward(self, images: Tensor, gates: Tensor | None, keep: Tensor) -> Answer:
+        """Classify images.
+
+        Args:
+            images: (B, channels, height, width), normalized.
+            gates: (L, H) float, 0 to 1: 0 mutes a head, 1 leaves it as it is; None leaves all.
+            keep: (B or 1, P) float or bool: 0 leaves a patch out, all else keeps it.
+
+        Returns:
+            Logits (B, C), attention weights before dropout (B, L, H, N, N), and the classes and
+            probabilities of `logit_lens`, (L, B, T, k) each. The rows of patches that are left out
+            mean nothing.
+        """
+        if gates is not None:
+            gated = gated_weights(self.model, gates)
+            named = {f"model.{name}": tensor for name, tensor in gated.items()}
+            result: Answer = functional_call(self, named, (images, None, keep))
+            return result
         (readable,) = self._readable
         model: Any = self.model
         kept = keep != 0
@@ -57,65 +76,15 @@ class MaskedModel(nn.Module):
         return pool(tokens[-1]), torch.stack(weights, dim=1), *lens
 
 
-class Interventions(nn.Module):
-    """A model whose heads are scaled, and which leaves out patches, by inputs.
-
-    A gate scales what its head adds to its layer's output, by the columns of the output projection
-    that read the head. The projection's bias stays as long as one head of the layer does, so with
-    all gates 0 the layer has no attention branch.
-
-    Gates and patches of ones change no bit of what `forward_intermediates` returns.
-
-    Args:
-        model: As for `MaskedModel`.
-
-    Attributes:
-        masked: The model without gates.
-
-    Raises:
-        ValueError: The model's attention cannot be read.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.masked = MaskedModel(model)
-
-    def forward(self, images: Tensor, gates: Tensor, keep: Tensor) -> Answer:
-        """Classify images.
-
-        Args:
-            images: (B, channels, height, width), normalized.
-            gates: (L, H) float, 0 to 1: 0 mutes a head, 1 leaves it as it is.
-            keep: (B or 1, P) float or bool: 0 leaves a patch out, all else keeps it.
-
-        Returns:
-            Logits (B, C), attention weights before dropout (B, L, H, N, N), and the classes and
-            probabilities of `logit_lens`, (L, B, T, k) each. The rows of patches that are left out
-            mean nothing.
-        """
-        gated = gated_weights(self.masked.model, gates)
-        named = {f"model.{name}": tensor for name, tensor in gated.items()}
-        result: Answer = functional_call(self.masked, named, (images, keep))
-        return result
-
-
 def gates_of(model: nn.Module) -> Tensor:
-    """Return gates (L, H) that leave all heads of a model as they are."""
+    """Return gates (L, H) of ones, which leave all heads of a model as they are."""
     blocks: Any = require_attention(model).blocks
     device = blocks[0].attn.proj.weight.device
     return torch.ones(len(blocks), blocks[0].attn.num_heads, device=device)
 
 
 def gated_weights(model: nn.Module, gates: Tensor) -> dict[str, Tensor]:
-    """Return the output projections of a model's attention with gates, see `Interventions`.
-
-    Args:
-        model: A model whose attention can be read.
-        gates: (L, H).
-
-    Returns:
-        Weights, and biases if there are any, by their names in the model.
-    """
+    """Return output projections with gates (L, H): weights and biases by name in the model."""
     gated, blocks = {}, cast(Any, model).blocks
     for layer, (block, is_on) in enumerate(zip(blocks, gates.amax(dim=1) > 0, strict=True)):
         proj, name = block.attn.proj, f"blocks.{layer}.attn.proj"
@@ -134,11 +103,9 @@ def with_gates(model: nn.Module, gates: Tensor) -> nn.Module:
 
 
 def _without_patches(tokens: Tensor, kept: Tensor) -> Tensor:
-    """Replace tokens of patches by the mean of those kept, which changes no mean or maximum.
+    """Replace tokens (B, N, D) of patches that are not kept (B or 1, P) by the mean of the others.
 
-    Args:
-        tokens: (B, N, D).
-        kept: (B or 1, P) boolean. Where no patch is kept, the mean is 0.
+    That changes no mean or maximum. Where no patch is kept, the mean is 0.
     """
     prefix, patches = tokens.split([tokens.shape[1] - kept.shape[1], kept.shape[1]], dim=1)
     inside = kept[..., None]

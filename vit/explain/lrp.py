@@ -6,9 +6,9 @@ the terms of its sums,
 
     R_j = Σ_k x_j W_kj / z_k · R_k.
 
-Divided by the values they belong to, G = R / z, relevances are passed on as gradients are:
-G_j = Σ_k W_kj G_k. So R is the input times its gradient, for every layer that is linear in its
-input (with ReLU: piecewise). The other layers become linear if a factor is held fixed at its value:
+Divided by the values, G = R / z, it is passed on like a gradient, G_j = Σ_k W_kj G_k. So R is the
+input times its gradient, for every layer that is linear in its input (with ReLU: piecewise). The
+other layers become linear if a factor is held fixed at its value:
 
     layer           written as              held fixed      rule
     attention       A V                     A, the weights  arXiv 2202.07304, section 4
@@ -16,16 +16,13 @@ input (with ReLU: piecewise). The other layers become linear if a factor is held
     GELU            x · (GELU(x) / x)       the ratio       arXiv 2402.05602, eq. 9
     gated MLP       g y / 2 + g y / 2       g, then y       arXiv 2402.05602, uniform rule
 
-Group norm and RMS norm are treated like layer norm, and SiLU like GELU. Rotations and biases of
-relative positions enter attention weights only, and so get no relevance.
-
-In a convolution, large terms of both signs cancel, which would make the relevance of pixels noise.
-There, only the terms that have the sign of their sum get relevance, in proportion: the z+ rule
-(arXiv 1512.02479), for inputs and sums of either sign.
+Group norm and RMS norm are treated like layer norm, and SiLU like GELU. In a convolution, large
+terms of both signs cancel, which would make the relevance of pixels noise. There, only terms that
+have the sign of their sum get relevance, in proportion: the z+ rule (arXiv 1512.02479), for inputs
+and sums of either sign.
 
 `LayerwiseRules` replaces the gradients of these functions while a model runs. The model is then
-linear in its input and its biases, so their relevances add up to the logit exactly. Position
-embeddings, class token and registers are inputs of the first block, and biases to the pixels.
+linear in its input and its biases, so their relevances add up to the logit exactly.
 
 Shapes: B batch, N tokens (prefix, then patches), H heads, L layers, C classes.
 """
@@ -39,23 +36,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vit.explain.rollout import attention_gradients
 from vit.model.attention_model import AttentionModel
 
+Function = Callable[..., Tensor]
 
-def fixed_result(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+
+def fixed_result(function: Function, *args: Any, **kwargs: Any) -> Tensor:
     """Hold the result fixed: attention weights, the gate of QuickGELU, the root of an RMS norm."""
     return function(*args, **kwargs).detach()
 
 
-def fixed_weights(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+def fixed_weights(sdpa: Function, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Hold the weights of torch's fused attention fixed: only values get relevance."""
-    return attend(query.detach(), key.detach(), *args, **kwargs)
+    return sdpa(query.detach(), key.detach(), *args, **kwargs)
 
 
 def fixed_deviation(
-    _: Callable[..., Tensor],
+    _: Function,
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -64,15 +62,14 @@ def fixed_deviation(
 ) -> Tensor:
     """Apply a layer norm whose standard deviation is held fixed."""
     axes = tuple(range(-len(normalized_shape), 0))
-    shape = x.shape[axes[0] :]
-    scale = torch.native_layer_norm(x.detach(), shape, None, None, eps)[2]  # one over σ
-    y = (x - x.mean(axes, keepdim=True)) * scale.to(x.dtype)
+    variance = x.detach().var(axes, correction=0, keepdim=True)
+    y = (x - x.mean(axes, keepdim=True)) * (variance + eps).rsqrt()
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
 def fixed_group_deviation(
-    _: Callable[..., Tensor],
+    _: Function,
     x: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -88,7 +85,7 @@ def fixed_group_deviation(
 
 
 def fixed_root(
-    normalize: Callable[..., Tensor],
+    normalize: Function,
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -99,20 +96,20 @@ def fixed_root(
     return y if weight is None else y * weight
 
 
-def fixed_ratio(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def fixed_ratio(function: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Apply a function with f(0) = 0, as a product with f(x) / x, which is held fixed."""
     nonzero = x.detach().masked_fill(x == 0, torch.finfo(x.dtype).eps)  # f'(0) at x = 0
     return x * (function(nonzero, *args, **kwargs) / nonzero)
 
 
-def fixed_activation(function: Callable[..., Tensor], x: Tensor, **kwargs: Any) -> Tensor:
+def fixed_activation(function: Function, x: Tensor, **kwargs: Any) -> Tensor:
     """Apply an activation as `fixed_ratio` does, so that `half_each` knows it."""
     y: Any = fixed_ratio(function, x, **kwargs)
     y.is_activation = True
     return y
 
 
-def half_each(multiply: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+def half_each(multiply: Function, x: Any, other: Any) -> Tensor:
     """Multiply; in a gated MLP, each of the two factors gets half of the product's relevance."""
     if not any(getattr(factor, "is_activation", False) for factor in (x, other)):
         return multiply(x, other)
@@ -120,7 +117,7 @@ def half_each(multiply: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
 
 
 def terms_of_same_sign(
-    convolve: Callable[..., Tensor],
+    convolve: Function,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -134,7 +131,7 @@ def terms_of_same_sign(
 
 
 def scaled_terms(
-    normalize: Callable[..., Tensor],
+    normalize: Function,
     x: Tensor,
     mean: Tensor,
     variance: Tensor,
@@ -156,9 +153,8 @@ def scaled_terms(
 class _SameSign(torch.autograd.Function):
     """Sums y, with relevance only for terms of their sign; size sums the terms' absolute values.
 
-    This is the identity of y, with the gradient of (y + sign(y) size) times a fixed ratio.
-    In y + sign(y) size, the terms of the other sign cancel. As a function of its own, it costs
-    nothing on the way back where a batch norm takes the terms of its convolution instead.
+    This is the identity of y, with the gradient of (y + sign(y) size) times a fixed ratio: there,
+    the terms of the other sign cancel.
     """
 
     @staticmethod
@@ -174,7 +170,7 @@ class _SameSign(torch.autograd.Function):
         return share, share * y.sign()
 
 
-RULES: dict[Any, Callable[..., Tensor]] = {
+RULES: dict[Any, Function] = {
     F.scaled_dot_product_attention: fixed_weights,
     F.softmax: fixed_result,
     torch.softmax: fixed_result,
@@ -197,9 +193,8 @@ RULES: dict[Any, Callable[..., Tensor]] = {
 class LayerwiseRules(TorchFunctionMode):
     """A context in which gradients, times their inputs, are relevances.
 
-    Inside, the functions in `RULES` return the same values, but have other gradients. This holds
-    for the current thread only; no module, parameter or function is changed. The model must be in
-    evaluation mode.
+    In the current thread, the functions in `RULES` return the same values, but have other
+    gradients. No module, parameter or function is changed. The model must be in evaluation mode.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,36 +210,37 @@ def propagate(
 
     Args:
         classify: Maps inputs to logits (B, C), such as a model.
-        inputs: (B, ...), such as normalized images (B, channels, height, width).
+        inputs: (B, ...), such as normalized images.
         target: (B,) int64, the class whose logit is explained; None explains the predicted class.
 
     Returns:
-        Logits (B, C), and the relevance of each input value, in the shape of inputs and in units of
-        the logit: positive for the class, negative against it. Relevance and what biases
-        contribute add up to the logit.
+        Logits (B, C), and the relevance of each input value, in units of the logit: positive for
+        the class, negative against it. With what biases contribute, they add up to the logit.
     """
     inputs = inputs.detach().requires_grad_()
     with torch.enable_grad(), LayerwiseRules():
         logits = classify(inputs)
+    target = logits.argmax(dim=1) if target is None else target
     return logits.detach(), _relevances(logits, [inputs], target)[0]
 
 
 def token_relevance(
-    model: AttentionModel, images: Tensor, targets: Sequence[Tensor | None]
+    model: AttentionModel, images: Tensor, targets: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Classify images and distribute logits over the tokens that enter each block.
 
-    One forward pass serves all targets.
+    In every layer, the relevances of the tokens and what the biases of this and later layers
+    contribute add up to the logit. Position embeddings, class token and registers are inputs of the
+    first block. One forward pass serves all targets.
 
     Args:
         model: In evaluation mode.
         images: (B, channels, height, width), normalized.
-        targets: The classes to explain, each (B,) int64 or None as for `propagate`.
+        targets: The classes to explain, (B,) int64 each.
 
     Returns:
         Logits (B, C); for each target, relevances of the tokens, (L, B, N), in units of the logit;
-        and L attention weights, (B, H, N, N). In every layer, the relevances of the tokens and what
-        the biases of this and later layers contribute add up to the logit.
+        and L attention weights, (B, H, N, N).
     """
     with torch.no_grad():
         tokens, grid = model.embed(images)
@@ -259,26 +255,18 @@ def token_relevance(
     return logits.detach(), relevances, weights
 
 
-@torch.enable_grad()
 def _relevances(
-    logits: Tensor, values: list[Tensor], target: Tensor | None, keep_graph: bool = False
+    logits: Tensor, values: list[Tensor], target: Tensor, keep_graph: bool = False
 ) -> list[Tensor]:
-    """Return values times their gradients.
-
-    A single backward pass serves the whole batch, because in evaluation mode an image's logits do
-    not depend on the other images.
-    """
-    target = logits.argmax(dim=1) if target is None else target
-    gradients = torch.autograd.grad(
-        logits.gather(1, target[:, None]).sum(), values, retain_graph=keep_graph
-    )
+    """Return values times the gradients of the target's logit."""
+    gradients = attention_gradients(logits, values, target, keep_graph)
     return [x.detach() * gradient for x, gradient in zip(values, gradients, strict=True)]
 
 
 def smooth(maps: Tensor) -> Tensor:
     """Average maps (B, rows, columns) over neighbours, by a Gaussian with a deviation of one patch.
 
-    At the border the weights of the neighbours that exist are scaled to sum to 1.
+    At the border, the weights of the neighbours that exist sum to 1.
     """
     rows, columns = (torch.arange(n, device=maps.device).float() for n in maps.shape[1:])
     down, across = (

@@ -16,7 +16,6 @@ from vit.explain.rollout import (
     Readout,
     attention_gradients,
     attention_rollout,
-    check_rollout_options,
 )
 from vit.hardware import autocast
 from vit.model.attention_model import AttentionModel, require_attention
@@ -35,13 +34,14 @@ def title_of(
     kind: str, head_fusion: HeadFusion = "mean", discard_ratio: float = 0.0, start_layer: int = 0
 ) -> str:
     """Return the title of a kind of map, with those of its options that are not the default."""
-    options = [
-        *([f"{head_fusion} over heads"] if head_fusion != "mean" else []),
-        *([f"lowest {100 * discard_ratio:.3g}% discarded"] if discard_ratio else []),
-        *([f"from layer {start_layer}"] if start_layer else []),
-    ]
-    shown = options if ALL_KINDS[kind].options else []
-    return ALL_KINDS[kind].title + (f" ({', '.join(shown)})" if shown else "")
+    options = {
+        f"{head_fusion} over heads": head_fusion != "mean",
+        f"lowest {100 * discard_ratio:.3g}% discarded": discard_ratio > 0,
+        f"from layer {start_layer}": start_layer > 0,
+    }
+    shown = ", ".join(option for option, changed in options.items() if changed)
+    title = ALL_KINDS[kind].title
+    return f"{title} ({shown})" if shown and ALL_KINDS[kind].options else title
 
 
 def readout_of(model: AttentionModel) -> Readout:
@@ -52,20 +52,17 @@ def readout_of(model: AttentionModel) -> Readout:
 def map_of(
     kind: str, reader: AttentionModel, grid: tuple[int, int], *given: Any, **options: Any
 ) -> Tensor:
-    """Compute a map from what its kind needs.
+    """Compute a map (B, rows, columns) float32 from what its kind needs, in the unit of its kind.
 
     Args:
         kind: Key of `ALL_KINDS`.
         reader: The model.
         grid: Rows and columns of patches.
         *given: What the function of the kind takes, see `vit.registry.MapKind`.
-        **options: Options of maps, also of those that are not of this kind.
-
-    Returns:
-        (B, rows, columns) float32, in the units of `attention_maps`.
+        **options: Options of those kinds that take any.
     """
     entry = ALL_KINDS[kind]
-    keywords = {name: value for name, value in options.items() if name in entry.options}
+    keywords = dict(options) if entry.options else {}
     if entry.needs in ("weights", "gradients", "relevance"):
         keywords |= {"readout": readout_of(reader), "num_prefix_tokens": reader.num_prefix_tokens}
     found: Tensor = resolve_name(f"vit.explain.{entry.function}")(*given, **keywords).float()
@@ -83,7 +80,7 @@ def patches_of(relevance: Tensor, reader: AttentionModel, grid: tuple[int, int])
     return relevance[..., reader.num_prefix_tokens :].float().unflatten(2, grid)
 
 
-def relevance_of_patches(relevance: Tensor, weights: Sequence[Tensor], **layout: Any) -> Tensor:
+def relevance_of_patches(relevance: Tensor, *_: Any, **layout: Any) -> Tensor:
     """Return the relevance of the patches that enter the first layer."""
     return relevance[0]
 
@@ -105,105 +102,64 @@ def attention_maps(
     kinds: Sequence[str] = ("rollout",),
     target: Tensor | None = None,
     precision: torch.dtype = torch.float32,
-    *,
-    head_fusion: HeadFusion = "mean",
-    discard_ratio: float = 0.0,
-    start_layer: int = 0,
+    **rollout: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Classify images and compute attention maps of any kinds.
 
     One forward pass serves all kinds that need attention weights or their gradients, and another
-    one, with the rules of `vit.explain.lrp`, all that need relevance. The options are those of kind
-    "rollout"; "lrp_rollout" always uses the defaults.
+    one, with the rules of `vit.explain.lrp`, all that need the relevance of patches.
 
     Args:
-        model: In evaluation mode; ours, or one of timm's with attention that can be read, see
-            `vit.model.attention_model`.
-        images: (B, channels, height, width), normalized, on the model's device. Height and width
-            are multiples of the patch size.
+        model: In evaluation mode, with attention that can be read, see `vit.model.attention_model`.
+        images: (B, channels, height, width), normalized, on the model's device.
         kinds: Kinds of map, keys of `ALL_KINDS`.
         target: (B,) int64, the class that class-specific maps explain; None explains the predicted
             class.
         precision: Precision of the model's matrix products: float32 or bfloat16. Maps are computed
             in float32 either way.
-        head_fusion: For kind "rollout" only, see `attention_rollout`.
-        discard_ratio: For kind "rollout" only, see `attention_rollout`.
-        start_layer: For kind "rollout" only, see `attention_rollout`.
+        **rollout: Options of `attention_rollout`, for kind "rollout" only.
 
     Returns:
         Logits (B, C) float32, and for each kind maps (B, rows, columns) of the images' own grid, in
-        the units of their kind, see `vit.registry.MapKind`. In units of uniform attention, 1 is the
-        value if all tokens received the same. Prefix tokens have no relevance, so for other kinds
-        it is the mean over patches. Those of kind "lrp_pixels" are (B, height, width).
+        the units of their kind, see `vit.registry.MapKind`; (B, height, width) for "lrp_pixels".
 
     Raises:
-        ValueError: A kind is unknown, an option is out of range, or a side of the images is not a
+        ValueError: A kind is unknown, an option is out of range, a side of the images is not a
             multiple of the patch size, or the model's attention cannot be read.
     """
     reader = require_attention(model)
     if unknown := [kind for kind in kinds if kind not in ALL_KINDS]:
         raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(ALL_KINDS)}")
-    check_rollout_options(head_fusion, discard_ratio, start_layer, len(reader.blocks))
-    options = {
-        "head_fusion": head_fusion, "discard_ratio": discard_ratio, "start_layer": start_layer
-    }  # fmt: skip
-    grid, images = reader.patch_embed.grid(*images.shape[-2:]), images.detach()
+    grid = reader.patch_embed.grid(*images.shape[-2:])
     needs = {ALL_KINDS[kind].needs for kind in kinds}
     maps: dict[str, Tensor] = {}
 
     def draw(need: str, *given: Any) -> None:
         for kind in kinds:
             if ALL_KINDS[kind].needs == need:
-                maps[kind] = map_of(kind, reader, grid, *given, **options)
+                maps[kind] = map_of(kind, reader, grid, *given, **rollout)
 
-    plain = bool(needs & {"weights", "gradients"}) or not needs & {"relevance", "pixels"}
-    if plain:
-        logits, weights, gradients = _attention(
-            reader, images, target, precision, differentiate="gradients" in needs
-        )
-        # A pass by rules may round differently, but all kinds explain one class.
-        target = logits.argmax(dim=1) if target is None else target
-        draw("weights", weights)
-        draw("gradients", weights, gradients)
-        del weights, gradients  # they may be large
-    if "pixels" in needs:
-        with autocast(images.device, precision):
-            found, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
-        logits = logits if plain else found.float()
-        target = logits.argmax(dim=1) if target is None else target
-        draw("pixels", pixels)
-    if "relevance" in needs:
-        with autocast(images.device, precision):
-            found, (relevance,), weights = token_relevance(reader, images, [target])
-        logits = logits if plain else found.float()
-        draw("relevance", patches_of(relevance, reader, grid), weights)
-    target = logits.argmax(dim=1) if target is None else target
-
-    def classify(inputs: Tensor) -> Tensor:
-        with autocast(images.device, precision):
-            return model(inputs).float()
-
-    draw("passes", classify, images, grid, target)
-    draw("exact passes", model, images, grid, target)
-    return logits, {kind: maps[kind] for kind in kinds}
-
-
-def _attention(
-    reader: AttentionModel,
-    images: Tensor,
-    target: Tensor | None,
-    precision: torch.dtype,
-    differentiate: bool,
-) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
-    """Return logits, attention weights and, if wanted, their gradients, outside of the graph."""
+    differentiate = "gradients" in needs
     # The images require gradients, so that the weights do too even if all parameters are frozen.
-    images = images.requires_grad_(differentiate)
-    gradients: tuple[Tensor, ...] = ()
+    images = images.detach().requires_grad_(differentiate)
     with torch.set_grad_enabled(differentiate):
         with autocast(images.device, precision):
             logits, weights, _ = reader.forward_intermediates(images)
         logits = logits.float()
-        if differentiate:
-            target = logits.argmax(dim=1) if target is None else target
-            gradients = attention_gradients(logits, weights, target)
-    return logits.detach(), [layer.detach() for layer in weights], gradients
+        # A pass by rules may round differently, but all kinds explain one class.
+        target = logits.argmax(dim=1) if target is None else target
+        gradients = attention_gradients(logits, weights, target) if differentiate else ()
+    logits, weights = logits.detach(), [layer.detach() for layer in weights]
+    draw("weights", weights)
+    draw("gradients", weights, gradients)
+    del weights, gradients  # they may be large
+    if "pixels" in needs:
+        with autocast(images.device, precision):
+            _, pixels = propagate(lambda x: reader.forward_intermediates(x)[0], images, target)
+        draw("pixels", pixels)
+    if "relevance" in needs:
+        with autocast(images.device, precision):
+            _, (relevance,), weights = token_relevance(reader, images, [target])
+        draw("relevance", patches_of(relevance, reader, grid), weights)
+    draw("passes", model, images, grid, target)
+    return logits, {kind: maps[kind] for kind in kinds}

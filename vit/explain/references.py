@@ -3,7 +3,8 @@
 None of them reads attention. They take from 16 to thousands of passes and show what a map could
 achieve. Hidden patches have the mean colour of the training images, which is 0 after normalization.
 
-Shapes: B images, C classes.
+Each takes a function from normalized images to logits (B, C), images (B, channels, height, width),
+the grid (rows, columns) of patches, and the explained classes (B,) int64.
 """
 
 from collections.abc import Callable
@@ -14,18 +15,12 @@ from torch import Generator, Tensor
 from vit.explain.faithfulness import mean_colour, to_patches, to_pixels
 from vit.seeding import generator
 
+Classify = Callable[[Tensor], Tensor]
+
 
 @torch.no_grad()
-def occlusion(
-    classify: Callable[[Tensor], Tensor], images: Tensor, grid: tuple[int, int], target: Tensor
-) -> Tensor:
+def occlusion(classify: Classify, images: Tensor, grid: tuple[int, int], target: Tensor) -> Tensor:
     """Measure by how much a class's logit falls when a single patch is hidden (arXiv 1311.2901).
-
-    Args:
-        classify: Maps normalized images to logits (B, C).
-        images: (B, channels, height, width), normalized.
-        grid: Rows and columns of patches.
-        target: (B,) int64, the class.
 
     Returns:
         (B, rows, columns), in units of the logit; negative where the class gains.
@@ -41,19 +36,15 @@ def occlusion(
 
 @torch.enable_grad()
 def integrated_gradients(
-    classify: Callable[[Tensor], Tensor], images: Tensor, target: Tensor, steps: int = 16
+    classify: Classify, images: Tensor, target: Tensor, steps: int = 16
 ) -> Tensor:
     """Compute integrated gradients from the mean colour to the image (arXiv 1703.01365).
 
-    Args:
-        classify: Maps normalized images to logits (B, C).
-        images: (B, channels, height, width), normalized.
-        target: (B,) int64, the class.
-        steps: Number of gradients, in the middle of as many equal parts of the way.
+    The gradients are taken in the middle of equally long steps. With many, the values of an image
+    add up to the difference between its logit and that of the mean colour.
 
     Returns:
-        (B, channels, height, width). With many steps, the values of an image add up to the
-        difference between its logit and that of an image of the mean colour.
+        (B, channels, height, width), in units of the logit.
     """
     total = torch.zeros_like(images)
     for step in range(steps):
@@ -64,7 +55,7 @@ def integrated_gradients(
 
 
 def integrated_gradients_of_patches(
-    classify: Callable[[Tensor], Tensor], images: Tensor, grid: tuple[int, int], target: Tensor
+    classify: Classify, images: Tensor, grid: tuple[int, int], target: Tensor
 ) -> Tensor:
     """Average `integrated_gradients` over each patch: (B, rows, columns)."""
     return to_patches(integrated_gradients(classify, images, target).sum(dim=1), grid)
@@ -72,7 +63,7 @@ def integrated_gradients_of_patches(
 
 @torch.no_grad()
 def rise(
-    classify: Callable[[Tensor], Tensor],
+    classify: Classify,
     images: Tensor,
     grid: tuple[int, int],
     target: Tensor,
@@ -84,17 +75,8 @@ def rise(
     Each mask hides every patch with probability 1/2. A patch gets the mean probability of the class
     where it is shown, minus that where it is hidden. This orders patches like RISE (arXiv
     1806.07421), which is the first of the two means, but with less noise; its expected value is
-    the patch's Banzhaf value (arXiv 2205.15466). Masks come in pairs, one the inverse of the other,
-    and are the same for all images.
-
-    Args:
-        classify: Maps normalized images to logits (B, C).
-        images: (B, channels, height, width), normalized.
-        grid: Rows and columns of patches.
-        target: (B,) int64, the class.
-        num_masks: Number of masks, even.
-        random: Random numbers on the CPU; None draws the same masks in every call. Maps of n masks
-            and of the next n masks have those of 2n masks as their mean.
+    the patch's Banzhaf value (arXiv 2205.15466). Masks are the same for all images, and come in
+    pairs, one the inverse of the other. Without random, every call draws the same.
 
     Returns:
         (B, rows, columns), -1 to 1.

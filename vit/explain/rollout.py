@@ -4,6 +4,12 @@ Each layer is a matrix that says how much each token takes from every other toke
 head's input, the class token or the mean of the patch tokens, back through these matrices. That is
 one row vector times matrices, last layer first, and N times cheaper than multiplying the matrices.
 
+All functions take attention weights (L, B, H, N, N), first layer first, and perhaps gradients of a
+logit in the same layout, as a tensor or a sequence of L tensors; `readout`, what the head reads:
+"class_token" for the first token, "mean" for the mean of the patch tokens; and `num_prefix_tokens`
+before the patches (class token and registers). They raise a ValueError for an unknown readout, or
+for "class_token" without prefix tokens.
+
 Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), P patches, C classes.
 """
 
@@ -15,23 +21,17 @@ from torch import Tensor
 
 Readout = Literal["class_token", "mean"]
 HeadFusion = Literal["mean", "max", "min"]
+Layers = Tensor | Sequence[Tensor]
 
 
 def fuse_heads(
     layer: Tensor, num_prefix_tokens: int, head_fusion: HeadFusion, discard_ratio: float
 ) -> Tensor:
-    """Fuse the heads of a layer into one row-stochastic matrix.
+    """Fuse the heads of a layer (B, H, N, N) into a row-stochastic matrix (B, N, N) float32.
 
-    Args:
-        layer: Attention weights (B, H, N, N). Negative ones, as in differential attention, count
-            as zero.
-        num_prefix_tokens: Tokens before the patches. Attention to them is never discarded.
-        head_fusion: "mean", "max" or "min" over the heads.
-        discard_ratio: Fraction of an image's weights to patches that is set to zero, lowest first;
-            at least 0 and less than 1. Equal weights are kept or discarded together.
-
-    Returns:
-        (B, N, N) float32, each row summing to 1. A row with no weights left attends to itself.
+    Negative weights, as in differential attention, count as zero. Attention to prefix tokens is
+    never discarded, and equal weights are kept or discarded together. A row with no weights left
+    attends to itself.
     """
     fused = layer.float().clamp(min=0)
     fused = fused.mean(dim=1) if head_fusion == "mean" else getattr(fused, f"a{head_fusion}")(dim=1)
@@ -45,7 +45,7 @@ def fuse_heads(
 
 
 def attention_rollout(
-    weights: Tensor | Sequence[Tensor],
+    weights: Layers,
     *,
     readout: Readout,
     num_prefix_tokens: int,
@@ -60,14 +60,13 @@ def attention_rollout(
     it shows where information came from, not what it is evidence for.
 
     Args:
-        weights: Attention weights (L, B, H, N, N), first layer first; a tensor or a sequence of L
-            tensors.
+        weights: (L, B, H, N, N), first layer first; a tensor or a sequence of L tensors.
         readout: What the head reads: "class_token" for the first token, "mean" for the mean of the
             patch tokens.
         num_prefix_tokens: Tokens before the patches (class token and registers).
         head_fusion: "mean", as in the paper, "max" or "min" over the heads.
-        discard_ratio: Fraction of the lowest weights to discard in each layer, at least 0 and less
-            than 1, see `fuse_heads`.
+        discard_ratio: Fraction of an image's weights to patches that is set to zero in each layer,
+            lowest first; at least 0 and less than 1.
         start_layer: First layer to include, 0 to L - 1.
 
     Returns:
@@ -79,56 +78,35 @@ def attention_rollout(
     """
     check_rollout_options(head_fusion, discard_ratio, start_layer, len(weights))
     row = _start_row(weights[0], readout, num_prefix_tokens)
-    for number in reversed(range(start_layer, len(weights))):
-        matrix = fuse_heads(weights[number], num_prefix_tokens, head_fusion, discard_ratio)
-        row = _through_layer(row, matrix)
+    for layer in reversed(weights[start_layer:]):
+        row = _through_layer(row, fuse_heads(layer, num_prefix_tokens, head_fusion, discard_ratio))
     return row[:, 0, num_prefix_tokens:]
 
 
 def gradient_rollout(
-    weights: Tensor | Sequence[Tensor],
-    gradients: Tensor | Sequence[Tensor],
-    *,
-    readout: Readout,
-    num_prefix_tokens: int,
+    weights: Layers, gradients: Layers, *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
     """Compute attention rollout from the attention that supports a class.
 
     Like `attention_rollout`, but the heads are fused to mean(relu(∇A ⊙ A)), with rows scaled to sum
     to 1. This is the weighting of arXiv 2012.09838, with attention in place of relevance.
 
-    Args:
-        weights: Attention weights (L, B, H, N, N), first layer first; a tensor or a sequence of L
-            tensors.
-        gradients: Gradients of the class's logit with respect to weights, in the same layout; see
-            `attention_gradients`.
-        readout: "class_token" or "mean", see `attention_rollout`.
-        num_prefix_tokens: Tokens before the patches.
-
     Returns:
         (B, P) float32, 0 to 1: the fraction that comes from each patch.
-
-    Raises:
-        ValueError: readout is unknown, or "class_token" without prefix tokens.
     """
     row = _start_row(weights[0], readout, num_prefix_tokens)
-    for number in reversed(range(len(weights))):
-        matrix = _row_stochastic(_support(weights[number], gradients[number]))
-        row = _through_layer(row, matrix)
+    for layer in zip(reversed(weights), reversed(gradients), strict=True):
+        row = _through_layer(row, _row_stochastic(_support(*layer)))
     return row[:, 0, num_prefix_tokens:]
 
 
 def class_relevance(
-    weights: Tensor | Sequence[Tensor],
-    gradients: Tensor | Sequence[Tensor],
-    *,
-    readout: Readout,
-    num_prefix_tokens: int,
+    weights: Layers, gradients: Layers, *, readout: Readout, num_prefix_tokens: int
 ) -> Tensor:
     """Compute the relevance of each patch to a class (arXiv 2103.15679, eq. 5 and 6).
 
     Relevance R starts as the identity, and each layer adds mean(relu(∇A ⊙ A)) R, with the mean over
-    heads. Arguments and errors are those of `gradient_rollout`.
+    heads.
 
     Returns:
         (B, P) float32, at least 0, in units of the logit: the row of R - I that the head reads. The
@@ -137,49 +115,31 @@ def class_relevance(
     start = _start_row(weights[0], readout, num_prefix_tokens)
     # R - I is accumulated on its own: subtracting I at the end would cancel small relevances.
     added = torch.zeros_like(start)
-    for number in reversed(range(len(weights))):
-        added = added + (start + added) @ _support(weights[number], gradients[number])
+    for layer in zip(reversed(weights), reversed(gradients), strict=True):
+        added = added + (start + added) @ _support(*layer)
     return added[:, 0, num_prefix_tokens:]
 
 
-def head_maps(
-    weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
-) -> Tensor:
-    """Return the attention of each head to the patches: (L, B, H, P) float32, 0 to 1.
-
-    It is read out as in `attention_rollout`, whose first arguments and errors it has.
-    """
+def head_maps(weights: Layers, *, readout: Readout, num_prefix_tokens: int) -> Tensor:
+    """Return the attention of each head to the patches: (L, B, H, P) float32, 0 to 1."""
     row = _start_row(weights[0], readout, num_prefix_tokens)[:, None]
     return torch.stack([row @ layer.float() for layer in weights])[..., 0, num_prefix_tokens:]
 
 
-def raw_attention(
-    weights: Tensor | Sequence[Tensor], *, readout: Readout, num_prefix_tokens: int
-) -> Tensor:
-    """Return the last layer's attention to the patches, mean over heads: (B, P) float32, 0 to 1.
-
-    Arguments and errors are those of `attention_rollout`.
-    """
+def raw_attention(weights: Layers, *, readout: Readout, num_prefix_tokens: int) -> Tensor:
+    """Return the last layer's attention to the patches, mean over heads: (B, P) float32, 0 to 1."""
     last = head_maps(weights[-1:], readout=readout, num_prefix_tokens=num_prefix_tokens)
     return last[0].mean(dim=1)
 
 
+@torch.enable_grad()
 def attention_gradients(
     logits: Tensor, weights: Sequence[Tensor], target: Tensor, keep_graph: bool = False
 ) -> tuple[Tensor, ...]:
-    """Differentiate one logit per image with respect to the attention weights.
+    """Differentiate logits (B, C) of the target classes (B,) by the weights that they depend on.
 
     A single backward pass serves the whole batch, because in evaluation mode an image's logits do
-    not depend on the other images.
-
-    Args:
-        logits: (B, C), from a model in evaluation mode.
-        weights: L tensors (B, H, N, N) from which the logits were computed.
-        target: (B,) int64, the class to differentiate for each image.
-        keep_graph: Whether to keep the graph, for another class.
-
-    Returns:
-        L tensors (B, H, N, N).
+    not depend on the other images. keep_graph leaves the graph for another class.
     """
     chosen = logits.gather(1, target[:, None]).sum()
     return torch.autograd.grad(chosen, list(weights), retain_graph=keep_graph)
@@ -208,23 +168,16 @@ def _start_row(layer: Tensor, readout: Readout, num_prefix_tokens: int) -> Tenso
         raise ValueError(f"readout: {readout!r} is not class_token or mean")
     if readout == "class_token" and num_prefix_tokens == 0:
         raise ValueError("readout: class_token needs num_prefix_tokens of at least 1")
-    batch, num_tokens = layer.shape[0], layer.shape[-1]
-    row = torch.zeros(batch, 1, num_tokens, device=layer.device)
-    if readout == "class_token":
-        row[..., 0] = 1.0
-    else:
-        row[..., num_prefix_tokens:] = 1.0 / (num_tokens - num_prefix_tokens)
+    row = torch.zeros(layer.shape[0], 1, layer.shape[-1], device=layer.device)
+    read = slice(1) if readout == "class_token" else slice(num_prefix_tokens, None)
+    row[..., read] = 1.0 / row[..., read].shape[-1]
     return row
 
 
 def check_rollout_options(
     head_fusion: str, discard_ratio: float, start_layer: int, depth: int
 ) -> None:
-    """Check the options of `attention_rollout` for a model of so many layers.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """Raise a ValueError if options of `attention_rollout` are out of range for so many layers."""
     if head_fusion not in ("mean", "max", "min"):
         raise ValueError(f"head_fusion: {head_fusion!r} is not mean, max or min")
     if not 0 <= discard_ratio < 1:

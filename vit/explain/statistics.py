@@ -1,5 +1,7 @@
 """Attention statistics: entropy, distance and sinks of each head, and token norms.
 
+Those of heads are (L, H) float32, means over images, of L attention weights (B, H, N, N).
+
 Shapes: L layers, B batch, H heads, N tokens (prefix, then patches), D token width.
 """
 
@@ -11,25 +13,16 @@ from torch import Tensor
 
 
 def _fractions(layer: Tensor) -> Tensor:
-    """Return attention weights as fractions of each row's sum.
-
-    Rows of a softmax, which sum to 1 but for rounding, stay as they are. Others are divided by
-    their sum, in which negative weights, as in differential attention, count as zero.
-    """
+    """Return weights as fractions of each row's sum; negative ones, if differential, count as 0."""
     positive = layer.float().clamp(min=0)
     total = positive.sum(dim=-1, keepdim=True)
     return torch.where((total - 1).abs() < 0.01, positive, positive / total.clamp(min=1e-30))
 
 
 def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
-    """Compute the entropy of each head's attention, divided by the maximum, log N.
+    """Compute the entropy of each head's attention, mean over rows, divided by its maximum, log N.
 
-    Args:
-        weights: L attention weights (B, H, N, N).
-
-    Returns:
-        (L, H) float32, 0 to 1, mean over rows and images: 0 if every token attends to a single
-        token, 1 if attention is uniform.
+    It is 0 if every token attends to a single token, and 1 if attention is uniform.
     """
     maximum = math.log(weights[0].shape[-1]) or 1.0  # log 1 is 0, and so is the entropy
     entropies = [torch.special.entr(_fractions(layer)).sum(dim=-1) for layer in weights]
@@ -39,20 +32,10 @@ def attention_entropy(weights: Sequence[Tensor]) -> Tensor:
 def attention_distance(
     weights: Sequence[Tensor], grid: tuple[int, int], patch_size: int, num_prefix_tokens: int
 ) -> Tensor:
-    """Compute the mean attention distance of each head (arXiv 2010.11929, fig. 7).
+    """Compute the mean attention distance of each head in pixels (arXiv 2010.11929, fig. 7).
 
-    Prefix tokens have no position: attention to them is ignored, and attention to the patches is
-    renormalized to sum to 1.
-
-    Args:
-        weights: L attention weights (B, H, N, N).
-        grid: Rows and columns of patches.
-        patch_size: Side of a patch in pixels.
-        num_prefix_tokens: Tokens before the patches.
-
-    Returns:
-        (L, H) float32, in pixels: the distance between patch centres weighted by attention, mean
-        over patches and images.
+    That is the distance between patch centres weighted by attention, mean over patches. Prefix
+    tokens have no position: attention to them is ignored, and that to the patches sums to 1.
     """
     rows, columns = (torch.arange(n, device=weights[0].device) for n in grid)
     positions = torch.cartesian_prod(rows, columns).float() * patch_size
@@ -70,27 +53,18 @@ def sink_mass(weights: Sequence[Tensor]) -> Tensor:
     """Compute the fraction of attention that goes to the attention sink (arXiv 2309.17453).
 
     The sink of a head and image is the token that receives the most attention.
-
-    Args:
-        weights: L attention weights (B, H, N, N).
-
-    Returns:
-        (L, H) float32, 1 / N to 1, mean over images.
     """
     return torch.stack([_fractions(layer).mean(dim=2).amax(-1).mean(dim=0) for layer in weights])
 
 
 def largest_patch_norm(tokens: Sequence[Tensor], num_prefix_tokens: int) -> Tensor:
-    """Compute the largest norm of a patch token after each layer.
+    """Compute the largest Euclidean norm of a patch token after each layer, mean over images: (L,).
 
     Outliers are patches that the model uses as registers (arXiv 2309.16588).
 
     Args:
         tokens: L outputs of the encoder blocks, (B, N, D).
         num_prefix_tokens: Tokens before the patches.
-
-    Returns:
-        (L,) float32: the largest Euclidean norm among an image's patch tokens, mean over images.
     """
     patches = [layer[:, num_prefix_tokens:].float() for layer in tokens]
     return torch.stack([layer.norm(dim=-1).amax(dim=1).mean() for layer in patches])

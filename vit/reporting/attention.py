@@ -14,9 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 from vit.console import counted
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset
-from vit.explain.colours import bar_of
-from vit.explain.figures import attention_picture, captions_of, features_picture, named
-from vit.explain.maps import MAP_KINDS, map_title, readout_of
+from vit.explain.figures import attention_picture, captions_of, features_picture
+from vit.explain.maps import MAP_KINDS, readout_of
 from vit.explain.rollout import check_rollout_options
 from vit.files import write_atomically
 from vit.model.attention_model import no_maps_text, require_attention
@@ -161,14 +160,18 @@ def _write_maps(
     }
     # Written first, because it marks the folder as one that the next call may empty.
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1))
-    captions, bars = captions_of(logits, chosen.labels, classes), [bar_of(kind) for kind in maps]
+    captions = captions_of(logits, chosen.labels, classes)
     with SummaryWriter(str(folder)) as writer:
         _write_records(writer, saved, test, indices, target, rollout)
         for row, name in enumerate(names):
-            titles = [map_title(kind, classes[explained[row]], **rollout) for kind in maps]
-            found = [values[row] for values in maps.values()]
-            sheet = attention_picture(pixels[row], found, captions[row], titles, bars)
-            sheet = named(sheet, chosen.name(row))
+            sheet = attention_picture(
+                chosen.pixels()[row],
+                {kind: found[row] for kind, found in maps.items()},
+                captions[row],
+                classes[explained[row]],
+                chosen.name(row),
+                **rollout,
+            )
             Image.fromarray(sheet).save(folder / f"{name}.png")
             tag = picture_tag(f"attention/{name}")
             writer.add_image(tag, sheet, saved.step, dataformats="HWC")

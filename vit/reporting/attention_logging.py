@@ -12,7 +12,7 @@ from vit.console import warn
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import Setup
-from vit.explain.figures import captions_of, rollout_picture, statistics_picture
+from vit.explain.figures import attention_picture, captions_of, statistics_picture
 from vit.explain.importance import as_grid
 from vit.explain.statistics import largest_patch_norm
 from vit.model.attention_model import attention_model, require_attention
@@ -111,7 +111,7 @@ class AttentionLogging:
         for number, (record, caption) in enumerate(zip(records, captions, strict=True)):
             [rollout] = (found for found in record.details.maps if found.kind == "rollout")
             heat = torch.tensor(rollout.values).reshape(record.details.grid)
-            picture = rollout_picture(self.probes.pixels()[number], heat, caption)
+            picture = attention_picture(self.probes.pixels()[number], {"rollout": heat}, caption)
             yield ROLLOUT_TAG.format(number), picture
 
 

@@ -19,8 +19,9 @@ from vit.data.corruptions import corrupt
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import wilson_interval
-from vit.explain.charts import corruption_chart, corruption_picture
+from vit.explain.charts import corruption_chart
 from vit.explain.faithfulness import mean_interval
+from vit.explain.figures import corruption_picture
 from vit.files import write_atomically
 from vit.model_file import SavedModel
 from vit.parallel import map_on_cores

@@ -227,7 +227,7 @@ class _WithWeights(nn.Module):
         self, images: Tensor, gates: Tensor, keep: Tensor, weights: dict[str, Tensor]
     ) -> Answer:
         """Classify one image, with weights by their names in the model."""
-        named = {f"masked.model.{name}": tensor for name, tensor in weights.items()}
+        named = {f"model.{name}": tensor for name, tensor in weights.items()}
         inputs = images, gates, keep
         logits, attention, *lens = functional_call(self.interventions, named, inputs)
         classes, probabilities = (part[:, 0] for part in lens)

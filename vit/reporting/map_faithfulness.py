@@ -1,6 +1,6 @@
 """Faithfulness of kinds of map on test images, as a table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,14 @@ from vit.classifier import Classifier
 from vit.data.images import ImageSet
 from vit.explain.faithfulness import (
     LEVELS,
-    mask_iou,
+    Filling,
+    baselines,
+    faithfulness,
+    hiding_curves,
+    mean_colour,
     mean_interval,
     pointing_game,
-    score_maps,
     to_patches,
-    with_baselines,
 )
 from vit.model.attention_model import require_attention
 from vit.registry import ALL_KINDS
@@ -28,7 +30,6 @@ METRICS = {  # the arrow says whether lower or higher is better
     "lerf_morf": "(LeRF−MoRF)/2 ↑",
     "over_centred": "over centred ↑",
     "pointing": "pointing ↑",
-    "iou": "IoU ↑",
 }
 
 Table = dict[str, dict[str, tuple[float, float]]]  # mean and half the width of its 95% interval
@@ -44,8 +45,6 @@ def measure_maps(
 ) -> Table:
     """Measure the faithfulness of kinds of map, and of two baselines, for the predicted class.
 
-    Maps of pixels are summed over each patch before patches are hidden.
-
     Args:
         classifier: The model.
         images: Test images; if they have masks, the maps are compared with the masks too.
@@ -53,20 +52,46 @@ def measure_maps(
         batch_size: Images per forward pass.
         seed: Seed of the random maps.
         **rollout: Options of `vit.explain.rollout.attention_rollout`.
+    """
+    logits, maps = classifier.maps(
+        images.pixels(), kinds, precision=classifier.precision, batch_size=batch_size, **rollout
+    )
+    return score_maps(classifier, images, maps, logits.argmax(dim=1), batch_size, seed)
+
+
+def score_maps(
+    classifier: Classifier,
+    images: ImageSet,
+    maps: Mapping[str, Tensor],
+    target: Tensor,
+    batch_size: int,
+    seed: int,
+    fill: Filling = mean_colour,
+) -> Table:
+    """Measure the faithfulness of maps (B, rows, columns) by kind, and of two baselines.
+
+    Those of pixels are averaged over each patch before patches are hidden. A progress bar is shown
+    on terminals.
+
+    Args:
+        classifier: The model.
+        images: The B images, perhaps with masks.
+        maps: The maps.
+        target: (B,) int64, the classes that they explain.
+        batch_size: Images per forward pass.
+        seed: Seed of the random maps.
+        fill: Replaces hidden pixels.
 
     Returns:
         For each map and metric, the mean over images and half the width of its 95% interval.
         "over_centred" is the paired difference to the centred map in (LeRF - MoRF) / 2.
     """
-    pixels = images.pixels()
-    logits, maps = classifier.maps(
-        pixels, kinds, precision=classifier.precision, batch_size=batch_size, **rollout
-    )  # fmt: skip
-    grid = require_attention(classifier.model).patch_embed.grid(*pixels.shape[-2:])
+    inputs = classifier.normalize(images.pixels())
+    grid = require_attention(classifier.model).patch_embed.grid(*inputs.shape[-2:])
     by_patch = {kind: to_patches(found.cpu(), grid) for kind, found in maps.items()}
-    by_patch = with_baselines(by_patch, seed)
-    inputs = classifier.normalize(pixels)
+    by_patch |= baselines(len(images), grid, seed)
     passes = 2 * len(LEVELS) * len(by_patch) * len(images)
+    scores = {}
     # disable=None shows the bar on terminals only.
     with tqdm(total=passes, desc="faithfulness", unit="image", leave=False, disable=None) as bar:
 
@@ -74,14 +99,15 @@ def measure_maps(
             bar.update(len(part))
             return classifier.forward(part)
 
-        scores = score_maps(classify, inputs, by_patch, logits.argmax(dim=1), batch_size=batch_size)
+        for kind, found in by_patch.items():
+            curves = hiding_curves(classify, inputs, found, target, LEVELS, batch_size, fill)
+            scores[kind] = faithfulness(*curves)
     for kind, values in scores.items():
         if kind != "centred":
             values["over_centred"] = values["lerf_morf"] - scores["centred"]["lerf_morf"]
         if images.masks is not None:
             found = maps[kind].cpu() if kind in maps else by_patch[kind]
             values["pointing"] = pointing_game(found, images.masks)
-            values["iou"] = mask_iou(found, images.masks)
     return {
         kind: {metric: mean_interval(found) for metric, found in values.items()}
         for kind, values in scores.items()
