@@ -119,40 +119,45 @@ def other_files(root: Path, name: str) -> None:
 WRONG = {
     "no root": (
         lambda root: root.rename(root.with_name("moved")),
-        ["does not exist", "images in train/<class>/ and test/<class>/, or"],
+        "ROOT has no class folders (it does not exist); data.name=folder needs images in train/<c",
     ),
     "no train": (
         lambda root: (root / "train").rename(root / "training"),
-        ["ROOT/train does not exist", "--data.root"],
+        "ROOT/train has no class folders (it does not exist); ",
     ),
     "no test": (
         lambda root: (root / "test").rename(root / "tests"),
-        ["ROOT has no test/ (it contains tests, train)", "--data.root at ROOT/train to split it"],
+        "ROOT has no test/ (it contains tests, train); add test/ (or val/), or point --data.root "
+        "at ROOT/train to split it",
     ),
-    "other classes": (
+    "other class": (
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
-        ["same classes", "only train/ has dog and only test/ has wolf", "rename, add or delete"],
+        "class wolf has 0 training images in ROOT, and needs at least 1 (.jpg, .jpeg, .png",
+    ),
+    "missing class": (
+        lambda root: shutil.rmtree(root / "test" / "dog"),
+        "class dog has 0 test images in ROOT, and needs at least 1",
     ),
     "class of other files": (
         lambda root: other_files(root, "notes.txt"),
-        ["class dog has 0 test images in ROOT, and needs at least 1 (.jpg, .jpeg, .png"],
+        "class dog has 0 test images in ROOT, and needs at least 1",
     ),
     "class of bad pictures": (
         lambda root: other_files(root, "bad.png"),
-        ["no image of class dog in ROOT can be read (test/dog/bad.png); replace them, or delete"],
+        "no image of class dog in ROOT can be read (test/dog/bad.png); replace them, or delete",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_layout_is_one_line_that_says_what_is_there_and_what_to_do(root, case):
-    spoil, parts = WRONG[case]
+    spoil, words = WRONG[case]
     spoil(root)
     with pytest.raises(ValueError) as info:
         load_training(folder(root, on_bad_image="skip"), seed=0)
-    assert str(info.value).startswith("data.root: ") and "\n" not in str(info.value)
-    for part in parts:
-        assert part.replace("ROOT", str(root)) in str(info.value), info.value
+    message = str(info.value)
+    assert message.startswith(f"data.root: {words}".replace("ROOT", str(root))), message
+    assert "\n" not in message
 
 
 def test_test_images_alone_can_be_evaluated(root):
@@ -198,18 +203,6 @@ def test_a_run_names_its_classes_and_refuses_others(root, tmp_path, capsys):
     (root / "test" / "owl").rename(root / "test" / "emu")
     with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(run), replace(options, data=EvalDataConfig(root=str(root))))
-
-
-def test_files_of_other_types_are_reported(root, capsys):
-    for name in ("a.svg", "b.mov", "c.MOV"):
-        (root / "train" / "dog" / name).write_bytes(b"an image of a type that is not read")
-    (root / "train" / "dog" / ".DS_Store").touch()
-    assert len(load("folder", root, train=True)) == 24
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"ignored 3 files of other types in {root / 'train'} (")
-    assert "(.mov, .svg); supported are .jpg" in printed
-    assert len(load("folder", root, train=False)) == 12
-    assert capsys.readouterr().err == ""
 
 
 # One folder of class folders.
@@ -279,7 +272,7 @@ def test_classes_of_which_nothing_can_be_split_are_refused(classes_only):
         read_folder(classes_only, train=True)
     for name in ("rød", "猫"):
         shutil.rmtree(classes_only / name)
-    with pytest.raises(ValueError, match=r"has a single class, c d; a classifier needs at least"):
+    with pytest.raises(ValueError, match=r"has 1 classes \(c d\); a classifier needs at least two"):
         read_folder(classes_only, train=True)
 
 
@@ -291,8 +284,11 @@ def test_images_are_recognized(root, classes_only, tmp_path):
     table.touch()
     assert recognize(root) == recognize(classes_only) == recognize(root / "train") == "folder"
     assert recognize(table) == "table"
-    for other in (tmp_path, tmp_path / "nowhere", ROOT, ROOT / "data", root / "train" / "cat"):
+    for other in (tmp_path, tmp_path / "nowhere", ROOT, ROOT / "data"):
         assert recognize(other) is None, other
+    loose = root / "train" / "cat"  # images without classes
+    with pytest.raises(ValueError, match=r"cat has no class folders \(it contains 00\.png, 03"):
+        read_folder(loose, train=recognize(loose) == "folder")
 
 
 def test_the_name_of_the_data_set_follows_from_the_root(root, classes_only, tmp_path, monkeypatch):
@@ -314,11 +310,11 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, classes_only, tmp_
 def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(
     classes_only: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"^data\.root: .*/flower does not exist; check the path"):
+    with pytest.raises(ValueError, match=r"^data\.root: .*/flower .* \(it does not exist\); check"):
         parse_train(["--data.root", str(classes_only.with_name("flower"))])
     (classes_only / "notes").mkdir()  # a class without images, so that nothing is recognized
     words = ["--data.root", str(classes_only)]
-    with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); add --data\.name folder"):
+    with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); check .* --data\.name fol"):
         parse_train(words)
     file = tmp_path / "settings.yaml"
     file.write_text(f"data: {{root: '{classes_only}'}}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
-from vit.data.layout import recognize, refuse_loose_images
+from vit.data.layout import recognize
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -59,7 +59,6 @@ def load_test(saved: SavedModel, root: str | None = None, download: bool = True)
     """
     data, classes = saved.config.data, saved.classifier.classes
     if root is not None and not data.spec.own_files:
-        refuse_loose_images(Path(root))
         data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
     root = root or data.root
     test = load_test_images(

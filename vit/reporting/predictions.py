@@ -17,7 +17,7 @@ from torch import Tensor
 from vit.classifier import Classifier
 from vit.console import printable, warn
 from vit.data.photos import find_photos
-from vit.data.stream import AT_ONCE, ImageFiles, default_workers
+from vit.data.stream import ImageFiles
 from vit.files import write_table
 from vit.reporting.calibration import make_sets
 from vit.reporting.config import PredictConfig
@@ -115,8 +115,7 @@ def _sets(
 
 def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
     """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
-    workers = default_workers() if len(paths) > AT_ONCE else 0
-    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess, workers)
+    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess)
     for start, images, problems in files.decode_all("predict"):
         for number, image in enumerate(images):
             if number in problems:
