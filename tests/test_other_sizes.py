@@ -44,10 +44,8 @@ RESIZED = {"crop": "resized", "crop_scale": (0.7, 1.0)}
 @pytest.mark.parametrize(
     ("channels", "size", "fit", "augment"),
     [
-        (1, (16, 24), "squash", {}),
-        (2, (16, 24), "pad", {}),
-        (3, (16, 24), "crop", RESIZED),
-        (4, (24, 16), "crop", {}),
+        (1, (16, 24), "squash", RESIZED),
+        (4, (24, 16), "pad", {}),
     ],
 )
 def test_from_training_to_every_way_to_look(

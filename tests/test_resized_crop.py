@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Generator
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
@@ -17,10 +16,6 @@ from vit.data.shapes import draw_shapes
 CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 
 
-def seeded() -> Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def test_boxes_are_cut_and_resized_as_in_torchvision() -> None:
     """The way of a GPU, one matrix product for all; a CPU calls torchvision itself."""
     images, _, _ = draw_shapes(40, seed=0)
@@ -28,20 +23,14 @@ def test_boxes_are_cut_and_resized_as_in_torchvision() -> None:
     boxes = random_boxes(images, (0.08, 1.0), Draws(0, 40))
     for size in ((32, 32), (20, 56), (7, 3)):
         found = resized_crop(images, boxes, size)
-        expected = torch.stack(
-            [
-                tv.resized_crop(image, *box, list(size))
-                for image, box in zip(images, boxes.int().tolist(), strict=True)
-            ]
-        )
+        pairs = zip(images, boxes.int().tolist(), strict=True)
+        expected = torch.stack([tv.resized_crop(image, *box, list(size)) for image, box in pairs])
         assert found.dtype == torch.uint8 and found.shape == expected.shape
         assert (found.int() - expected.int()).abs().max() <= 1  # torchvision rounds twice
         assert torch.equal(random_resized_crop(images, size, (0.08, 1.0), Draws(0, 40)), expected)
 
 
-@pytest.mark.parametrize(
-    ("size", "scale"), [((256, 256), (0.08, 1.0)), ((37, 60), (0.3, 0.9)), ((20, 100), (0.5, 1.0))]
-)
+@pytest.mark.parametrize(("size", "scale"), [((256, 256), (0.08, 1.0)), ((20, 100), (0.5, 0.9))])
 def test_boxes_are_distributed_as_in_torchvision(
     size: tuple[int, int], scale: tuple[float, float]
 ) -> None:
@@ -67,7 +56,7 @@ def test_an_image_in_which_no_box_fits_is_cropped_at_its_centre() -> None:
 
 
 def test_training_images_of_any_size_become_those_of_the_model() -> None:
-    images = torch.randint(256, (8, 3, 37, 50), dtype=torch.uint8, generator=seeded())
+    images = torch.arange(8 * 3 * 37 * 50).view(8, 3, 37, 50).to(torch.uint8)
     settings = AugmentConfig(crop="resized", crop_padding=4, crop_scale=(0.5, 1), flip=False)
     found, _ = augment(images, torch.eye(8), CIFAR10, Draws(0, 8), settings)
     expected = random_resized_crop(images, (32, 32), (0.5, 1), Draws(0, 8))

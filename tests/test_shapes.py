@@ -1,3 +1,5 @@
+"""Drawn shapes: areas, places and edges."""
+
 import math
 
 import pytest
@@ -31,44 +33,23 @@ def train() -> Drawn:
 
 def grow(masks: Tensor, times: int = 1) -> Tensor:
     """Add the eight neighbours of every pixel to masks (n, h, w)."""
-    grown = masks.float()
-    for _ in range(times):
-        grown = F.max_pool2d(grown[:, None], 3, stride=1, padding=1)[:, 0]
-    return grown > 0
-
-
-def shrink(masks: Tensor, times: int = 1) -> Tensor:
-    return ~grow(~masks, times)
-
-
-def centroids(masks: Tensor) -> Tensor:
-    """Return the column and row of each object's middle, (n, 2)."""
-    weight = masks / masks.sum((1, 2), keepdim=True)
-    axis = torch.arange(32.0)
-    return torch.stack([(weight.sum(1) * axis).sum(1), (weight.sum(2) * axis).sum(1)], dim=1)
+    return F.max_pool2d(masks.float()[:, None], 2 * times + 1, stride=1, padding=times)[:, 0] > 0
 
 
 def mean_colour(images: Tensor, where: Tensor) -> Tensor:
-    """Return the mean colours (n, 3) in [0, 1] over the pixels (n, h, w) of each image."""
+    """Return the mean colours (n, 3), 0 to 1, over the pixels (n, h, w) of each image."""
     weight = where[:, None].float()
     return (images / 255 * weight).sum((2, 3)) / weight.sum((2, 3))
 
 
-def test_kinds():
-    assert KINDS == (
-        "circle", "square", "triangle", "star", "cross",
-        "ring", "heart", "crescent", "arrow", "hexagon",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("count", [1, 9, 10, 1234])
+@pytest.mark.parametrize("count", [1, 9, 1234])
 def test_shapes_types_and_balance(count):
     images, labels, masks = draw_shapes(count, seed=3)
     assert images.shape == (count, 3, 32, 32) and images.dtype == torch.uint8
     assert labels.shape == (count,) and labels.dtype == torch.int64
     assert masks.shape == (count, 32, 32) and masks.dtype == torch.bool
     per_kind = torch.bincount(labels, minlength=len(KINDS))
-    assert len(per_kind) == len(KINDS) and per_kind.max() - per_kind.min() <= 1
+    assert len(per_kind) == 10 and per_kind.max() - per_kind.min() <= 1
     assert masks.any((1, 2)).all()
 
 
@@ -79,8 +60,7 @@ def test_same_seed_same_bytes_whatever_the_global_generator():
     state = torch.get_rng_state()
     second = draw_shapes(600, seed=4)
     assert torch.equal(torch.get_rng_state(), state)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,14 +77,15 @@ def test_objects_lie_inside_with_a_margin_and_anywhere(train):
     inside = torch.zeros(32, 32, dtype=torch.bool)
     inside[1:-1, 1:-1] = True
     assert not (masks & ~inside).any()
-    for middle in (centroids(masks)[:, 0], centroids(masks)[:, 1]):
+    weight, axis = masks / masks.sum((1, 2), keepdim=True), torch.arange(32.0)
+    for middle in (weight.sum(1) @ axis, weight.sum(2) @ axis):
         assert middle.min() < 11 and middle.max() > 20
         assert middle.mean() == pytest.approx(15.5, abs=0.2)
 
 
 def test_edges_are_anti_aliased_where_the_mask_ends(train):
     images, _, masks = (part[:500] for part in train)
-    inner, near = shrink(masks), grow(masks, 3) & ~grow(masks)
+    inner, near = ~grow(~masks), grow(masks, 3) & ~grow(masks)
     thing, ground = mean_colour(images, inner), mean_colour(images, near)
     direction = (thing - ground) / (thing - ground).square().sum(1, keepdim=True)
     between = ((images / 255 - ground[:, :, None, None]) * direction[:, :, None, None]).sum(1)

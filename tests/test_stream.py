@@ -1,12 +1,9 @@
 """Images in files: the same bits as in memory, whatever happens to the files or the workers."""
 
-import dataclasses
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from small_runs import StopAt, command, environment, make_loop, metrics, small
+from small_runs import StopAt, environment, make_loop, metrics, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
@@ -24,7 +21,6 @@ from vit.data.datasets import fit_into_memory, load_training, open_images
 from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped
-from vit.distributed.world import World
 from vit.hardware import free_memory, usable_cores
 from vit.model.config import ModelConfig
 from vit.run.checkpoint import checkpoint_steps
@@ -36,7 +32,6 @@ from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.start import Run
 from vit.training.train import load_data
-from worlds import in_world
 
 CLASSES = ("cat", "dog", "owl")
 
@@ -98,35 +93,17 @@ def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
             assert torch.equal(torch.cat(list(one.parts(7))), in_memory(other))
 
 
-def test_workers_end_with_the_batches_and_leave_the_global_random_numbers_alone(
-    pictures: Path,
-) -> None:
-    before = torch.get_rng_state()
-    images = open_images(folder(pictures, workers=2), train=True)
-    batches = images.batches(torch.arange(48).view(12, 4))
-    next(batches)
-    assert len(multiprocessing.active_children()) == 2
-    batches.close()  # as an interrupted epoch does
-    assert not multiprocessing.active_children()
-    images.pixels()
-    assert not multiprocessing.active_children()
-    assert torch.equal(before, torch.get_rng_state())
-
-
 # Runs.
-
-BARE = {"track": {"probes": 0, "every": 1}, "train": {"epochs": 2, "batch_size": 12}}
 
 
 def streaming(out: Path, root: Path, **data: Any) -> Config:
-    values = {
-        "name": "folder",
-        "root": str(root),
-        "val_size": 9,
-        "train_size": None,
-        "memory_gb": 0,
-    }
-    return small(out, **BARE, data={**values, **data})
+    values = {"name": "folder", "root": str(root), "val_size": 9, "train_size": None}
+    return small(
+        out,
+        data={**values, "memory_gb": 0, **data},
+        track={"probes": 0, "every": 1},
+        train={"epochs": 2, "batch_size": 12},
+    )
 
 
 Result = tuple[Loop, list[dict[str, Any]]]
@@ -161,24 +138,38 @@ def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return result
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
-    kept: Result, pictures: Path, tmp_path: Path, workers: int
+    kept: Result, pictures: Path, tmp_path: Path
 ) -> None:
-    config = streaming(tmp_path / "run", pictures, workers=workers)
+    config = streaming(tmp_path / "run", pictures, workers=2)
     prepare_run(config, resume=False)
     with pytest.raises(Stopped):
         run(config, stop_at=2)
     assert checkpoint_steps(tmp_path / "run")[-1] == 2
     about = environment().describe(ModelConfig())
-    changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=3)
+    changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=0)
     assert check_run(changed, False, about) is not None  # these settings may change
     resumed = run(config)
     in_files(resumed[0].training)
     assert_same_run(resumed, kept)
 
 
-# Memory.
+def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
+    kept: Result, root: Path, tmp_path: Path
+) -> None:
+    config = streaming(tmp_path / "run", root, workers=0)
+    training, _ = load_training(config.data, config.train.seed)
+    path = Path(in_files(training).paths[0])
+    with pytest.raises(Stopped):
+        run(config, stop_at=4)  # after the first epoch
+    content = break_file(path)
+    with pytest.raises(ValueError, match=r"on_bad_image skip$"):
+        load_data(Run.begin(config, environment()))
+    with pytest.raises(ValueError, match=r"cannot be read .*; restore, replace or delete") as info:
+        run(config)  # in which all were read when it began
+    assert str(path) in str(info.value) and "\n" not in str(info.value)
+    path.write_bytes(content)
+    assert_same_run(run(config), kept)
 
 
 def test_files_decoded_in_advance_do_not_count_as_fast(
@@ -191,14 +182,14 @@ def test_files_decoded_in_advance_do_not_count_as_fast(
             super().__init__(map(decoding.__getitem__, sampler))
 
     monkeypatch.setattr(stream, "DataLoader", Here)
-    counts = []
-    for memory, workers in ((0, 0), (0, 8)):
-        config = streaming(tmp_path / "run", pictures, memory_gb=memory, workers=workers)
-        loop, made = make_loop(config), list[None]()
-        loop.step.forward.register_forward_pre_hook(lambda *_, made=made: made.append(None))
-        assert mean_step_seconds(loop.step, loop.training) > 0
-        counts.append(len(made) / (len(loop.step.schedule.phases()) * loop.step.accumulate))
-    assert counts == [15, 17 + 16]
+    loop, made = make_loop(streaming(tmp_path / "run", pictures, workers=8)), []
+    loop.step.forward.register_forward_pre_hook(lambda *_: made.append(None))
+    assert mean_step_seconds(loop.step, loop.training) > 0
+    phases = len(loop.step.schedule.phases())
+    assert len(made) / (phases * loop.step.accumulate) == 17 + 16
+
+
+# Memory.
 
 
 def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
@@ -270,6 +261,27 @@ def test_few_files_are_decoded_in_this_process(
     assert images[torch.arange(47)].num_workers == 0
 
 
+def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_alone(
+    pictures: Path,
+) -> None:
+    before = torch.get_rng_state()
+    images = open_images(folder(pictures, workers=2), train=True)
+    batches = images.batches(torch.arange(48).view(12, 4))
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid or 0, signal.SIGINT)
+        os.kill(worker.pid or 0, signal.SIGTERM)
+    for _ in range(10):
+        next(batches)
+    batches.close()  # as an interrupted epoch does
+    assert not multiprocessing.active_children()
+    images.pixels()
+    assert not multiprocessing.active_children()
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_a_worker_that_is_killed_ends_the_run_in_one_line(
     pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,7 +289,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(
     with pytest.raises(SystemExit) as info, user_errors():
         for _ in images.batches(torch.arange(48).view(24, 2)):
             (worker,) = multiprocessing.active_children()
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(worker.pid or 0, signal.SIGKILL)
             worker.join()
     assert info.value.code == 2
     errors = capsys.readouterr().err
@@ -289,74 +301,20 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(
 
 
 def test_unreadable_files_are_left_out_alike(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In memory, in files, and in a process that could read what the first one could not."""
+    intact = shutil.copytree(root, tmp_path / "intact")
     for path in (*(root / "train").glob("dog/*4.png"), *(root / "train").glob("owl/*5.jpg")):
         break_file(path)
-    kept, streamed = (
-        load_training(folder(root, on_bad_image="skip", memory_gb=memory), 0) for memory in (1, 0)
-    )
+    shared: dict[str, Any] = {}
+    kept = load_training(folder(root, on_bad_image="skip", memory_gb=1), 0, shared=shared)
+    streamed = load_training(folder(root, on_bad_image="skip"), 0)
     one, other = capsys.readouterr().err.splitlines()
     assert one == other and one.startswith("skipped ")
-    for left, right in zip(kept, streamed, strict=True):
-        assert len(left) == len(right) and torch.equal(left.labels, right.labels)
-        assert torch.equal(in_memory(left), right.pixels())
-
-
-def check_left_out(world: World, roots: list[str], out: str, expected: list[int]) -> None:
-    """Called in each process, with one of the folders."""
-    config = streaming(Path(out), Path(roots[world.rank]), on_bad_image="skip")
-    env = dataclasses.replace(environment(), world=world)
-    assert [len(images) for images in load_data(Run.begin(config, env))] == expected
-
-
-@pytest.mark.slow
-def test_processes_leave_out_what_the_first_could_not_read(root: Path, tmp_path: Path) -> None:
-    intact = tmp_path / "intact"
-    shutil.copytree(root, intact)  # as if the second process could read what the first could not
-    for path in (root / "train").glob("dog/*4.png"):
-        break_file(path)
-    expected = [len(images) for images in load_training(folder(root, on_bad_image="skip"), 0)]
-    assert sum(expected) < 48
-    in_world(2, tmp_path, check_left_out, [str(root), str(intact)], str(tmp_path / "run"), expected)
-
-
-def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
-    kept: Result, root: Path, tmp_path: Path
-) -> None:
-    config = streaming(tmp_path / "run", root, workers=2)
-    training, _ = load_training(config.data, config.train.seed)
-    path = Path(in_files(training).paths[0])
-    with pytest.raises(Stopped):
-        run(config, stop_at=4)  # after the first epoch
-    content = break_file(path)
-    with pytest.raises(ValueError, match=r"on_bad_image skip$"):
-        load_data(Run.begin(config, environment()))
-    with pytest.raises(ValueError, match=r"cannot be read .*; restore, replace") as info:
-        run(config)  # in which all were read when it began
-    assert str(path) in str(info.value) and "\n" not in str(info.value)
-    path.write_bytes(content)
-    assert_same_run(run(config), kept)
-
-
-# Whole commands.
-
-
-@pytest.mark.slow
-def test_signals_to_the_whole_group_stop_run_and_workers(pictures: Path, tmp_path: Path) -> None:
-    config = streaming(tmp_path / "run", pictures, workers=2)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=5000))
-    process = subprocess.Popen(
-        command(config, tmp_path / "config"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,  # which makes it the leader of its own group
-    )  # fmt: skip
-    while not (tmp_path / "run/metrics.jsonl").exists() or len(metrics(tmp_path / "run")) < 10:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, errors
-    assert "stopped by SIGINT: rerun the command to resume" in errors
-    assert errors.count("finishing this step") == 1 and "Traceback" not in errors
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    second = load_training(folder(intact, on_bad_image="skip"), 0, shared=shared)
+    assert sum(map(len, kept)) < 48
+    for left, *others in zip(kept, streamed, second, strict=True):
+        for right in others:
+            assert torch.equal(left.labels, right.labels)
+            assert torch.equal(in_memory(left), right.pixels())
