@@ -109,13 +109,6 @@ def test_parts_of_a_batch_are_augmented_like_the_whole_batch(function):
             assert torch.equal(result, expected[part])
 
 
-def test_draws_for_another_number_of_images_are_refused():
-    with pytest.raises(
-        ValueError, match=r"draws: for 8 images, but the batch has 4; .*\(seed, 4\)"
-    ):
-        augment(draw_images(4), draw_targets(4), CIFAR10, draws(8), only())
-
-
 # Crop.
 
 

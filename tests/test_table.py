@@ -68,10 +68,11 @@ def test_without_a_split_a_fraction_of_each_class_is_for_testing(folder):
 WRONG = {
     "no header": (["images/0.png,a", "images/1.png,b"], "has the columns images/0.png, a; expec"),
     "no rows": (["path,label"], "has 0 classes (); a classifier needs at least two"),
+    "too many values": (["path,label", "images/0.png,a,b"], "line 2: more values than the header"),
     "too few values": (["path,label", "images/0.png,a", "b"], "line 3: the label is empty"),
     "missing file": (
         ["path,label", "images/0.png,a", "images/90.png,b"],
-        "line 3: ROOT/images/90.png: file not found; paths are relative to ROOT",
+        "line 3: ROOT/images/90.png: file not found",
     ),
     "unknown split": (
         ["path,label,split", "images/0.png,a,train", "images/1.png,b,"],

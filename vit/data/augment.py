@@ -39,15 +39,8 @@ def augment(
 
     Returns:
         Images (B, channels, H, W) float32, normalized, and targets (B, C).
-
-    Raises:
-        ValueError: The draws are for another number of images.
     """
-    if len(images) != len(draws.part):
-        raise ValueError(
-            f"draws: for {len(draws.part)} images, but the batch has {len(images)}; use "
-            f"Draws(seed, {len(images)})"
-        )
+    assert len(images) == len(draws.part)
     if settings.crop == "resized":
         images = random_resized_crop(images, preprocess.image_size, settings.crop_scale, draws)
     elif settings.crop_padding:
@@ -93,13 +86,9 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 def random_resized_crop(
     images: Tensor, size: tuple[int, int], scale: tuple[float, float], draws: Draws
 ) -> Tensor:
-    """Cut a random box out of each image and resize it, as torchvision's RandomResizedCrop does.
+    """Cut a random box out of each uint8 image and resize it, as torchvision's RandomResizedCrop.
 
-    Args:
-        images: (B, channels, height, width) uint8.
-        size: H and W of the result.
-        scale: Smallest and largest fraction of the image's area, above 0, up to 1.
-        draws: Random numbers for these images.
+    The size is H and W of the result, the scale the smallest and largest fraction of the area.
     """
     boxes = random_boxes(images, scale, draws)
     if images.device.type != "cpu":
@@ -181,7 +170,7 @@ def random_erasing(images: Tensor, probability: float, draws: Draws) -> Tensor:
     """Overwrite a random rectangle of normalized images with noise (arXiv 1708.04896).
 
     The rectangle covers 2 to 33% of the image, has an aspect ratio of up to 3.3, and may be cut off
-    at the border. An image is changed with a probability from 0 to 1.
+    at the border.
     """
     height, width = images.shape[2:]
     area = draws.uniform(0.02, 0.33)
@@ -209,12 +198,9 @@ def mix(images: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
     """Blend each image and its target (B, C) with a neighbour in the batch and its target.
 
     Images are paired two by two, as in timm, and the last of an odd number is mixed with the one
-    before it. A batch is in random order, so the partner is random (in balanced batches, mostly of
-    another class). Parts of a batch, each of an even number of images, are mixed like the whole
-    batch.
-
-    The weights (B, 1, H, W), 0 to 1, are those of the image itself at each pixel; targets are
-    weighted by their mean.
+    before it. A batch is in random order, so the partner is random, and parts of a batch, each of
+    an even number of images, are mixed like the whole batch. The weights (B, 1, H, W), 0 to 1, are
+    those of the image itself at each pixel; targets are weighted by their mean.
     """
     other = torch.arange(len(images), device=images.device) ^ 1
     other = torch.where(other < len(images), other, max(len(images) - 2, 0))

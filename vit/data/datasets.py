@@ -22,10 +22,7 @@ FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb
 
 
 def open_images(
-    data: DataConfig,
-    train: bool,
-    count: int | None = None,
-    shared: dict[str, Any] | None = None,
+    data: DataConfig, train: bool, count: int | None = None, shared: dict[str, Any] | None = None
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
@@ -35,16 +32,15 @@ def open_images(
         data: The data set.
         train: Whether to find the training images rather than the test images.
         count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
-        shared: Where the first of several processes puts which files it cannot read, so that all of
-            them leave out the same, see `World.main_first`.
+        shared: Where the first of several processes puts which files it cannot read, so that all
+            leave out the same, see `World.main_first`.
 
     Returns:
-        The images, in the data set's order, but training images in files are shuffled with a fixed
-        seed. Those in memory have the data set's size, see `ImageSet.resized`.
+        The images in the data set's order and size; training images in files are shuffled with a
+        fixed seed.
 
     Raises:
-        ValueError: The data is missing and could not be downloaded, a package for it is not
-            installed, or no image of a class can be read.
+        ValueError: The data or a package for it is missing, or no image of a class can be read.
     """
     reader = resolve_name(f"vit.data.{data.spec.reader}")
     try:
@@ -89,12 +85,7 @@ def load(
 ) -> ImageSet:
     """Load the training or test images of a data set into memory.
 
-    Args:
-        name: Name of the data set, see `vit.data.config.DataConfig`.
-        root: Its folder; not used by "shapes".
-        train: Whether to load the training images rather than the test images.
-        count: Number of shapes to draw, as for `open_images`.
-        settings: Other fields of `DataConfig`.
+    The arguments are those of `open_images`, with the fields of `DataConfig` by themselves.
 
     Raises:
         ValueError: As for `open_images`; or a setting is not allowed, or an image cannot be read.
@@ -132,7 +123,7 @@ def load_training(
     check: bool = True,
     shared: dict[str, Any] | None = None,
 ) -> tuple[ImageSet, ImageSet]:
-    """Load the training images of a data set and hold some of them out.
+    """Load the training images of a data set, and those of them that are held out.
 
     Images in files are decoded into memory if they fit into `data.memory_gb`. Otherwise they stay
     in their files, and like the test images they are decoded once to check that they can be read.
@@ -145,12 +136,9 @@ def load_training(
         check: Whether to decode images that are not kept in memory.
         shared: As for `open_images`, of the training images.
 
-    Returns:
-        The training images and the held-out images.
-
     Raises:
-        ValueError: The data is missing or cannot be read, there are fewer images than requested,
-            or a class would be left without training images.
+        ValueError: As for `load`; or there are fewer images than requested, or a class would be
+            left without training images.
     """
     preprocess = preprocess or Preprocess.from_config(data)
     training, held = split_training(data, seed, shared)

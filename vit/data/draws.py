@@ -1,6 +1,7 @@
 """Random numbers for the images of a batch that processes share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Draws:
         seed: 32 bits. Objects with the same seed and batch size draw the same numbers.
         batch_size: Number of images in the whole batch.
         part: The images in the batch that numbers are returned for.
-        device: Where the images are.
+        device: Of the images.
     """
 
     def __init__(
@@ -39,15 +40,11 @@ class Draws:
 
     def uniform(self, low: float, high: float, shape: Sequence[int] = (-1, 1, 1, 1)) -> Tensor:
         """Draw float numbers from low to high."""
-        size = self._batch_shape(shape)
-        drawn = torch.rand(size, generator=self._generator, device=self.device)
-        return low + (high - low) * self._of_part(drawn, shape)
+        return low + (high - low) * self._draw(torch.rand, shape)
 
     def integers(self, low: int, high: int, shape: Sequence[int] = (-1,)) -> Tensor:
         """Draw int64 numbers from low to high - 1."""
-        size = self._batch_shape(shape)
-        drawn = torch.randint(low, high, size, generator=self._generator, device=self.device)
-        return self._of_part(drawn, shape)
+        return self._draw(partial(torch.randint, low, high), shape)
 
     def beta(self, alpha: float) -> Tensor:
         """Draw a float number from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
@@ -56,7 +53,7 @@ class Draws:
         """
         both = torch.full((self.batch_size, 2), alpha, device=self.device)
         drawn = torch._sample_dirichlet(both, generator=self._generator)[:, :1, None, None]
-        return self._of_part(drawn, (-1, 1, 1, 1))
+        return drawn[self.part.start : self.part.stop]
 
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draw standard normal numbers: (B, *shape); the same whenever it is called.
@@ -72,8 +69,8 @@ class Draws:
         start = self.part.start - first * NOISE_BLOCK
         return torch.cat(blocks)[start : start + len(self.part)]
 
-    def _batch_shape(self, shape: Sequence[int]) -> list[int]:
-        return [self.batch_size if size == -1 else size for size in shape]
-
-    def _of_part(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+    def _draw(self, function: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+        """Draw the numbers of the whole batch, and return those of the part."""
+        size = [self.batch_size if n == -1 else n for n in shape]
+        drawn = function(size, generator=self._generator, device=self.device)
         return drawn.narrow(list(shape).index(-1), self.part.start, len(self.part))

@@ -12,14 +12,11 @@ from vit.data.layout import content, find_parts, image_files, visible_folders
 def list_folder(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of an image folder, sorted by path.
 
-    Args:
-        data: `data.root` contains train/ and test/ (or val/), or the class folders themselves,
-            which `data.test_fraction` splits. test/ is enough to list the test images.
-        train: Whether to list the training images rather than the test images.
+    `data.root` contains train/ and test/ (or val/), or the class folders themselves, which
+    `data.test_fraction` splits. test/ is enough to list the test images.
 
     Raises:
-        ValueError: A folder, a class or its images are missing, or test_fraction is given although
-            there are test images.
+        ValueError: A folder is missing; or as for `user_files`.
     """
     root = Path(data.root).expanduser()
     parts = find_parts(root)

@@ -87,9 +87,8 @@ class ImageSet:
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the set with its images and labels on a device."""
-        return dataclasses.replace(
-            self, images=self.images.to(device), labels=self.labels.to(device)
-        )
+        images, labels = self.images.to(device), self.labels.to(device)
+        return dataclasses.replace(self, images=images, labels=labels)
 
     def resized(self, preprocess: Preprocess) -> "ImageSet":
         """Return the set with images and masks of a model's size."""
@@ -113,14 +112,7 @@ class ImageSet:
         return self.images.split(size)
 
     def batches(self, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the images and labels of batch after batch, on the set's device.
-
-        Args:
-            indices: (steps, B) int64.
-
-        Yields:
-            Images (B, channels, H, W) uint8 and labels (B,) int64.
-        """
+        """Yield images (B, channels, H, W) and labels (B,) at each row of indices (steps, B)."""
         rows = indices.to(self.device)
         if isinstance(self.images, Tensor):
             images: Iterable[Tensor] = (self.images[row] for row in rows)
@@ -150,9 +142,7 @@ def user_files(
         train: Whether the set is for training rather than for testing.
         split: Whether to take only the part of the files that `data.test_fraction` decides on.
         folder: The folder that names of files are relative to, which may be moved.
-        paths: The N files.
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names.
+        paths, labels, classes: As in an `ImageSet`.
         listed: What identifies the files and labels in the fingerprint; None means their names.
 
     Raises:
@@ -185,9 +175,8 @@ def user_files(
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
     files = ImageFiles(tuple(paths), Preprocess.from_config(data), data.workers)
     images = ImageSet(
-        files, labels, tuple(classes), origins=files.paths,
-        folder=str(folder), fingerprint=fingerprint, split=split,
-    )  # fmt: skip
+        files, labels, tuple(classes), None, files.paths, str(folder), fingerprint, split
+    )
     if fraction is None:
         return images
     test = fraction_per_class(labels, fraction, 0, "data.test_fraction").sort().values

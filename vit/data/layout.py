@@ -38,10 +38,7 @@ def has_parts(root: Path) -> bool:
 def find_parts(root: Path) -> list[Path]:
     """Return the folders of the training and the test images, or the root alone, to be split.
 
-    train/ may be missing.
-
-    Raises:
-        ValueError: There is train/, but no folder of test images.
+    train/ may be missing, but a folder of test images must be beside it.
     """
     if not has_parts(root):
         return [root]
@@ -70,12 +67,9 @@ def recognize(root: Path) -> str | None:
 
 
 def check_default_data(root: Path) -> None:
-    """Check a root that was given without data.name: the default, CIFAR-10, must be there.
+    """Check that the default, CIFAR-10, is in a root that was given without data.name.
 
     Whoever mistypes the path of their own images should not train on CIFAR-10 instead.
-
-    Raises:
-        ValueError: root does not exist, or contains something else.
     """
     if not any((root / name).exists() for name in CIFAR10):
         raise ValueError(
@@ -106,8 +100,7 @@ def tar_files(folder: Path) -> list[Path]:
 def image_files(folder: Path) -> list[str]:
     """List the image files in a folder and the folders below it, without hidden ones.
 
-    Like torchvision's, the list is sorted by folder, then by name. It is text, of which a million
-    fit into memory.
+    Like torchvision's, the list is sorted by folder, then by name.
     """
     found = []
     for parent, folders, files in os.walk(folder, followlinks=True):

@@ -27,37 +27,29 @@ class TarMember(NamedTuple):
         return f"{self.name} in {self.shard}"
 
     def open(self) -> io.BytesIO:
-        """Read the content; OSError if the tar file is gone or has become shorter.
+        """Read the content.
 
         The tar file is opened anew for each image, which takes no time next to decoding.
         """
         with Path(self.shard).open("rb") as file:
             file.seek(self.offset)
-            content = file.read(self.size)
-        if len(content) < self.size:
-            raise OSError(f"{self.shard} has become shorter")
-        return io.BytesIO(content)
+            return io.BytesIO(file.read(self.size))
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
     """List image files, and the image files in folders and the folders below them.
 
-    Args:
-        names: Files, which may have any suffix, and folders, in which hidden files and files
-            without an image suffix are ignored.
-        key: The flag or config key that gave the names, for error messages.
-
-    Returns:
-        The files in the order given, those of a folder sorted; each of them once.
+    Files may have any suffix; in folders, hidden files and files without an image suffix are
+    ignored. The order is as given, that of a folder sorted; each file is listed once. The key of
+    the names is for error messages.
     """
     found: dict[Path, None] = {}
     for path in map(Path, names):
         if path.is_dir():
             images = image_files(path)
             if not images:
-                raise ValueError(
-                    f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
-                )
+                suffixes = ", ".join(IMAGE_SUFFIXES)
+                raise ValueError(f"{key}: {path} contains no image files ({suffixes})")
             found.update(dict.fromkeys(map(Path, sorted(images))))
         else:
             _require_file(path, key)
@@ -80,9 +72,8 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
         One image of mode RGB for three channels, otherwise an image of mode L for each channel.
 
     Raises:
-        ValueError: The file does not exist, is not an image, is damaged or exceeds Pillow's limit
-            against decompression bombs (Image.MAX_IMAGE_PIXELS); the channels cannot be converted;
-            or the array is not uint8 or has another shape.
+        ValueError: The file is missing, damaged or too large (Image.MAX_IMAGE_PIXELS), the channels
+            cannot be converted, or the array is not uint8 or has another shape.
     """
     if isinstance(photo, str):
         photo = Path(photo)

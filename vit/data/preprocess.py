@@ -16,7 +16,7 @@ from vit.data.config import DataConfig
 from vit.data.photos import Photo, TarMember, to_bands
 from vit.data.pixels import ArrayPreprocess, offset
 
-# Training images that are cropped at random are stored larger by this factor, which keeps detail.
+# Training images that are cropped at random are stored larger by this factor, to keep detail.
 STORED_SCALE = 256 / 224
 
 
@@ -41,10 +41,7 @@ class Preprocess(ArrayPreprocess):
         return dataclasses.asdict(self)
 
     def stored(self) -> "Preprocess":
-        """Return the preprocessing of training images that will be cropped and resized at random.
-
-        They are larger by 256 / 224, so that a crop keeps more of the photo's detail.
-        """
+        """Return the preprocessing of training images that will be cropped at random."""
         height, width = (round(STORED_SCALE * n) for n in self.image_size)
         return dataclasses.replace(self, image_size=(height, width))
 

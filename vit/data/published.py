@@ -40,9 +40,6 @@ def read_torchvision(
         place: What is in data.root, as a hint for files put there by hand.
         data: The data set.
         train: Whether to read the training images rather than the test images.
-
-    Raises:
-        ValueError: The data is missing or damaged and could not be downloaded.
     """
     made = [_made(make, kind, place, data) for kind in parts[0 if train else 1]]
     found = [read(part) for part in made]
@@ -93,33 +90,24 @@ def _files(part: Any) -> tuple[list[Path], list[int]]:
     return part._image_files, part._labels
 
 
+def _pets(part: Any) -> tuple[list[Path], list[int]]:
+    return part._images, part._labels
+
+
 BY_FLAG = [{"train": True}], [{"train": False}]
 BY_NAME = [{"split": "train"}], [{"split": "test"}]
-CIFAR = "cifar-{}-python.tar.gz or the unpacked cifar-{}/"
-cifar10 = partial(
-    read_torchvision, tv.CIFAR10, BY_FLAG, _cifar, CIFAR.format("10", "10-batches-py")
-)
-cifar100 = partial(
-    read_torchvision, tv.CIFAR100, BY_FLAG, _cifar, CIFAR.format("100", "100-python")
-)
+# As is usual, both of the small parts of Flowers102, 1,020 images each, are for training.
+FLOWERS = [{"split": "train"}, {"split": "val"}], [{"split": "test"}]
+PETS = [{"split": "trainval"}], [{"split": "test"}]
+CIFAR = "cifar-{}-python.tar.gz or the unpacked cifar-{}-{}/"
+CIFAR10, CIFAR100 = CIFAR.format(10, 10, "batches-py"), CIFAR.format(100, 100, "python")
+cifar10 = partial(read_torchvision, tv.CIFAR10, BY_FLAG, _cifar, CIFAR10)
+cifar100 = partial(read_torchvision, tv.CIFAR100, BY_FLAG, _cifar, CIFAR100)
 fashion_mnist = partial(read_torchvision, tv.FashionMNIST, BY_FLAG, _mnist, "FashionMNIST/raw/")
 svhn = partial(read_torchvision, tv.SVHN, BY_NAME, _svhn, "train_32x32.mat and test_32x32.mat")
-# As is usual, both of the small parts, 1,020 images each, are for training; 6,149 for testing.
-flowers102 = partial(
-    read_torchvision,
-    tv.Flowers102,
-    ([{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
-    _files,
-    "flowers-102/",
-)
+flowers102 = partial(read_torchvision, tv.Flowers102, FLOWERS, _files, "flowers-102/")
 food101 = partial(read_torchvision, tv.Food101, BY_NAME, _files, "food-101/")
-oxford_iiit_pet = partial(
-    read_torchvision,
-    tv.OxfordIIITPet,
-    ([{"split": "trainval"}], [{"split": "test"}]),
-    lambda part: (part._images, part._labels),
-    "oxford-iiit-pet/",
-)
+oxford_iiit_pet = partial(read_torchvision, tv.OxfordIIITPet, PETS, _pets, "oxford-iiit-pet/")
 
 
 def digits(data: DataConfig, train: bool) -> ImageSet:

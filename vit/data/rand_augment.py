@@ -30,13 +30,9 @@ def rand_augment(images: Tensor, num_ops: int, magnitude: float, draws: Draws) -
 
 
 def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs: Tensor) -> Tensor:
-    """Apply to each image its operation.
+    """Apply to each image its operation (B,) int64, an index into `OPERATIONS`.
 
-    Args:
-        images: (B, channels, H, W) uint8.
-        operations: (B,) int64, indices into `OPERATIONS`.
-        magnitude: 0 to `STRONGEST`.
-        signs: (B,) int64, 1 or -1: direction of the operations that have two.
+    The signs (B,) int64, 1 or -1, are the direction of the operations that have two.
     """
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
@@ -72,8 +68,8 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
 def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Shear, translate or rotate the images with such an operation, filling with black.
 
-    The arguments are those of `apply_operations`, but strength is a fraction of the maximum, 0 to
-    1: shear by 0.3, translation by 150 / 331 of a side, rotation by 30 degrees.
+    Strength is a fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
+    rotation by 30 degrees.
     """
     height, width = images.shape[2:]
     aspect = height / width

@@ -58,12 +58,8 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
 def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: int) -> Tensor:
     """Choose the images to hold out from training, stratified by class.
 
-    Args:
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names, for the message.
-        size: Number of images; a fraction of each class, if less than 1; None means 1,000 of a set
-            of at least 10,000 images, and a tenth of each class of a smaller one.
-        seed: Seed of the run.
+    The size is a number of images; a fraction of each class, if less than 1; None means 1,000 of a
+    set of at least 10,000 images, and a tenth of each class of a smaller one.
 
     Raises:
         ValueError: A class would be left without training images.
@@ -72,7 +68,7 @@ def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: i
         size = HELD_OUT if len(labels) >= LARGE_SET else HELD_OUT_FRACTION
     if size < 1:
         return fraction_per_class(labels, size, seed, "data.val_size")
-    counts = torch.bincount(labels, minlength=len(classes)).tolist()
+    counts = labels.bincount(minlength=len(classes)).tolist()
     most = sum(max(n - 1, 0) for n in counts)
     if size > most:
         raise ValueError(
@@ -111,25 +107,15 @@ def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))
 
 
-# Batches.
-
-
 def divide_epoch(
     num_images: int, batch_size: int, parts: int = 1, steps: int | None = None
 ) -> tuple[int, int]:
     """Choose the number of steps in an epoch and of images in each.
 
     In a set of at least 50 batches, an epoch leaves out the rest. In a smaller one, batches have
-    fewer images if necessary, so that an epoch uses all of them.
-
-    Args:
-        num_images: Number of training images.
-        batch_size: Largest number of images per step, a multiple of `parts`.
-        parts: Number of equal parts that a batch is divided into.
-        steps: The number of steps that a run began with; None chooses it.
-
-    Returns:
-        Steps, and images per step: a multiple of `parts`, and of twice as many if `batch_size` is.
+    fewer images if necessary, so that an epoch uses all of them; they are a multiple of `parts`,
+    and of twice as many if `batch_size`, the largest number, is. A run that has begun keeps its
+    number of steps.
     """
     if steps is None:
         large = num_images >= MANY_BATCHES * batch_size
@@ -176,13 +162,10 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
 def class_weights(counts: Sequence[int]) -> Tensor:
     """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
 
-    With N images, C classes and n_c images of class c, its weight is N / (C n_c). Its mean over the
-    training images is 1, so the loss keeps its scale. With probabilities as targets,
+    With N images, C classes and n_c >= 1 images of class c, its weight is N / (C n_c). Its mean
+    over the training images is 1, so the loss keeps its scale. With probabilities as targets,
     `torch.nn.functional.cross_entropy` divides by the number of images, not by the sum of their
     weights, so the mean over micro-batches or processes is that of the whole batch.
-
-    Args:
-        counts: Number of training images of each of the C classes, at least 1.
     """
     images = torch.tensor(counts, dtype=torch.float32)
     return images.sum() / (len(counts) * images)

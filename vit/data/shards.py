@@ -38,16 +38,13 @@ END = 2**20
 def list_shards(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of tar shards, in the order of the shards and the members.
 
-    Args:
-        data: `data.root` contains train/ and test/ (or val/) with the shards, or the shards
-            themselves, which `data.test_fraction` splits, and classes.txt, a class name per line;
-            without it, the labels are the names. test/ is enough to list the test images.
-        train: Whether to list the training images rather than the test images.
+    `data.root` contains train/ and test/ (or val/) with the shards, or the shards themselves, which
+    `data.test_fraction` splits, and classes.txt, a class name per line; without it, the labels are
+    the names. test/ is enough to list the test images.
 
     Raises:
-        ValueError: There are no shards or test images, a shard is not what it should be, a label is
-            too large, a class has too few images, or test_fraction is given although there are test
-            images.
+        ValueError: There are no shards or test images, a shard is not what it should be, or a label
+            is too large; or as for `user_files`.
     """
     root = Path(data.root).expanduser()
     parts = find_parts(root)

@@ -62,12 +62,14 @@ def _start_worker(number: int) -> None:
 class ImageFiles:
     """Images that stay in their files and are decoded when they are needed.
 
+    Methods that decode raise a ValueError if a file cannot be read; `problems` and `decode_all` go
+    on.
+
     Attributes:
         paths: The N files, or members of tar files.
         preprocess: Crops and resizes the images.
-        workers: Number of processes that decode; 0 decodes in this one. None means 0 for fewer than
-            200 files, and otherwise one per usable core, less one, 1 to 16, shared by the processes
-            of a run.
+        workers: Number of processes that decode; 0 decodes in this one. None means one per usable
+            core, less one, 1 to 16, shared by the processes of a run; 0 for fewer than 200 files.
         device: Where the images are moved to.
     """
 
@@ -110,27 +112,13 @@ class ImageFiles:
         return self.batches(torch.arange(len(self)).split(size))
 
     def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Decode images batch by batch.
-
-        Args:
-            batches: Indices (B,) of each batch.
-
-        Yields:
-            Images (B, C, H, W) uint8, on the device.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Decode the images at indices (B,) for each batch: (B, C, H, W) uint8, on the device."""
         for images, problems in self._decode([batch.tolist() for batch in batches]):
             _require_readable(problems.values())
             yield images.to(self.device, non_blocking=True)
 
     def read(self) -> Tensor:
-        """Decode all images into one tensor (N, C, H, W) uint8 on the device.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Decode all images into one tensor (N, C, H, W) uint8 on the device."""
         pixels = torch.empty(self.shape, dtype=torch.uint8)
         for start, images, problems in self.decode_all("reading images"):
             _require_readable(problems.values())
@@ -144,11 +132,7 @@ class ImageFiles:
                 yield start + position, problem
 
     def check(self) -> None:
-        """Decode all images without keeping them.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Decode all images without keeping them."""
         _require_readable(problem for _, problem in self.problems())
 
     def decode_all(self, what: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:

@@ -16,18 +16,14 @@ PATH, LABEL, SPLIT = "path", "label", "split"
 def list_table(data: DataConfig, train: bool) -> ImageSet:
     """List the training or test images of a table, in its order.
 
-    Class names are sorted, as numbers if they all are whole numbers.
-
-    Args:
-        data: `data.root` is a CSV file with a header, in UTF-8. Paths are relative to its folder.
-            Images for validation are the test images where no others are named, and are left out
-            otherwise. Without a column "split", `data.test_fraction` splits the images.
-        train: Whether to list the training images rather than the test images.
+    `data.root` is a CSV file with a header, in UTF-8, whose paths are relative to its folder.
+    Images for validation are the test images where no others are named, and are left out otherwise.
+    Without a column "split", `data.test_fraction` splits the images. Class names are sorted, as
+    numbers if they all are whole numbers.
 
     Raises:
-        ValueError: The table is missing or not of this form, a file is missing or listed twice, a
-            class has no images in one of the parts, or test_fraction is given although the table
-            has a column "split".
+        ValueError: The table is missing or not of this form, a file is missing or listed twice; or
+            as for `user_files`.
     """
     file = Path(data.root).expanduser()
     rows = _read(file)
@@ -35,10 +31,8 @@ def list_table(data: DataConfig, train: bool) -> ImageSet:
     numeric = all(label.isdecimal() for label in labels)
     classes = sorted(labels, key=(lambda label: (int(label), label)) if numeric else None)
     parts = {part for _, part in rows.values()}
-    split = parts <= {None}
-    wanted = None
-    if not split:
-        wanted = TRAIN if train else next((name for name in TESTS if name in parts), "test")
+    split, test = parts <= {None}, next((name for name in TESTS if name in parts), "test")
+    wanted = None if split else TRAIN if train else test
     numbers = {label: number for number, label in enumerate(classes)}
     chosen = {path: numbers[label] for path, (label, part) in rows.items() if part == wanted}
     targets = torch.tensor([*chosen.values()], dtype=torch.int64)
@@ -65,18 +59,16 @@ def _read(file: Path) -> dict[str, tuple[str, str | None]]:
             for record in reader:
                 values = {name: (record[name] or "").strip() for name in columns}
                 path = str(file.parent / Path(values[PATH]).expanduser())
-                problem = None
-                if not values[LABEL]:
-                    problem = "the label is empty"
-                elif path in rows:
-                    problem = f"{path} is listed twice"
-                elif not Path(path).is_file():
-                    problem = f"{path}: file not found; paths are relative to {file.parent}"
-                elif values.get(SPLIT, TRAIN) not in (TRAIN, *TESTS):
-                    problem = (
-                        f"{SPLIT} is {shorten(values[SPLIT])!r}; it must be train, val or test"
-                    )
-                if problem is not None:
+                problems = {
+                    "more values than the header has columns": None in record,
+                    "the label is empty": not values[LABEL],
+                    f"{path} is listed twice": path in rows,
+                    f"{path}: file not found": not Path(path).is_file(),
+                    f"split is {shorten(values.get(SPLIT))!r}; it must be train, val or test": (
+                        values.get(SPLIT, TRAIN) not in (TRAIN, *TESTS)
+                    ),
+                }
+                for problem in (words for words, wrong in problems.items() if wrong):
                     raise ValueError(f"data.root: {file}, line {reader.line_num}: {problem}")
                 rows[path] = values[LABEL], values.get(SPLIT)
     except (UnicodeDecodeError, csv.Error) as error:
