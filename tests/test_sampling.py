@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from small_runs import StopAt, make_loop, make_step, small
+from small_runs import make_step, small
 from vit.data.sampling import (
     MANY_BATCHES,
     balanced_batches,
@@ -24,7 +24,6 @@ from vit.data.sampling import (
     held_out,
     stratified_subset,
 )
-from vit.distributed.stop import Stopped
 
 property_test = settings(max_examples=100)
 COUNTS = (60, 30, 8, 2)
@@ -147,31 +146,6 @@ def test_epochs_and_seeds_differ_and_calls_repeat():
     for seed, epoch in ((0, 1), (1, 0), (1, 1)):
         same = (first == epoch_batches(1000, shape, seed, epoch)).sum()
         assert same < 10  # chance leaves 1 of 1000 in place
-
-
-def test_a_run_of_an_early_version_goes_on_with_the_batches_it_began_with(tmp_path: Path) -> None:
-    """It left the end of each epoch out, and did not write down its length."""
-
-    def run(name: str, stop_at: int = 0, begin: int = 0) -> dict[str, object]:
-        train = {"batch_size": 48, "epochs": 2}
-        config = small(tmp_path / name, data={"val_size": 0}, track={"probes": 0}, train=train)
-        Path(config.out).mkdir(exist_ok=True)
-        stop = StopAt(stop_at)
-        loop = make_loop(config, stop=stop)
-        stop.state = loop.step.state
-        loop.saver.about["environment"].pop("steps_per_epoch")  # type: ignore[attr-defined]
-        assert (loop.step.schedule.steps_per_epoch, loop.step.state.step) == (6, begin)
-        loop.run()
-        return loop.step.state.state_dict()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vit.training.build.divide_epoch", lambda n, b, *_: (n // b, b))
-        alone = run("alone")
-        with pytest.raises(Stopped):
-            run("stopped", stop_at=4)
-    resumed = run("stopped", begin=4)
-    for part in ("model", "optimizers", "points", "step"):
-        torch.testing.assert_close(resumed[part], alone[part], rtol=0, atol=0)
 
 
 # Balanced batches.

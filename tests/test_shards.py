@@ -16,11 +16,9 @@ import torch
 from PIL import Image
 
 from small_runs import ROOT
-from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training
 from vit.data.images import ImageSet
-from vit.data.layout import recognize
 from vit.data.photos import TarMember
 from vit.data.shards import list_shards
 from vit.data.stream import ImageFiles
@@ -160,18 +158,6 @@ def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
     assert read(root, train=False).labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 2
 
 
-def test_a_fraction_of_each_class_is_for_testing(root: Path, tmp_path: Path) -> None:
-    shutil.copy(root / "classes.txt", root / "train")
-    training, test = (read(root / "train", part, 0.5) for part in (True, False))
-    assert test.labels.bincount().tolist() == [8, 8, 8]
-    assert sorted(names(training) + names(test)) == sorted(names(read(root)))
-    moved = (root / "train").rename(tmp_path / "moved")
-    assert read(moved, True, 0.5).fingerprint == training.fingerprint == test.fingerprint
-    assert read(moved, True, 0.4).fingerprint != training.fingerprint
-    (moved / "000.tar").rename(moved / "other.tar")
-    assert read(moved, True, 0.5).fingerprint != training.fingerprint
-
-
 def test_shards_for_training_and_testing_are_not_mixed(root: Path) -> None:
     for number, shard in enumerate(sorted((root / "train").glob("*.tar"))):
         shard.rename(shard.with_name(f"train-{number}.tar"))
@@ -179,15 +165,6 @@ def test_shards_for_training_and_testing_are_not_mixed(root: Path) -> None:
     shutil.copy(root / "train/train-0.tar", root / "train/val-0.tar")
     with pytest.raises(ValueError, match=r"contains shards of training images and others; move th"):
         read(root / "train")
-
-
-def test_shards_are_recognized(root: Path, tmp_path: Path) -> None:
-    assert recognize(root) == "shards"
-    assert recognize(tmp_path) is recognize(root / "train") is None  # which could be any tar files
-    shutil.copy(root / "classes.txt", root / "train")
-    assert recognize(root / "train") == "shards"
-    config, _ = parse_train(["--data.root", str(root)])
-    assert (config.data.name, config.out) == ("shards", "runs/pets")
 
 
 def test_members_may_have_folders_and_companions(tmp_path: Path) -> None:
@@ -281,13 +258,3 @@ def test_a_mistake_is_one_line_that_names_shard_and_member(root: Path, case: str
     assert re.match(
         rf"data\.root: {words.replace('ROOT', re.escape(str(root)))}", str(info.value)
     ), info.value
-
-
-def test_unreadable_images_are_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    add({"0012.jpg": b"I am a picture."})(root)
-    capsys.readouterr()
-    images = load("shards", root, train=True, on_bad_image="skip")
-    assert len(images) == 47
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"skipped 1 of 48 images in {root} that cannot be read: train/001.tar/0012.jpg"
-    )

@@ -27,7 +27,6 @@ from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
 from vit.run.tracker import Tracker
-from vit.training.build import mean_step_seconds
 from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.start import Run
@@ -170,23 +169,6 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
     assert str(path) in str(info.value) and "\n" not in str(info.value)
     path.write_bytes(content)
     assert_same_run(run(config), kept)
-
-
-def test_files_decoded_in_advance_do_not_count_as_fast(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight workers have 16 batches ready before the first step, which must not be timed."""
-
-    class Here(list[Any]):  # decodes without processes
-        def __init__(self, decoding: Any, sampler: list[Any], **_: Any) -> None:
-            super().__init__(map(decoding.__getitem__, sampler))
-
-    monkeypatch.setattr(stream, "DataLoader", Here)
-    loop, made = make_loop(streaming(tmp_path / "run", pictures, workers=8)), []
-    loop.step.forward.register_forward_pre_hook(lambda *_: made.append(None))
-    assert mean_step_seconds(loop.step, loop.training) > 0
-    phases = len(loop.step.schedule.phases())
-    assert len(made) / (phases * loop.step.accumulate) == 17 + 16
 
 
 # Memory.
