@@ -52,11 +52,6 @@ def test_shapes_are_those_of_the_generator_and_need_no_root(tmp_path):
         assert not (one == other).flatten(1).all(1).any()
 
 
-def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.name: 'letters' .* cifar10, cifar100, "):
-        load("letters", tmp_path, train=True)
-
-
 # How they are split.
 
 
@@ -101,13 +96,8 @@ def test_as_many_shapes_are_drawn_as_are_needed(size, number):
     data = DataConfig(name="shapes", train_size=300, val_size=size)
     training, held = load_training(data, seed=0)
     assert (len(training), len(held)) == (300, number)
-
-
-def test_a_size_between_counts_and_fractions_is_refused():
     with pytest.raises(ValueError, match=r"^data\.val_size: 1\.5 .* less than 1, or"):
         DataConfig(val_size=1.5)
-    found = [str(DataConfig(val_size=size).val_size) for size in ("1000", 1e3, 0.1, None)]
-    assert found == ["1000", "1000", "0.1", "None"]
 
 
 def test_split_of_cifar10_stays_what_it_was():

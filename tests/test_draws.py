@@ -1,34 +1,8 @@
-"""Random numbers for parts of a batch."""
+"""Random numbers of a batch; test_augment.py tests those of its parts."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
-from torch import Tensor
 
 from vit.data.draws import Draws
-
-METHODS: dict[str, tuple[int, Callable[[Draws], Tensor]]] = {  # with the dimension of the images
-    "uniform": (0, lambda draws: draws.uniform(-1, 3)),
-    "uniform, several": (0, lambda draws: draws.uniform(0, 1, (-1, 10, 4))),
-    "integers": (0, lambda draws: draws.integers(0, 5)),
-    "integers, images second": (1, lambda draws: draws.integers(-3, 4, (2, -1, 1))),
-    "beta": (0, lambda draws: draws.beta(0.4)),
-    "noise": (0, lambda draws: draws.noise((3, 4, 5))),
-}
-with_methods = pytest.mark.parametrize(("dim", "method"), METHODS.values(), ids=METHODS)
-
-
-@with_methods
-@pytest.mark.parametrize("part", [(0, 100), (31, 33), (32, 96)])
-def test_a_part_gets_the_numbers_that_it_has_in_the_whole_batch(
-    dim: int, method: Callable[[Draws], Tensor], part: tuple[int, int]
-) -> None:
-    batch, part_of_batch = Draws(7, 100), Draws(7, 100, slice(*part))
-    for _ in range(2):  # what is drawn next does not depend on the part either
-        expected = method(batch)
-        assert expected.shape[dim] == 100
-        assert torch.equal(method(part_of_batch), expected.narrow(dim, part[0], part[1] - part[0]))
 
 
 def test_calls_draw_what_torchs_generator_draws() -> None:

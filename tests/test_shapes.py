@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vit.data.shapes import KINDS, draw_shapes
@@ -29,17 +28,6 @@ UNIT_AREAS = {
 @pytest.fixture(scope="module")
 def train() -> Drawn:
     return draw_shapes(4000, seed=1)
-
-
-def grow(masks: Tensor, times: int = 1) -> Tensor:
-    """Add the eight neighbours of every pixel to masks (n, h, w)."""
-    return F.max_pool2d(masks.float()[:, None], 2 * times + 1, stride=1, padding=times)[:, 0] > 0
-
-
-def mean_colour(images: Tensor, where: Tensor) -> Tensor:
-    """Return the mean colours (n, 3), 0 to 1, over the pixels (n, h, w) of each image."""
-    weight = where[:, None].float()
-    return (images / 255 * weight).sum((2, 3)) / weight.sum((2, 3))
 
 
 @pytest.mark.parametrize("count", [1, 9, 1234])
@@ -81,17 +69,3 @@ def test_objects_lie_inside_with_a_margin_and_anywhere(train):
     for middle in (weight.sum(1) @ axis, weight.sum(2) @ axis):
         assert middle.min() < 11 and middle.max() > 20
         assert middle.mean() == pytest.approx(15.5, abs=0.2)
-
-
-def test_edges_are_anti_aliased_where_the_mask_ends(train):
-    images, _, masks = (part[:500] for part in train)
-    inner, near = ~grow(~masks), grow(masks, 3) & ~grow(masks)
-    thing, ground = mean_colour(images, inner), mean_colour(images, near)
-    direction = (thing - ground) / (thing - ground).square().sum(1, keepdim=True)
-    between = ((images / 255 - ground[:, :, None, None]) * direction[:, :, None, None]).sum(1)
-    mixed = (between > 0.3) & (between < 0.7)
-    edge = grow(masks) & ~inner
-    assert mixed[edge].float().mean() > 0.1
-    assert mixed[inner].float().mean() < 0.01
-    assert between[masks & ~inner].mean() > 0.8
-    assert between[grow(masks) & ~masks].mean() < 0.2

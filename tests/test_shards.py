@@ -1,7 +1,6 @@
 """Tar shards: the bits of a folder with the same images, only what is needed is read, mistakes."""
 
 import io
-import itertools
 import re
 import shutil
 import tarfile
@@ -43,48 +42,28 @@ def write_shard(path: Path, members: dict[str, bytes]) -> None:
             tar.addfile(info, io.BytesIO(content))
 
 
-def labelled(number: int, label: int) -> dict[str, bytes]:
-    """Two members: a picture and its label."""
-    kind = ("jpeg", "png", "webp")[number % 3]
-    name = f"{number:04d}.{kind.replace('jpeg', 'jpg')}"
-    return {name: encoded(number, kind), f"{number:04d}.cls": f"{label}\n".encode()}
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same images in a folder and in shards: 16 for training and 4 for testing per class."""
-    folder, shards = (tmp_path_factory.mktemp(name) for name in ("folder", "shards"))
-    numbers = itertools.count()
-    for half, count in (("train", 16), ("test", 4)):
-        members: list[dict[str, bytes]] = []
-        for label, name in enumerate(CLASSES):
-            (folder / half / name).mkdir(parents=True)
-            for number in itertools.islice(numbers, count):
-                members.append(labelled(number, label))
-                image, content = next(iter(members[-1].items()))
-                (folder / half / name / image).write_bytes(content)
-        for start in range(0, len(members), 10):
-            part = dict(itertools.chain(*(one.items() for one in members[start : start + 10])))
-            write_shard(shards / half / f"{start // 10:03d}.tar", part)
-    (shards / "classes.txt").write_text("\n".join(CLASSES) + "\n\n")
-    return folder, shards
+def labelled(numbers: range, label: int | None = None) -> dict[str, bytes]:
+    """Two members for each number: a picture and its label."""
+    members = {}
+    for number in numbers:
+        kind = ("jpg", "png", "webp")[number % 3]
+        members[f"{number:04d}.{kind}"] = encoded(number, kind.replace("jpg", "jpeg"))
+        members[f"{number:04d}.cls"] = f"{number % 3 if label is None else label}\n".encode()
+    return members
 
 
 @pytest.fixture
-def root(both: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A copy of the shards that may be damaged."""
-    return shutil.copytree(both[1], tmp_path / "pets")
+def root(tmp_path: Path) -> Path:
+    """Ten images in each of three shards for training and one for testing."""
+    for number, part in enumerate(("train", "train", "train", "test")):
+        numbers = range(10 * number, 10 * number + 10)
+        write_shard(tmp_path / f"pets/{part}/{number:03d}.tar", labelled(numbers))
+    (tmp_path / "pets/classes.txt").write_text("\n".join(CLASSES) + "\n\n")
+    return tmp_path / "pets"
 
 
-def config_of(root: Path, **values: Any) -> DataConfig:
-    name = "shards" if any(root.rglob("*.tar")) else "folder"
-    return DataConfig(name=name, root=str(root), **{"val_size": 9, "memory_gb": 0, **values})
-
-
-def read(root: Path, train: bool = True, test_fraction: float | None = None) -> ImageSet:
-    return list_shards(
-        DataConfig(name="shards", root=str(root), test_fraction=test_fraction), train
-    )
+def read(root: Path, train: bool = True) -> ImageSet:
+    return list_shards(DataConfig(name="shards", root=str(root)), train)
 
 
 def paths(images: ImageSet) -> list[TarMember]:
@@ -96,37 +75,26 @@ def names(source: ImageSet) -> list[str]:
     return [member.name for member in paths(source)]
 
 
-# The same images as in a folder.
-
-
-def test_images_are_those_of_a_folder(both: tuple[Path, Path]) -> None:
-    found = [
-        (*load_training(config_of(root), 0), load(config_of(root).name, root, train=False))
-        for root in both
-    ]
-    for one, other in zip(*found, strict=True):
-        assert one.classes == other.classes == CLASSES
-        assert torch.equal(one.labels, other.labels) and len(one) in (39, 9, 12)
-        assert torch.equal(one.pixels(), other.pixels())
-
-
-def test_the_documented_way_to_make_shards_keeps_the_order(
+def test_shards_made_as_documented_give_the_images_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = (ROOT / "docs/data.md").read_text(encoding="utf-8").partition("## Shards\n")[2]
     code = section.partition("class folders:\n\n")[2].partition("\n\nIf images")[0]
     monkeypatch.chdir(tmp_path)
-    for number in range(12):
+    for number in range(24):
         folder = Path("pictures/train", CLASSES[number % 3])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number}.jpg").write_bytes(encoded(number, "jpeg"))
     exec(textwrap.dedent(code), {})
-    folders, shards = (
-        load_training(config_of(Path(root, "train"), val_size=3), 0)[0]
-        for root in ("pictures", "pets")
-    )
-    assert torch.equal(folders.labels, shards.labels) and len(shards) == 6
-    assert torch.equal(folders.pixels(), shards.pixels())
+    Path("pets/train/classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
+    found = []
+    for name, root in (("folder", "pictures/train"), ("shards", "pets/train")):
+        data = DataConfig(name=name, root=root, val_size=6, memory_gb=0)
+        found.append((*load_training(data, 0), load(name, root, train=False)))
+    for one, other in zip(*found, strict=True):
+        assert one.classes == other.classes == CLASSES
+        assert torch.equal(one.labels, other.labels) and len(one) in (12, 6)
+        assert torch.equal(one.pixels(), other.pixels())
 
 
 # What is read.
@@ -135,10 +103,10 @@ def test_the_documented_way_to_make_shards_keeps_the_order(
 def test_a_shard_that_changes_is_read_again(root: Path) -> None:
     first, again = read(root), read(root)
     assert paths(again) == paths(first) and again.fingerprint == first.fingerprint
-    write_shard(root / "train/002.tar", labelled(100, 0) | labelled(101, 2))
+    write_shard(root / "train/001.tar", labelled(range(100, 102)))
     changed = read(root)
-    assert names(changed)[20:22] == ["0100.png", "0101.webp"]
-    assert changed.labels[20:22].tolist() == [0, 2] and len(changed.labels) == 40
+    assert names(changed)[10:12] == ["0100.png", "0101.webp"]
+    assert changed.labels[10:12].tolist() == [1, 2] and len(changed.labels) == 22
     assert changed.fingerprint != first.fingerprint
 
 
@@ -148,14 +116,14 @@ def test_a_shard_that_changes_is_read_again(root: Path) -> None:
 def test_names_of_classes_are_numbers_without_a_list(root: Path) -> None:
     (root / "classes.txt").unlink()
     assert read(root).classes == read(root, train=False).classes == ("0", "1", "2")
-    with_more = labelled(200, 11) | labelled(201, 11)
+    with_more = labelled(range(200, 202), 11)
     write_shard(root / "train/more.tar", with_more)
     with pytest.raises(ValueError, match=r"class 11 has 0 test images in .*, and needs"):
         read(root, train=False)
     write_shard(root / "test/more.tar", with_more)
     assert read(root, train=False).classes == ("0", "1", "2", "11")
     shutil.rmtree(root / "train")
-    assert read(root, train=False).labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 2
+    assert read(root, train=False).labels.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3]
 
 
 def test_shards_for_training_and_testing_are_not_mixed(root: Path) -> None:
@@ -212,10 +180,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         on_bytes(lambda content: b"These are images." * 99),
         SHARD + r": not an uncompressed tar file \(.+\); copy or make it again$",
     ),
-    "cut in an image": (
-        on_bytes(lambda content: content[: content.index(b"0019.cls") - 700]),
-        SHARD + r": cut or damaged after 0019\.png \(unexpected end of data\); copy or",
-    ),
     "cut between members": (
         on_bytes(lambda content: content[: content.index(b"0019.cls")]),
         SHARD + r": cut or damaged after 0019\.png \(no end, ",
@@ -231,12 +195,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         on_bytes(lambda content: bytes(10_240)), SHARD + r": no images in it \(\.jpg, .*; delete",
     ),
     "no label": (add({"0012.cls": None}), SHARD + ": 0012 has no label; name.jpg and name.cls"),
-    "no image": (add({"0012.jpg": None}), SHARD + ": 0012 has no image; name.jpg and name.cls"),
     "two images": (add({"0012.png": b""}), SHARD + ": 0012 has two images; name.jpg and name.cls"),
-    "text as label": (
-        add({"0012.cls": b"cat"}),
-        SHARD + r": the label in 0012\.cls is 'cat'; it must be a whole number, 0 or more$",
-    ),
+    "text as label": (add({"0012.cls": b"cat"}), SHARD + r": the label in 0012\.cls is 'cat'; it"),
     "label beyond the list": (
         add({"0012.cls": b"3"}),
         r"0012\.jpg in " + SHARD + r" has the label 3, but ROOT/classes\.txt names 3 classes, 0 to",

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from small_runs import StopAt, environment, make_loop, metrics, small
+from small_runs import StopAt, environment, make_loop, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
@@ -26,9 +26,7 @@ from vit.model.config import ModelConfig
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
-from vit.run.tracker import Tracker
 from vit.training.config import Config
-from vit.training.loop import Loop
 from vit.training.start import Run
 from vit.training.train import load_data
 
@@ -105,40 +103,33 @@ def streaming(out: Path, root: Path, **data: Any) -> Config:
     )
 
 
-Result = tuple[Loop, list[dict[str, Any]]]
+State = dict[str, Any]
 
 
-def run(config: Config, stop_at: int = 0) -> Result:
-    """Run a config, resumed if it has a checkpoint; return the loop and the metrics at its end."""
-    out, stop = Path(config.out), StopAt(stop_at)
-    out.mkdir(exist_ok=True)
-    tracker = Tracker(out, max(checkpoint_steps(out), default=0))
-    loop = make_loop(config, tracker, stop)
+def run(config: Config, stop_at: int = 0) -> State:
+    """Run a config, resumed if it has a checkpoint; return its state at the end."""
+    stop = StopAt(stop_at)
+    Path(config.out).mkdir(exist_ok=True)
+    loop = make_loop(config, stop=stop)
     stop.state = loop.step.state
-    try:
-        loop.run()
-    finally:
-        tracker.close()
-    return loop, metrics(out)
+    assert isinstance(loop.training.images, Tensor if config.data.memory_gb else ImageFiles)
+    loop.run()
+    return loop.step.state.state_dict()
 
 
-def assert_same_run(one: Result, other: Result) -> None:
-    left, right = (loop.step.state.state_dict() for loop, _ in (one, other))
+def assert_same(one: State, other: State) -> None:
     for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(left[part], right[part], rtol=0, atol=0)
-    assert one[1] == other[1] and len(one[1]) > 6
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
-def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run with its images in memory."""
-    result = run(streaming(tmp_path_factory.mktemp("kept") / "run", pictures, memory_gb=1))
-    in_memory(result[0].training)
-    return result
+def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The state of a run with its images in memory."""
+    return run(streaming(tmp_path_factory.mktemp("kept") / "run", pictures, memory_gb=1))
 
 
 def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
-    kept: Result, pictures: Path, tmp_path: Path
+    kept: State, pictures: Path, tmp_path: Path
 ) -> None:
     config = streaming(tmp_path / "run", pictures, workers=2)
     prepare_run(config, resume=False)
@@ -148,13 +139,11 @@ def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
     about = environment().describe(ModelConfig())
     changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=0)
     assert check_run(changed, False, about) is not None  # these settings may change
-    resumed = run(config)
-    in_files(resumed[0].training)
-    assert_same_run(resumed, kept)
+    assert_same(run(config), kept)
 
 
 def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
-    kept: Result, root: Path, tmp_path: Path
+    kept: State, root: Path, tmp_path: Path
 ) -> None:
     config = streaming(tmp_path / "run", root, workers=0)
     training, _ = load_training(config.data, config.train.seed)
@@ -168,7 +157,7 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
         run(config)  # in which all were read when it began
     assert str(path) in str(info.value) and "\n" not in str(info.value)
     path.write_bytes(content)
-    assert_same_run(run(config), kept)
+    assert_same(run(config), kept)
 
 
 # Memory.
@@ -189,45 +178,40 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
         assert fit_into_memory([images], None) == fits
 
 
-def fake_linux(root: Path, cgroup: str, files: dict[str, object]) -> Path:
-    memory = "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:  8000 kB"
-    content = {"proc/meminfo": memory, "proc/self/cgroup": cgroup}
-    content |= {f"sys/fs/cgroup/{name}": value for name, value in files.items()}
+def fake_linux(root: Path, version: int, files: dict[str, object]) -> Path:
+    """Write what Linux says about memory and the control groups, version 1 or 2, of a process."""
+    groups = ["", "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1", "0::/job/step"]
+    content = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:  8000 kB"}
+    content |= {"proc/self/cgroup": groups[version]}
+    content |= {f"sys/fs/cgroup/{name}": str(value) for name, value in files.items()}
     for name, text in content.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{text}\n")
+        (root / name).write_text(f"{text}\n" if text else "")
     return root
 
 
-V1 = "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1"  # in a container, where the path is the host's
-
-
-def test_free_memory_heeds_the_limits_of_containers(tmp_path: Path) -> None:
-    assert free_memory(fake_linux(tmp_path / "none", "0::/", {})) == 8000 * 1024
-    v2 = {
+def test_memory_and_cores_heed_the_limits_of_containers(tmp_path: Path) -> None:
+    every = len(os.sched_getaffinity(0))
+    assert 1e8 < free_memory() < 1e15 and 1 <= usable_cores() <= every
+    assert free_memory(tmp_path) > 1e8 and usable_cores(tmp_path) == every  # not Linux
+    none = fake_linux(tmp_path / "none", 0, {})
+    assert (free_memory(none), usable_cores(none)) == (8000 * 1024, every)
+    two = {
         "job/memory.max": 5_000_000, "job/memory.current": 3_000_000,
         "job/memory.stat": "anon 5\ninactive_file 400000", "job/step/memory.max": "max",
         "job/step/memory.current": 3_000_000, "job/step/memory.stat": "inactive_file 0",
+        "cpu.max": "max 100000", "job/cpu.max": "50000 100000",
     }  # fmt: skip
-    assert free_memory(fake_linux(tmp_path / "v2", "0::/job/step", v2)) == 2_400_000
-    v1 = {
-        "memory/memory.limit_in_bytes": 6_000_000, "memory/memory.usage_in_bytes": 5_500_000,
-        "memory/memory.stat": "total_inactive_file 0",
-    }  # fmt: skip
-    assert free_memory(fake_linux(tmp_path / "v1", V1, v1)) == 500_000
-    assert free_memory(tmp_path / "not_linux") > 1e8
-    assert 1e8 < free_memory() < 1e15
-
-
-def test_cores_heed_the_limits_of_containers(tmp_path: Path) -> None:
-    every = len(os.sched_getaffinity(0))
-    assert usable_cores(tmp_path / "not_linux") == every
-    assert 1 <= usable_cores() <= every
-    v2 = {"cpu.max": "max 100000", "job/cpu.max": "50000 100000"}
-    assert usable_cores(fake_linux(tmp_path / "v2", "0::/job/step", v2)) == 1
+    found = fake_linux(tmp_path / "two", 2, two)
+    assert (free_memory(found), usable_cores(found)) == (2_400_000, 1)
     for quota, cores in ((90_000, 1), (-1, every)):
-        v1 = {"cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": 100_000}
-        assert usable_cores(fake_linux(tmp_path / f"v1_{quota}", V1, v1)) == cores
+        one = {  # in a container, where the path is the host's
+            "memory/memory.limit_in_bytes": 6_000_000, "memory/memory.usage_in_bytes": 5_500_000,
+            "memory/memory.stat": "total_inactive_file 0",
+            "cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": 100_000,
+        }  # fmt: skip
+        found = fake_linux(tmp_path / f"one_{quota}", 1, one)
+        assert (free_memory(found), usable_cores(found)) == (500_000, cores)
 
 
 # Workers.
