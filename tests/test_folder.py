@@ -1,6 +1,5 @@
 """Image folders: reading, unreadable files, wrong layouts, and complete runs."""
 
-import io
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10 as CIFAR
 
+from small_runs import small
 from vit.cli import parse_train
 from vit.data.config import DataConfig
 from vit.data.datasets import load, load_training
@@ -25,16 +25,16 @@ from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
 from vit.reporting.report import evaluate_run
 from vit.run.folder import MODEL_FILE
-from vit.training.config import Config, from_dict
+from vit.training.config import Config
 from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("cat", "dog", "owl")
 
 
-def picture(number: int, side: int = 32) -> Image.Image:
+def picture(number: int) -> Image.Image:
     """A picture of noise, which its number fixes."""
-    pixels = np.random.default_rng(number).integers(256, size=(side, side, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(number).integers(256, size=(32, 32, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
@@ -118,11 +118,8 @@ def test_validation_images_are_for_testing_only_where_no_others_are(root):
 # Broken pictures.
 
 
-stream = io.BytesIO()
-picture(0, 64).save(stream, "jpeg")
-encoded = stream.getvalue()
 BROKEN: dict[str, Callable[[Path], Any]] = {
-    "cut.jpg": lambda path: path.write_bytes(encoded[: len(encoded) // 2]),
+    "cut.png": lambda path: path.write_bytes(next(path.parent.iterdir()).read_bytes()[:2000]),
     "huge.png": Image.new("1", (9500, 9500)).save,  # at which Pillow only warns
     "nowhere.png": lambda path: path.symlink_to("none.png"),
 }
@@ -234,8 +231,8 @@ def test_the_name_of_the_data_set_follows_from_the_root(root, tmp_path, monkeypa
         (["--data.name", "table", "--data.root", "x/labels.csv"], "table", "runs/labels"),
         (["--config", "quick", "--data.root", str(root)], "folder", "runs/quick"),
     ):
-        config, _ = parse_train(words)
-        assert (config.data.name, config.out) == (name, out), words
+        found, _ = parse_train(words)
+        assert (found.data.name, found.out) == (name, out), words
 
 
 def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp_path):
@@ -246,65 +243,57 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp
     file.write_text(f"data: {{root: '{classes_only}'}}")
     with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); check .* --data\.name fold"):
         parse_train(["--config", str(file)])
-    config, _ = parse_train(["--config", str(file), "--data.name", "cifar10"])
-    assert config.data.root == str(classes_only)
+    found, _ = parse_train(["--config", str(file), "--data.name", "cifar10"])
+    assert found.data.root == str(classes_only)
 
 
 # Runs.
 
 
-def small(root: Path, out: Path, **data: Any) -> Config:
-    return from_dict(
-        {
-            "out": str(out),
-            "data": {"name": "folder", "root": str(root), "val_size": 3, **data},
-            "model": {"embed_dim": 12, "depth": 1, "patch_size": 8},
-            "train": {"epochs": 1, "batch_size": 7, "device": "cpu", "precision": "float32"},
-            "track": {"probes": 0, "live_mb": 0},
-        }
-    )
+def config(root: Path, out: Path, **data: Any) -> Config:
+    data = {"name": "folder", "root": str(root), "val_size": 3, "train_size": None, **data}
+    train = {"epochs": 1, "batch_size": 8, "accumulate": 1}
+    return small(out, data=data, train=train, track={"probes": 0})
 
 
 def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:
     with pytest.raises(ValueError, match=r"^out: .* is inside data\.root=.*choose another --out$"):
-        train(small(classes_only, classes_only / "runs" / "first"))
+        train(config(classes_only, classes_only / "runs" / "first"))
     assert not (classes_only / "runs").exists()
 
 
 def test_a_run_is_not_resumed_with_renamed_files_or_compared_with_other_classes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(root, tmp_path / "run")
+    settings = config(root, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr("vit.training.train.finish_run", lambda *_: None)
-        train(config)
+        train(settings)
     first = sorted((root / "train" / "cat").iterdir())[0]
     first.rename(first.with_name("zz.png"))
     with pytest.raises(ValueError, match="files were added, deleted or renamed"):
-        train(config)
+        train(settings)
     first.with_name("zz.png").rename(first)
-    assert train(config)
+    assert train(settings)
     saved = load_model(tmp_path / "run")
     assert saved.classifier.classes == CLASSES
     renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
     (tmp_path / "other").mkdir()
     save_model(tmp_path / "other" / MODEL_FILE, renamed, saved.config, 1)
-    words = r"only one of the two has emu, owl;"
-    with pytest.raises(ValueError, match=rf"^compare: .* {words}"):
-        compare_runs(
-            str(tmp_path / "run"), CompareConfig(probes=0, others=(str(tmp_path / "other"),))
-        )
+    options = CompareConfig(probes=0, others=(str(tmp_path / "other"),))
+    with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
+        compare_runs(str(tmp_path / "run"), options)
     (root / "test" / "owl").rename(root / "test" / "emu")
     shutil.rmtree(root / "train")
-    with pytest.raises(ValueError, match=rf"^data\.root: .* {words}"):
+    with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         evaluate_run(str(tmp_path / "run"), ReportConfig(data=EvalDataConfig(root=str(root))))
 
 
 def test_a_changed_folder_is_not_split_into_other_test_images(
     classes_only: Path, tmp_path: Path
 ) -> None:
-    train(small(classes_only, tmp_path / "run"))
-    train(small(classes_only, tmp_path / "half", test_fraction=0.5))
+    train(config(classes_only, tmp_path / "run"))
+    train(config(classes_only, tmp_path / "half", test_fraction=0.5))
     options = CompareConfig(probes=0, others=(str(tmp_path / "half"),))
     with pytest.raises(ValueError, match=r"half/model\.safetensors .* another data\.test_fraction"):
         compare_runs(str(tmp_path / "run"), options)

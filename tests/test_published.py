@@ -124,24 +124,7 @@ def flowers102(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tv.Flowers102, "_download_url_prefix", url)
 
 
-def oxford_iiit_pet(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
-    names = ["Abyssinian", "american_bulldog", "Birman"]
-    images, annotations = {}, {}
-    for part, labels, first in (("trainval", TRAINED, 1), ("test", TESTED, 5)):
-        lines = [f"{names[n]}_{number} {n + 1} 1 1" for number, n in enumerate(labels, first)]
-        annotations[f"annotations/{part}.txt"] = "\n".join(lines).encode()
-        images |= {f"images/{line.split()[0]}.jpg": jpeg(n) for n, line in enumerate(lines, first)}
-    pack(site / "images.tar.gz", images)
-    pack(site / "annotations.tar.gz", annotations)
-    resources = tuple(
-        (url + name, md5(site / name)) for name in ("images.tar.gz", "annotations.tar.gz")
-    )
-    patch.setattr(tv.OxfordIIITPet, "_RESOURCES", resources)
-
-
-OTHERS = (fashion_mnist, svhn, flowers102, oxford_iiit_pet)
-MAKERS = CIFAR | {make.__name__: make for make in OTHERS}
-IMAGES_IN_FILES = ("flowers102", "oxford_iiit_pet")
+MAKERS = CIFAR | {make.__name__: make for make in (fashion_mnist, svhn, flowers102)}
 
 
 def config(name: str, root: Path, download: bool = True) -> DataConfig:
@@ -156,7 +139,7 @@ def assert_complete(data: DataConfig) -> None:
         assert images.labels.dtype == torch.int64 and images.masks is None
         if name in CIFAR:
             assert images.classes == CLASSES
-        if name in IMAGES_IN_FILES:
+        if name == "flowers102":
             assert all(Path(path).is_file() for path in images.images.paths)
             assert len(images.images) == len(labels)
             continue

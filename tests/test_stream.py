@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from small_runs import StopAt, environment, make_loop, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
 from vit.data.datasets import fit_into_memory, load_training, open_images
-from vit.data.images import ImageSet
 from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped
 from vit.hardware import free_memory, usable_cores
@@ -56,16 +54,6 @@ def folder(root: Path, **values: Any) -> DataConfig:
     return DataConfig(name="folder", root=str(root), **{"val_size": 9, "memory_gb": 0, **values})
 
 
-def in_memory(images: ImageSet) -> Tensor:
-    assert isinstance(images.images, Tensor)
-    return images.images
-
-
-def in_files(images: ImageSet) -> ImageFiles:
-    assert isinstance(images.images, ImageFiles)
-    return images.images
-
-
 def break_file(path: Path) -> bytes:
     """Cut a file in the middle of its pixels; return its content."""
     content = path.read_bytes()
@@ -83,11 +71,11 @@ def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
         for one, other in zip(streamed, kept, strict=True):
             assert one.classes == other.classes == CLASSES
             assert torch.equal(one.labels, other.labels)
-            assert in_files(one).shape == in_memory(other).shape
-            assert torch.equal(one.pixels(), in_memory(other))
+            assert one.images.shape == other.images.shape
+            assert torch.equal(one.pixels(), other.images)
             some = torch.tensor([4, 0, 4])
-            assert torch.equal(one.select(some).pixels(), in_memory(other.select(some)))
-            assert torch.equal(torch.cat(list(one.parts(7))), in_memory(other))
+            assert torch.equal(one.select(some).pixels(), other.select(some).images)
+            assert torch.equal(torch.cat(list(one.parts(7))), other.images)
 
 
 # Runs.
@@ -112,7 +100,7 @@ def run(config: Config, stop_at: int = 0) -> State:
     Path(config.out).mkdir(exist_ok=True)
     loop = make_loop(config, stop=stop)
     stop.state = loop.step.state
-    assert isinstance(loop.training.images, Tensor if config.data.memory_gb else ImageFiles)
+    assert isinstance(loop.training.images, torch.Tensor if config.data.memory_gb else ImageFiles)
     loop.run()
     return loop.step.state.state_dict()
 
@@ -147,7 +135,7 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
 ) -> None:
     config = streaming(tmp_path / "run", root, workers=0)
     training, _ = load_training(config.data, config.train.seed)
-    path = Path(in_files(training).paths[0])
+    path = Path(training.images.paths[0])
     with pytest.raises(Stopped):
         run(config, stop_at=4)  # after the first epoch
     content = break_file(path)
@@ -167,8 +155,8 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = open_images(folder(pictures), train=True)
-    need = in_files(images).nbytes
-    assert need == 48 * 3 * 32 * 32 == in_memory(images.in_memory()).nbytes
+    need = images.images.nbytes
+    assert need == 48 * 3 * 32 * 32 == images.in_memory().images.nbytes
     assert fit_into_memory([images.in_memory(), images], need / 1e9)
     assert not fit_into_memory([images, images], 1.99 * need / 1e9)
     for free, processes, fits in ((4 * need, 1, True), (4 * need - 4, 1, False),
@@ -220,7 +208,7 @@ def test_memory_and_cores_heed_the_limits_of_containers(tmp_path: Path) -> None:
 def test_few_files_are_decoded_in_this_process(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = in_files(open_images(folder(pictures), train=True))
+    images = open_images(folder(pictures), train=True).images
     assert images.num_workers == 0
     monkeypatch.setattr(stream, "FEW", 48)
     assert images.num_workers == min(max(1, usable_cores() - 1), 16)
@@ -283,4 +271,4 @@ def test_unreadable_files_are_left_out_alike(
     for left, *others in zip(kept, streamed, second, strict=True):
         for right in others:
             assert torch.equal(left.labels, right.labels)
-            assert torch.equal(in_memory(left), right.pixels())
+            assert torch.equal(left.images, right.pixels())
