@@ -144,7 +144,7 @@ def simulate_boxes(sides: np.ndarray, size: int, rng: np.random.Generator) -> np
 
 
 def test_random_erasing_fills_boxes_of_the_papers_areas_and_shapes_with_noise():
-    count, size, probability = 8000, 48, 0.5
+    count, size, probability = 8000, 48, 0.25
     result = random_erasing(torch.full((count, 2, size, size), 100.0), probability, Draws(0, count))
     changed = result != 100
     assert (changed == changed[:, :1]).all()
@@ -162,7 +162,7 @@ def test_random_erasing_fills_boxes_of_the_papers_areas_and_shapes_with_noise():
     sides = np.stack([np.sqrt(area * ratio), np.sqrt(area / ratio)], axis=1)
     expected = simulate_boxes(sides, size, rng)
     visible = boxes.float().mean((1, 2))
-    np.testing.assert_allclose(quantiles(visible), quantiles(expected), rtol=0, atol=0.012)
+    np.testing.assert_allclose(quantiles(visible), quantiles(expected), rtol=0, atol=0.015)
     # Boxes that no border cuts keep their proportions, upright as often as lying.
     high, wide = uncut_sides(boxes)
     proportions = (high / wide).log()
