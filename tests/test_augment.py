@@ -8,25 +8,30 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import ks_2samp, kstest
 from torch import Generator, Tensor
 from torch.testing import assert_close
-from torchvision.transforms.functional import resize
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
 
 from vit.data.augment import (
     augment,
     cutmix_weights,
     mix,
     mixup_weights,
+    random_boxes,
     random_crop,
     random_erasing,
     random_flip,
     random_resized_crop,
+    resized_crop,
     shrink,
 )
 from vit.data.config import AugmentConfig, DataConfig
 from vit.data.draws import Draws
 from vit.data.preprocess import Preprocess
 from vit.data.rand_augment import rand_augment
+from vit.data.shapes import draw_shapes
 
 CIFAR10 = Preprocess.from_config(DataConfig(name="cifar10"))
 ALL = {
@@ -68,10 +73,6 @@ def draw_targets(count: int, classes: int = 10) -> Tensor:
     return F.one_hot(torch.arange(count) % classes, classes).float()
 
 
-def quantiles(values: Tensor | np.ndarray) -> np.ndarray:
-    return np.quantile(np.asarray(values), np.linspace(0.05, 0.95, 19))
-
-
 # All of them.
 
 
@@ -93,6 +94,19 @@ def test_results_depend_on_draws_alone_and_parts_of_a_batch_are_like_the_whole(f
     assert torch.equal(images, draw_images(count)) and torch.equal(targets, draw_targets(count))
 
 
+def test_calls_draw_what_torchs_generator_draws():
+    """Runs of earlier versions, and those that augment in the same way, keep their numbers."""
+    draws, generator = Draws(3, 50), torch.Generator().manual_seed(3)
+    shifts = torch.randint(-2, 3, (2, 50, 1), generator=generator)
+    assert torch.equal(draws.integers(-2, 3, (2, -1, 1)), shifts)
+    coins = torch.rand(50, 1, 1, 1, generator=generator)
+    assert torch.equal(draws.uniform(0, 1), coins)
+    boxes = torch.rand(50, 10, 4, generator=generator)
+    assert torch.equal(draws.uniform(0, 1, (-1, 10, 4)), boxes)
+    noise = torch.corrcoef(Draws(0, 100).noise((3, 16, 16)).flatten(1)).fill_diagonal_(0)
+    assert noise.abs().max() < 0.2  # 5.5 standard deviations: each image has its own
+
+
 # Crop.
 
 
@@ -107,6 +121,51 @@ def test_random_crop_is_a_crop_of_the_reflected_image():
     assert (matches.sum(1) == 1).all()
     counts, expected = matches.sum(0), count / 25  # every offset is as likely as another
     assert ((counts - expected) ** 2 / expected).sum() < 60  # chi-square, 24 degrees of freedom
+
+
+# Resized crop.
+
+
+def test_boxes_are_cut_and_resized_as_in_torchvision():
+    """The way of a GPU, one matrix product for all; a CPU calls torchvision itself."""
+    images, _, _ = draw_shapes(40, seed=0)
+    images = torch.cat([images, images.flip(2)], dim=3)  # not square
+    boxes = random_boxes(images, (0.08, 1.0), Draws(0, 40))
+    for size in ((32, 32), (20, 56), (7, 3)):
+        found = resized_crop(images, boxes, size)
+        pairs = zip(images, boxes.int().tolist(), strict=True)
+        expected = torch.stack([tv.resized_crop(image, *box, list(size)) for image, box in pairs])
+        assert found.dtype == torch.uint8 and found.shape == expected.shape
+        assert (found.int() - expected.int()).abs().max() <= 1  # torchvision rounds twice
+        assert torch.equal(random_resized_crop(images, size, (0.08, 1.0), Draws(0, 40)), expected)
+
+
+@pytest.mark.parametrize(("size", "scale"), [((256, 256), (0.08, 1.0)), ((20, 100), (0.5, 0.9))])
+def test_boxes_are_distributed_as_in_torchvision(size, scale):
+    count = 2_000
+    found = random_boxes(torch.empty(count, 1, *size), scale, Draws(0, count))
+    draw, image = v2.RandomResizedCrop(size, scale), torch.empty(1, *size)
+    torch.manual_seed(0)
+    drawn = [draw.make_params([image]) for _ in range(count)]
+    expected = torch.tensor([[p[key] for key in ("top", "left", "height", "width")] for p in drawn])
+    whole = torch.tensor([*size, *size])
+    assert (found == found.round()).all() and (found >= 0).all() and (found[:, 2:] >= 1).all()
+    assert (found[:, :2] + found[:, 2:] <= whole[:2]).all()
+    pairs = zip(found.T, expected.T, strict=True)
+    assert all(ks_2samp(one, other).pvalue > 0.001 for one, other in pairs)
+
+
+def test_an_image_in_which_no_box_fits_is_cropped_at_its_centre():
+    boxes = random_boxes(torch.empty(5, 3, 10, 100), (1.0, 1.0), Draws(0, 5))
+    assert boxes.tolist() == [[0, 43, 10, 13]] * 5
+
+
+def test_training_images_of_any_size_become_those_of_the_model():
+    images = draw_images(8, 37, 50)
+    settings = only(crop="resized", crop_padding=4, crop_scale=(0.5, 1))
+    found, _ = augment(images, torch.eye(8), CIFAR10, Draws(0, 8), settings)
+    expected = random_resized_crop(images, (32, 32), (0.5, 1), Draws(0, 8))
+    assert torch.equal(found, CIFAR10.normalize(expected))
 
 
 # Flip.
@@ -162,7 +221,7 @@ def test_random_erasing_fills_boxes_of_the_papers_areas_and_shapes_with_noise():
     sides = np.stack([np.sqrt(area * ratio), np.sqrt(area / ratio)], axis=1)
     expected = simulate_boxes(sides, size, rng)
     visible = boxes.float().mean((1, 2))
-    np.testing.assert_allclose(quantiles(visible), quantiles(expected), rtol=0, atol=0.015)
+    assert ks_2samp(visible, expected).pvalue > 0.001
     # Boxes that no border cuts keep their proportions, upright as often as lying.
     high, wide = uncut_sides(boxes)
     proportions = (high / wide).log()
@@ -173,15 +232,13 @@ def test_random_erasing_fills_boxes_of_the_papers_areas_and_shapes_with_noise():
 # Shares of mixup and cutmix.
 
 
-@pytest.mark.parametrize("alpha", [0.1, 4.0])
+@pytest.mark.parametrize("alpha", [0.7, 4.0])
 def test_mixup_weights_are_beta_distributed_and_constant(alpha):
     shares = mixup_weights(torch.zeros(20_000, 3, 2, 3), alpha, Draws(0, 20_000))
     assert shares.shape == (20_000, 1, 2, 3)
     assert (shares == shares[:, :, :1, :1]).all()
     drawn = shares[:, 0, 0, 0]
-    assert drawn.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.04)
-    expected = np.random.default_rng(0).beta(alpha, alpha, 200_000)
-    np.testing.assert_allclose(quantiles(drawn), quantiles(expected), rtol=0, atol=0.025)
+    assert kstest(drawn, "beta", (alpha, alpha)).pvalue > 0.001
 
 
 def test_cutmix_weights_are_zero_in_one_box():
@@ -194,7 +251,7 @@ def test_cutmix_weights_are_zero_in_one_box():
     side = np.sqrt(1 - rng.beta(alpha, alpha, (40_000, 1))) * size
     expected = simulate_boxes(np.repeat(side, 2, axis=1), size, rng)
     visible = box.float().mean((1, 2))
-    np.testing.assert_allclose(quantiles(visible), quantiles(expected), rtol=0, atol=0.025)
+    assert ks_2samp(visible, expected).pvalue > 0.001
     high, wide = uncut_sides(box)
     assert len(high) > 200 and ((high - wide).abs() <= 1).all()  # square like the image
 
@@ -244,5 +301,5 @@ def test_augment_crops_flips_normalises_erases_mixes(mixed):
 
 def test_shrinking_is_torchvisions_antialiased_resize():
     images = torch.randn(4, 3, 32, 32)
-    expected = resize(images, [8, 24], antialias=True)
+    expected = tv.resize(images, [8, 24], antialias=True)
     assert_close(shrink(images, (8, 24)), expected, rtol=0, atol=1e-6)

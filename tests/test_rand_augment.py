@@ -13,12 +13,6 @@ from vit.data.datasets import load
 from vit.data.draws import Draws
 from vit.data.rand_augment import OPERATIONS, apply_operations, rand_augment
 
-# Operations that torchvision gives a sign.
-TWO_WAYS = {
-    "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast",
-    "sharpness",
-}  # fmt: skip
-
 
 def seeded(seed: int = 0) -> Generator:
     return torch.Generator().manual_seed(seed)
@@ -38,9 +32,7 @@ def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> 
         operation, "".join(word.capitalize() for word in operation.split("_"))
     )
     amounts, signed = RandAugment()._augmentation_space(STRONGEST + 1, image.shape[1:])[name]
-    assert signed == (operation in TWO_WAYS)
-    amount = float(amounts[magnitude]) if amounts.ndim else 0.0
-    amount *= sign if signed else 1
+    amount = (float(amounts[magnitude]) if amounts.ndim else 0.0) * (sign if signed else 1)
     return _apply_op(image, name, amount, InterpolationMode.NEAREST, None)
 
 

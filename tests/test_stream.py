@@ -166,40 +166,33 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
         assert fit_into_memory([images], None) == fits
 
 
-def fake_linux(root: Path, version: int, files: dict[str, object]) -> Path:
-    """Write what Linux says about memory and the control groups, version 1 or 2, of a process."""
-    groups = ["", "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1", "0::/job/step"]
-    content = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:  8000 kB"}
-    content |= {"proc/self/cgroup": groups[version]}
-    content |= {f"sys/fs/cgroup/{name}": str(value) for name, value in files.items()}
-    for name, text in content.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{text}\n" if text else "")
-    return root
-
-
 def test_memory_and_cores_heed_the_limits_of_containers(tmp_path: Path) -> None:
     every = len(os.sched_getaffinity(0))
     assert 1e8 < free_memory() < 1e15 and 1 <= usable_cores() <= every
     assert free_memory(tmp_path) > 1e8 and usable_cores(tmp_path) == every  # not Linux
-    none = fake_linux(tmp_path / "none", 0, {})
-    assert (free_memory(none), usable_cores(none)) == (8000 * 1024, every)
-    two = {
+    new = {
         "job/memory.max": 5_000_000, "job/memory.current": 3_000_000,
         "job/memory.stat": "anon 5\ninactive_file 400000", "job/step/memory.max": "max",
         "job/step/memory.current": 3_000_000, "job/step/memory.stat": "inactive_file 0",
         "cpu.max": "max 100000", "job/cpu.max": "50000 100000",
     }  # fmt: skip
-    found = fake_linux(tmp_path / "two", 2, two)
-    assert (free_memory(found), usable_cores(found)) == (2_400_000, 1)
-    for quota, cores in ((90_000, 1), (-1, every)):
-        one = {  # in a container, where the path is the host's
-            "memory/memory.limit_in_bytes": 6_000_000, "memory/memory.usage_in_bytes": 5_500_000,
-            "memory/memory.stat": "total_inactive_file 0",
-            "cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": 100_000,
-        }  # fmt: skip
-        found = fake_linux(tmp_path / f"one_{quota}", 1, one)
-        assert (free_memory(found), usable_cores(found)) == (500_000, cores)
+    old = {  # in a container, where the path is the host's
+        "memory/memory.limit_in_bytes": 6_000_000, "memory/memory.usage_in_bytes": 5_500_000,
+        "memory/memory.stat": "total_inactive_file 0",
+        "cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100_000,
+    }  # fmt: skip
+    for name, group, files, expected in (
+        ("none", "0::/", {}, (8000 * 1024, every)),
+        ("new", "0::/job/step", new, (2_400_000, 1)),
+        ("old", "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1", old, (500_000, every)),
+    ):
+        content = {f"sys/fs/cgroup/{key}": value for key, value in files.items()}
+        content["proc/meminfo"] = "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:  8000 kB"
+        content["proc/self/cgroup"] = group
+        for file, text in content.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(f"{text}\n")
+        assert (free_memory(tmp_path / name), usable_cores(tmp_path / name)) == expected
 
 
 # Workers.
