@@ -149,17 +149,6 @@ def test_sets_of_images_are_resized_like_photos() -> None:
     assert torch.equal(wanted.resize_all(images)[1], wanted.resize(photo(32, 40)))
 
 
-@with_fits
-def test_masks_stay_on_their_objects(fit: str) -> None:
-    masks = torch.zeros(1, 40, 60, dtype=torch.bool)
-    masks[:, 10:20, 20:35] = True
-    wanted = Preprocess((64, 64), (0.0,), (1.0,), fit=fit)
-    found = wanted.resize_masks(masks)
-    image = wanted.resize(255 * masks[0, :, :, None].numpy().astype(np.uint8))
-    assert found.shape == (1, 64, 64) and found.dtype == torch.bool
-    assert (found != (image > 127)).float().mean() < 0.02
-
-
 def test_stored_training_images_are_a_seventh_larger() -> None:
     stored = dataclasses.replace(CIFAR10, image_size=(224, 448), fit="pad").stored()
     assert (stored.image_size, stored.fit, stored.mean) == ((256, 512), "pad", CIFAR10.mean)

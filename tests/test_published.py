@@ -53,20 +53,13 @@ def pack(path: Path, files: dict[str, bytes]) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
-def cifar(
-    cls: type,
-    batches: dict[str, range],
-    label: str,
-    site: Path,
-    url: str,
-    patch: pytest.MonkeyPatch,
-) -> None:
-    """Pack a set in CIFAR's layout, with images 0 to 3 for training and 4 to 6 for testing."""
-    labels = TRAINED + TESTED
-    files = {cls.meta["filename"]: pickle.dumps({f"{label}_names": CLASSES})}
+def cifar10(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
+    cls, labels = tv.CIFAR10, TRAINED + TESTED
+    files = {cls.meta["filename"]: pickle.dumps({"label_names": CLASSES})}
+    batches = {"data_batch_1": range(2), "data_batch_2": range(2, 4), "test_batch": range(4, 7)}
     for file, numbers in batches.items():
         rows = [picture(n, (32, 32, 3)).transpose(2, 0, 1).ravel() for n in numbers]
-        batch = {"data": np.stack(rows), f"{label}s": [labels[n] for n in numbers]}
+        batch = {"data": np.stack(rows), "labels": [labels[n] for n in numbers]}
         files[file] = pickle.dumps(batch)
     pack(site / cls.filename, {f"{cls.base_folder}/{file}": files[file] for file in files})
     sums = {file: hashlib.md5(content).hexdigest() for file, content in files.items()}
@@ -75,17 +68,6 @@ def cifar(
     patch.setattr(cls, "meta", {**cls.meta, "md5": sums[cls.meta["filename"]]})
     patch.setattr(cls, "tgz_md5", md5(site / cls.filename))
     patch.setattr(cls, "url", url + cls.filename)
-
-
-CIFAR = {
-    "cifar10": partial(
-        cifar,
-        tv.CIFAR10,
-        {"data_batch_1": range(2), "data_batch_2": range(2, 4), "test_batch": range(4, 7)},
-        "label",
-    ),
-    "cifar100": partial(cifar, tv.CIFAR100, {"train": range(4), "test": range(4, 7)}, "fine_label"),
-}
 
 
 def fashion_mnist(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +106,7 @@ def flowers102(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tv.Flowers102, "_download_url_prefix", url)
 
 
-MAKERS = CIFAR | {make.__name__: make for make in (fashion_mnist, svhn, flowers102)}
+MAKERS = {make.__name__: make for make in (cifar10, fashion_mnist, svhn, flowers102)}
 
 
 def config(name: str, root: Path, download: bool = True) -> DataConfig:
@@ -137,7 +119,7 @@ def assert_complete(data: DataConfig) -> None:
         images = open_images(data, train)
         assert sorted(images.labels.tolist()) == sorted(labels)
         assert images.labels.dtype == torch.int64 and images.masks is None
-        if name in CIFAR:
+        if name == "cifar10":
             assert images.classes == CLASSES
         if name == "flowers102":
             assert all(Path(path).is_file() for path in images.images.paths)
@@ -215,7 +197,7 @@ def test_an_archive_is_unpacked_without_a_network_and_damaged_files_are_replaced
     monkeypatch.setenv("HOME", str(tmp_path))
     root, data = tmp_path / "data", config("cifar10", Path("~/data"))
     root.mkdir()
-    CIFAR["cifar10"](root, "http://127.0.0.1:9/", monkeypatch)
+    cifar10(root, "http://127.0.0.1:9/", monkeypatch)
     assert_complete(data)
     for file in root.glob("*/*_batch*"):
         content = file.read_bytes()
