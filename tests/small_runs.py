@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 import yaml
 from PIL import Image
@@ -21,22 +20,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
-from vit.run.checkpoint import latest_checkpoint
+from vit.pretrained.adapt import Pretrained
+from vit.run.checkpoint import Checkpoint, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.build import build_step
 from vit.training.config import Config, from_dict, to_dict
 from vit.training.loop import Loop
-from vit.training.start import Environment, Run
+from vit.training.start import Run
 from vit.training.state import TrainState, build_state
 from vit.training.step import TrainingStep
 from vit.training.train import build_loop, load_data
 
 CPU = torch.device("cpu")
-
-counts_fused_kernel = pytest.mark.skipif(
-    torch.__version__ < (2, 15),
-    reason="before 2.15, torch counts no FLOPs of the fused kernel on a CPU",
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -68,15 +63,22 @@ def small(out: Path, **changes: dict[str, Any]) -> Config:
     return from_dict({"out": str(out), **parts})
 
 
-def environment(device: torch.device = CPU, stop: StopRequest | None = None) -> Environment:
-    return Environment(device, torch.float32, World(), stop or StopRequest())
+def begin(
+    config: Config,
+    device: torch.device = CPU,
+    checkpoint: Checkpoint | None = None,
+    source: Pretrained | None = None,
+    **how: Any,
+) -> Run:
+    """Begin a run in this process, without touching its folder."""
+    return Run.begin(config, device, **how).starting_from(checkpoint, source)
 
 
 def make_state(
     config: Config, device: torch.device = CPU, sample: torch.Tensor | None = None
 ) -> TrainState:
     """Build the untrained state of a config with ten classes."""
-    return build_state(Run.begin(config, environment(device)), 10, sample)
+    return build_state(begin(config, device), 10, sample)
 
 
 def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:
@@ -84,18 +86,19 @@ def make_step(config: Config, device: torch.device = CPU) -> TrainingStep:
     return make_loop(config, device=device).step
 
 
-def make_loop(
-    config: Config,
-    tracker: Tracker | None = None,
-    stop: StopRequest | None = None,
-    device: torch.device = CPU,
-) -> Loop:
-    """Build the loop of a run, resumed if it has a checkpoint."""
-    env, checkpoint = environment(device, stop), latest_checkpoint(Path(config.out))
-    run = Run.begin(config, env, checkpoint)
+def make_loop(config: Config, tracker: Tracker | None = None, **how: Any) -> Loop:
+    """Build the loop of a run, resumed if it has a checkpoint.
+
+    Args:
+        config: The run.
+        tracker: Where to log.
+        how: Device, precision, world and stop, if they are not those of `begin`.
+    """
+    world = how.get("world") or World()
+    checkpoint = world.agree(latest_checkpoint(Path(config.out)) if world.main else None)
+    run = begin(config, checkpoint=checkpoint, **how)
     training, held_out = load_data(run)
-    step = build_step(run, training)
-    return build_loop(run, step, training, held_out, tracker)
+    return build_loop(run, build_step(run, training), training, held_out, tracker)
 
 
 class Ended(NamedTuple):

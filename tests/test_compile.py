@@ -1,16 +1,14 @@
 """Compiled training: when it is chosen, that it computes the same, and that it resumes exactly."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from small_runs import CPU, environment, make_step, small
+from small_runs import CPU, begin, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.data.datasets import load
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
 from vit.run.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
@@ -40,19 +38,11 @@ def choose(choice: Any = "auto", began: bool | None = None, steps: int = MANY_ST
 
 
 @CAN_COMPILE
-def test_auto_compiles_a_run_that_gains_from_it() -> None:
+def test_auto_compiles_a_run_that_gains_from_it_and_a_run_goes_on_as_it_began() -> None:
     assert choose() and not choose(steps=100)
     assert choose(True, steps=100) and not choose(False)
-
-
-@CAN_COMPILE
-def test_a_run_goes_on_as_it_began() -> None:
     assert choose(began=True, steps=100) and not choose(began=False)
     assert choose(True, began=False) and not choose(False, began=True)
-
-
-def test_without_a_compiler_auto_does_not_compile(no_compiler: None) -> None:
-    assert not choose()
 
 
 def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
@@ -63,6 +53,7 @@ def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
     assert not list((tmp_path / "run").glob("*.yaml"))
     with pytest.raises(ValueError, match=r"--train\.compile false --resume\.allow_changes$"):
         choose(began=True)
+    assert not choose()
 
 
 @torch._dynamo.config.patch(suppress_errors=False)  # put back at the end
@@ -95,7 +86,7 @@ def test_auto_resumes_a_run_of_either_kind(tmp_path: Path) -> None:
     old = Config(out=str(tmp_path / "run"))
     old = dataclasses.replace(old, train=with_compile(old, False))
     run = prepare_run(old, resume=False)
-    how = environment().describe(old.model)
+    how = begin(old).environment()
     save_checkpoint(run, Checkpoint(1, to_dict(old), ["a"], {"w": torch.zeros(1)}, environment=how))
     assert check_run(Config(out=str(run)), False, how) is not None
     asked = dataclasses.replace(old, train=with_compile(old, True))
@@ -120,41 +111,33 @@ def tiny(out: Path, **train: Any) -> Config:
 
 @pytest.mark.slow
 @CAN_COMPILE
-def test_compiled_steps_are_eager_steps_up_to_rounding(tmp_path: Path) -> None:
-    """Dropout and stochastic depth draw the same random numbers."""
-    losses = []
-    for choice in (False, True):
-        step = make_step(tiny(tmp_path / "run", compile=choice))
-        assert step.compiled == choice
-        images = load("shapes", "", train=True, count=48)
-        batches = itertools.chain.from_iterable(
-            images.batches(torch.arange(48).view(3, 16)) for _ in range(2)
-        )
-        losses.append(torch.stack([step(*batch)[0] for batch in batches]))
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@CAN_COMPILE
-def test_compiled_run_resumes_bit_for_bit(
+def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second part is compiled because the first one was."""
-    whole, parts = tiny(tmp_path / "whole", compile=True), tiny(tmp_path / "parts", compile=True)
+    """Dropout draws the same numbers. The second part is compiled because the first one was."""
+    eager, whole, parts = (
+        tiny(tmp_path / name, compile=name != "eager") for name in ("eager", "whole", "parts")
+    )
+    train(eager)
+    assert "float32, not compiled\n" in capsys.readouterr().out
     train(whole)
     assert "float32, compiled\n" in capsys.readouterr().out
-    saved = TrainingStep.__call__
+    losses = [
+        [row["train/loss"] for row in metrics(Path(run.out)) if "train/loss" in row]
+        for run in (eager, whole)
+    ]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    call = TrainingStep.__call__
 
     def stop_early(self: Any, *batch: Any) -> Any:
         if self.state.step == 3:
             raise KeyboardInterrupt
-        return saved(self, *batch)
+        return call(self, *batch)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(TrainingStep, "__call__", stop_early)
         train(parts)
-    auto = dataclasses.replace(parts, train=with_compile(parts, "auto"))
-    train(auto)
+    train(dataclasses.replace(parts, train=with_compile(parts, "auto")))
     assert "float32, compiled\n" in capsys.readouterr().out
     left, right = latest_checkpoint(Path(whole.out)), latest_checkpoint(Path(parts.out))
     assert left is not None and right is not None and left.environment["compiled"] is True

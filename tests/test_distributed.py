@@ -1,16 +1,21 @@
-"""A world of one process; test_reliability.py tests several."""
+"""The world of a run: what processes exchange; test_processes.py runs whole commands."""
 
+import os
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from vit.distributed.world import World, join_world
+from vit.distributed.world import MEETING, ConnectionLost, World, join_world
+
+CPU = torch.device("cpu")
 
 
 def test_one_process_is_alone() -> None:
-    with join_world(torch.device("cpu"), timeout_minutes=1) as world:
-        assert world == World(0, 1)
+    with join_world(CPU, timeout_minutes=1) as world:
+        assert world == World(0, 1) and world.main
         values = torch.tensor([1.0, 2.0])
         averaged = values.clone()
         world.average([averaged])
@@ -57,12 +62,36 @@ def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:
     parts = [World(rank, 3).part(batch) for rank in range(3)]
     assert {len(part) for part in parts} == {4}
     assert torch.equal(torch.cat(parts), batch)
-    assert [World(rank, 3).main for rank in range(3)] == [True, False, False]
 
 
-def test_average_is_the_sum_over_processes_divided_by_their_number(monkeypatch) -> None:
+def test_average_is_the_sum_over_processes_divided_by_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = torch.tensor([2.0, 4.0, 6.0])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda total: total.add_(others))
     values = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])]
     World(0, 2).average(values)
     assert [value.tolist() for value in values] == [[1.5, 3.0], [[4.5]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"WORLD_SIZE": "2", MEETING: f"file://{tmp_path}/met", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(1)  # a copy of this process has none of its threads
+    child = os.fork()
+    monkeypatch.setenv("RANK", "0" if child else "1")
+    if not child:
+        with join_world(CPU, timeout_minutes=1):
+            time.sleep(0 if ends else 20)
+            os._exit(0)
+    words = "another process of the run has ended" if ends else "not answered for 0.05 minutes"
+    lost = pytest.raises(ConnectionLost, match=f"{words}.*; rerun the command to resume")
+    with lost, join_world(CPU, timeout_minutes=0.05) as world:
+        world.largest(torch.ones(1))
+    os.kill(child, 9)
+    os.waitpid(child, 0)

@@ -11,12 +11,12 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from models import PLAIN
-from small_runs import make_loop, make_step, small
+from small_runs import StopAt, make_loop, make_step, small
 from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.sampling import epoch_batches
+from vit.distributed.stop import Stopped
 from vit.model.vit import VisionTransformer
-from vit.run.tracker import Tracker
 from vit.training.config import OptimConfig
 from vit.training.optim import build_optimizers
 
@@ -78,18 +78,12 @@ def test_rates_by_layer_are_timms_for_its_model_and_ours(variant):
     assert expected["patch_embed.proj.weight"][0] == pytest.approx(0.01 * 0.7**4)
 
 
-def test_rates_by_layer_of_what_timm_does_not_have():
-    model = build_vit(**CONV)
-    found = of_adamw(model)
-    assert found == of_timm(model)
-    assert found["patch_embed.proj.0.weight"][0] == pytest.approx(0.01 * 0.7**4)
-    assert found["blocks.0.mlp.conv.conv.weight"][0] == pytest.approx(0.01 * 0.7**3)
-
-
 def test_muon_and_its_adamw_both_have_rates_by_layer():
-    model = build_vit(**CONV)
+    model = build_vit(**CONV)  # which timm does not have
     optimizers = build_optimizers(model, OptimConfig(name="muon", **RATES, layer_decay=0.7))
     expected = of_timm(model)
+    assert of_adamw(model) == expected
+    assert expected["blocks.0.mlp.conv.conv.weight"][0] == pytest.approx(0.01 * 0.7**3)
     for optimizer, lr in zip(optimizers, (0.01, 0.02), strict=True):
         assert optimizer.param_groups[0]["initial_lr"] == max(
             group["initial_lr"] for group in optimizer.param_groups
@@ -147,45 +141,31 @@ def test_features_computed_once_train_the_same_head(tmp_path):
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("augment", "train"),
-    [
-        ({"crop_padding": 1}, {}), ({"flip": True}, {}), ({"rand_ops": 1}, {}),
-        ({"erasing": 0.1}, {}), ({"mixup": 0.1}, {}), ({"cutmix": 0.1}, {}),
-        ({}, {"small_share": 0.5}), ({}, {"freeze": "none"}),
-    ],
-)  # fmt: skip
-def test_features_are_computed_at_each_step_if_anything_differs(tmp_path, augment, train):
-    assert make_step(frozen(tmp_path, augment=augment, train=train)).features is None
-
-
-def test_mixing_that_never_happens_changes_nothing():
+def test_features_are_computed_at_each_step_if_anything_differs(tmp_path):
+    for train in ({"small_share": 0.5}, {"freeze": "none"}):
+        assert make_step(frozen(tmp_path, train=train)).features is None
+    for change in (
+        {"crop_padding": 1}, {"flip": True}, {"rand_ops": 1}, {"erasing": 0.1}, {"mixup": 0.1},
+        {"cutmix": 0.1},
+    ):  # fmt: skip
+        assert AugmentConfig(**STILL | change).changes_images
     assert not AugmentConfig(**STILL | {"mixup": 0.8, "mix_share": 0.0}).changes_images
-    assert AugmentConfig(**STILL | {"mixup": 0.8}).changes_images
 
 
 @pytest.mark.parametrize("augment", [{}, {"crop_padding": 2}], ids=["once", "each step"])
 def test_a_linear_probe_resumes_bit_for_bit(tmp_path, augment):
-    def run(out: Path, epochs: int) -> nn.Module:
-        out.mkdir(exist_ok=True)
-        config = frozen(out, augment=augment, data={"val_size": 0})
-        tracker = Tracker(out)
-        loop = make_loop(config, tracker)
-        if epochs == 1:  # as if it had been stopped after an epoch
-            (state, schedule) = loop.step.state, loop.step.schedule
-            batches = epoch_batches(len(loop.training), (schedule.steps_per_epoch, 64), 0, 0)
-            for batch in loop.step.inputs(loop.training).batches(batches):
-                state.points.append(loop.step(*batch))
-            loop.saver.save()
-            assert state.step == schedule.steps_per_epoch
-        else:
-            loop.run()
-        tracker.close()
+    def run(name: str, stop_at: int = 0) -> nn.Module:
+        (tmp_path / name).mkdir(exist_ok=True)
+        stop = StopAt(stop_at)
+        loop = make_loop(frozen(tmp_path / name, augment=augment, data={"val_size": 0}), stop=stop)
+        stop.state = loop.step.state
+        loop.run()
         return loop.step.state.model
 
-    whole = run(tmp_path / "whole", 2)
-    run(tmp_path / "parts", 1)
-    resumed = run(tmp_path / "parts", 2)
+    whole = run("whole")
+    with pytest.raises(Stopped):
+        run("parts", stop_at=5)
+    resumed = run("parts")
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
 

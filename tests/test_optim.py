@@ -13,7 +13,6 @@ from vit.training.config import OptimConfig
 from vit.training.muon import Muon, orthogonalize
 from vit.training.optim import build_optimizers
 
-NAMES = ["adamw", "muon"]
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
 RATES = {
     "lr": 0.01, "weight_decay": 0.5, "layer_decay": None,
@@ -21,18 +20,9 @@ RATES = {
 }  # fmt: skip
 
 VARIANTS = {
-    "class_token": {},
     "fixed_positions": {"pos_embed": "sincos", "mlp_conv": True},
-    "all": {
-        "stem": "conv",
-        "reg_tokens": 1,
-        "qk_norm": True,
-        "init_values": 0.1,
-        "head_dim": 6,
-    },
+    "all": {"stem": "conv", "reg_tokens": 1, "qk_norm": True, "init_values": 0.1, "head_dim": 6},
 }
-with_variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-with_names = pytest.mark.parametrize("name", NAMES)
 
 
 def build_vit(seed: int = 0, **kwargs) -> VisionTransformer:
@@ -53,30 +43,25 @@ def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.chunk(3) if key.endswith("attn.qkv.weight") else (tensor,)
 
 
-@with_variants
-@with_names
-def test_every_parameter_is_updated_by_one_group(variant, name):
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_parameter_has_one_group_and_what_is_decayed_and_how_much(variant, name):
     model = build_vit(**variant)
+    optimizers = build_optimizers(model, OptimConfig(name=name, **RATES))
     grouped = [
         place
-        for optimizer in build_optimizers(model, OptimConfig(name=name, **RATES))
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         for place in range(parameter.data_ptr(), parameter.data_ptr() + 4 * parameter.numel(), 4)
     ]
     assert len(grouped) == len(set(grouped))
     assert len(grouped) == sum(parameter.numel() for parameter in model.parameters())
-
-
-@with_variants
-@with_names
-def test_what_is_decayed_and_how_much(variant, name):
-    model = build_vit(**variant)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
             parameter.grad = torch.zeros_like(parameter)  # leaves nothing but the decay
-    for optimizer in build_optimizers(model, OptimConfig(name=name, **RATES)):
+    for optimizer in optimizers:
         optimizer.step()
     for key, parameter in model.named_parameters():
         if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from small_runs import assert_same, environment, small
+from small_runs import assert_same, begin, small
 from vit import load
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
@@ -39,7 +39,6 @@ from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
 from vit.training.config import Config, from_dict, to_dict
-from vit.training.start import Run
 from vit.training.state import build_state
 from vit.training.train import load_data, train
 
@@ -383,7 +382,7 @@ def test_weights_with_other_names_than_the_models_are_refused_by_name():
         embed_dim=16, depth=1, num_heads=2, patch_size=8, pretrained="own.safetensors"
     )
     plain = dataclasses.replace(model, pretrained=None)
-    made, run = (Run.begin(Config(model=m), environment()) for m in (plain, model))
+    made, run = (begin(Config(model=m)) for m in (plain, model))
     weights = build_state(made, 3).model.state_dict()
     del weights["norm.bias"], weights["head.weight"]  # only the head may be missing
     weights["blocks.0.attn.temperature"] = torch.ones(2, 1, 1)
@@ -491,8 +490,8 @@ def test_loaded_weights_survive_zero_init_whitening_and_the_moving_average(files
     config = tuned(tmp_path / "run", name, model={"zero_init": True})
     config, source = resolve_pretrained(config, False)
     assert config.model.zero_init and config.train.whiten and source is not None
-    training, _ = load_data(Run.begin(config, environment()))
-    state = build_step(Run.begin(config, environment(), None, source), training, source).state
+    training, _ = load_data(begin(config))
+    state = build_step(begin(config, source=source), training, source).state
     averaged = state.ema.module.state_dict()
     for key, value in state.model.state_dict().items():
         if not key.startswith("head."):
@@ -575,8 +574,8 @@ def test_a_run_starts_from_another_run(tmp_path, capsys):
         config, source = resolve_pretrained(config, False)
         assert source is not None
         assert config.model == dataclasses.replace(first.model, pretrained=name, zero_init=False)
-        training, _ = load_data(Run.begin(config, environment()))
-        state = build_step(Run.begin(config, environment(), None, source), training, source).state
+        training, _ = load_data(begin(config))
+        state = build_step(begin(config, source=source), training, source).state
         assert "nothing is new: its head has the same classes" in capsys.readouterr().out
         for key, value in state.model.state_dict().items():
             assert torch.equal(value, weights[key]), key

@@ -1,5 +1,6 @@
 """train.py with several processes on a CPU: they are one run, whatever ends them."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -12,47 +13,35 @@ import pytest
 import torch
 import yaml
 
-from small_runs import (
-    SPARING,
-    assert_same,
-    command,
-    environment,
-    small,
-    start,
-    steps_logged,
-    wait,
-)
+from small_runs import SPARING, assert_same, begin, command, small, start, steps_logged, wait
 from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
 from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.checks import check_processes
 from vit.training.config import Config, to_dict
-from vit.training.start import choose_processes, claim_run, on_all_cores
+from vit.training.start import choose_processes, on_all_cores, start_run
 from vit.training.train import train
 
-PAIR: dict[str, Any] = {"train": {"processes": 2}, "track": SPARING}
-ANY_NUMBER: dict[str, Any] = {"train": {"processes": None}, "track": SPARING}
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+# Of three numbers the sum depends on the order, of two it does not.
+SHARED = {"data": {"train_size": 240}, "track": SPARING}
+TRIO = {**SHARED, "train": {"batch_size": 48, "processes": 3}}
 
 
 def settings(**train: Any) -> Config:
-    return Config(train={"device": "cpu", **train})  # type: ignore[arg-type]
+    return Config(train={"device": "cpu", **train})
 
 
 @pytest.mark.parametrize(
     ("train", "cores", "count"),
     [
         ({}, 1, 1),
-        ({}, 2, 2),
         ({}, 3, 2),  # 128 images are no multiple of 3
         ({}, 64, 4),  # of 32 images each
-        ({"batch_size": 96}, 3, 3),
         ({"batch_size": 63}, 2, 1),
         ({"accumulate": 2}, 8, 2),
         ({"freeze": "backbone"}, 2, 1),
         ({"batch_size": 66}, 2, 2),
-        ({"processes": 1}, 2, 1),
         ({"processes": 8}, 2, 8),
     ],
 )
@@ -74,6 +63,12 @@ def test_images_that_are_mixed_in_pairs_stay_in_one_process() -> None:
         check_processes(config, processes)
 
 
+def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path: Path) -> None:
+    config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
+    with pytest.raises(ValueError, match=r"batch_size: 12 .* 2 processes .* multiple of 8"):
+        check_processes(config, 2)
+
+
 def test_a_run_keeps_its_number_of_processes() -> None:
     assert choose_processes(settings(), {"train": {"processes": 3}}, 64) == 3
     assert choose_processes(settings(), {"train": {}}, 64) == 1  # of an older version
@@ -88,34 +83,22 @@ def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None
         choose_processes(settings(processes=2), None, 2)
 
 
-def test_a_resumed_run_takes_over_its_number_of_threads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, before = small(tmp_path / "run"), torch.get_num_threads()
-    env = environment()
-    how = {**env.describe(config.model), "threads": before + 1}
-    weights = {"w": torch.zeros(1)}
-    run = prepare_run(config, resume=False)
-    save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=how))
-    try:
-        with claim_run(config, env) as resumed:
-            assert resumed.checkpoint is not None and torch.get_num_threads() == before + 1
-        assert f"threads: {before + 1} per process, not {before}" in capsys.readouterr().err
-        torch.set_num_threads(before)
-        others = {**how, "processes": 2}  # then each had fewer threads
-        save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], weights, environment=others))
-        with claim_run(config, env, allow_changes=True) as resumed:
-            assert resumed.checkpoint is not None and torch.get_num_threads() == before
-        assert "threads" not in capsys.readouterr().err
-    finally:
-        torch.set_num_threads(before)
+def test_a_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
+    config = small(tmp_path / "run")
+    run, how = prepare_run(config, resume=False), begin(config).environment()
+    for threads, refused in ((torch.get_num_threads(), False), (64, True)):
+        about = {"environment": {**how, "threads": threads}}
+        save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], {"w": torch.zeros(1)}, **about))
+        words = pytest.raises(ValueError, match=r"threads: 64 -> .*--resume\.allow_changes")
+        with words if refused else contextlib.nullcontext(), start_run(config) as resumed:
+            assert resumed.checkpoint is not None
 
 
 def test_a_restart_by_torchrun_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(tmp_path / "run", train={"epochs": 1}, track={"probes": 0})
-    train(config)
+    config = small(tmp_path / "run")
+    (prepare_run(config, resume=False) / "model.safetensors").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(ValueError, match="a finished run"):
         train(config, overwrite=True)
@@ -131,13 +114,9 @@ def test_openmps_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert usable == cores_to_use()
 
 
-def test_a_call_from_python_starts_no_processes(tmp_path: Path) -> None:
+def test_processes_that_cannot_train_are_not_started(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.processes: 2 is not allowed.*null or 1"):
-        train(small(tmp_path / "run", train={"processes": 2}))
-    assert not (tmp_path / "run").exists()
-
-
-def test_processes_that_cannot_share_a_batch_are_not_started(tmp_path: Path) -> None:
+        train(small(tmp_path / "run", train={"processes": 2}))  # Python starts none
     config = small(tmp_path / "run", train={"processes": 1000})
     with pytest.raises(ValueError, match=r"train\.batch_size: 64 cannot be divided among 1000"):
         on_all_cores(config, overwrite=False)
@@ -159,71 +138,61 @@ def is_alive(number: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("pair")
-    live = {**PAIR, "track": {**SPARING, "live_mb": 20}}
-    words = command(small(folder / "run", **live), folder / "config")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three processes that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("trio")
+    run = folder / "run"
+    live = {**TRIO, "track": {**SPARING, "live_mb": 20}}
+    done = subprocess.run(
+        command(small(run, **live), folder / "config"), capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and "device   2 processes, each on CPU with 1 thread" in done.stdout
+    assert done.stderr == "" and "device   3 processes, each on CPU with 1 thread" in done.stdout
     assert done.stdout.count("test     ") == 1
-    (events,) = (folder / "run").glob("events*")
+    (events,) = run.glob("events*")
     assert events.read_bytes().count(b"attention/live/weights/") == 2
-    return folder / "run"
-
-
-@pytest.mark.slow
-def test_number_of_processes_and_threads_are_written_down(pair: Path) -> None:
-    assert yaml.safe_load((pair / "config.yaml").read_text())["train"]["processes"] == 2
-    checkpoint = latest_checkpoint(pair)
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["processes"] == 3
+    checkpoint = latest_checkpoint(run)
     assert checkpoint is not None
-    assert checkpoint.environment["processes"] == 2 and checkpoint.environment["threads"] == 1
+    assert checkpoint.environment["processes"] == 3 and checkpoint.environment["threads"] == 1
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everyone", [True, False], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
-    pair: Path, tmp_path: Path, everyone: bool
+def test_a_signal_to_one_saves_and_the_run_goes_on_bit_for_bit_under_torchrun(
+    trio: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = command(small(run, **PAIR), tmp_path / "config")
-    process = start(words)
+    process = start(command(small(run, **TRIO), tmp_path / "config"))
     wait(lambda: steps_logged(run) >= 6, process)
-    if everyone:
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=100)
-    assert process.returncode == (130 if everyone else 143), errors
+    assert process.returncode == 143, errors
     assert errors.count("rerun the command to resume after step") == 1
     assert "Traceback" not in errors
-    words = command(small(run, train={"processes": 1}, track=SPARING), tmp_path / "config")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert "processes: 2 -> 1" in line and "--resume.allow_changes" in line
-    # The number is that of the run, although nothing asks for it any more.
-    words = command(small(run, **ANY_NUMBER), tmp_path / "config")
-    if everyone:  # torchrun's processes are the same run
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        words = [words[0], *launch, *words[1:]]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=200)
-    assert "device   2 processes" in done.stdout and done.stdout.count("resuming") == 1
-    assert_same(run, pair)
+    (*_, last) = checkpoint_steps(run)
+    # Nothing asks for the number of processes any more.
+    words = command(small(run, **SHARED, train={"batch_size": 48}), tmp_path / "config")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    done = subprocess.run([words[0], *launch, "2", *words[1:]], capture_output=True, text=True)
+    assert "processes: 3 -> 2" in done.stderr and "--resume.allow_changes" in done.stderr
+    done = subprocess.run(
+        [words[0], *launch, "3", *words[1:]], capture_output=True, text=True, timeout=200
+    )
+    assert f"resuming after step {last}" in done.stdout and done.stdout.count("resuming") == 1
+    assert_same(run, trio)
 
 
 @pytest.mark.slow
-@linux_only
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
-    pair: Path, tmp_path: Path
+    trio: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = command(small(run, **PAIR), tmp_path / "config")
+    words = command(small(run, **TRIO), tmp_path / "config")
     process = start(words)
     wait(lambda: bool(checkpoint_steps(run)), process)
-    (victim,) = children(process)
-    os.kill(victim, signal.SIGKILL)
+    os.kill(children(process)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 2
     (line,) = errors.strip().splitlines()
@@ -236,11 +205,7 @@ def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
     _, errors = process.communicate(timeout=100)
     assert "Traceback" not in errors
     wait(lambda: not any(map(is_alive, others)))
+    # The number of processes is that of the run.
+    words = command(small(run, **SHARED, train={"batch_size": 48}), tmp_path / "config")
     subprocess.run(words, capture_output=True, check=True, timeout=200)
-    assert_same(run, pair)
-
-
-def test_a_batch_is_divided_among_processes_and_micro_batches(tmp_path: Path) -> None:
-    config = small(tmp_path, train={"batch_size": 12, "accumulate": 4})
-    with pytest.raises(ValueError, match=r"batch_size: 12 .* 2 processes .* multiple of 8"):
-        check_processes(config, 2)
+    assert_same(run, trio)

@@ -2,9 +2,6 @@
 
 import os
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 import yaml
 
 from vit.run.checkpoint import Checkpoint, save_checkpoint
-from vit.run.folder import LOCK_FILE, OWNER_FILE, lock_run, prepare_run
+from vit.run.folder import LOCK_FILE, lock_run, prepare_run
 from vit.run.resume import check_run
 from vit.training.config import Config, to_dict
 
@@ -22,36 +19,27 @@ HOW = {"processes": 2, "device": "cpu", "precision": "torch.float32"}
 ALONE = {**HOW, "processes": 1}
 
 
-def test_lock_names_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
+def test_lock_keeps_others_out_and_leaves_nothing(tmp_path: Path) -> None:
     run = tmp_path / "a" / "b" / "run"
     with lock_run(run):
-        owner = (run / OWNER_FILE).read_text()
-        assert owner == f"process {os.getpid()} on {socket.gethostname()}"
-        refusal = re.escape(f"{run} is being written by {owner}; ")
+        refusal = re.escape(f"{run} is being written by another process; ")
         with pytest.raises(ValueError, match=refusal), lock_run(run):
             pass
-        assert (run / OWNER_FILE).read_text() == owner
         assert (run / LOCK_FILE).exists()
     assert list(tmp_path.iterdir()) == []  # the folders were made for it
 
 
-@pytest.mark.slow
 def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    program = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from vit.run.folder import lock_run\n"
-        "with lock_run(Path(sys.argv[1])):\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
     run = tmp_path / "run"
-    dead = subprocess.run([sys.executable, "-c", program, str(run)])
-    assert dead.returncode == -9
+    child = os.fork()
+    if not child:
+        with lock_run(run):
+            os.kill(os.getpid(), 9)
+    assert os.waitpid(child, 0)[1] == 9
     assert (run / LOCK_FILE).exists()
-    assert (run / OWNER_FILE).read_text().startswith("process ")
     assert check_run(Config(out=str(run)), overwrite=False, environment=HOW) is None
     with lock_run(run):
-        assert str(os.getpid()) in (run / OWNER_FILE).read_text()
+        pass
 
 
 @pytest.fixture
@@ -59,27 +47,24 @@ def unfinished(tmp_path: Path) -> Config:
     """A run that two processes have begun."""
     config = Config(out=str(tmp_path / "run"))
     prepare_run(config, resume=False)
-    checkpoint = Checkpoint(
-        step=7, config=to_dict(config), classes=["a"], model={"w": torch.zeros(1)}, environment=HOW
-    )
+    weights = {"w": torch.zeros(1)}
+    checkpoint = Checkpoint(7, to_dict(config), ["a"], weights, environment=HOW)
     save_checkpoint(tmp_path / "run", checkpoint)
     return config
 
 
-def test_other_number_of_processes_is_refused_unless_allowed(unfinished: Config) -> None:
+def test_changes_are_refused_unless_allowed_and_become_the_run_s_config(unfinished: Config) -> None:
     found = check_run(unfinished, overwrite=False, environment=HOW)
     assert found is not None and found.step == 7
-    with pytest.raises(ValueError, match=r"processes: 2 -> 1.*--resume\.allow_changes"):
-        check_run(unfinished, overwrite=False, environment=ALONE)
-    found = check_run(unfinished, overwrite=False, environment=ALONE, allow_changes=True)
-    assert found is not None and found.step == 7
-
-
-def test_allowed_changes_become_the_run_s_config(unfinished: Config) -> None:
     changed = replace(unfinished, optim=replace(unfinished.optim, lr=1e-4))
-    with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 -> 0\.0001"):
-        check_run(changed, overwrite=False, environment=HOW)
-    assert check_run(changed, overwrite=False, environment=HOW, allow_changes=True) is not None
+    for config, how, words in (
+        (unfinished, ALONE, r"processes: 2 -> 1.*--resume\.allow_changes"),
+        (changed, HOW, r"optim\.lr: 0\.002 -> 0\.0001"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_run(config, overwrite=False, environment=how)
+        found = check_run(config, overwrite=False, environment=how, allow_changes=True)
+        assert found is not None and found.step == 7
     run = prepare_run(changed, resume=True, step=7)
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == 1e-4
     assert list((run / "checkpoints").iterdir())
@@ -127,25 +112,6 @@ def test_other_data_or_another_model_is_refused_even_if_changes_are_allowed(
 ) -> None:
     other = replace(unfinished, **{group: replace(getattr(unfinished, group), **changes)})
     (key,) = changes
-    with pytest.raises(
-        ValueError, match=rf"an unfinished run with other data .*\({group}\.{key}: "
-    ):
+    words = rf"an unfinished run with other data .*\({group}\.{key}: "
+    with pytest.raises(ValueError, match=words):
         check_run(other, overwrite=False, environment=HOW, allow_changes=True)
-
-
-def test_run_of_an_earlier_version_whose_schedule_starts_over_is_refused(
-    unfinished: Config,
-) -> None:
-    """It would go on with another schedule; without restarts, the key changes nothing."""
-    for restarts, refused in (([], False), ([5], True)):
-        values = to_dict(unfinished)
-        values["train"]["restarts"] = restarts
-        run = Path(unfinished.out)
-        (run / "config.yaml").write_text(yaml.safe_dump(values))
-        checkpoint = Checkpoint(8, values, ["a"], {"w": torch.zeros(1)}, environment=HOW)
-        save_checkpoint(run, checkpoint)
-        if refused:
-            with pytest.raises(ValueError, match=r"train\.restarts"):
-                check_run(unfinished, overwrite=False, environment=HOW, allow_changes=True)
-        else:
-            assert check_run(unfinished, overwrite=False, environment=HOW) is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from small_runs import StopAt, environment, make_loop, small
+from small_runs import StopAt, begin, make_loop, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
@@ -20,12 +20,10 @@ from vit.data.datasets import fit_into_memory, load_training, open_images
 from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped
 from vit.hardware import free_memory, usable_cores
-from vit.model.config import ModelConfig
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
 from vit.training.config import Config
-from vit.training.start import Run
 from vit.training.train import load_data
 
 CLASSES = ("cat", "dog", "owl")
@@ -124,7 +122,7 @@ def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
     with pytest.raises(Stopped):
         run(config, stop_at=2)
     assert checkpoint_steps(tmp_path / "run")[-1] == 2
-    about = environment().describe(ModelConfig())
+    about = begin(Config()).environment()
     changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=0)
     assert check_run(changed, False, about) is not None  # these settings may change
     assert_same(run(config), kept)
@@ -140,7 +138,7 @@ def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
         run(config, stop_at=4)  # after the first epoch
     content = break_file(path)
     with pytest.raises(ValueError, match=r"on_bad_image skip$"):
-        load_data(Run.begin(config, environment()))
+        load_data(begin(config))
     with pytest.raises(ValueError, match=r"cannot be read .*; restore, replace or delete") as info:
         run(config)  # in which all were read when it began
     assert str(path) in str(info.value) and "\n" not in str(info.value)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from small_runs import assert_same, environment
+from small_runs import assert_same, begin
 from vit.classifier import build_model
 from vit.data import shapes
 from vit.data.preprocess import Preprocess
@@ -22,7 +22,6 @@ from vit.run.checkpoint import checkpoint_paths
 from vit.training.build import build_step
 from vit.training.checks import check_config
 from vit.training.config import Config, from_dict
-from vit.training.start import Run
 from vit.training.train import load_data, train
 
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -160,8 +159,8 @@ def test_the_start_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
                optim={"name": "adamw", "ema_decay": 0.9}, augment={"crop_padding": 0, "flip": False,
                "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0})
     )  # fmt: skip
-    training, _ = load_data(Run.begin(run, environment()))
-    step = build_step(Run.begin(run, environment(), None, source), training, source)
+    training, _ = load_data(begin(run))
+    step = build_step(begin(run, source=source), training, source)
     shown = capsys.readouterr().out
     assert f"weights  {tmp_path / 'folder'}: " in shown
     assert "new: a random head, because there are 10 classes instead of 5" in shown
@@ -181,8 +180,8 @@ def test_both_heads_of_a_distilled_model_are_trained(tmp_path: Path) -> None:
     name = "deit_tiny_distilled_patch16_224"
     torch.save(draw(name, num_classes=5, img_size=32).state_dict(), tmp_path / "w.pth")
     run, source = fitted(config(name, tmp_path / "w.pth", train={"freeze": "backbone"}))
-    training, _ = load_data(Run.begin(run, environment()))
-    step = build_step(Run.begin(run, environment(), None, source), training, source)
+    training, _ = load_data(begin(run))
+    step = build_step(begin(run, source=source), training, source)
     trained = {key for key, value in step.state.model.named_parameters() if value.requires_grad}
     assert trained == {
         f"{head}.{part}" for head in ("head", "head_dist") for part in ("weight", "bias")
@@ -272,21 +271,6 @@ def test_checkpointing_is_refused_where_timm_does_not_offer_it(name: str) -> Non
         check_config(run)
         return
     with pytest.raises(ValueError, match=r"^train\.checkpoint_blocks: True .* must be false with"):
-        check_config(run)
-
-
-@pytest.mark.parametrize("name", ["volo_d1_224", "deit_tiny_distilled_patch16_224"])
-def test_a_head_that_timm_does_not_name_cannot_stay_random(name: str) -> None:
-    """VOLO adds the logits of a second head, which a frozen backbone would never train."""
-    run = from_dict({
-        "model": {"name": f"timm:{name}"}, "optim": {"name": "adamw"},
-        "data": {"name": "shapes", "image_size": 224},
-        "train": {"freeze": "backbone", "small_share": 0, "whiten": False},
-    })  # fmt: skip
-    if name != "volo_d1_224":
-        check_config(run)
-        return
-    with pytest.raises(ValueError, match=r"^train\.freeze: backbone .* must be none with model"):
         check_config(run)
 
 

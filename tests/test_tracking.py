@@ -9,10 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import metadata
 
 from vit.run.tracker import ROLLOUT_TAG, Tracker, milestones
@@ -54,19 +50,14 @@ def test_milestones_run_from_start_to_end():
 
 def test_scalars_are_read_back(tmp_path):
     tracker = Tracker(tmp_path)
-    written = {"train/loss": {1: 2.5, 2: 1.25, 10: 0.5}, "val/accuracy": {2: 0.125, 10: 0.75}}
-    tracker.scalars(1, {"train/loss": 2.5})
-    tracker.scalars(2, {"train/loss": 1.25, "val/accuracy": 0.125})
-    tracker.scalars(10, {"val/accuracy": 0.75})
-    tracker.scalars(10, {"train/loss": 0.5})
+    rows = [(1, {"train/loss": 2.5}), (2, {"train/loss": 1.25, "val/accuracy": 0.125})]
+    for step, values in rows:
+        tracker.scalars(step, values)
     tracker.close()
-    assert read_scalars(tmp_path) == {tag: [*steps.items()] for tag, steps in written.items()}
-    assert read_metrics(tmp_path) == [
-        {"step": 1, "train/loss": 2.5},
-        {"step": 2, "train/loss": 1.25, "val/accuracy": 0.125},
-        {"step": 10, "val/accuracy": 0.75},
-        {"step": 10, "train/loss": 0.5},
-    ]
+    assert read_scalars(tmp_path) == {
+        "train/loss": [(1, 2.5), (2, 1.25)], "val/accuracy": [(2, 0.125)]
+    }  # fmt: skip
+    assert read_metrics(tmp_path) == [{"step": step, **values} for step, values in rows]
 
 
 def test_metrics_are_on_the_disk_before_a_flush_ends(tmp_path, monkeypatch):
@@ -88,19 +79,18 @@ def wait_for_the_next_second() -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    "rest",
-    ["", '{"step": 9, "lo', '{"step": 3, "loss": 1', "{", '{"step": 9, "loss": 9.0}'],
-    ids=["whole", "cut_beyond", "cut_before", "brace", "no_line_end"],
-)
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path, rest):
+def test_a_resumed_run_drops_damaged_lines_and_what_came_after_its_checkpoint(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    lines = [{"step": step, "loss": float(step)} for step in (1, 2, 5, 5, 6, 8)]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + rest)
-    tracker = Tracker(tmp_path, step=5)
-    tracker.scalars(7, {"loss": 70.0})
-    tracker.close()
-    assert read_metrics(tmp_path) == [*lines[:4], {"step": 7, "loss": 70.0}]
+    lines = [json.dumps({"step": step, "loss": float(step)}).encode() for step in (1, 2, 5, 5, 6)]
+    damage = [b"\0" * 20, b"[1]", b'{"a": 1}', b'{"step": "x"}', b"\xff\xfe"]
+    whole = b"\n".join([lines[0], *damage, *lines[1:]]) + b"\n"
+    for rest in (b"", b'{"step": 9, "lo', b'{"step": 3, "loss": 1', b'{"step": 9, "loss": 9.0}'):
+        metrics.write_bytes(whole + rest)
+        tracker = Tracker(tmp_path, step=5)
+        tracker.scalars(7, {"loss": 70.0})
+        tracker.close()
+        expected = b"\n".join([*lines[:4], b'{"step": 7, "loss": 70.0}']) + b"\n"
+        assert metrics.read_bytes() == expected
 
 
 def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
@@ -109,13 +99,13 @@ def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
     for step in range(1, 9):
         tracker.scalars(step, {"train/loss": float(step)})
     for step in (0, 3, 5, 8):
-        tracker.picture(step, tag, draw_picture(step))
+        tracker.show(step, tag, draw_picture(step))
     tracker.close()
     wait_for_the_next_second()
     tracker = Tracker(tmp_path, step=5)
     for step in (6, 7):
         tracker.scalars(step, {"train/loss": 10.0 * step})
-    tracker.picture(7, tag, draw_picture(70))
+    tracker.show(7, tag, draw_picture(70))
     tracker.close()
     kept = [(step, float(step)) for step in range(1, 6)]
     assert read_scalars(tmp_path) == {"train/loss": [*kept, (6, 60.0), (7, 70.0)]}
@@ -123,65 +113,35 @@ def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_damaged_lines_of_metrics_are_dropped(tmp_path):
-    damage = [b"\0" * 20, b"[1]", b'{"a": 1}', b'{"step": "x"}', b"\xff\xfe"]
-    whole = [b'{"step": 1, "a": 2}', b'{"step": 2, "a": 3}']
-    lines = [whole[0], *damage, whole[1], b'{"step": 9, "a": 1}']
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"step": 2, "cu')
-    Tracker(tmp_path, step=2).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(whole) + b"\n"
-
-
 def test_full_disk_ends_nothing_and_metrics_catch_up(tmp_path, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
     tracker = Tracker(tmp_path)
     tracker.scalars(1, {"train/loss": 1.0})
     tracker.flush()
     file, tracker._metrics = tracker._metrics, open("/dev/full", "ab", buffering=0)  # noqa: SIM115, PTH123
-    tracker.scalars(2, {"train/loss": 2.0})
-    with pytest.raises(OSError, match="No space left"):
-        tracker.flush()
+    tracker._writer._get_file_writer().add_event = full
+    for step in (2, 3):
+        tracker.scalars(step, {"train/loss": float(step)})
+        tracker.show(step, "picture", draw_picture(step))
+        with pytest.raises(OSError, match="No space left"):
+            tracker.flush()  # after which TensorBoard has a new file
     tracker._metrics.close()
     tracker._metrics = file
-    tracker.scalars(3, {"train/loss": 3.0})
-    tracker.close()
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
-
-
-def test_summaries_are_read_back_and_a_full_disk_ends_nothing(tmp_path, capsys):
-    record = Summary(value=[summary_value("one", b"bytes"), summary_value("two", b"more")])
-    tracker = Tracker(tmp_path)
-    tracker.summary(3, record)
-    tracker.flush()
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    tracker._writer._get_file_writer().add_event = full
-    tracker.summary(4, record)
-    tracker.flush()
-    tracker.summary(5, record)
+    tracker.scalars(4, {"train/loss": 4.0})
     tracker.close()
     assert capsys.readouterr().err.count("TensorBoard misses points") == 1
-    events = read_events(tmp_path)
-    for tag, content in (("one", b"bytes"), ("two", b"more")):
-        found = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
-        assert found == [(3, content), (5, content)]
-
-
-def summary_value(tag: str, content: bytes) -> Summary.Value:
-    plugin = SummaryMetadata.PluginData(plugin_name="some")
-    return Summary.Value(
-        tag=tag,
-        metadata=SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_TENSOR),
-        tensor=TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=TensorShapeProto()),
-    )
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 3, 4]
+    assert [event.step for event in read_events(tmp_path).Images("vit/picture")] == [3]
 
 
 def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):
     tags = ("attention/distance/layer_00", "faithfulness/rollout", "train/lr", "val/loss")
     tracker = Tracker(tmp_path)
     tracker.scalars(1, dict.fromkeys(tags, 0.5))
-    tracker.picture(1, "test/mistakes", draw_picture(0))
+    tracker.show(1, "test/mistakes", draw_picture(0))
     tracker.scalars(1, {"test/accuracy": 1.0}, tensorboard_only=True)
     tracker.close()
     assert read_metrics(tmp_path) == [{"step": 1, **dict.fromkeys(tags, 0.5)}]

@@ -3,8 +3,7 @@
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from small_runs import CPU
+from small_runs import CPU, make_loop
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, World, join_world
-from vit.run.checkpoint import latest_checkpoint
-from vit.training.build import build_step
 from vit.training.config import Config
 from vit.training.loop import Loop
-from vit.training.start import Environment, Run
-from vit.training.train import build_loop, load_data
 
 # New processes are forked from one that has imported this, which takes seconds.
 multiprocessing.set_forkserver_preload(["vit.training.train", "timm.utils"])
@@ -54,35 +49,28 @@ def _enter(rank: int, size: int, meeting: str, function: Callable[..., None], va
             dist.barrier()
 
 
-@contextmanager
 def loop_of(
     config: Config,
     world: World,
     stop: StopRequest | None = None,
     precision: torch.dtype = torch.float32,
-) -> Iterator[Loop]:
+) -> Loop:
     """Build the loop of a run without logs, resumed if it has a checkpoint."""
-    env = Environment(CPU, precision, world, stop or StopRequest())
-    checkpoint = world.agree(latest_checkpoint(Path(config.out)) if world.main else None)
-    if world.main:
-        Path(config.out).mkdir(exist_ok=True)
-    run = Run.begin(config, env, checkpoint)
-    training, held_out = load_data(run)
-    step = build_step(run, training)
-    yield build_loop(run, step, training, held_out, None)
+    Path(config.out).mkdir(exist_ok=True)
+    return make_loop(config, world=world, stop=stop, precision=precision)
 
 
-class _Everything:
-    """Keeps what is appended; a loop keeps the latest losses only."""
+def keep_losses(loop: Loop) -> dict[int, Tensor]:
+    """Return a dictionary that gets the loss of every step, by the number of steps before it."""
+    losses, save = dict[int, Tensor](), loop.write_checkpoint
 
-    def __init__(self, values: list[Tensor]) -> None:
-        self.append = values.append
+    def keep() -> None:
+        points = loop.step.state.points
+        first = loop.step.state.step - len(points)
+        losses.update({first + number: point[0] for number, point in enumerate(points)})
+        save()
 
-
-def keep_losses(loop: Loop) -> list[Tensor]:
-    """Return a list that gets the loss of every step."""
-    losses: list[Tensor] = []
-    loop._losses = _Everything(losses)  # type: ignore[assignment]
+    loop.write_checkpoint = keep
     return losses
 
 

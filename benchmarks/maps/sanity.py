@@ -43,8 +43,6 @@ from vit.data.config import AugmentConfig
 from vit.data.datasets import load_training
 from vit.data.images import ImageSet
 from vit.data.sampling import balanced_subset, epoch_batches
-from vit.distributed.stop import StopRequest
-from vit.distributed.world import World
 from vit.explain.faithfulness import mean_interval
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model_file import SavedModel, load_model
@@ -52,7 +50,7 @@ from vit.registry import ALL_KINDS
 from vit.reporting.loading import load_test
 from vit.seeding import fold_in, generator
 from vit.training.build import build_step
-from vit.training.start import Environment, Run
+from vit.training.start import Run
 
 SEED = 100  # added to that of RUN, so that nothing but the images is the same
 BATCH = 100  # images per forward pass
@@ -182,8 +180,7 @@ def memorise(saved: SavedModel, training: ImageSet, epochs: int) -> Classifier:
     )  # fmt: skip
     config = dataclasses.replace(saved.config, train=train, augment=UNAUGMENTED)
     device, precision = saved.classifier.device, saved.classifier.precision
-    env = Environment(device, precision, World(), StopRequest())
-    step = build_step(Run.begin(config, env), training)
+    step = build_step(Run.begin(config, device, precision), training)
     for epoch in range(epochs):
         shape = step.schedule.steps_per_epoch, step.schedule.batch_size
         order = epoch_batches(len(training), shape, train.seed, epoch)

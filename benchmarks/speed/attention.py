@@ -39,8 +39,6 @@ from vit.data.config import DataConfig
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import HELD_OUT
-from vit.distributed.stop import StopRequest
-from vit.distributed.world import World
 from vit.explain.maps import attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.hardware import autocast, choose_precision, describe
@@ -50,7 +48,7 @@ from vit.run.tracker import Tracker, milestones
 from vit.tensorboard_plugin.encoding import PLUGIN_NAME, decode_weights, part_of
 from vit.training.build import build_step
 from vit.training.config import Config, TrainConfig
-from vit.training.start import Environment, Run
+from vit.training.start import Run
 from vit.training.train import build_loop
 
 CPU = torch.device("cpu")
@@ -121,11 +119,11 @@ def measure_logging(precision: torch.dtype, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(config, out=folder)
         training, held_out = draw_images(6400), draw_images(HELD_OUT)
-        env = Environment(CPU, precision, World(), StopRequest())
-        step = build_step(Run.begin(config, env), training)
+        run = Run.begin(config, CPU, precision)
+        step = build_step(run, training)
         batch = torch.arange(config.train.batch_size)[None]
         with contextlib.closing(Tracker(Path(folder))) as tracker:
-            loop = build_loop(Run.begin(config, env), step, training, held_out, tracker)
+            loop = build_loop(run, step, training, held_out, tracker)
             values = {"train/loss": 1.0, "train/accuracy": 0.5, "train/lr": 0.1, "train/speed": 1.0}
             classifier, test = loop.classifier(), draw_images(10_000)
 

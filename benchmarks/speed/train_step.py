@@ -32,13 +32,11 @@ from torch import Tensor, nn
 
 from benchmarks.timing import Clock, take_turns, timed
 from vit.data.images import ImageSet
-from vit.distributed.stop import StopRequest
-from vit.distributed.world import World
 from vit.hardware import autocast, choose_precision, describe
 from vit.model.vit import VisionTransformer
 from vit.training.build import build_step, mean_step_seconds
 from vit.training.config import Config
-from vit.training.start import Environment, Run
+from vit.training.start import Run
 from vit.training.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -225,8 +223,7 @@ def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep,
     labels = torch.arange(10_000) % 10
     images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
     precision = choose_precision(config.train.precision, device)
-    env = Environment(device, precision, World(), StopRequest())
-    return build_step(Run.begin(config, env), images), images
+    return build_step(Run.begin(config, device, precision), images), images
 
 
 def repeat_step(

@@ -1,1 +1,1 @@
-"""The processes of a run: starting, communication, sharding, and who waits for whom."""
+"""The processes of a run: starting, communication, sharding, and signals."""

@@ -46,8 +46,12 @@ def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[No
         ValueError: Another process was killed, or has failed with this error.
     """
     if under_torchrun():
-        with _reported_by_first():
+        try:
             yield
+        except ConnectionLost as error:
+            if rank() != 0:  # the first process alone reports it
+                raise SystemExit(1) from None
+            raise ValueError(str(error)) from None
         return
     threads = max(1, cores_to_use() // count)
     if count == 1:
@@ -71,12 +75,7 @@ def launched(count: int, work: Callable[..., object], *args: Any) -> Iterator[No
 
 @contextlib.contextmanager
 def _others(count: int, *args: Any) -> Iterator[None]:
-    """Run all processes but the first while the first does something.
-
-    Args:
-        count: Number of other processes.
-        *args: The arguments of `_run`.
-    """
+    """Call `_run` in `count` other processes while this one, the first, does something."""
     # A copy of this process has imported everything. Elsewhere, copies are not safe.
     method = "fork" if sys.platform == "linux" else "spawn"
     errors: SimpleQueue[Exception] = multiprocessing.get_context(method).SimpleQueue()
@@ -113,17 +112,6 @@ def _run(
         error.add_note(f"in process {index + 1}:\n{traceback.format_exc()}")
         errors.put(error)
         raise SystemExit(1) from None
-
-
-@contextlib.contextmanager
-def _reported_by_first() -> Iterator[None]:
-    """Let the first process alone report a lost connection that nobody has reported."""
-    try:
-        yield
-    except ConnectionLost as error:
-        if rank() != 0 or error.reported:
-            raise SystemExit(1) from None
-        raise ValueError(str(error)) from None
 
 
 def _report_end(processes: list[BaseProcess], errors: "SimpleQueue[Exception]") -> None:

@@ -1,13 +1,10 @@
 """How processes share a model: a copy in each of them, or a part of every weight.
 
-The four kinds are those of torch:
-
 - `replicate`: `DistributedDataParallel` (arXiv 2006.15704). Each process has the whole model; the
   gradients are averaged while the backward pass is still running. On a CPU, they are averaged after
   it instead, by `World.average`: in an order that does not change when a run is resumed.
 - `shard`: `fully_shard` (FSDP2; ZeRO stage 3, arXiv 1910.02054). Each process holds a part of every
   weight, its gradient and its optimizer state, and gathers a block's weights when it computes it.
-- `hybrid`: sharded within each machine, replicated across machines.
 
 torch's modules for sharding are imported where a model is sharded, because that takes half a
 second.
@@ -19,80 +16,38 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.distributed.world import World
-from vit.hardware import local_processes
-
-Parallel = Literal["replicate", "shard", "hybrid"]
 
 BYTES_PER_WEIGHT = 16  # weight, gradient and two moments of AdamW, float32 each
 MOST_MEMORY = 0.5  # fraction of a device's memory for them, above which `auto` shards
 
 
-def choose_parallel(
-    choice: Literal["auto", "replicate", "shard", "hybrid"],
+def shards(
+    choice: Literal["auto", "replicate", "shard"],
     world: World,
     device: torch.device,
     num_weights: int,
-) -> Parallel:
-    """Decide how the processes of a run share its model.
+) -> bool:
+    """Decide whether the processes of a run shard its model.
 
     Args:
-        choice: `train.parallel`. "auto" replicates a model whose weights, gradients and optimizer
-            state take up to half of an accelerator's memory, and otherwise shards it.
+        choice: `train.parallel`. "auto" shards a model whose weights, gradients and optimizer state
+            take more than half of an accelerator's memory.
         world: The processes that train together. A single one has the whole model.
         device: The device of this process.
         num_weights: Number of weights in the model.
-
-    Raises:
-        ValueError: "hybrid" on a single machine, or with different numbers of processes on the
-            machines.
     """
-    local = local_processes()
-    if choice == "hybrid" and (world.size % local or world.size == local):
-        raise ValueError(
-            f"train.parallel: hybrid needs several machines with equally many processes, but "
-            f"there are {world.size} processes, {local} of them on this machine; use shard"
-        )
-    if world.size == 1:
-        return "replicate"
-    if choice != "auto":
-        return choice
-    if device.type == "cpu":
-        return "replicate"
-    total = torch.get_device_module(device).mem_get_info()[1]
-    return world.agree("replicate" if fits_replicated(num_weights, total) else "shard")
+    if world.size == 1 or choice != "auto" or device.type == "cpu":
+        return world.size > 1 and choice == "shard"
+    memory = torch.get_device_module(device).mem_get_info()[1]
+    fits: bool = world.agree(BYTES_PER_WEIGHT * num_weights <= MOST_MEMORY * memory)
+    return not fits
 
 
-def fits_replicated(num_weights: int, memory: float) -> bool:
-    """Tell whether each process can have a whole model.
-
-    Args:
-        num_weights: Number of weights in the model.
-        memory: Memory of a device, in bytes.
-    """
-    return BYTES_PER_WEIGHT * num_weights <= MOST_MEMORY * memory
-
-
-def device_mesh(parallel: Parallel, world: World, device: torch.device) -> DeviceMesh | None:
-    """Arrange the processes to shard a model; return None to replicate it.
-
-    Args:
-        parallel: How the model is shared: by all processes, or by those of each machine.
-        world: The processes that train together.
-        device: The device of this process.
-    """
-    if parallel == "replicate":
-        return None
-    if parallel == "shard":
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    shape = (world.size // local_processes(), local_processes())
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype) -> None:
+def shard(model: nn.Module, device: torch.device, precision: torch.dtype) -> None:
     """Shard a model in place, each encoder block on its own and the rest together.
 
     While a block computes, its weights are whole and have the given precision. Those outside of
@@ -102,11 +57,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype) -> None:
 
     Args:
         model: A model whose encoder blocks are in `blocks`, if it has any.
-        mesh: See `device_mesh`; the weights are moved to its type of device.
+        device: The type of device to which the weights are moved.
         precision: Precision of matrix products.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for parameter in model.parameters():  # FSDP2 refuses the channels-last kernels of our stem
         parameter.data = parameter.data.contiguous()
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)

@@ -23,11 +23,7 @@ class Diverged(Exception):
 
 
 class StopRequest:
-    """Whether a signal has asked this process to stop.
-
-    Attributes:
-        signal: The number of the signal, or 0 if none has arrived.
-    """
+    """Whether a signal has asked this process to stop: its number, or 0."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -45,8 +41,7 @@ class StopRequest:
     def deferred(self) -> Iterator[None]:
         """Only record the first signal; the code inside calls `agreed` and raises Stopped itself.
 
-        Raises:
-            Stopped: On exit, if a signal arrived after the last call of `agreed`.
+        A signal that arrives after the last call of `agreed` raises it on exit.
         """
         self._deferred = True
         try:

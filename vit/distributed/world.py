@@ -6,20 +6,18 @@ RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A single process communicates
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from vit.console import rank
-from vit.distributed.watch import Activity, Watch
 
 MEETING = "VIT_INIT_METHOD"  # where processes that torchrun did not start find each other
 
@@ -31,12 +29,10 @@ class World:
     Attributes:
         rank: Number of this process, 0 to size - 1; process 0 writes files and prints.
         size: Number of processes.
-        activity: What this process is doing; every exchange below counts as waiting.
     """
 
     rank: int = 0
     size: int = 1
-    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @property
     def main(self) -> bool:
@@ -62,8 +58,7 @@ class World:
         """Replace tensors of one dtype by their sums over the processes, in one exchange."""
         if self.size > 1:
             total = torch.cat([tensor.flatten() for tensor in tensors])
-            with self.activity.doing("waiting for others"):
-                dist.all_reduce(total)
+            dist.all_reduce(total)
             parts = total.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -71,16 +66,14 @@ class World:
     def largest(self, values: Tensor) -> Tensor:
         """Take the maximum of values over the processes, in place."""
         if self.size > 1:
-            with self.activity.doing("waiting for others"):
-                dist.all_reduce(values, dist.ReduceOp.MAX)
+            dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def agree(self, value: Any) -> Any:
         """Return the main process's value in all processes."""
         box = [value]
         if self.size > 1:
-            with self.activity.doing("waiting for others"):
-                dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     @contextlib.contextmanager
@@ -113,15 +106,7 @@ def under_torchrun() -> bool:
 
 
 class ConnectionLost(Exception):
-    """Another process of the run has ended, or has not answered in time.
-
-    Attributes:
-        reported: Whether that process has printed the reason on this machine.
-    """
-
-    def __init__(self, text: str, reported: bool) -> None:
-        super().__init__(text)
-        self.reported = reported
+    """Another process of the run has ended, or has not answered in time."""
 
 
 @contextlib.contextmanager
@@ -155,44 +140,22 @@ def join_world(device: torch.device, timeout_minutes: float) -> Iterator[World]:
     # hosts, so it only helps if there is one.
     one_host = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
-    meeting = os.environ.get(MEETING, "env://")
-    store: Store = next(rendezvous(meeting, rank(), size, timeout=timeout))[0]
+    store = next(rendezvous(os.environ.get(MEETING, "env://"), rank(), size, timeout=timeout))[0]
     store.set_timeout(timeout)
-    store = PrefixStore(f"start {restarts}", store)
-    world = World(rank(), size)
-    watch = Watch(world.rank, size, PrefixStore("watch", store), world.activity)
-    watch.start()
     try:
         dist.init_process_group(
-            backend, store=PrefixStore("group", store), world_size=size, rank=world.rank,
+            backend, store=PrefixStore(f"start {restarts}", store), world_size=size, rank=rank(),
             timeout=timeout,
         )  # fmt: skip
-        yield world
+        yield World(rank(), size)
     except Exception as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-        if not lost and watch.fail(str(error)):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
-        in_time = "timed out" not in str(error).lower()
-        raise _connection_lost(watch.failure(), in_time, timeout_minutes) from error
+        text = "another process of the run has ended, or its machine"
+        if "timed out" in str(error).lower():
+            minutes = f"{timeout_minutes:g} minutes"
+            text = f"train.timeout_minutes: another process has not answered for {minutes}"
+        raise ConnectionLost(f"{text}; rerun the command to resume") from error
     finally:
-        watch.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _connection_lost(
-    failure: tuple[int, str, str] | None, in_time: bool, timeout_minutes: float
-) -> ConnectionLost:
-    """Return an error that names the process that has failed, if it is known, or the limit."""
-    if failure is not None:
-        number, host, reason = failure
-        text = f"process {number} on {host}: {reason}"
-        return ConnectionLost(text, reported=host == socket.gethostname())
-    if in_time:
-        text = "another process of the run has ended, or its machine; rerun the command to resume"
-    else:
-        text = (
-            f"train.timeout_minutes: another process has not answered for {timeout_minutes:g} "
-            "minutes; rerun the command to resume"
-        )
-    return ConnectionLost(text, reported=False)

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from vit.console import warn
+from vit.distributed.shard import is_sharded
+from vit.distributed.world import World
 from vit.files import seal, unseal, write_atomically
-from vit.run.sharded import read_state, read_whole
+from vit.run.sharded import read_state, read_whole, write_folder
 
 CHECKPOINT_FOLDER = "checkpoints"
 FOLDER_PATTERN = f"step_{'[0-9]' * 8}"  # of the names of checkpoints that are folders
@@ -72,17 +74,35 @@ class Checkpoint:
     folder: Path | None = None
 
 
+def save_state(run: Path, state: Any, about: dict[str, Any], world: World) -> None:
+    """Save the state of a run; called by all processes.
+
+    If each process has the whole state, the first one writes a file. If the state is sharded, each
+    process writes its part into a folder.
+
+    Args:
+        run: The run folder, the same for all processes.
+        state: See `vit.training.state.TrainState`.
+        about: The other fields of `Checkpoint`.
+        world: The processes that train together.
+
+    Raises:
+        OSError: The checkpoint could not be written; the older ones are kept.
+    """
+    if not is_sharded(state.model):
+        if world.main:
+            save_checkpoint(run, Checkpoint(**state.state_dict(), **about))
+        return
+    target = checkpoint_path(run, state.step)
+    write_folder(target, state.tensors(), {**about, **state.counts()}, world.main)
+    if world.main:
+        delete_others(run, target)
+
+
 def save_checkpoint(run: Path, checkpoint: Checkpoint) -> None:
     """Write RUN/checkpoints/step_N.pt, and delete all older checkpoints but one.
 
     Later checkpoints are deleted too: they were damaged if the run went back to an earlier step.
-
-    Args:
-        run: The run folder.
-        checkpoint: The state of the run.
-
-    Raises:
-        OSError: It could not be written; the older ones are kept.
     """
     path = checkpoint_path(run, checkpoint.step).with_suffix(".pt")
     path.parent.mkdir(exist_ok=True)
@@ -128,9 +148,7 @@ def checkpoint_paths(run: Path) -> list[Path]:
 def read_checkpoint(path: Path, tensors: bool = True) -> Checkpoint:
     """Read a checkpoint without executing anything in it.
 
-    Args:
-        path: The checkpoint.
-        tensors: Whether to read the model and its moving average, if the checkpoint is a folder.
+    With tensors=False, the tensors of a checkpoint that is a folder are left out.
 
     Raises:
         ValueError: The file is not a checkpoint of this project, or is damaged.

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from vit.training.config import Config, from_dict, to_dict
 CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.safetensors"
 LOCK_FILE = ".lock"
-OWNER_FILE = ".lock_owner"  # a separate file, because Windows does not let others read a locked one
 METRICS_FILE = "metrics.jsonl"
 SPLIT_FILE = "split.csv"
 MAPS_FOLDER = "attention"
@@ -39,9 +36,6 @@ REPORT_FILES = (  # written next to the report
     "corrupted_images.png",
     "probes/probe_*.png",
     "events.out.tfevents.*",
-    # Of earlier versions.
-    "projector_config.pbtxt",
-    *(f"[0-9]*/features/{name}" for name in ("tensors.tsv", "metadata.tsv", "sprite.png")),
 )
 CORRUPTIONS_FILE = "corruptions.npz"  # results that the next report can use again
 HEADS_FILE = "heads.json"  # what muting heads costs
@@ -73,11 +67,8 @@ _WRITTEN = (
     SPLIT_FILE,
     MODEL_FILE,
     "events.out.tfevents.*",
-    f"{CHECKPOINT_FOLDER}/step_*.pt",
-    f"{CHECKPOINT_FOLDER}/{FOLDER_PATTERN}",
-    f"{CHECKPOINT_FOLDER}/.step_*.tmp",
-    f"{MAPS_FOLDER}/step_*.npy",
-    f"{MAPS_FOLDER}/.step_*.tmp",
+    *(f"{CHECKPOINT_FOLDER}/{pattern}" for pattern in ("step_*.pt", FOLDER_PATTERN, ".step_*.tmp")),
+    *(f"{MAPS_FOLDER}/{pattern}" for pattern in ("step_*.npy", ".step_*.tmp")),
     *(f"{EVAL_FOLDER}/{pattern}" for pattern in (REPORT_FILE, *REPORT_FILES)),
     *(f"{EVAL_FOLDER}/{name}" for name in (CORRUPTIONS_FILE, HEADS_FILE, HEADS_PICTURE)),
     *(f"{EVAL_FOLDER}/{ATTENTION_FOLDER}/{pattern}" for pattern in ATTENTION_FILES),
@@ -85,15 +76,12 @@ _WRITTEN = (
     f"{EVAL_FOLDER}/{PHOTOS_FILE}",
     *(f"{EVAL_FOLDER}/compare_*/comparison.{suffix}" for suffix in ("json", "md", "png")),
     f"{EVAL_FOLDER}/compare_*/corruptions_*.npz",
-    f"{EXPORT_FOLDER}/timm/config.json",
-    f"{EXPORT_FOLDER}/timm/model.safetensors",
-    f"{EXPORT_FOLDER}/timm/{PREPROCESS_FILE}",
-    f"{EXPORT_FOLDER}/{PREPROCESS_FILE}",
-    f"{EXPORT_FOLDER}/model.onnx",
-    f"{EXPORT_FOLDER}/model.pt2",
-    f"{EXPORT_FOLDER}/live.html",
+    *(f"{EXPORT_FOLDER}/timm/{name}" for name in ("config.json", MODEL_FILE, PREPROCESS_FILE)),
+    *(
+        f"{EXPORT_FOLDER}/{name}"
+        for name in (PREPROCESS_FILE, "model.onnx", "model.pt2", "live.html")
+    ),
     ".*.tmp",
-    "extension.yaml",  # of earlier versions
     CONFIG_FILE,
 )
 
@@ -105,9 +93,6 @@ def lock_run(run: Path) -> Iterator[None]:
     The operating system holds the lock, so a process that dies leaves no lock behind. A folder that
     was created for the lock and is still empty at the end is removed.
 
-    Args:
-        run: The folder.
-
     Raises:
         ValueError: Another process holds the lock, or `run` is a file.
     """
@@ -115,21 +100,18 @@ def lock_run(run: Path) -> Iterator[None]:
         raise ValueError(f"out: {run} is a file; it must be a folder or not exist")
     created = [folder for folder in (run, *run.parents) if not folder.exists()]
     run.mkdir(parents=True, exist_ok=True)
-    path, owner = run / LOCK_FILE, run / OWNER_FILE
+    path = run / LOCK_FILE
     lock = FileLock(path, blocking=False)
     try:
         lock.acquire()
     except Timeout:
-        holder = owner.read_text() if owner.exists() else "another process"
         raise ValueError(
-            f"out: {run} is being written by {holder}; "
+            f"out: {run} is being written by another process; "
             "wait for it, stop it, or train in another folder with --out"
         ) from None
     try:
-        owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
-        owner.unlink(missing_ok=True)
         # Removed while the lock is held, so that no other process locks a file that is about to go.
         # Windows cannot delete an open file; there, filelock removes it on release.
         with contextlib.suppress(PermissionError):
@@ -141,10 +123,13 @@ def lock_run(run: Path) -> Iterator[None]:
 
 
 def stored_config(path: Path) -> dict[str, Any] | None:
-    """Read the config of a run; return None if there is none of this project.
+    """Read the config of a run, with the defaults of keys that an earlier version did not have.
 
     Args:
         path: The run folder, or a config file in it.
+
+    Returns:
+        The config; None if there is none of this project.
     """
     try:
         stored = yaml.safe_load((path / CONFIG_FILE if path.is_dir() else path).read_text())
@@ -153,15 +138,9 @@ def stored_config(path: Path) -> dict[str, Any] | None:
     groups = {"data", "model", "optim", "train"}
     if not isinstance(stored, dict) or not all(isinstance(stored.get(g), dict) for g in groups):
         return None
-    return with_defaults(stored)
-
-
-def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults of keys that a config of an earlier version lacks."""
-    try:
-        return to_dict(from_dict(values))
-    except ValueError:  # it has keys or values that are no longer allowed
-        return values
+    with contextlib.suppress(ValueError):  # it has keys or values that are no longer allowed
+        return to_dict(from_dict(stored))
+    return stored
 
 
 def lasting(values: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +161,8 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
 
     Args:
         config: The run.
-        resume: Whether the folder contains an earlier part of the run.
-        step: With resume, the steps of that part.
+        resume: Whether the folder contains an earlier part of the run, of `step` steps.
+        step: Optimizer steps done.
     """
     run = Path(config.out)
     run.mkdir(parents=True, exist_ok=True)
@@ -196,13 +175,7 @@ def prepare_run(config: Config, resume: bool, step: int = 0) -> Path:
 
 
 def write_config(config: Config, step: int, path: Path) -> None:
-    """Write a config, with comments about what earlier steps were trained with.
-
-    Args:
-        config: The run.
-        step: Optimizer steps done with the config that is there now.
-        path: The file.
-    """
+    """Write a config, with comments about what the steps before `step` were trained with."""
     values = to_dict(config)
     stored = stored_config(path)
     comments = []

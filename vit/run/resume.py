@@ -5,14 +5,7 @@ from typing import Any
 
 from vit.console import program
 from vit.run.checkpoint import Checkpoint, latest_checkpoint
-from vit.run.folder import (
-    CONFIG_FILE,
-    LOCK_FILE,
-    MODEL_FILE,
-    OWNER_FILE,
-    lasting,
-    stored_config,
-)
+from vit.run.folder import CONFIG_FILE, LOCK_FILE, MODEL_FILE, lasting, stored_config
 from vit.settings import changed_keys
 from vit.training.config import Config, to_dict
 
@@ -43,7 +36,7 @@ def check_run(
             with this config, or other files.
     """
     run = Path(config.out)
-    ours = (".*.tmp", LOCK_FILE, OWNER_FILE)  # may be left by an interrupted start
+    ours = (".*.tmp", LOCK_FILE)  # may be left by an interrupted start
     if not run.exists() or all(any(map(path.match, ours)) for path in run.iterdir()):
         return None
     stored = stored_config(run)
@@ -61,32 +54,11 @@ def check_run(
             "it and start over with --overwrite"
         )
     newest = latest_checkpoint(run)
-    if newest is not None:  # otherwise it was stopped before the first checkpoint
-        _compare(config, newest, stored, environment, allow_changes)
-    return newest
-
-
-def _compare(
-    config: Config,
-    newest: Checkpoint,
-    stored: dict[str, Any],
-    environment: dict[str, Any],
-    allow_changes: bool,
-) -> None:
-    """Check that a run can be resumed with another config; arguments and errors as above.
-
-    Args:
-        newest: The checkpoint to resume from.
-        stored: The config of the run in the folder.
-    """
-    if newest.config["train"].get("restarts"):
-        raise ValueError(
-            f"out: {config.out} contains an unfinished run of an earlier version whose schedule "
-            "starts over (train.restarts), which is no longer possible; finish it with that "
-            "version, or start over with --overwrite"
-        )
-    # Checkpoints of earlier versions do not identify the code of the attention.
-    began = {"attention_code": environment.get("attention_code"), **newest.environment}
+    if newest is None:  # it was stopped before the first checkpoint
+        return None
+    # Checkpoints of earlier versions do not identify the code of the attention, or the threads.
+    unknown = {key: environment.get(key) for key in ("attention_code", "threads")}
+    began = {**unknown, **newest.environment}
     before = {**lasting(stored), **{key: began.get(key) for key in environment}}
     given = to_dict(config)
     if config.train.compile == "auto":  # the run goes on as it began
@@ -98,7 +70,8 @@ def _compare(
         if fixed:
             what, allowed = "other data or another model, seed, optimizer, batch size or budget", ""
         raise ValueError(
-            f"out: {config.out} contains an unfinished run with {what} ({'; '.join(changes)}); "
+            f"out: {run} contains an unfinished run with {what} ({'; '.join(changes)}); "
             f"resume it with its own values,{allowed} train in another folder with --out, or start "
             "over with --overwrite"
         )
+    return newest

@@ -11,7 +11,6 @@ import hashlib
 import json
 import shutil
 import warnings
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,59 +24,41 @@ STATE_FILE = "state.json"
 SUMS_FILE = "SHA256SUMS"
 
 
-def start_writing(
-    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup
-) -> "Future[Any]":
-    """Copy tensors, and write the copies in a thread; called by all processes.
+def write_folder(
+    target: Path, tensors: dict[str, Tensor], state: dict[str, Any], main: bool
+) -> None:
+    """Write a checkpoint; called by all processes, each of which writes its part of the tensors.
 
     Args:
-        folder: Where to; must not contain anything.
+        target: The checkpoint.
         tensors: By name; those that are not sharded are written by the first process.
-        group: For the communication of the writers, which nobody else may use; with gloo.
-
-    Returns:
-        Ends when all processes have written their parts, or fails in all if one of them has failed.
-    """
-    # Imported late, because that takes half a second.
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import async_save
-
-    future = async_save(
-        tensors,
-        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        process_group=group,
-    )
-    assert isinstance(future, Future)
-    return future
-
-
-def wait_for(writing: "Future[Any]") -> None:
-    """Wait until all processes have written their parts.
+        state: Everything that is not a tensor, as JSON.
+        main: Whether this is the first process.
 
     Raises:
-        OSError: One of them has failed.
+        OSError: A process could not write its part.
     """
+    # Imported late, because that takes half a second.
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
+    folder = target.with_name(f".{target.name}.tmp")
+    if main:  # before torch's exchange, after which all processes write
+        shutil.rmtree(folder, ignore_errors=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        writing.result()
+        save(tensors, storage_writer=writer, planner=planner)
     except CheckpointException as error:
         raise OSError(_first_failure(error)) from None
+    if main:
+        finish_writing(folder, state, target)
 
 
 def finish_writing(folder: Path, state: dict[str, Any], target: Path) -> None:
-    """Complete a folder with the state and checksums, and rename it.
-
-    Args:
-        folder: What `start_writing` has written.
-        state: Everything that is not a tensor, as JSON.
-        target: The folder's name.
-
-    Raises:
-        OSError: It could not be written.
-    """
+    """Complete a folder of tensors with the state and checksums, and rename it."""
     write_atomically(folder / STATE_FILE, json.dumps(state).encode())
     sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     text = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
@@ -108,11 +89,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, into: dict[str, Tensor]) -> None:
-    """Read tensors in place, whole or sharded; called by all processes that share them.
-
-    Args:
-        folder: The checkpoint.
-        into: Tensors by name.
+    """Read tensors by name in place, whole or sharded; called by all processes that share them.
 
     Raises:
         ValueError: The checkpoint lacks one of them, or it has another shape.

@@ -38,11 +38,8 @@ def picture_tag(tag: str) -> str:
 def milestones(total_steps: int, count: int) -> list[int]:
     """Return the steps at which attention is logged: the last, 0, and steps in between.
 
-    They are denser at the start, where attention changes fastest.
-
-    Args:
-        total_steps: Steps of the run.
-        count: Number of milestones, at least 1; a run of fewer steps has fewer.
+    They are denser at the start, where attention changes fastest. A run of fewer steps than `count`
+    has fewer.
     """
     if count == 1:
         return [total_steps]
@@ -53,11 +50,8 @@ class Tracker:
     """Logs scalars, pictures, text and other summaries of one run.
 
     A full disk does not end the run: metrics.jsonl catches up once there is space again,
-    TensorBoard misses the points in between.
-
-    Args:
-        run: The run folder.
-        step: The step to resume from; anything logged after it by an earlier process is dropped.
+    TensorBoard misses the points in between. What an earlier process logged after the step to
+    resume from is dropped.
     """
 
     def __init__(self, run: Path, step: int = 0) -> None:
@@ -76,13 +70,9 @@ class Tracker:
         )
 
     def scalars(self, step: int, values: dict[str, float], tensorboard_only: bool = False) -> None:
-        """Log numbers.
+        """Log numbers by tag.
 
-        Args:
-            step: Optimizer steps done.
-            values: Numbers by tag.
-            tensorboard_only: Whether to leave the values out of metrics.jsonl. Timings are left
-                out, so that identical runs have identical files.
+        Timings are for TensorBoard only, so that identical runs have identical metrics.jsonl.
         """
         if not tensorboard_only:
             self._pending += (json.dumps({"step": step, **values}) + "\n").encode()
@@ -93,19 +83,20 @@ class Tracker:
 
         self._show(write)
 
-    def picture(self, step: int, tag: str, pixels: np.ndarray) -> None:
-        """Log a picture, (height, width, 3) uint8."""
-        file = io.BytesIO()
-        # SummaryWriter.add_image compresses by a seventh more, but takes twice as long.
-        Image.fromarray(pixels).save(file, "png", compress_level=1)
-        height, width, channels = pixels.shape
-        image = Summary.Image(
-            height=height, width=width, colorspace=channels, encoded_image_string=file.getvalue()
-        )
-        self.summary(step, Summary(value=[Summary.Value(tag=picture_tag(tag), image=image)]))
-
-    def summary(self, step: int, summary: Summary) -> None:
-        """Log a summary that is complete, with its own tags, such as what a plugin shows."""
+    def show(self, step: int, tag: str, value: np.ndarray | Summary) -> None:
+        """Log a picture, (height, width, 3) uint8, or a summary that is complete with its tags."""
+        if isinstance(value, Summary):
+            summary = value
+        else:
+            file = io.BytesIO()
+            # SummaryWriter.add_image compresses by a seventh more, but takes twice as long.
+            Image.fromarray(value).save(file, "png", compress_level=1)
+            height, width, channels = value.shape
+            image = Summary.Image(
+                height=height, width=width, colorspace=channels,
+                encoded_image_string=file.getvalue(),
+            )  # fmt: skip
+            summary = Summary(value=[Summary.Value(tag=picture_tag(tag), image=image)])
         self._show(lambda writer: writer._get_file_writer().add_summary(summary, step))
 
     def text(self, tag: str, words: str) -> None:
@@ -113,13 +104,7 @@ class Tracker:
         self._show(lambda writer: writer.add_text(tag, words, 0))
 
     def hyperparameters(self, values: dict[str, Any]) -> None:
-        """Add the run to TensorBoard's HParams table, once it is finished.
-
-        The table has all scalars of the run as metrics.
-
-        Args:
-            values: Settings by key: numbers, booleans and strings; anything else becomes a string.
-        """
+        """Add the finished run to TensorBoard's HParams table, with all scalars as metrics."""
         plain = {
             key: value if isinstance(value, int | float | str) else str(value)
             for key, value in values.items()

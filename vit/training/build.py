@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,23 +40,24 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         source: The pretrained weights that a new run starts from, if any.
 
     Raises:
-        ValueError: The checkpoint is beyond the last step, or the model is to be compiled and what
-            torch needs for it is missing.
+        ValueError: The checkpoint is beyond the last step, does not fit, or torch lacks what it
+            needs to compile.
     """
-    config, env, train = run.config, run.env, run.config.train
+    config, world = run.config, run.world
     state = start_state(run, training, source)
     model: Any = state.model  # ours or timm's
     schedule = build_schedule(run, len(training), size_unit(model))
     begin = time.perf_counter()
     forward, features = state.model, None
-    head = model.get_classifier()
-    changing = config.augment.changes_images or schedule.resizes
-    if state.frozen and isinstance(head, nn.Linear) and not changing:
+    resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
+    if state.frozen and not (config.augment.changes_images or resizes):
         classifier = Classifier(
-            model.eval(), run.preprocess, training.classes, env.device, env.precision
+            model.eval(), run.preprocess, training.classes, run.device, run.precision
         )
-        parts = training.parts(FEATURE_BATCH)
-        forward, features = head, torch.cat([classifier.features(part) for part in parts])
+        if classifier.has_linear_head:
+            parts = training.parts(FEATURE_BATCH)
+            features = torch.cat([classifier.features(part) for part in parts])
+            forward = model.get_classifier()
     weights = class_weights(training.class_counts()) if config.data.balance == "loss" else None
     step = TrainingStep(
         state=state,
@@ -66,49 +68,44 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         augmentation=config.augment,
         label_smoothing=config.optim.label_smoothing,
         clip_grad=config.optim.clip_grad,
-        accumulate=train.accumulate,
-        precision=env.precision,
-        seed=train.seed,
-        world=env.world,
-        class_weights=None if weights is None else weights.to(env.device),
+        accumulate=config.train.accumulate,
+        precision=run.precision,
+        seed=config.train.seed,
+        world=world,
+        class_weights=None if weights is None else weights.to(run.device),
         features=features,
     )
-    logged = config.track.milestones * config.track.probes
-    end = begin + TRAINING_FRACTION * 60 * (train.budget_minutes or 0)
-    total_steps = state.total_steps  # of a resumed run, which keeps its budget
-    if train.budget_minutes is None:
-        total_steps = schedule.total_steps
-    elif not state.total_steps:
-        total_steps = fit_budget(step, training, end, logged)
+    minutes = config.train.budget_minutes
+    fit = partial(
+        fit_budget, training=training, end=begin + TRAINING_FRACTION * 60 * (minutes or 0),
+        logged=config.track.milestones * config.track.probes,
+    )  # fmt: skip
+    kept = state.total_steps  # by a resumed run with a budget
+    total_steps = schedule.total_steps if minutes is None else kept or fit(step)
     step = compile_step(run, step, total_steps)
-    if train.budget_minutes and not state.total_steps and step.compiled:
-        total_steps = fit_budget(step, training, end, logged)
+    if minutes is not None and not kept and step.compiled:
+        total_steps = fit(step)
     state.total_steps = total_steps
-    state.seconds += env.world.agree(time.perf_counter() - begin)
+    state.seconds += world.agree(time.perf_counter() - begin)
     if state.step > total_steps:
         raise ValueError(
-            f"train.epochs: {train.epochs} are {total_steps:,} steps, but the run in {config.out} "
-            f"has already made {state.step:,}; use more epochs"
+            f"train.epochs: {config.train.epochs} are {total_steps:,} steps, but the run in "
+            f"{config.out} has already made {state.step:,}; use more epochs"
         )
     shorten_averages(model, total_steps)
-    schedule = dataclasses.replace(schedule, total_steps=total_steps)
-    return dataclasses.replace(step, schedule=schedule)
+    return dataclasses.replace(
+        step, schedule=dataclasses.replace(schedule, total_steps=total_steps)
+    )
 
 
 def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
-    """Build the schedule of a run of `train.epochs` epochs.
-
-    Args:
-        run: The run.
-        num_images: Number of training images.
-        unit: Pixels that the sides of smaller images are multiples of.
-    """
+    """Build the schedule of `train.epochs` epochs; smaller sides are multiples of `unit` pixels."""
     config, train = run.config, run.config.train
     began = None
     if run.checkpoint is not None:  # early versions used full batches only
         full_batches = num_images // train.batch_size
         began = run.checkpoint.environment.get("steps_per_epoch", full_batches)
-    parts = run.env.world.size * train.accumulate
+    parts = run.world.size * train.accumulate
     per_epoch, batch_size = divide_epoch(num_images, train.batch_size, parts, began)
     return Schedule(
         total_steps=train.epochs * per_epoch,
@@ -124,18 +121,13 @@ def build_schedule(run: Run, num_images: int, unit: int) -> Schedule:
 
 
 def fit_budget(step: TrainingStep, training: ImageSet, end: float, logged: int) -> int:
-    """Benchmark each phase of a run and return the number of steps that end in time.
-
-    The effect of the benchmark on the weights is undone.
+    """Benchmark each phase of a run and return the number of steps that end in time, at least 1.
 
     Args:
-        step: The training step. The phases of its schedule are timed; its state is restored.
+        step: The training step; its state is restored.
         training: The training images.
         end: When training has to end, in seconds as `time.perf_counter` counts them.
         logged: How many times the attention of an image is logged until then.
-
-    Returns:
-        Number of steps, at least 1, the same in all processes.
     """
     before = copy.deepcopy(step.state.state_dict())
     seconds_per_step = mean_step_seconds(step, training)
@@ -149,12 +141,7 @@ def mean_step_seconds(step: TrainingStep, training: ImageSet) -> float:
     """Time steps of each phase of a run; return the mean over the whole run, in seconds per step.
 
     Where images are decoded during training and this is slower than the step, it sets the time.
-
-    This changes the state: weights, optimizers and counts.
-
-    Args:
-        step: The training step.
-        training: The training images.
+    This changes the state.
     """
     warmup, timed = WARMUP_STEPS, TIMED_STEPS
     if isinstance(training.images, ImageFiles):  # not those that are decoded in advance
@@ -185,10 +172,6 @@ def shorten_averages(model: nn.Module, total_steps: int) -> None:
 
     With torch's momentum of 0.1 they average over about 10 steps, so after 12 steps they would
     still be initial values to 28%. Runs of 100 steps and more keep torch's momentum.
-
-    Args:
-        model: Its batch norms are changed in place.
-        total_steps: Optimizer steps in the run.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:

@@ -1,7 +1,7 @@
 """What a run is checked for before it reads data or touches its folder.
 
-A timm model is asked itself: it is built on torch's "meta" device, where tensors have shapes but no
-values, so that building it and passing images through it takes no time.
+A timm model is built on torch's "meta" device, where tensors have shapes but no values, so that
+building it and passing images through it takes no time.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import nn
 from vit.data.layout import has_parts
 from vit.model.attention_model import attention_model, size_unit
 from vit.model.embed import image_conv
-from vit.model.timm_model import build_timm_model, complete_arguments, head_names, heads, timm_name
+from vit.model.timm_model import build_timm_model, timm_name
 from vit.model.variants import check_attention, load_attention
 from vit.registry import OPTIMIZERS
 from vit.settings import check, require, shorten
@@ -83,15 +83,13 @@ def check_timm(config: Config) -> None:
 
     Raises:
         ValueError: timm does not have the model or cannot build it, or it does not accept the
-            images, the smaller images at the beginning, Muon, whitening, a frozen backbone, or
-            checkpointing.
+            images, the smaller images at the beginning, Muon, whitening, or checkpointing.
     """
     name, arguments, train = config.model.name, config.model.timm_args or {}, config.train
     image_size, channels = config.data.spec.image_size, config.data.spec.channels
     with torch.device("meta"):
         model = build_timm_model(name, arguments, image_size, channels, CLASSES).eval()
-    problem = _problem_with(model, image_size, channels)
-    if problem is not None:
+    if problem := _problem_with(model, image_size, channels):
         made_for = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
         raise ValueError(
             f"model.name: {name} does not take the images of this data set, {_by(image_size)} "
@@ -100,45 +98,18 @@ def check_timm(config: Config) -> None:
             "'{patch_size: 4}'"
         )
     small = scaled_size(image_size, train.small_scale, size_unit(model))
-    sizes = f"{_by(image_size)} pixels but not of {_by(small)}"
-    fits = train.small_share == 0 or _problem_with(model, small, channels) is None
-    check(train, "small_share", fits, f"0 with model.name={name}, which takes images of {sizes}")
-    check(
-        train,
-        "whiten",
-        not train.whiten or image_conv(model, channels) is not None,
-        f"false with model.name={name}, which does not begin with a convolution of the image",
-    )
-    check(
-        config.optim,
-        "name",
-        not OPTIMIZERS[config.optim.name].muon or attention_model(model) is not None,
-        f"adamw with model.name={name}; muon is for the encoder blocks of Vision Transformers",
-    )
-    check(
-        train,
-        "freeze",
-        train.freeze == "none" or _is_head_whole(model, config),
-        f"none with model.name={name}, which classifies with more layers than timm's classifier",
-    )
-    check(
-        train,
-        "checkpoint_blocks",
-        not train.checkpoint_blocks or _can_checkpoint(model),
-        f"false with model.name={name}, for which timm does not offer it",
-    )
-
-
-def _is_head_whole(model: nn.Module, config: Config) -> bool:
-    """Tell whether timm's classifier has all layers that depend on the number of classes."""
-    name, spec = config.model.name, config.data.spec
-    arguments = complete_arguments(
-        name, config.model.timm_args or {}, spec.image_size, spec.channels
-    )
-    parameters = dict(model.named_parameters())
-    trained = {parameter for head in heads(model) for parameter in head.parameters()}
-    names = head_names(name, arguments)
-    return {parameters[key] for key in names if key in parameters} <= trained
+    if train.small_share and _problem_with(model, small, channels):
+        allowed = f"which takes images of {_by(image_size)} pixels but not of {_by(small)}"
+        check(train, "small_share", False, f"0 with model.name={name}, {allowed}")
+    if train.whiten and image_conv(model, channels) is None:
+        allowed = "which does not begin with a convolution of the image"
+        check(train, "whiten", False, f"false with model.name={name}, {allowed}")
+    if OPTIMIZERS[config.optim.name].muon and attention_model(model) is None:
+        allowed = "muon is for the encoder blocks of Vision Transformers"
+        check(config.optim, "name", False, f"adamw with model.name={name}; {allowed}")
+    if train.checkpoint_blocks and not _can_checkpoint(model):
+        allowed = "for which timm does not offer it"
+        check(train, "checkpoint_blocks", False, f"false with model.name={name}, {allowed}")
 
 
 def _can_checkpoint(model: Any) -> bool:

@@ -29,32 +29,20 @@ CXX = {"darwin": "clang++", "win32": "cl"}  # what torch calls where CXX does no
 
 
 def compile_step(run: Run, step: TrainingStep, steps: int) -> TrainingStep:
-    """Compile the model of a step if the run is to be compiled, the same in all processes.
+    """Compile the model of a step if a run of so many steps gains, the same in all processes.
 
-    torch compiles it when it first gets images of a size.
-
-    Args:
-        run: The run.
-        step: The training step without compilation.
-        steps: Steps in the run.
-
-    Returns:
-        The step; several accelerators average gradients in its backward pass.
-
-    Raises:
-        ValueError: The model is to be compiled, but what torch needs for it is missing.
+    torch compiles it when it first gets images of a size. Several accelerators average gradients in
+    the backward pass of the returned step.
     """
-    checkpoint, env = run.checkpoint, run.env
-    choice, began = run.config.train.compile, None
-    if checkpoint is not None:  # early versions stored it only in the config
-        began = checkpoint.environment.get("compiled", checkpoint.config["train"].get("compile"))
-    with env.world.main_first():
-        wanted = choose_compilation(choice, began, env.device, env.precision, steps)
-    wanted = env.world.agree(wanted)
-    exchanges = env.world.size > 1 and env.device.type != "cpu"  # during the backward pass
+    checkpoint, world, choice = run.checkpoint, run.world, run.config.train.compile
+    began = None if checkpoint is None else checkpoint.environment.get("compiled")
+    with world.main_first():
+        wanted = choose_compilation(choice, began, run.device, run.precision, steps)
+    wanted = world.agree(wanted)
+    exchanges = world.size > 1 and run.device.type != "cpu"  # during the backward pass
     sharded, forward = is_sharded(step.forward), step.forward
     if wanted:
-        if env.world.main:
+        if world.main:
             say("compiling the model in the first steps, which takes a minute or two once")
         # What torch fails to compile runs as it is, unless compilation was asked for.
         torch._dynamo.config.suppress_errors = choice == "auto"
@@ -71,14 +59,7 @@ def choose_compilation(
     precision: torch.dtype,
     steps: int,
 ) -> bool:
-    """Decide whether to compile the model of a run.
-
-    Args:
-        choice: `train.compile`.
-        began: Whether the earlier part of the run was compiled; None for a new run.
-        device: The device that it runs on.
-        precision: Precision of matrix products.
-        steps: Steps in the run.
+    """Decide whether to compile the model of a run; `began` says how a resumed run began.
 
     Raises:
         ValueError: The run is to be compiled, but what torch needs for it is missing.
@@ -110,22 +91,18 @@ def missing_tool(device: torch.device) -> str | None:
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which compiled blocks run as they are, not compiled for other batches.
+    """Return a context in which nothing is compiled for the batches of evaluation.
 
-    Evaluation has batches of other sizes, and torch gives up compiling after a few.
+    They have other sizes, and torch gives up compiling after a few.
     """
     return torch.compiler.set_stance("force_eager")
 
 
 def compiled(forward: nn.Module, by_block: bool = False) -> nn.Module:
-    """Compile a model; it is compiled when it is first called with images of a size.
+    """Compile a model; it draws the same random numbers as without compilation.
 
-    Dropout and stochastic depth draw the same random numbers as without compilation.
-
-    Args:
-        forward: The model.
-        by_block: Whether to compile each encoder block on its own, in place, so that processes can
-            exchange weights and gradients between blocks.
+    By block, each encoder block is compiled on its own, in place, so that processes can exchange
+    weights and gradients between blocks.
     """
     # Each image size is compiled separately, so that the grid is a plain number.
     how: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}

@@ -111,8 +111,7 @@ class TrainConfig:
             core, with at least 32 images each; a run keeps its number when it is resumed
         parallel: how several processes share the model: replicate keeps a copy in each of them
             (DistributedDataParallel); shard divides weights and optimizer state among them (FSDP2);
-            hybrid shards within each machine and replicates across machines; auto replicates a
-            model that takes up to half of a GPU's memory and shards a larger one
+            auto replicates a model that takes up to half of a GPU's memory and shards a larger one
         timeout_minutes: how long a process waits for another one before it gives up
         precision: precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where
             the hardware supports it
@@ -135,7 +134,7 @@ class TrainConfig:
     seed: Seed = 0
     device: DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=1000)] | None = None
-    parallel: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
+    parallel: Literal["auto", "replicate", "shard"] = "auto"
     timeout_minutes: Annotated[float, Field(ge=0.01, le=LARGE)] = 30.0
     precision: Precision = "auto"
     compile: AutoOrSwitch = "auto"
@@ -145,8 +144,7 @@ class TrainConfig:
         allowed = f"a divisor of train.batch_size={self.batch_size}: {divisors(self.batch_size)}"
         check(self, "accumulate", self.batch_size % self.accumulate == 0, allowed)
         allowed = "auto or replicate with train.freeze=backbone, where there is little to share"
-        shards = self.parallel in ("shard", "hybrid")
-        check(self, "parallel", self.freeze == "none" or not shards, allowed)
+        check(self, "parallel", self.freeze == "none" or self.parallel != "shard", allowed)
 
 
 @settings("track")
@@ -234,4 +232,6 @@ def from_dict(values: dict[str, Any]) -> Config:
         if isinstance(part := values.get(section), dict):
             part = {key: value for key, value in part.items() if key not in retired}
             values = {**values, section: part}
+    if isinstance(train := values.get("train"), dict) and train.get("parallel") == "hybrid":
+        values = {**values, "train": {**train, "parallel": "shard"}}
     return Config(**values)

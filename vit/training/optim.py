@@ -85,10 +85,6 @@ def lr_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]
 
     The head has 1, the last block layer_decay, the block before it layer_decay², and so on; the
     patch embedding, tokens and positions come before the first block.
-
-    Args:
-        model: A VisionTransformer, or any model of timm.
-        layer_decay: Factor from one layer to the layer before it, more than 0 and up to 1.
     """
     # Imported here, because importing timm takes seconds.
     from timm.optim import param_groups_layer_decay  # type: ignore[attr-defined]

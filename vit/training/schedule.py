@@ -3,17 +3,11 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A part of a run in which all steps cost the same.
-
-    Attributes:
-        start: First step.
-        fraction: Fraction of the steps, 0 to 1.
-        image_size: Height and width of the images, in pixels.
-    """
+class Phase(NamedTuple):
+    """A part of a run in which all steps cost the same: its first step, and what it has of all."""
 
     start: int
     fraction: float
@@ -51,11 +45,6 @@ class Schedule:
         """Epochs in the run; the last one may be incomplete."""
         return -(-self.total_steps // self.steps_per_epoch)
 
-    @property
-    def resizes(self) -> bool:
-        """Whether any step uses smaller images."""
-        return self.small_fraction > 0 and self.small_size != self.full_size
-
     def image_size(self, step: int) -> tuple[int, int]:
         """Return the height and width of a step's images; small images come first."""
         is_small = step < self.small_fraction * self.total_steps
@@ -66,9 +55,16 @@ class Schedule:
         return step < self.mix_fraction * self.total_steps
 
     def lr_factor(self, step: int) -> float:
-        """Return the learning rate of a step relative to its peak, 0 to 1."""
-        warmup_steps = int(self.warmup * self.total_steps)
-        return lr_at(step, self.total_steps, warmup_steps, self.decay)
+        """Return the learning rate of a step relative to its peak, 0 to 1.
+
+        It rises linearly during the warm-up and then falls to zero, which it would reach at the
+        step after the last.
+        """
+        total_steps, warmup_steps = self.total_steps, int(self.warmup * self.total_steps)
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        done = (step - warmup_steps) / (total_steps - warmup_steps)
+        return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
     def phases(self) -> list[Phase]:
         """List the phases of the run in order: they differ in image size or mixing."""
@@ -77,33 +73,6 @@ class Schedule:
             start = math.ceil(begin * self.total_steps)
             phases.append(Phase(start, end - begin, self.image_size(start)))
         return phases
-
-    def work(self, steps: int) -> float:
-        """Estimate the cost of the first steps, in units of a step with images of full size."""
-        small = min(steps, self.small_fraction * self.total_steps)
-        area = math.prod(self.small_size) / math.prod(self.full_size)
-        return steps - small * (1 - area)
-
-
-def lr_at(step: int, total_steps: int, warmup_steps: int, decay: str) -> float:
-    """Return the learning rate of a step relative to its peak.
-
-    It rises linearly during the warm-up and then falls to zero, which it would reach at the step
-    after the last.
-
-    Args:
-        step: 0 to total_steps.
-        total_steps: Steps in the run.
-        warmup_steps: Steps before the peak, less than total_steps.
-        decay: "linear" or "cosine".
-
-    Returns:
-        0 to 1.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    done = (step - warmup_steps) / (total_steps - warmup_steps)
-    return 1 - done if decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
 def scaled_size(size: tuple[int, int], scale: float, patch_size: int) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from vit.data.preprocess import Preprocess
 from vit.distributed.stop import Diverged, Stopped, StopRequest, stop_on_signals
 from vit.distributed.world import World, join_world, under_torchrun
 from vit.hardware import choose_device, choose_precision, cores_to_use
-from vit.model.config import ModelConfig
 from vit.model_file import attention_code
 from vit.pretrained.adapt import Pretrained
 from vit.pretrained.resolve import with_statistics
@@ -30,81 +29,121 @@ FEWEST_IMAGES = 32  # of a batch for each process; with fewer, a step is mostly 
 
 
 @dataclass(frozen=True)
-class Environment:
-    """The device, the processes and the signals of a run.
-
-    Attributes:
-        device: Device to compute on.
-        precision: Precision of matrix products, torch.float32 or torch.bfloat16.
-        world: The processes that train together.
-        stop: Whether a signal has asked the run to stop.
-    """
-
-    device: torch.device
-    precision: torch.dtype
-    world: World
-    stop: StopRequest
-
-    def describe(self, model: ModelConfig) -> dict[str, Any]:
-        """Return what must not change when a run is resumed, besides its config.
-
-        The results also depend on the number of threads, which a resumed run takes over.
-
-        Args:
-            model: The settings of the model.
-        """
-        return {
-            "attention_code": attention_code(model),
-            "processes": self.world.size,
-            "device": self.device.type,
-            "precision": str(self.precision),
-        }
-
-
-@dataclass(frozen=True)
 class Run:
     """A run whose beginning is decided: from its first step, a checkpoint or pretrained weights.
 
     Attributes:
         config: The config.
-        env: Device, processes and signals.
         preprocess: How images become the model's input.
+        device: Device to compute on.
+        precision: Precision of matrix products, torch.float32 or torch.bfloat16.
+        world: The processes that train together.
+        stop: Whether a signal has asked the run to stop.
         checkpoint: The state to resume from, if any.
     """
 
     config: Config
-    env: Environment
     preprocess: Preprocess
+    device: torch.device
+    precision: torch.dtype
+    world: World
+    stop: StopRequest
     checkpoint: Checkpoint | None = None
+
+    @classmethod
+    def begin(
+        cls, config: Config, device: torch.device, precision: torch.dtype = torch.float32,
+        world: World | None = None, stop: StopRequest | None = None,
+    ) -> "Run":  # fmt: skip
+        """Begin with random weights, in a single process unless a world is given."""
+        preprocess = Preprocess.from_config(config.data)
+        return cls(config, preprocess, device, precision, world or World(), stop or StopRequest())
+
+    def starting_from(self, checkpoint: Checkpoint | None, source: Pretrained | None) -> "Run":
+        """Begin with a checkpoint or pretrained weights, whose images were normalized alike."""
+        preprocess = with_statistics(self.preprocess, source, checkpoint)
+        return dataclasses.replace(self, preprocess=preprocess, checkpoint=checkpoint)
 
     @property
     def folder(self) -> Path:
         """The folder of the run."""
         return Path(self.config.out)
 
-    @classmethod
-    def begin(
-        cls,
-        config: Config,
-        env: Environment,
-        checkpoint: Checkpoint | None = None,
-        source: Pretrained | None = None,
-    ) -> "Run":
-        """Begin with a checkpoint or pretrained weights, whose images were normalized alike."""
-        preprocess = Preprocess.from_config(config.data)
-        return cls(config, env, with_statistics(preprocess, source, checkpoint), checkpoint)
+    def environment(self) -> dict[str, Any]:
+        """Return what must not change when the run is resumed, besides its config."""
+        found = {
+            "attention_code": attention_code(self.config.model),
+            "processes": self.world.size,
+            "device": self.device.type,
+            "precision": str(self.precision),
+        }
+        if self.device.type == "cpu":  # where sums depend on their number
+            found["threads"] = torch.get_num_threads()
+        return found
+
+
+@contextlib.contextmanager
+def start_run(
+    config: Config,
+    source: Pretrained | None = None,
+    overwrite: bool = False,
+    allow_changes: bool = False,
+) -> Iterator[Run]:
+    """Connect the processes, lock the run folder and decide whether to start or to resume.
+
+    Nothing is deleted yet. Signals, divergence and a lack of memory end the run with a message.
+    Arguments are those of `vit.training.train.train`, and the pretrained weights of a new run.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
+    if config.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
+    device = choose_device(config.train.device)
+    precision = choose_precision(config.train.precision, device)
+    with (
+        join_world(device, config.train.timeout_minutes) as world,
+        # Not earlier: while it waits for others to start, Python cannot run a handler of signals,
+        # but their default action ends it.
+        stop_on_signals() as stop,
+        explained(config, stop),
+        contextlib.ExitStack() as stack,
+    ):
+        run, checkpoint = Run.begin(config, device, precision, world, stop), None
+        with world.main_first():
+            check_processes(config, world.size)
+            if world.main:
+                stack.enter_context(lock_run(run.folder))
+                checkpoint = check_run(config, overwrite, run.environment(), allow_changes)
+        yield run.starting_from(world.agree(checkpoint), source)
+
+
+@contextlib.contextmanager
+def explained(config: Config, stop: StopRequest) -> Iterator[None]:
+    """Turn signals and divergence into exit codes, and a lack of memory into one line."""
+    try:
+        yield
+    except Stopped:
+        saved = checkpoint_steps(Path(config.out))
+        note(
+            f"stopped by {signal.Signals(stop.signal).name}: rerun the command to "
+            + (f"resume after step {saved[-1]:,}" if saved else "start over; nothing was saved")
+        )
+        raise SystemExit(128 + stop.signal) from None
+    except Diverged as error:  # in all processes, with the same numbers
+        note(f"error: {error}")
+        raise SystemExit(3) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"train.batch_size: out of memory with {config.train.batch_size} images per step "
+            f"and train.accumulate={config.train.accumulate}; lower --train.batch_size, or "
+            "raise --train.accumulate to compute each batch in smaller parts"
+        ) from None
 
 
 def on_all_cores(config: Config, overwrite: bool) -> Config:
-    """Fill in `train.processes`, see `choose_processes`, and check that they can share a batch.
-
-    Args:
-        config: The run.
-        overwrite: Whether an earlier run in the folder is going to be deleted.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Fill in `train.processes`, see `choose_processes`, and check that they can share a batch."""
     if under_torchrun():
         return config
     stored = None if overwrite else stored_config(Path(config.out))
@@ -117,18 +156,10 @@ def on_all_cores(config: Config, overwrite: bool) -> Config:
 def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) -> int:
     """Return how many processes train a run.
 
-    Args:
-        config: The run.
-        stored: The config of the run in its folder, or None if there is none.
-        cores: Number of cores to compute on.
-
-    Returns:
-        `train.processes`, or else that of the stored run, or else the largest number up to `cores`
-        that divides the batch into equal parts of at least `FEWEST_IMAGES`, an even number if they
-        are mixed in pairs. On an accelerator, and where only the head is trained, a single process.
-
-    Raises:
-        ValueError: An accelerator was to be shared by several processes.
+    They are as many as the config says, or the config `stored` by an unfinished run, or else the
+    largest number up to `cores` that divides the batch into equal parts of at least
+    `FEWEST_IMAGES`, an even number if they are mixed in pairs. An accelerator, and a head that is
+    trained alone, have a single process.
     """
     settings = config.train
     on_cpu = choose_device(settings.device).type == "cpu"
@@ -151,86 +182,3 @@ def choose_processes(config: Config, stored: dict[str, Any] | None, cores: int) 
         if parts % n == 0 and parts >= FEWEST_IMAGES * n and settings.batch_size // n % group == 0
     )
     return max(fitting, default=1)
-
-
-@contextlib.contextmanager
-def start_environment(config: Config) -> Iterator[Environment]:
-    """Choose device and precision, connect the processes, and turn signals into exit codes.
-
-    Raises:
-        ValueError: The device is not available, a batch cannot be divided among the processes, or
-            memory ran out.
-        SystemExit: See `train`.
-    """
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not
-    if config.deterministic or torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(config.deterministic)  # imports torch's compiler
-    device = choose_device(config.train.device)
-    precision = choose_precision(config.train.precision, device)
-    with (
-        join_world(device, config.train.timeout_minutes) as world,
-        # Not earlier: while it waits for others to start, Python cannot run a handler of signals,
-        # but their default action ends it.
-        stop_on_signals() as stop,
-    ):
-        try:
-            with world.main_first():
-                check_processes(config, world.size)
-            yield Environment(device, precision, world, stop)
-        except Stopped:
-            saved = checkpoint_steps(Path(config.out))
-            note(
-                f"stopped by {signal.Signals(stop.signal).name}: rerun the command to "
-                + (f"resume after step {saved[-1]:,}" if saved else "start over; nothing was saved")
-            )
-            raise SystemExit(128 + stop.signal) from None
-        except Diverged as error:  # in all processes, with the same numbers
-            note(f"error: {error}")
-            raise SystemExit(3) from None
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ValueError(
-                f"train.batch_size: out of memory with {config.train.batch_size} images per step "
-                f"and train.accumulate={config.train.accumulate}; lower --train.batch_size, or "
-                "raise --train.accumulate to compute each batch in smaller parts"
-            ) from None
-
-
-@contextlib.contextmanager
-def claim_run(
-    config: Config,
-    env: Environment,
-    source: Pretrained | None = None,
-    overwrite: bool = False,
-    allow_changes: bool = False,
-) -> Iterator[Run]:
-    """Lock the run folder and decide whether to start or to resume; nothing is deleted yet.
-
-    Args:
-        config: The run.
-        env: Its environment.
-        source: The pretrained weights that a new run starts from, if any.
-        overwrite: As for `vit.training.train.train`, like the following.
-        allow_changes: Whether an unfinished run may be resumed with another config.
-
-    Raises:
-        ValueError: The folder is in use, or contains something that must not be overwritten.
-    """
-    checkpoint = None
-    with contextlib.ExitStack() as stack:
-        with env.world.main_first():
-            if env.world.main:
-                stack.enter_context(lock_run(Path(config.out)))
-            if env.world.main:
-                described = env.describe(config.model)
-                checkpoint = check_run(config, overwrite, described, allow_changes)
-        checkpoint = env.world.agree(checkpoint)
-        before = {} if checkpoint is None else checkpoint.environment
-        now = torch.get_num_threads()
-        threads = before.get("threads", now)
-        if (env.device.type, before.get("processes")) == ("cpu", env.world.size) and threads != now:
-            torch.set_num_threads(threads)
-            note(f"a resumed run keeps its number of threads: {threads} per process, not {now}")
-        yield Run.begin(config, env, checkpoint, source)

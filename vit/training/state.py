@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from vit.classifier import build_model
 from vit.console import say
 from vit.data.images import ImageSet
-from vit.distributed.shard import choose_parallel, device_mesh, gathered, shard, to_local
+from vit.distributed.shard import gathered, shard, shards, to_local
+from vit.model.config import ModelConfig
 from vit.model.embed import image_conv, whiten
 from vit.model.timm_model import heads
 from vit.pretrained.adapt import Pretrained
@@ -61,8 +62,7 @@ class TrainState:
     def evaluated(self) -> nn.Module:
         """Return the model to evaluate, in evaluation mode: the moving average if there is one.
 
-        If the model is sharded, all processes have to call this, and the first one gets a whole
-        copy.
+        If it is sharded, all processes have to call this, and the first one gets a whole copy.
         """
         model: nn.Module = self.model if self.ema is None else self.ema.module
         if self.copy is not None:
@@ -121,10 +121,8 @@ class TrainState:
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Restore the state from a checkpoint; called by all processes.
 
-        The state may be sharded among any number of processes if the checkpoint is a folder.
-
         Raises:
-            ValueError: A folder has other tensors than the state.
+            ValueError: A checkpoint that is a folder has other tensors than the state.
             RuntimeError: A file has.
         """
         if checkpoint.folder is None:
@@ -148,11 +146,10 @@ class TrainState:
 
     def is_finite(self) -> bool:
         """Tell whether all weights and their moving averages are finite, in this process's part."""
-        modules = [self.model] if self.ema is None else [self.model, self.ema.module]
-        tensors = [
-            to_local(tensor) for module in modules for tensor in module.state_dict().values()
-        ]
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+        weights = (
+            value for name, value in self.tensors().items() if name.startswith(("model.", "ema."))
+        )
+        return all(bool(to_local(tensor).isfinite().all()) for tensor in weights)
 
 
 def build_state(
@@ -167,72 +164,69 @@ def build_state(
         run: The run.
         num_classes: Number of classes.
         sample: Training images (B, channels, H, W) uint8 from which the first kernels are
-            whitened; None leaves their random weights.
-        weights: Pretrained weights by name, see `vit.pretrained.adapt.Pretrained.adapted`; None
-            starts from random weights.
-
-    Raises:
-        ValueError: The names of the pretrained weights are not those of the model.
+            whitened, if any.
+        weights: Pretrained weights by name, if any.
     """
-    config, env = run.config, run.env
+    config, world, device = run.config, run.world, run.device
     torch.manual_seed(fold_in(config.train.seed, "init"))
-    network: Any = build_model(config.model, run.preprocess, num_classes)  # ours or timm's
+    model: Any = build_model(config.model, run.preprocess, num_classes)  # ours or timm's
     if sample is not None:
-        first = image_conv(network, run.preprocess.channels)
+        first = image_conv(model, run.preprocess.channels)
         assert first is not None, "vit.training.checks refuses it"
         whiten(first, run.preprocess.normalize(sample))
-    if weights is not None:  # without those of the head, it keeps its random ones
-        loaded = network.load_state_dict(weights, strict=False)
-        # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
-        missing = [k for k in loaded.missing_keys if config.model.name == "vit" and k not in HEAD]
-        if differing := [*loaded.unexpected_keys, *missing]:
-            raise ValueError(
-                f"model.pretrained: {config.model.pretrained} and the model differ in "
-                f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
-            )
+    if weights is not None:
+        load_pretrained(model, weights, config.model)
     frozen = config.train.freeze == "backbone"
-    # A head is small, and the features are computed without the wrapper of a model.
-    choice = "replicate" if frozen else config.train.parallel
-    num_weights = sum(parameter.numel() for parameter in network.parameters())
-    parallel = choose_parallel(choice, env.world, env.device, num_weights)
-    mesh = device_mesh(parallel, env.world, env.device)
-    if mesh is None:  # otherwise only a part of it goes to the device
-        network.to(env.device)
     if frozen:
-        network.requires_grad_(False)
-        for head in heads(network):
+        model.requires_grad_(False)
+        for head in heads(model):
             head.requires_grad_(True)
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    # A head is small, and features are computed without the wrapper of a model.
+    sharded = not frozen and shards(config.train.parallel, world, device, num_weights)
+    if not sharded:  # otherwise only a part of it goes to the device
+        model.to(device)
     ema, complete = None, None
     if config.optim.ema_decay is not None:
         from timm.utils.model_ema import ModelEmaV3  # here, because importing timm takes seconds
 
         # Sharded weights and complete buffers cannot be updated in one operation.
-        ema = ModelEmaV3(network, config.optim.ema_decay, use_warmup=True, foreach=mesh is None)
-    if mesh is not None:
-        complete = copy.deepcopy(network).to("cpu" if env.world.main else "meta")
-        for model_or_average in (network, *([] if ema is None else [ema.module])):
-            shard(model_or_average, mesh, env.precision)
-    optimizers = build_optimizers(network, config.optim, env.world, env.precision)
-    return TrainState(network, optimizers, ema, frozen=frozen, copy=complete)
+        ema = ModelEmaV3(model, config.optim.ema_decay, use_warmup=True, foreach=not sharded)
+    if sharded:
+        complete = copy.deepcopy(model).to("cpu" if world.main else "meta")
+        for model_or_average in (model, *([] if ema is None else [ema.module])):
+            shard(model_or_average, device, run.precision)
+    optimizers = build_optimizers(model, config.optim, world, run.precision)
+    return TrainState(model, optimizers, ema, frozen=frozen, copy=complete)
+
+
+def load_pretrained(model: nn.Module, weights: dict[str, Tensor], settings: ModelConfig) -> None:
+    """Load pretrained weights; without those of the head, it keeps its random ones.
+
+    Raises:
+        ValueError: The names of the weights are not those of the model.
+    """
+    loaded = model.load_state_dict(weights, strict=False)
+    # `vit.pretrained.adapt.fit` knows the names of the head of a timm model.
+    missing = [key for key in loaded.missing_keys if settings.name == "vit" and key not in HEAD]
+    if differing := [*loaded.unexpected_keys, *missing]:
+        raise ValueError(
+            f"model.pretrained: {settings.pretrained} and the model differ in "
+            f"{shorten(', '.join(differing), 200)}; choose weights of the same model"
+        )
 
 
 def start_state(run: Run, training: ImageSet, source: Pretrained | None) -> TrainState:
     """Build the state that training starts from: new, pretrained or resumed.
 
-    Args:
-        run: The run.
-        training: The training images.
-        source: The pretrained weights that a new run starts from, if any.
-
     Raises:
-        ValueError: The weights do not fit the model, or the model is to be sharded, but the
-            checkpoint is not.
+        ValueError: The weights or the checkpoint do not fit the model.
     """
     config, checkpoint = run.config, run.checkpoint
     weights, sample = None, None
     if source is not None and checkpoint is None:
         weights, account = source.adapted(training.classes)
-        if run.env.world.main:
+        if run.world.main:
             say(account)
     elif config.train.whiten and checkpoint is None:  # pretrained weights bring their own kernels
         first = torch.arange(min(WHITENING_IMAGES, len(training)))

@@ -83,7 +83,9 @@ class TrainingStep:
         step = self.state.step
         inputs, targets = self.prepare(images, labels)
         set_lr(self.state.optimizers, self.schedule.lr_factor(step))
-        torch.manual_seed(fold_in(self._process_seed(), "dropout", step))  # of a model of timm
+        # For dropout in a timm model. The first process has the seed of a single-process run.
+        seed = fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed
+        torch.manual_seed(fold_in(seed, "dropout", step))
         return self.update(inputs, targets)
 
     def inputs(self, training: ImageSet) -> ImageSet:
@@ -93,11 +95,7 @@ class TrainingStep:
         return dataclasses.replace(training, images=self.features)
 
     def prepare(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Augment a batch and shrink it to the step's size.
-
-        Args:
-            images: (B, channels, H, W) uint8.
-            labels: (B,) int64.
+        """Augment images (B, channels, H, W) uint8, and shrink them to the step's size.
 
         Returns:
             Images (B, channels, H, W) float32, normalized, or features (B, D) as they are; and
@@ -155,10 +153,6 @@ class TrainingStep:
         """Accumulate the gradient over the micro-batches; return mean loss and accuracy, (2,).
 
         If `forward` averages gradients over the processes, it does so in the last micro-batch.
-
-        Args:
-            images: As for `update`.
-            targets: As for `update`.
         """
         self.state.model.train(not self.state.frozen)
         result = torch.zeros(2, device=images.device)
@@ -178,16 +172,12 @@ class TrainingStep:
         return result
 
     def _draws(self, count: int, device: torch.device) -> Draws:
-        """Return the random numbers of the step for this process's images, its part of a batch."""
+        """Return the random numbers of the step for this process's part of a batch."""
         first = self.world.rank * count
         seed = fold_in(self.seed, "augment", self.state.step)
         return Draws(seed, self.world.size * count, slice(first, first + count), device)
 
     def _dropout_keys(self, count: int, device: torch.device) -> Tensor:
-        """Return the keys of the step for dropout in this process's images, (count,)."""
+        """Return the keys of the step for dropout in this process's images, (count,) int64."""
         seed = fold_in(self.seed, "dropout", self.state.step)
         return image_keys(seed, self.world.rank * count, count, device)
-
-    def _process_seed(self) -> int:
-        """Return the seed of this process; the first one uses that of a single-process run."""
-        return fold_in(self.seed, "rank", self.world.rank) if self.world.rank else self.seed

@@ -8,12 +8,11 @@ bit identical to an uninterrupted one; on a GPU, up to the order in which kernel
 import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
 import yaml
 
 from vit.calibration import Calibration
@@ -21,14 +20,13 @@ from vit.classifier import Classifier
 from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
-from vit.distributed.shard import is_sharded
 from vit.evaluation import Evaluator, Setup, evaluate
 from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
 from vit.pretrained.resolve import resolve_pretrained
 from vit.registry import EVALUATORS, REPORT
+from vit.run.checkpoint import save_state
 from vit.run.folder import EVAL_FOLDER, MODEL_FILE, prepare_run, write_split
-from vit.run.saver import Saver
 from vit.run.tracker import Tracker
 from vit.settings import flatten
 from vit.training.build import build_step
@@ -37,7 +35,7 @@ from vit.training.compile import eagerly
 from vit.training.config import Config, to_dict
 from vit.training.loop import Loop
 from vit.training.messages import end_text, start_text
-from vit.training.start import Run, claim_run, start_environment
+from vit.training.start import Run, start_run
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
 
@@ -63,36 +61,29 @@ def train(
     Raises:
         ValueError: The config or the data is invalid, the run folder is in use or holds something
             that must not be overwritten, or memory ran out.
-        SystemExit: With code 128 + N after signal N, 3 if training diverged, 1 if the last
-            checkpoint could not be written.
+        SystemExit: With code 128 + N after signal N, 3 if training diverged.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         overwrite = False  # what is there now is this run, from before torchrun's restart
     config, source = resolve_pretrained(config, overwrite)
     check_config(config)
-    with (
-        start_environment(config) as env,
-        claim_run(config, env, source, overwrite, allow_changes) as run,
-    ):
+    with start_run(config, source, overwrite, allow_changes) as run:
         training, held_out = load_data(run)
         step = build_step(run, training, source)
         del source  # its weights are in the model
-        if env.world.main:
+        if run.world.main:
             say(start_text(run.config, step, training, held_out))
         with open_tracker(run, step.state) as tracker:
             if tracker is not None and run.checkpoint is None and training.fingerprint:
                 write_split(run.config, training, held_out)
             loop = build_loop(run, step, training, held_out, tracker)
             loop.run()
-            classifier, state, save_error = loop.classifier(), step.state, loop.save_error
-            fingerprint = training.fingerprint
-            del loop, step, training
+            classifier = loop.classifier()
             if tracker is None:
                 return None
             with cores_of_all_processes(), eagerly():
                 classifier = calibrate(classifier, held_out)
-                del held_out  # make room for the test images
-                return finish_run(run, classifier, state, tracker, save_error, fingerprint)
+                return finish_run(run, classifier, step.state, tracker, training.fingerprint)
 
 
 def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
@@ -101,13 +92,13 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
     Raises:
         ValueError: Images are missing, or differ from those the run was started with.
     """
-    config, checkpoint, env = run.config, run.checkpoint, run.env
+    config, checkpoint, world = run.config, run.checkpoint, run.world
     data = config.data
-    with env.world.main_first() as shared:
+    with world.main_first() as shared:
         training, held_out = load_training(
             data, config.train.seed, run.preprocess,
             run.preprocess.stored() if config.augment.crop == "resized" else None,
-            check=env.world.main and checkpoint is None,  # once a run
+            check=world.main and checkpoint is None,  # once a run
             shared=shared,
         )  # fmt: skip
     if checkpoint is not None:
@@ -120,13 +111,13 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
                 f"{config.out} was started: files were added, deleted or renamed; restore them, "
                 "point --data.root at them, or train in another folder with --out"
             )
-    return training.to(env.device), held_out.to(env.device)
+    return training.to(run.device), held_out.to(run.device)
 
 
 @contextlib.contextmanager
 def open_tracker(run: Run, state: TrainState) -> Iterator[Tracker | None]:
-    """Prepare the run folder and open the logs; yields None in all processes but the main one."""
-    if not run.env.world.main:
+    """Prepare the folder and open the logs; yields None in all processes but the first."""
+    if not run.world.main:
         yield None
         return
     folder = prepare_run(run.config, run.checkpoint is not None, state.step)
@@ -141,7 +132,7 @@ def build_loop(
     run: Run, step: TrainingStep, training: ImageSet, held_out: ImageSet, tracker: Tracker | None
 ) -> Loop:
     """Build the loop: the step with evaluators, logging and checkpoints."""
-    config, env, schedule = run.config, run.env, step.schedule
+    config, schedule = run.config, step.schedule
     epochs = {schedule.steps_per_epoch * (epoch + 1) for epoch in range(schedule.epochs - 1)}
     setup = Setup(
         config, step.state.structure(), run.preprocess, training, held_out,
@@ -156,16 +147,18 @@ def build_loop(
         "num_images": len(training),
         "fingerprint": training.fingerprint,
         "environment": {
-            **env.describe(config.model),
-            "threads": torch.get_num_threads(),
+            **run.environment(),
             "compiled": step.compiled,
             "steps_per_epoch": schedule.steps_per_epoch,
         },
     }
-    saver = Saver(run.folder, step.state, about, env.world, is_sharded(step.state.model))
     return Loop(
-        step, training, evaluators, tracker, saver, env.stop, config.track.every,
-        config.train.max_skipped, config.data.balance == "sampler",
+        step, training, evaluators, tracker,
+        write_checkpoint=partial(save_state, run.folder, step.state, about, run.world),
+        stop=run.stop,
+        log_every=config.track.every,
+        max_skipped=config.train.max_skipped,
+        balanced=config.data.balance == "sampler",
     )  # fmt: skip
 
 
@@ -179,21 +172,12 @@ def calibrate(classifier: Classifier, held_out: ImageSet) -> Classifier:
 
 
 def finish_run(
-    run: Run,
-    classifier: Classifier,
-    state: TrainState,
-    tracker: Tracker,
-    save_error: OSError | None,
-    fingerprint: str,
+    run: Run, classifier: Classifier, state: TrainState, tracker: Tracker, fingerprint: str
 ) -> dict[str, Any]:
-    """Evaluate the finished model on the test images, and write the report and the model file.
-
-    Raises:
-        SystemExit: With 1 if the last checkpoint could not be written.
-    """
+    """Evaluate the finished model on the test images, and write the report and the model file."""
     config, folder = run.config, run.folder
     test = load_test_images(dataclasses.replace(config.data, download=False), classifier.preprocess)
-    result = resolve_name(f"vit.{REPORT}")(
+    result: dict[str, Any] = resolve_name(f"vit.{REPORT}")(
         classifier, test, folder / EVAL_FOLDER, step=state.step, probes=config.track.probes
     )
     values = {f"test/{key}": result[key] for key in ("accuracy", "loss")}
@@ -205,7 +189,4 @@ def finish_run(
     tracker.flush()
     save_model(folder / MODEL_FILE, classifier, config, state.step, fingerprint)
     say(end_text(folder, result, state.seconds, classifier.has_maps, config.model.attention))
-    if save_error is not None:
-        say(f"error: the last checkpoint is missing: {save_error}", sys.stderr)
-        raise SystemExit(1)
     return result
