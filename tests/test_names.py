@@ -13,8 +13,9 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 import vit
 from vit.console import printable
 from vit.data.config import DataConfig
-from vit.data.datasets import hold_out, open_images
+from vit.data.datasets import open_images
 from vit.data.preprocess import Preprocess
+from vit.data.sampling import held_out
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
 from vit.tensorboard_plugin.encoding import decode_details
@@ -58,7 +59,11 @@ def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, la
     folder = Path(data.root).parent if layout == "table" else Path(data.root)
     for train_part in (True, False):
         images = open_images(data, train_part).resized(Preprocess((16, 16), (0.5,) * 3, (0.5,) * 3))
-        parts = [images, images.in_memory(), *hold_out(images, 0.2, 0)]
+        parts = [
+            images,
+            images.in_memory(),
+            *images.divide(held_out(images.labels, images.classes, 0.2, 0)),
+        ]
         for part in [*parts, parts[1].select(torch.tensor([4, 1, 4]))]:
             for index, pixels in enumerate(part.pixels()):
                 assert not Path(part.name(index)).is_absolute()

@@ -13,12 +13,6 @@ from vit.data.datasets import load
 from vit.data.draws import Draws
 from vit.data.rand_augment import OPERATIONS, apply_operations, rand_augment
 
-# Operations that torchvision gives a sign.
-TWO_WAYS = {
-    "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast",
-    "sharpness",
-}  # fmt: skip
-
 
 def seeded(seed: int = 0) -> Generator:
     return torch.Generator().manual_seed(seed)
@@ -38,23 +32,27 @@ def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> 
         operation, "".join(word.capitalize() for word in operation.split("_"))
     )
     amounts, signed = RandAugment()._augmentation_space(STRONGEST + 1, image.shape[1:])[name]
-    assert signed == (operation in TWO_WAYS)
-    amount = float(amounts[magnitude]) if amounts.ndim else 0.0
-    amount *= sign if signed else 1
+    amount = (float(amounts[magnitude]) if amounts.ndim else 0.0) * (sign if signed else 1)
     return _apply_op(image, name, amount, InterpolationMode.NEAREST, None)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_operation_is_torchvisions(images: Tensor, operation: str) -> None:
+@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 50, 20), (1, 24, 40)])
+def test_operation_is_torchvisions(images: Tensor, operation: str, shape: tuple[int, ...]) -> None:
+    square = shape == (3, 32, 32)
+    if not square:
+        images = torch.randint(256, (4, *shape), dtype=torch.uint8, generator=seeded())
     operations = torch.full((len(images),), OPERATIONS.index(operation))
-    for magnitude, sign in itertools.product((0, 9, 15, 30), (1, -1)):
+    for magnitude, sign in itertools.product((0, 9, 23, 30), (1, -1)):
         signs = torch.full((len(images),), sign)
         found = apply_operations(images, operations, magnitude, signs)
         expected = torch.stack([by_torchvision(i, operation, magnitude, sign) for i in images])
         assert found.dtype == torch.uint8 and found.shape == images.shape
-        # One level of 255, where rounding falls the other way.
+        # One level of 255, where rounding falls the other way; in images that are not square, a
+        # pixel on the border between two sources may take the other one.
         apart = (found.int() - expected.int()).abs()
-        assert apart.max() <= 1 and (apart > 0).float().mean() < 0.05
+        assert (apart > 1).float().mean() <= (0 if square else 0.005)
+        assert (apart > 0).float().mean() < (0.05 if square else 0.3)
 
 
 def test_each_image_takes_its_own(images: Tensor) -> None:
@@ -70,7 +68,7 @@ def test_each_image_takes_its_own(images: Tensor) -> None:
 
 def test_operations_are_drawn_evenly_both_ways() -> None:
     """Of one image many times: each operation and way leaves its own picture."""
-    image = load("shapes", "", train=True, count=1).images
+    image = load("shapes", "", train=True, count=1).images[..., :16, :16]
     count = 2_800
     changed = rand_augment(image.expand(count, -1, -1, -1), 1, 9, Draws(0, count))
     numbers = torch.arange(len(OPERATIONS))
@@ -92,33 +90,13 @@ def test_operations_are_drawn_evenly_both_ways() -> None:
     assert chi_square < len(pictures) + 5 * (2 * len(pictures)) ** 0.5
 
 
-@pytest.mark.parametrize("shape", [(3, 24, 40), (3, 50, 20), (1, 24, 40)])
-def test_images_that_are_not_square_and_grey_ones_too(shape: tuple[int, ...]) -> None:
-    images = torch.randint(256, (4, *shape), dtype=torch.uint8, generator=seeded())
-    for number, operation in enumerate(OPERATIONS):
-        signs = torch.tensor([1, -1, 1, -1])
-        found = apply_operations(images, torch.full((4,), number), 23, signs)
-        pairs = zip(images, signs.tolist(), strict=True)
-        expected = [by_torchvision(image, operation, 23, sign) for image, sign in pairs]
-        apart = (found.int() - torch.stack(expected).int()).abs()
-        # A pixel on the border between two sources may take the other one.
-        assert (apart > 1).float().mean() < 0.005 and (apart > 0).float().mean() < 0.1
-
-
-@pytest.mark.parametrize("channels", [1, 5])
-def test_any_number_of_channels(channels: int) -> None:
-    """Operations on one channel treat each of several alike; the others use their mean."""
-    images = torch.randint(256, (28, channels, 16, 16), dtype=torch.uint8, generator=seeded())
+def test_each_of_five_channels_is_changed_like_a_grey_image() -> None:
+    """But for the operations that use the mean of the channels."""
+    images = torch.randint(256, (28, 5, 16, 16), dtype=torch.uint8, generator=seeded())
     operations = torch.arange(28) % len(OPERATIONS)
     signs = torch.tensor([1, -1]).repeat_interleave(14)
     found = apply_operations(images, operations, 15, signs)
-    assert found.shape == images.shape
-    single = {"posterize", "solarize", "autocontrast", "equalize", "sharpness", "brightness"}
-    for number, operation in enumerate(operations.tolist()):
-        if channels > 1 and OPERATIONS[operation] in {"color", "contrast"}:
-            continue
-        part = slice(number, number + 1)
-        for channel in range(channels) if OPERATIONS[operation] in single else (0,):
-            alone = images[part, channel : channel + 1]
-            alone = apply_operations(alone, operations[part], 15, signs[part])
-            assert torch.equal(found[part, channel : channel + 1], alone), OPERATIONS[operation]
+    alike = ~sum(operations == OPERATIONS.index(name) for name in ("color", "contrast")).bool()
+    for channel in range(5):
+        alone = apply_operations(images[:, channel, None], operations, 15, signs)
+        assert torch.equal(found[alike, channel, None], alone[alike])

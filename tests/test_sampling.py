@@ -1,5 +1,6 @@
 """Subsets, splits and batches of images; the batches and the loss of classes of different sizes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from small_runs import StopAt, make_loop, make_step, small
+from small_runs import make_step, small
 from vit.data.sampling import (
     MANY_BATCHES,
     balanced_batches,
@@ -24,23 +25,18 @@ from vit.data.sampling import (
     held_out,
     stratified_subset,
 )
-from vit.distributed.stop import Stopped
-from vit.training.step import TrainingStep
 
 property_test = settings(max_examples=100)
 COUNTS = (60, 30, 8, 2)
-LABELS = torch.arange(4).repeat_interleave(torch.tensor(COUNTS))[
-    torch.randperm(100, generator=torch.Generator().manual_seed(0))
-]
 
 
-# Subsets.
-
-
-def labels_of(sizes: list[int], seed: int = 0) -> Tensor:
+def labels_of(sizes: Sequence[int]) -> Tensor:
     """Return shuffled labels with so many images of each class."""
     labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
+    return labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
+
+
+LABELS = labels_of(COUNTS)
 
 
 @property_test
@@ -76,7 +72,7 @@ def test_stratified_subset_is_rounded_by_webster_and_leaves_one_of_each(sizes, d
 
 def test_more_than_there_are_cannot_be_chosen():
     with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
-        balanced_subset(labels_of([10, 10, 10]), 31, 0, "probes")
+        balanced_subset(torch.zeros(30), 31, 0, "probes")
 
 
 @pytest.mark.parametrize(
@@ -106,9 +102,6 @@ def test_counts_are_listed_or_summarized():
     assert describe_counts([str(n) for n in range(21)], [*range(5, 26)]) == (
         "5 to 25 in each of 21 classes"
     )
-
-
-# Batches.
 
 
 @settings(max_examples=200)
@@ -143,45 +136,12 @@ def test_epochs_and_seeds_differ_and_calls_repeat():
     shape = (10, 100)
     torch.manual_seed(0)
     first = epoch_batches(1000, shape, seed=0, epoch=0)
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
+    state = torch.manual_seed(1).get_state()
     assert torch.equal(first, epoch_batches(1000, shape, seed=0, epoch=0))
     assert torch.equal(torch.get_rng_state(), state)
     for seed, epoch in ((0, 1), (1, 0), (1, 1)):
         same = (first == epoch_batches(1000, shape, seed, epoch)).sum()
         assert same < 10  # chance leaves 1 of 1000 in place
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_small_run_goes_on_with_the_batches_it_began_with(tmp_path: Path, early: bool) -> None:
-    """Early versions left the end of each epoch out, and did not write down its length."""
-
-    def run(name: str, stop_at: int = 0, begin: int = 0) -> dict[str, object]:
-        train = {"batch_size": 48, "epochs": 2}
-        config = small(tmp_path / name, data={"val_size": 0}, track={"probes": 0}, train=train)
-        Path(config.out).mkdir(exist_ok=True)
-        stop = StopAt(stop_at)
-        loop = make_loop(config, stop=stop)
-        stop.state = loop.step.state
-        if early:
-            loop.write_checkpoint.args[2]["environment"].pop("steps_per_epoch")  # type: ignore[attr-defined]
-        assert loop.step.schedule.steps_per_epoch == (6 if early else 7)
-        assert loop.step.state.step == begin
-        loop.run()
-        return loop.step.state.state_dict()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if early:
-            patch.setattr("vit.training.build.divide_epoch", lambda n, b, *_: (n // b, b))
-        alone = run("alone")
-        with pytest.raises(Stopped):
-            run("stopped", stop_at=4)
-    resumed = run("stopped", begin=4)
-    for part in ("model", "optimizers", "points", "step"):
-        torch.testing.assert_close(resumed[part], alone[part], rtol=0, atol=0)
-
-
-# Balanced batches.
 
 
 @settings(max_examples=50)
@@ -220,51 +180,27 @@ def test_weights_are_scikit_learn_s():
     assert weights[LABELS].mean().item() == pytest.approx(1)
 
 
-# The loss in a step.
-
-
-def make_weighted_step(accumulate: int = 1, label_smoothing: float = 0.1) -> TrainingStep:
-    """Build a step with weights whose result does not depend on how a batch is divided."""
-    dropout = dict.fromkeys(
-        ("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0.0
-    )
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_is_torch_s_weighted_cross_entropy_over_the_number_of_images(label_smoothing):
     config = small(
         Path("unused"),
         data={"balance": "loss", "train_size": 128},
-        model={"stem": "linear", "zero_init": False, **dropout},
-        optim={"ema_decay": None, "name": "adamw", "clip_grad": None},
-        train={"accumulate": accumulate, "whiten": False},
+        model=dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0),
+        train={"accumulate": 1, "whiten": False},
     )
     step = make_step(config)
     assert step.class_weights is not None
     weights = class_weights(range(10, 110, 10))
-    return replace(step, class_weights=weights, label_smoothing=label_smoothing)
-
-
-def make_batch() -> tuple[Tensor, Tensor]:
-    """Return random images and their classes; large classes are more frequent."""
+    step = replace(step, class_weights=weights, label_smoothing=label_smoothing)
     random = torch.Generator().manual_seed(0)
     images = torch.randn(16, 3, 32, 32, generator=random)
-    return images, torch.multinomial(torch.arange(10.0), 16, True, generator=random)
-
-
-def gradients(step: TrainingStep, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of a batch and all gradients of the weights."""
-    step.state.model.zero_grad()
-    loss = step.backward(images, targets)[0]
-    return loss, torch.cat([p.grad.flatten() for p in step.state.model.parameters()])
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_loss_is_torch_s_weighted_cross_entropy_over_the_number_of_images(label_smoothing):
-    step = make_weighted_step(label_smoothing=label_smoothing)
-    images, labels = make_batch()
-    loss, _ = gradients(step, images, F.one_hot(labels, 10).float())
+    labels = torch.multinomial(torch.arange(10.0), 16, True, generator=random)
+    loss = step.backward(images, F.one_hot(labels, 10).float())[0]
     with torch.no_grad():
         logits = step.state.model(images)
     expected = F.cross_entropy(
-        logits, labels, step.class_weights, reduction="sum", label_smoothing=label_smoothing
+        logits, labels, weights, reduction="sum", label_smoothing=label_smoothing
     )
     assert loss.item() == pytest.approx(expected.item() / 16, rel=1e-5)
     plain = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-    assert abs(loss.item() - plain.item()) > 0.05
+    assert abs(loss.item() - plain.item()) > 0.01

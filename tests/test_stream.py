@@ -1,13 +1,9 @@
 """Images in files: the same bits as in memory, whatever happens to the files or the workers."""
 
-import dataclasses
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +11,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
-from small_runs import StopAt, begin, command, make_loop, metrics, small
+from small_runs import StopAt, begin, make_loop, small
 from vit.cli import user_errors
 from vit.data import stream
 from vit.data.config import DataConfig
 from vit.data.datasets import fit_into_memory, load_training, open_images
-from vit.data.images import ImageSet
-from vit.data.stream import ImageFiles, default_workers
+from vit.data.stream import ImageFiles
 from vit.distributed.stop import Stopped
-from vit.distributed.world import World
+from vit.hardware import usable_cores
 from vit.run.checkpoint import checkpoint_steps
 from vit.run.folder import prepare_run
 from vit.run.resume import check_run
-from vit.run.tracker import Tracker
-from vit.training.build import mean_step_seconds
 from vit.training.config import Config
-from vit.training.loop import Loop
 from vit.training.train import load_data
-from worlds import in_world
 
-ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("cat", "dog", "owl")
 
 
@@ -56,22 +45,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(pictures: Path, tmp_path: Path) -> Path:
     """A copy of the photos that may be damaged."""
-    subprocess.run(["cp", "-r", str(pictures), str(tmp_path / "pictures")], check=True)
-    return tmp_path / "pictures"
+    return shutil.copytree(pictures, tmp_path / "pictures")
 
 
 def folder(root: Path, **values: Any) -> DataConfig:
     return DataConfig(name="folder", root=str(root), **{"val_size": 9, "memory_gb": 0, **values})
-
-
-def in_memory(images: ImageSet) -> Tensor:
-    assert isinstance(images.images, Tensor)
-    return images.images
-
-
-def in_files(images: ImageSet) -> ImageFiles:
-    assert isinstance(images.images, ImageFiles)
-    return images.images
 
 
 def break_file(path: Path) -> bytes:
@@ -87,126 +65,96 @@ def break_file(path: Path) -> bytes:
 def test_images_are_the_same_in_memory_and_in_files(pictures: Path) -> None:
     kept = load_training(folder(pictures, memory_gb=1), 0)
     for workers in (0, 2):
-        for one, other in zip(
-            load_training(folder(pictures, workers=workers), 0), kept, strict=True
-        ):
+        streamed = load_training(folder(pictures, workers=workers), 0)
+        for one, other in zip(streamed, kept, strict=True):
             assert one.classes == other.classes == CLASSES
             assert torch.equal(one.labels, other.labels)
-            assert in_files(one).shape == in_memory(other).shape
-            assert torch.equal(one.pixels(), in_memory(other))
+            assert one.images.shape == other.images.shape
+            assert torch.equal(one.pixels(), other.images)
             some = torch.tensor([4, 0, 4])
-            assert torch.equal(one.select(some).pixels(), in_memory(other.select(some)))
-            assert torch.equal(torch.cat(list(one.parts(7))), in_memory(other))
-
-
-def test_workers_end_with_the_batches_and_leave_the_global_random_numbers_alone(
-    pictures: Path,
-) -> None:
-    before = torch.get_rng_state()
-    images = open_images(folder(pictures, workers=2), train=True)
-    batches = images.batches(torch.arange(48).view(12, 4))
-    next(batches)
-    assert len(multiprocessing.active_children()) == 2
-    batches.close()  # as an interrupted epoch does
-    assert not multiprocessing.active_children()
-    images.pixels()
-    assert not multiprocessing.active_children()
-    assert torch.equal(before, torch.get_rng_state())
+            assert torch.equal(one.select(some).pixels(), other.select(some).images)
+            assert torch.equal(torch.cat(list(one.parts(7))), other.images)
 
 
 # Runs.
 
-BARE = {"track": {"probes": 0, "every": 1}, "train": {"epochs": 2, "batch_size": 12}}
-
 
 def streaming(out: Path, root: Path, **data: Any) -> Config:
-    values = {
-        "name": "folder",
-        "root": str(root),
-        "val_size": 9,
-        "train_size": None,
-        "memory_gb": 0,
-    }
-    return small(out, **BARE, data={**values, **data})
+    values = {"name": "folder", "root": str(root), "val_size": 9, "train_size": None}
+    return small(
+        out,
+        data={**values, "memory_gb": 0, **data},
+        track={"probes": 0, "every": 1},
+        train={"epochs": 2, "batch_size": 12},
+    )
 
 
-Result = tuple[Loop, list[dict[str, Any]]]
+State = dict[str, Any]
 
 
-def run(config: Config, stop_at: int = 0) -> Result:
-    """Run a config, resumed if it has a checkpoint; return the loop and the metrics at its end."""
-    out, stop = Path(config.out), StopAt(stop_at)
-    out.mkdir(exist_ok=True)
-    tracker = Tracker(out, max(checkpoint_steps(out), default=0))
-    loop = make_loop(config, tracker, stop=stop)
+def run(config: Config, stop_at: int = 0) -> State:
+    """Run a config, resumed if it has a checkpoint; return its state at the end."""
+    stop = StopAt(stop_at)
+    Path(config.out).mkdir(exist_ok=True)
+    loop = make_loop(config, stop=stop)
     stop.state = loop.step.state
-    try:
-        loop.run()
-    finally:
-        tracker.close()
-    return loop, metrics(out)
+    assert isinstance(loop.training.images, torch.Tensor if config.data.memory_gb else ImageFiles)
+    loop.run()
+    return loop.step.state.state_dict()
 
 
-def assert_same_run(one: Result, other: Result) -> None:
-    left, right = (loop.step.state.state_dict() for loop, _ in (one, other))
+def assert_same(one: State, other: State) -> None:
     for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(left[part], right[part], rtol=0, atol=0)
-    assert one[1] == other[1] and len(one[1]) > 6
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
-def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run with its images in memory."""
-    result = run(streaming(tmp_path_factory.mktemp("kept") / "run", pictures, memory_gb=1))
-    in_memory(result[0].training)
-    return result
+def kept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The state of a run with its images in memory."""
+    return run(streaming(tmp_path_factory.mktemp("kept") / "run", pictures, memory_gb=1))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_streamed_run_stopped_in_mid_epoch_is_the_run_in_memory(
-    kept: Result, pictures: Path, tmp_path: Path, workers: int
+    kept: State, pictures: Path, tmp_path: Path
 ) -> None:
-    config = streaming(tmp_path / "run", pictures, workers=workers)
+    config = streaming(tmp_path / "run", pictures, workers=2)
     prepare_run(config, resume=False)
     with pytest.raises(Stopped):
         run(config, stop_at=2)
     assert checkpoint_steps(tmp_path / "run")[-1] == 2
     about = begin(Config()).environment()
-    changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=3)
+    changed = streaming(tmp_path / "run", pictures, memory_gb=None, workers=0)
     assert check_run(changed, False, about) is not None  # these settings may change
-    resumed = run(config)
-    in_files(resumed[0].training)
-    assert_same_run(resumed, kept)
+    assert_same(run(config), kept)
+
+
+def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
+    kept: State, root: Path, tmp_path: Path
+) -> None:
+    config = streaming(tmp_path / "run", root, workers=0)
+    training, _ = load_training(config.data, config.train.seed)
+    path = Path(training.images.paths[0])
+    with pytest.raises(Stopped):
+        run(config, stop_at=4)  # after the first epoch
+    content = break_file(path)
+    with pytest.raises(ValueError, match=r"on_bad_image skip$"):
+        load_data(begin(config))
+    with pytest.raises(ValueError, match=r"cannot be read .*; restore, replace or delete") as info:
+        run(config)  # in which all were read when it began
+    assert str(path) in str(info.value) and "\n" not in str(info.value)
+    path.write_bytes(content)
+    assert_same(run(config), kept)
 
 
 # Memory.
 
 
-def test_files_decoded_in_advance_do_not_count_as_fast(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight workers have 16 batches ready before the first step, which must not be timed."""
-
-    def decode(files: ImageFiles, tasks: Sequence[Any]) -> Iterator[Any]:  # without processes
-        return map(stream._Decoding(files.preprocess).__getitem__, tasks)
-
-    monkeypatch.setattr(ImageFiles, "_decode", decode)
-    counts = []
-    for memory, workers in ((None, 8), (0, 0), (0, 8)):
-        config = streaming(tmp_path / "run", pictures, memory_gb=memory, workers=workers)
-        loop, made = make_loop(config), list[None]()
-        loop.step.forward.register_forward_pre_hook(lambda *_, made=made: made.append(None))
-        assert mean_step_seconds(loop.step, loop.training) > 0
-        counts.append(len(made) / (len(loop.step.schedule.phases()) * loop.step.accumulate))
-    assert counts == [15, 15, 17 + 16]
-
-
-def test_images_are_kept_if_they_fit_by_default_into_a_quarter_of_the_free_memory(
+def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = open_images(folder(pictures), train=True)
-    need = in_files(images).nbytes
-    assert need == 48 * 3 * 32 * 32 == in_memory(images.in_memory()).nbytes
+    need = images.images.nbytes
+    assert need == 48 * 3 * 32 * 32 == images.in_memory().images.nbytes
     assert fit_into_memory([images.in_memory(), images], need / 1e9)
     assert not fit_into_memory([images, images], 1.99 * need / 1e9)
     for free, processes, fits in ((4 * need, 1, True), (4 * need - 4, 1, False),
@@ -222,11 +170,32 @@ def test_images_are_kept_if_they_fit_by_default_into_a_quarter_of_the_free_memor
 def test_few_files_are_decoded_in_this_process(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = in_files(open_images(folder(pictures), train=True))
+    images = open_images(folder(pictures), train=True).images
     assert images.num_workers == 0
     monkeypatch.setattr(stream, "FEW", 48)
-    assert images.num_workers == default_workers() >= 1
+    assert images.num_workers == min(max(1, usable_cores() - 1), 16)
     assert images[torch.arange(47)].num_workers == 0
+
+
+def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_alone(
+    pictures: Path,
+) -> None:
+    before = torch.get_rng_state()
+    images = open_images(folder(pictures, workers=2), train=True)
+    batches = images.batches(torch.arange(48).view(12, 4))
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid or 0, signal.SIGINT)
+        os.kill(worker.pid or 0, signal.SIGTERM)
+    for _ in range(10):
+        next(batches)
+    batches.close()  # as an interrupted epoch does
+    assert not multiprocessing.active_children()
+    images.pixels()
+    assert not multiprocessing.active_children()
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_worker_that_is_killed_ends_the_run_in_one_line(
@@ -236,7 +205,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(
     with pytest.raises(SystemExit) as info, user_errors():
         for _ in images.batches(torch.arange(48).view(24, 2)):
             (worker,) = multiprocessing.active_children()
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(worker.pid or 0, signal.SIGKILL)
             worker.join()
     assert info.value.code == 2
     errors = capsys.readouterr().err
@@ -248,73 +217,20 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line(
 
 
 def test_unreadable_files_are_left_out_alike(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In memory, in files, and in a process that could read what the first one could not."""
+    intact = shutil.copytree(root, tmp_path / "intact")
     for path in (*(root / "train").glob("dog/*4.png"), *(root / "train").glob("owl/*5.jpg")):
         break_file(path)
-    kept, streamed = (
-        load_training(folder(root, on_bad_image="skip", memory_gb=memory), 0) for memory in (1, 0)
-    )
+    shared: dict[str, Any] = {}
+    kept = load_training(folder(root, on_bad_image="skip", memory_gb=1), 0, shared=shared)
+    streamed = load_training(folder(root, on_bad_image="skip"), 0)
     one, other = capsys.readouterr().err.splitlines()
     assert one == other and one.startswith("skipped ")
-    for left, right in zip(kept, streamed, strict=True):
-        assert len(left) == len(right) and torch.equal(left.labels, right.labels)
-        assert torch.equal(in_memory(left), right.pixels())
-
-
-def check_left_out(world: World, roots: list[str], out: str, expected: list[int]) -> None:
-    """Called in each process, with one of the folders."""
-    config = streaming(Path(out), Path(roots[world.rank]), on_bad_image="skip")
-    assert [len(images) for images in load_data(begin(config, world=world))] == expected
-
-
-@pytest.mark.slow
-def test_processes_leave_out_what_the_first_could_not_read(root: Path, tmp_path: Path) -> None:
-    intact = tmp_path / "intact"
-    shutil.copytree(root, intact)  # as if the second process could read what the first could not
-    for path in (root / "train").glob("dog/*4.png"):
-        break_file(path)
-    expected = [len(images) for images in load_training(folder(root, on_bad_image="skip"), 0)]
-    assert sum(expected) < 48
-    in_world(2, tmp_path, check_left_out, [str(root), str(intact)], str(tmp_path / "run"), expected)
-
-
-def test_a_file_that_breaks_during_training_is_named_and_the_run_can_be_resumed(
-    kept: Result, root: Path, tmp_path: Path
-) -> None:
-    config = streaming(tmp_path / "run", root, workers=2)
-    training, _ = load_training(config.data, config.train.seed)
-    path = Path(in_files(training).paths[0])
-    with pytest.raises(Stopped):
-        run(config, stop_at=4)  # after the first epoch
-    content = break_file(path)
-    with pytest.raises(ValueError, match=r"on_bad_image skip$"):
-        load_data(begin(config))
-    with pytest.raises(ValueError, match=r"cannot be read .*; restore the file and rerun") as info:
-        run(config)  # in which all were read when it began
-    assert str(path) in str(info.value) and "\n" not in str(info.value)
-    path.write_bytes(content)
-    assert_same_run(run(config), kept)
-
-
-# Whole commands.
-
-
-@pytest.mark.slow
-def test_signals_to_the_whole_group_stop_run_and_workers(pictures: Path, tmp_path: Path) -> None:
-    config = streaming(tmp_path / "run", pictures, workers=2)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=5000))
-    process = subprocess.Popen(
-        command(config, tmp_path / "config"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,  # which makes it the leader of its own group
-    )  # fmt: skip
-    while not (tmp_path / "run/metrics.jsonl").exists() or len(metrics(tmp_path / "run")) < 10:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, errors
-    assert "stopped by SIGINT: rerun the command to resume" in errors
-    assert errors.count("finishing this step") == 1 and "Traceback" not in errors
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    second = load_training(folder(intact, on_bad_image="skip"), 0, shared=shared)
+    assert sum(map(len, kept)) < 48
+    for left, *others in zip(kept, streamed, second, strict=True):
+        for right in others:
+            assert torch.equal(left.labels, right.labels)
+            assert torch.equal(left.images, right.pixels())

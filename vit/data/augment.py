@@ -1,7 +1,8 @@
 """Augmentation of whole batches on their device, with separate random parameters for each image.
 
-All random numbers come from the `Draws` that are passed in. Shapes: B batch, C classes, H height, W
-width.
+Shapes: B batch, C classes, H height, W width. Unless stated otherwise, images are (B, channels, H,
+W) of any dtype and the result has the same shape and dtype. All random numbers come from `draws`,
+which are for these images.
 """
 
 import math
@@ -38,15 +39,8 @@ def augment(
 
     Returns:
         Images (B, channels, H, W) float32, normalized, and targets (B, C).
-
-    Raises:
-        ValueError: The draws are for another number of images.
     """
-    if len(images) != len(draws.part):
-        raise ValueError(
-            f"draws: for {len(draws.part)} images, but the batch has {len(images)}; use "
-            f"Draws(seed, {len(images)})"
-        )
+    assert len(images) == len(draws.part)
     if settings.crop == "resized":
         images = random_resized_crop(images, preprocess.image_size, settings.crop_scale, draws)
     elif settings.crop_padding:
@@ -74,16 +68,7 @@ def augment(
 
 
 def random_crop(images: Tensor, padding: int, draws: Draws) -> Tensor:
-    """Shift each image by up to `padding` pixels each way, filling in by reflection.
-
-    Args:
-        images: (B, channels, H, W), any dtype.
-        padding: Pixels, less than H and W.
-        draws: Random numbers for these images.
-
-    Returns:
-        Images of the same shape and dtype.
-    """
+    """Shift each image by up to `padding` pixels each way, filling in by reflection."""
     batch, channels, height, width = images.shape
     shifts = draws.integers(-padding, padding + 1, (2, -1, 1))
     rows = _reflected(torch.arange(height, device=images.device) + shifts[0], height)
@@ -101,16 +86,9 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 def random_resized_crop(
     images: Tensor, size: tuple[int, int], scale: tuple[float, float], draws: Draws
 ) -> Tensor:
-    """Cut a random box out of each image and resize it, as torchvision's RandomResizedCrop does.
+    """Cut a random box out of each uint8 image and resize it, as torchvision's RandomResizedCrop.
 
-    Args:
-        images: (B, channels, height, width) uint8.
-        size: H and W of the result.
-        scale: Smallest and largest fraction of the image's area, above 0, up to 1.
-        draws: Random numbers for these images.
-
-    Returns:
-        (B, channels, H, W) uint8.
+    The size is H and W of the result, the scale the smallest and largest fraction of the area.
     """
     boxes = random_boxes(images, scale, draws)
     if images.device.type != "cpu":
@@ -126,11 +104,6 @@ def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Te
     """Draw a box in each image: uniform in area and, on a log scale, in aspect ratio, 3/4 to 4/3.
 
     Like torchvision, ten boxes are tried, and the largest central one is taken if none fits.
-
-    Args:
-        images: (B, channels, height, width).
-        scale: Smallest and largest fraction of the image's area.
-        draws: Random numbers for these images.
 
     Returns:
         (B, 4) float, whole numbers: top, left, height and width in pixels.
@@ -156,18 +129,11 @@ def random_boxes(images: Tensor, scale: tuple[float, float], draws: Draws) -> Te
 
 
 def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Cut a box out of each image and resize it, bilinear with antialiasing, all images at once.
+    """Cut boxes (B, 4) out of images and resize them, bilinear with antialiasing, all at once.
 
-    Args:
-        images: (B, channels, height, width) uint8.
-        boxes: (B, 4): top, left, height and width in pixels, whole numbers inside the image.
-        size: H and W of the result.
-
-    Returns:
-        (B, channels, H, W) uint8.
+    Rows and columns are resampled one after the other, each by a matrix for every image, so that
+    boxes of different sizes need no loop and a GPU does not have to tell the host about them.
     """
-    # Rows and columns are resampled one after the other, each by a matrix for every image, so that
-    # boxes of different sizes need no loop and a GPU does not have to tell the host about them.
     down = _resampling(boxes[:, 0], boxes[:, 2], images.shape[2], size[0])
     across = _resampling(boxes[:, 1], boxes[:, 3], images.shape[3], size[1])
     resized = down[:, None] @ images.float() @ across[:, None].mT
@@ -177,11 +143,7 @@ def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor
 def _resampling(start: Tensor, length: Tensor, pixels: int, target: int) -> Tensor:
     """Return the weights of `pixels` in each of `target` pixels: (B, target, pixels).
 
-    Args:
-        start: (B,), the first pixel of each box.
-        length: (B,), the pixels in each box.
-        pixels: Pixels in a row or a column of an image.
-        target: Pixels after resizing the box.
+    Each box begins at pixel `start` (B,) and has `length` (B,) pixels.
     """
     start, length = start[:, None, None], length[:, None, None]
     numbers = torch.arange(pixels, device=start.device) + 0.5 - start
@@ -193,27 +155,22 @@ def _resampling(start: Tensor, length: Tensor, pixels: int, target: int) -> Tens
 
 
 def random_flip(images: Tensor, draws: Draws) -> Tensor:
-    """Mirror each image (B, channels, H, W) left to right with probability 1/2."""
+    """Mirror each image left to right with probability 1/2."""
     return torch.where(draws.uniform(0, 1) < 0.5, images.flip(-1), images)
 
 
 def shrink(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Shrink images (B, channels, H, W), float, to a height and width, with antialiasing."""
+    """Shrink float images to a height and width, with antialiasing."""
     if images.shape[2:] == size:
         return images
     return F.interpolate(images, size, mode="bilinear", antialias=True)
 
 
 def random_erasing(images: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Overwrite a random rectangle with noise (arXiv 1708.04896).
+    """Overwrite a random rectangle of normalized images with noise (arXiv 1708.04896).
 
     The rectangle covers 2 to 33% of the image, has an aspect ratio of up to 3.3, and may be cut off
     at the border.
-
-    Args:
-        images: (B, channels, H, W) float, normalized.
-        probability: Probability that an image is changed, 0 to 1.
-        draws: Random numbers for these images.
     """
     height, width = images.shape[2:]
     area = draws.uniform(0.02, 0.33)
@@ -238,20 +195,12 @@ def cutmix_weights(images: Tensor, alpha: float, draws: Draws) -> Tensor:
 
 
 def mix(images: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Blend each image and its target with a neighbour in the batch and its target.
+    """Blend each image and its target (B, C) with a neighbour in the batch and its target.
 
     Images are paired two by two, as in timm, and the last of an odd number is mixed with the one
-    before it. A batch is in random order, so the partner is random (in balanced batches, mostly of
-    another class). Parts of a batch, each of an even number of images, are mixed like the whole
-    batch.
-
-    Args:
-        images: (B, channels, H, W) float.
-        targets: (B, C) float.
-        weights: (B, 1, H, W), 0 to 1: weight of the image itself at each pixel.
-
-    Returns:
-        Images (B, channels, H, W), and targets (B, C) weighted by the mean of each image's weights.
+    before it. A batch is in random order, so the partner is random, and parts of a batch, each of
+    an even number of images, are mixed like the whole batch. The weights (B, 1, H, W), 0 to 1, are
+    those of the image itself at each pixel; targets are weighted by their mean.
     """
     other = torch.arange(len(images), device=images.device) ^ 1
     other = torch.where(other < len(images), other, max(len(images) - 2, 0))

@@ -1,6 +1,6 @@
 """Loading data sets: training, held-out and test images, in memory or in their files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -18,15 +18,11 @@ from vit.data.stream import ImageFiles
 from vit.hardware import free_memory, local_processes
 from vit.seeding import generator
 
-FindUnreadable = Callable[[ImageFiles], Sequence[int]]  # indices of files that cannot be read
 FRACTION_OF_FREE = 0.25  # of the free memory, for images, unless data.memory_gb is given
 
 
 def open_images(
-    data: DataConfig,
-    train: bool,
-    count: int | None = None,
-    find_unreadable: FindUnreadable = ImageFiles.unreadable,
+    data: DataConfig, train: bool, count: int | None = None, shared: dict[str, Any] | None = None
 ) -> ImageSet:
     """Find the training or test images of a data set; those in files are not decoded yet.
 
@@ -35,31 +31,39 @@ def open_images(
     Args:
         data: The data set.
         train: Whether to find the training images rather than the test images.
-        count: Number of shapes to draw; None draws 10,000 training and 2,000 test images. Other
-            data sets are always complete.
-        find_unreadable: Returns the indices of the files that cannot be read; used with "skip".
+        count: Number of shapes to draw; None draws 10,000 training and 2,000 test images.
+        shared: Where the first of several processes puts which files it cannot read, so that all
+            leave out the same, see `World.main_first`.
 
     Returns:
-        The images, in the data set's order, but training images in files are shuffled with a fixed
-        seed. Those in memory have the data set's size, see `ImageSet.resized`.
+        The images in the data set's order and size; training images in files are shuffled with a
+        fixed seed.
 
     Raises:
-        ValueError: The data is missing and could not be downloaded, or no image of a class can be
-            read.
+        ValueError: The data or a package for it is missing, or no image of a class can be read.
     """
     reader = resolve_name(f"vit.data.{data.spec.reader}")
-    images: ImageSet = reader(data, train, count) if data.spec.drawn else reader(data, train)
+    try:
+        images: ImageSet = reader(data, train, count) if data.spec.drawn else reader(data, train)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"data.name: {data.name} needs a package that is not installed ({error.name}); install "
+            "it with `pip install scipy scikit-learn`"
+        ) from None
     if isinstance(images.images, Tensor):
         return images
     if data.on_bad_image == "skip":
-        images = _drop(images, find_unreadable(images.images))
+        shared = {} if shared is None else shared
+        if "unreadable" not in shared:
+            shared["unreadable"] = [index for index, _ in images.images.problems()]
+        images = _drop(images, shared["unreadable"])
     if not train:
         return images
     # Shuffled, so that the first few already cover all classes.
     return images.select(torch.randperm(len(images), generator=generator(0, "folder")))
 
 
-def _drop(images: ImageSet, unreadable: Sequence[int]) -> ImageSet:
+def _drop(images: ImageSet, unreadable: list[int]) -> ImageSet:
     """Leave out the images that cannot be read, and say which they are."""
     if not unreadable:
         return images
@@ -81,16 +85,10 @@ def load(
 ) -> ImageSet:
     """Load the training or test images of a data set into memory.
 
-    Args:
-        name: Name of the data set, see `vit.data.config.DataConfig`.
-        root: Its folder; not used by "shapes".
-        train: Whether to load the training images rather than the test images.
-        count: Number of shapes to draw, as for `open_images`.
-        settings: Other fields of `DataConfig`.
+    The arguments are those of `open_images`, with the fields of `DataConfig` by themselves.
 
     Raises:
-        ValueError: A setting is not allowed, the data is missing and could not be downloaded, or an
-            image cannot be read.
+        ValueError: As for `open_images`; or a setting is not allowed, or an image cannot be read.
     """
     data = DataConfig(name=name, root=str(root) or ".", **settings)
     images = open_images(data, train, count)
@@ -100,25 +98,17 @@ def load(
 def load_test_images(data: DataConfig, preprocess: Preprocess | None = None) -> ImageSet:
     """Load the test images of a data set into memory, or leave them in their files if too large.
 
-    Args:
-        data: The data set.
-        preprocess: Resizes the images; None is that of the data set.
-
-    Raises:
-        ValueError: The data is missing and could not be downloaded, or an image that was to be
-            read into memory cannot be read.
+    They get the size of `preprocess`, or that of the data set. Errors as for `load`.
     """
     test = open_images(data, train=False).resized(preprocess or Preprocess.from_config(data))
     return test.in_memory() if fit_into_memory((test,), data.memory_gb) else test
 
 
 def fit_into_memory(sets: Sequence[ImageSet], memory_gb: float | None) -> bool:
-    """Tell whether the decoded images of some sets fit into the memory that is for them.
+    """Tell whether the decoded images of some sets fit into the memory that is for them, in GB.
 
-    Args:
-        sets: The sets; those that are in memory already count as nothing.
-        memory_gb: Memory for images, in GB; None is a quarter of the free memory, divided by the
-            number of processes that train together on this machine.
+    None is a quarter of the free memory, divided by the number of processes that train together on
+    this machine. Sets that are in memory already count as nothing.
     """
     processes = local_processes()
     limit = FRACTION_OF_FREE * free_memory() / processes if memory_gb is None else 1e9 * memory_gb
@@ -131,9 +121,9 @@ def load_training(
     preprocess: Preprocess | None = None,
     stored: Preprocess | None = None,
     check: bool = True,
-    find_unreadable: FindUnreadable = ImageFiles.unreadable,
+    shared: dict[str, Any] | None = None,
 ) -> tuple[ImageSet, ImageSet]:
-    """Load the training images of a data set and hold some of them out.
+    """Load the training images of a data set, and those of them that are held out.
 
     Images in files are decoded into memory if they fit into `data.memory_gb`. Otherwise they stay
     in their files, and like the test images they are decoded once to check that they can be read.
@@ -144,77 +134,56 @@ def load_training(
         preprocess: Resizes the images; None is that of the data set.
         stored: Resizes the training images instead, see `Preprocess.stored`.
         check: Whether to decode images that are not kept in memory.
-        find_unreadable: As for `open_images`, among the training images.
-
-    Returns:
-        The training images and the held-out images.
+        shared: As for `open_images`, of the training images.
 
     Raises:
-        ValueError: The data is missing or cannot be read, there are fewer images than requested,
-            or a class would be left without training images.
+        ValueError: As for `load`; or there are fewer images than requested, or a class would be
+            left without training images.
     """
     preprocess = preprocess or Preprocess.from_config(data)
-    training, held = split_training(data, seed, find_unreadable)
+    training, held = split_training(data, seed, shared)
     training, held = training.resized(stored or preprocess), held.resized(preprocess)
-    unchecked = []
+    sets = [training, held]
     if check and not data.spec.test_included:  # also downloads them; skip decodes them
-        unchecked = [open_images(data, train=False).resized(preprocess)]
+        sets.append(open_images(data, train=False).resized(preprocess))
     if fit_into_memory((training, held), data.memory_gb):
         training, held = training.in_memory(), held.in_memory()
-    else:
-        unchecked += [training, held]
+        del sets[:2]
     if check and data.on_bad_image == "error":
-        for images in unchecked:
+        for images in sets:
             if isinstance(images.images, ImageFiles):
                 images.images.check()
     return training, held
 
 
 def split_training(
-    data: DataConfig, seed: int, find_unreadable: FindUnreadable = ImageFiles.unreadable
+    data: DataConfig, seed: int, shared: dict[str, Any] | None = None
 ) -> tuple[ImageSet, ImageSet]:
     """Divide a data set into training images and held-out images; files are not decoded.
 
     Arguments and errors as for `load_training`.
     """
-    val_size, count = data.val_size, None
-    if data.spec.drawn and data.train_size is not None:  # as many are drawn as needed
-        val_size = held_out_beside(data.train_size, val_size)
-        count = data.train_size + val_size
-    training, held = hold_out(open_images(data, True, count, find_unreadable), val_size, seed)
-    return (training if data.train_size is None else _first(training, data.train_size)), held
-
-
-def hold_out(images: ImageSet, size: float | None, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Split a set into training images and held-out images, stratified by class.
-
-    Args:
-        images: The set.
-        size: Number or fraction of the held-out images; None suits the set, see
-            `vit.data.sampling.held_out`.
-        seed: Seed of the split.
-
-    Raises:
-        ValueError: A class would be left without training images.
-    """
-    return images.divide(held_out(images.labels, images.classes, size, seed))
-
-
-def _first(training: ImageSet, count: int) -> ImageSet:
-    """Return the first training images, which must contain every class."""
-    if count > len(training):
+    val_size, size, count = data.val_size, data.train_size, None
+    if data.spec.drawn and size is not None:  # as many are drawn as needed
+        val_size = held_out_beside(size, val_size)
+        count = size + val_size
+    images = open_images(data, True, count, shared)
+    training, held = images.divide(held_out(images.labels, images.classes, val_size, seed))
+    if size is None:
+        return training, held
+    if size > len(training):
         raise ValueError(
-            f"data.train_size: {count} is not allowed; it must be at most {len(training)}, "
-            "the number of training images"
+            f"data.train_size: {size} is not allowed; it must be at most {len(training)}, the "
+            "number of training images"
         )
-    training = training.select(torch.arange(count))
+    training = training.select(torch.arange(size))
     counts = training.class_counts()
     if min(counts) == 0:
         raise ValueError(
-            f"data.train_size: {count} leaves a class without training images "
+            f"data.train_size: {size} leaves a class without training images "
             f"({describe_counts(training.classes, counts)}); use more"
         )
-    return training
+    return training, held
 
 
 def choose_probes(images: ImageSet, count: int, seed: int) -> ImageSet:

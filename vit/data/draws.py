@@ -1,6 +1,7 @@
 """Random numbers for the images of a batch that processes share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,16 +15,14 @@ class Draws:
     """Draws random numbers for a part of a batch, the same as for the whole batch.
 
     The numbers of all images are drawn, and those of the part are returned. So an image gets the
-    same numbers however the batch is divided among processes. Only noise, which has as many numbers
-    as the images, is drawn for little more than the part.
-
-    In the shapes that the methods take, -1 stands for the images, as in `Tensor.view`.
+    same numbers however the batch is divided among processes. In the shapes that the methods take,
+    -1 stands for the images, as in `Tensor.view`.
 
     Attributes:
         seed: 32 bits. Objects with the same seed and batch size draw the same numbers.
         batch_size: Number of images in the whole batch.
         part: The images in the batch that numbers are returned for.
-        generator: On the images' device; its state advances with each call but `noise`.
+        device: Of the images.
     """
 
     def __init__(
@@ -36,53 +35,42 @@ class Draws:
         self.seed = seed
         self.batch_size = batch_size
         self.part = range(batch_size)[part or slice(None)]
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def uniform(self, low: float, high: float, shape: Sequence[int] = (-1, 1, 1, 1)) -> Tensor:
         """Draw float numbers from low to high."""
-        drawn = torch.rand(self._batch_shape(shape), generator=self.generator, device=self._device)
-        return low + (high - low) * self._of_part(drawn, shape)
+        return low + (high - low) * self._draw(torch.rand, shape)
 
     def integers(self, low: int, high: int, shape: Sequence[int] = (-1,)) -> Tensor:
         """Draw int64 numbers from low to high - 1."""
-        size = self._batch_shape(shape)
-        drawn = torch.randint(low, high, size, generator=self.generator, device=self._device)
-        return self._of_part(drawn, shape)
+        return self._draw(partial(torch.randint, low, high), shape)
 
     def beta(self, alpha: float) -> Tensor:
         """Draw a float number from Beta(alpha, alpha) for each image: (B, 1, 1, 1).
 
         torch.distributions accepts no generator, so this calls the function behind its Dirichlet.
         """
-        both = torch.full((self.batch_size, 2), alpha, device=self._device)
-        drawn = torch._sample_dirichlet(both, generator=self.generator)[:, :1, None, None]
-        return self._of_part(drawn, (-1, 1, 1, 1))
+        both = torch.full((self.batch_size, 2), alpha, device=self.device)
+        drawn = torch._sample_dirichlet(both, generator=self._generator)[:, :1, None, None]
+        return drawn[self.part.start : self.part.stop]
 
     def noise(self, shape: Sequence[int]) -> Tensor:
         """Draw standard normal numbers: (B, *shape); the same whenever it is called.
 
-        Each block of consecutive images has its own generator, so that a process draws only the
-        blocks that its part touches.
+        These are many, so each block of consecutive images has its own generator, and a process
+        draws only the blocks that its part touches.
         """
         first, last = self.part.start // NOISE_BLOCK, (self.part.stop - 1) // NOISE_BLOCK
-        blocks = [
-            torch.randn(
-                NOISE_BLOCK,
-                *shape,
-                generator=generator(self.seed, "noise", block, device=self._device),
-                device=self._device,
-            )
-            for block in range(first, last + 1)
-        ]
+        blocks = []
+        for block in range(first, last + 1):
+            draw = generator(self.seed, "noise", block, device=self.device)
+            blocks.append(torch.randn(NOISE_BLOCK, *shape, generator=draw, device=self.device))
         start = self.part.start - first * NOISE_BLOCK
         return torch.cat(blocks)[start : start + len(self.part)]
 
-    @property
-    def _device(self) -> torch.device:
-        return self.generator.device
-
-    def _batch_shape(self, shape: Sequence[int]) -> list[int]:
-        return [self.batch_size if size == -1 else size for size in shape]
-
-    def _of_part(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+    def _draw(self, function: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+        """Draw the numbers of the whole batch, and return those of the part."""
+        size = [self.batch_size if n == -1 else n for n in shape]
+        drawn = function(size, generator=self._generator, device=self.device)
         return drawn.narrow(list(shape).index(-1), self.part.start, len(self.part))

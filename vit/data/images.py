@@ -6,7 +6,7 @@ Shapes: N images, B batch, C classes, H height, W width.
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vit.data.config import DataConfig
-from vit.data.layout import IMAGE_SUFFIXES
+from vit.data.layout import IMAGE_SUFFIXES, some
 from vit.data.preprocess import Preprocess
 from vit.data.sampling import fraction_per_class
 from vit.data.stream import ImageFile, ImageFiles
@@ -26,7 +26,7 @@ TEST_FRACTION = 0.2
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images with labels.
+    """Images with labels. Decoding files raises a ValueError that names one that cannot be read.
 
     Attributes:
         images: (N, channels, H, W) uint8, or files that are decoded when they are needed.
@@ -58,12 +58,13 @@ class ImageSet:
 
     def select(self, indices: Tensor) -> "ImageSet":
         """Return the images at `indices` (n,), in that order; files stay files."""
+        origins = self.origins or range(len(self))
         return dataclasses.replace(
             self,
             images=self.images[indices],
             labels=self.labels[indices],
             masks=None if self.masks is None else self.masks[indices],
-            origins=tuple((self.origins or range(len(self)))[i] for i in indices.tolist()),
+            origins=tuple(origins[index] for index in indices.tolist()),
         )
 
     def divide(self, indices: Tensor) -> tuple["ImageSet", "ImageSet"]:
@@ -86,68 +87,42 @@ class ImageSet:
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the set with its images and labels on a device."""
-        return dataclasses.replace(
-            self, images=self.images.to(device), labels=self.labels.to(device)
-        )
+        images, labels = self.images.to(device), self.labels.to(device)
+        return dataclasses.replace(self, images=images, labels=labels)
 
     def resized(self, preprocess: Preprocess) -> "ImageSet":
-        """Return the set with images and masks of a model's size; itself if nothing changes."""
+        """Return the set with images and masks of a model's size."""
         if isinstance(self.images, ImageFiles):
             files = dataclasses.replace(self.images, preprocess=preprocess)
             return dataclasses.replace(self, images=files)
-        images = self.images.cpu()
-        resized = preprocess.resize_all(images)
-        if resized is images:
-            return self
+        images = preprocess.resize_all(self.images)
         masks = None if self.masks is None else preprocess.resize_masks(self.masks)
-        return dataclasses.replace(self, images=resized.to(self.images.device), masks=masks)
+        return dataclasses.replace(self, images=images, masks=masks)
 
     def pixels(self) -> Tensor:
-        """Return all images as (N, channels, H, W) uint8; meant for sets that fit into memory.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Return all images as (N, channels, H, W) uint8; meant for sets that fit into memory."""
         return self.images if isinstance(self.images, Tensor) else self.images.read()
 
     def in_memory(self) -> "ImageSet":
         """Return the set with all images decoded."""
         return dataclasses.replace(self, images=self.pixels())
 
-    def parts(self, size: int) -> Iterator[Tensor]:
-        """Yield the images in their order, at most `size` at a time: (n, channels, H, W) uint8.
-
-        Raises:
-            ValueError: A file cannot be read any more.
-        """
-        if isinstance(self.images, Tensor):
-            yield from self.images.split(size)
-        else:
-            yield from self.images.batches(torch.arange(len(self)).split(size))
+    def parts(self, size: int) -> Iterable[Tensor]:
+        """Yield the images in their order, at most `size` at a time: (n, channels, H, W) uint8."""
+        return self.images.split(size)
 
     def batches(self, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the images and labels of batch after batch, on the set's device.
-
-        Args:
-            indices: (steps, B) int64.
-
-        Yields:
-            Images (B, channels, H, W) uint8 and labels (B,) int64.
-
-        Raises:
-            ValueError: A file cannot be read any more.
-        """
+        """Yield images (B, channels, H, W) and labels (B,) at each row of indices (steps, B)."""
         rows = indices.to(self.device)
         if isinstance(self.images, Tensor):
-            for row in rows:
-                yield self.images[row], self.labels[row]
+            images: Iterable[Tensor] = (self.images[row] for row in rows)
         else:
-            for row, images in zip(rows, self.images.batches(indices), strict=True):
-                yield images, self.labels[row]
+            images = self.images.batches(indices)
+        yield from zip(images, (self.labels[row] for row in rows), strict=True)
 
     def class_counts(self) -> list[int]:
         """Count the images of each class."""
-        return torch.bincount(self.labels, minlength=len(self.classes)).tolist()
+        return self.labels.bincount(minlength=len(self.classes)).tolist()
 
 
 def user_files(
@@ -160,19 +135,15 @@ def user_files(
     classes: Sequence[str],
     listed: bytes | None = None,
 ) -> ImageSet:
-    """Return a user's files as a set.
-
-    The fingerprint is the SHA-256 of the fraction, if it is used, and of all files and labels.
+    """Return a user's files as a set, after checks that all layouts share.
 
     Args:
         data: The data set.
         train: Whether the set is for training rather than for testing.
         split: Whether to take only the part of the files that `data.test_fraction` decides on.
         folder: The folder that names of files are relative to, which may be moved.
-        paths: The N files.
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names.
-        listed: What identifies the files and labels; None means their names.
+        paths, labels, classes: As in an `ImageSet`.
+        listed: What identifies the files and labels in the fingerprint; None means their names.
 
     Raises:
         ValueError: There are too few classes, or images of a class, or `data.test_fraction` is
@@ -185,7 +156,8 @@ def user_files(
         )
     if len(classes) < 2:
         raise ValueError(
-            f"data.root: {folder} has a single class, {classes[0]}; a classifier needs at least two"
+            f"data.root: {folder} has {len(classes)} classes ({some(classes)}); a classifier needs "
+            "at least two"
         )
     least, part = (2, "") if split else (1, "training " if train else "test ")
     counts = labels.bincount(minlength=len(classes)).tolist()
@@ -201,10 +173,10 @@ def user_files(
         listed = "".join(lines).encode(errors="surrogateescape")
     fraction = (data.test_fraction or TEST_FRACTION) if split else None
     fingerprint = hashlib.sha256(f"{fraction}\n".encode() + listed).hexdigest()
+    files = ImageFiles(tuple(paths), Preprocess.from_config(data), data.workers)
     images = ImageSet(
-        ImageFiles.from_config(paths, data), labels, tuple(classes), origins=tuple(paths),
-        folder=str(folder), fingerprint=fingerprint, split=split,
-    )  # fmt: skip
+        files, labels, tuple(classes), None, files.paths, str(folder), fingerprint, split
+    )
     if fraction is None:
         return images
     test = fraction_per_class(labels, fraction, 0, "data.test_fraction").sort().values

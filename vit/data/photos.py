@@ -2,75 +2,54 @@
 
 import io
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from vit.data.layout import IMAGE_SUFFIXES, is_image, report_ignored, visible_files
+from vit.data.layout import IMAGE_SUFFIXES, image_files
 from vit.data.pixels import Bands, Unusable, bands_of
 
 Photo = str | Path | Image.Image | np.ndarray  # an array is (height, width, channels) uint8
 
 
 class TarMember(NamedTuple):
-    """An image file in a tar file that is not compressed.
+    """An image file in a tar file that is not compressed."""
 
-    Attributes:
-        shard: The tar file.
-        name: Name of the member, for messages.
-        offset: Where its content starts in the tar file, in bytes.
-        size: Length of its content, in bytes.
-    """
-
-    shard: str
+    shard: str  # the tar file
     name: str
-    offset: int
-    size: int
+    offset: int  # of its content in the tar file, bytes
+    size: int  # bytes
 
     def __str__(self) -> str:
         return f"{self.name} in {self.shard}"
 
     def open(self) -> io.BytesIO:
-        """Read the content; OSError if the tar file is gone or has become shorter.
+        """Read the content.
 
         The tar file is opened anew for each image, which takes no time next to decoding.
         """
         with Path(self.shard).open("rb") as file:
             file.seek(self.offset)
-            content = file.read(self.size)
-        if len(content) < self.size:
-            raise OSError(f"{self.shard} has become shorter")
-        return io.BytesIO(content)
+            return io.BytesIO(file.read(self.size))
 
 
 def find_photos(names: Iterable[str], key: str) -> list[Path]:
     """List image files, and the image files in folders and the folders below them.
 
-    Args:
-        names: Files, which may have any suffix, and folders. In a folder, hidden files and folders
-            are ignored, and so are files without an image suffix, which a line counts.
-        key: The flag or config key that gave the names, for the error message.
-
-    Returns:
-        The files in the order given, those of a folder sorted; each of them once.
-
-    Raises:
-        ValueError: A file does not exist or is not a regular file, or a folder has no image files.
+    Files may have any suffix; in folders, hidden files and files without an image suffix are
+    ignored. The order is as given, that of a folder sorted; each file is listed once. The key of
+    the names is for error messages.
     """
     found: dict[Path, None] = {}
     for path in map(Path, names):
         if path.is_dir():
-            inside = visible_files(path)
-            images = [name for name in inside if is_image(name)]
+            images = image_files(path)
             if not images:
-                raise ValueError(
-                    f"{key}: {path} contains no image files ({', '.join(IMAGE_SUFFIXES)})"
-                )
-            report_ignored(path, inside)
+                suffixes = ", ".join(IMAGE_SUFFIXES)
+                raise ValueError(f"{key}: {path} contains no image files ({suffixes})")
             found.update(dict.fromkeys(map(Path, sorted(images))))
         else:
             _require_file(path, key)
@@ -85,33 +64,32 @@ def to_bands(photo: Photo | TarMember, channels: int = 3, key: str = "photo") ->
     they are the bands of the image as they are stored, e.g. RGBA. 16-bit values are divided by 257.
 
     Args:
-        photo: A file, a member of a tar file, a Pillow image, or an array (height, width) or
-            (height, width, channels).
+        photo: A file, a Pillow image, or an array (height, width) or (height, width, channels).
         channels: Number of colour channels, 1 is grey and 3 is RGB.
-        key: The flag or config key that named the photo, for the error message.
+        key: The flag or config key that named the photo, for error messages.
 
     Returns:
         One image of mode RGB for three channels, otherwise an image of mode L for each channel.
 
     Raises:
-        ValueError: The file does not exist, is not an image, is damaged or exceeds Pillow's limit
-            against decompression bombs (Image.MAX_IMAGE_PIXELS); the channels cannot be converted;
-            or the array is not uint8 or has another shape.
+        ValueError: The file is missing, damaged or too large (Image.MAX_IMAGE_PIXELS), the channels
+            cannot be converted, or the array is not uint8 or has another shape.
     """
     if isinstance(photo, str):
         photo = Path(photo)
     if isinstance(photo, Path):
         _require_file(photo, key)
     try:
-        if isinstance(photo, Path | TarMember):
-            name = str(photo)
-            return _read(photo, channels)
-        if isinstance(photo, Image.Image):
-            name = "the image"
-            return bands_of(photo, channels)
-        if isinstance(photo, np.ndarray):
-            name = "the array"
-            return _bands_of_array(photo, channels)
+        match photo:
+            case Path() | TarMember():
+                name = str(photo)
+                return _read(photo, channels)
+            case Image.Image():
+                name = "the image"
+                return bands_of(photo, channels)
+            case np.ndarray():
+                name = "the array"
+                return _bands_of_array(photo, channels)
     except Unusable as error:
         raise ValueError(f"{key}: {name} {error}") from None
     raise ValueError(
@@ -126,39 +104,28 @@ def to_photo(photo: Photo, channels: int = 3, key: str = "photo") -> np.ndarray:
     return np.concatenate([np.atleast_3d(np.asarray(band)) for band in bands], axis=2)
 
 
-@contextmanager
-def pillow_warnings() -> Iterator[None]:
-    """Ignore what Pillow warns of in readable images; refuse images that may be bombs.
-
-    Warnings belong to the process, so threads that read files must run within one such context.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # damaged EXIF data
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        yield
-
-
 def _require_file(path: Path, key: str) -> None:
-    if path.is_dir():
-        raise ValueError(f"{key}: {path} is a folder; name image files")
     if not path.is_file():
         problem = "not a regular file" if path.exists() else "file not found"
         raise ValueError(f"{key}: {path}: {problem}")
 
 
 def _read(file: Path | TarMember, channels: int) -> Bands:
+    """Read a file, quietly where Pillow only warns, of damaged EXIF data, say."""
     try:
         content = file if isinstance(file, Path) else file.open()
-        with pillow_warnings(), Image.open(content) as image:
-            return bands_of(image, channels)
+        with warnings.catch_warnings(action="ignore"):
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(content) as image:
+                return bands_of(image, channels)
     except Unusable:
         raise
     except UnidentifiedImageError:
         heic = file.name.lower().endswith((".heic", ".heif"))
         problem = "HEIC needs a package; run pip install pillow-heif" if heic else "unknown format"
-        raise Unusable(f"cannot be read as an image: {problem}") from None
     except Exception as error:  # Pillow's decoders raise all kinds of errors
-        raise Unusable(f"cannot be read as an image: {error}") from None
+        problem = str(error)
+    raise Unusable(f"cannot be read as an image: {problem}")
 
 
 def _bands_of_array(array: np.ndarray, channels: int) -> Bands:

@@ -36,8 +36,7 @@ class ArrayPreprocess:
 
     Attributes:
         image_size: H and W of the images the model takes, in pixels.
-        mean: Mean of each channel of the training images, 0 to 1.
-        std: Standard deviation of each channel of the training images, 0 to 1.
+        mean, std: Mean and standard deviation of each channel of the training images, 0 to 1.
         interpolation: How photos are resized, one of Pillow's filters in lower case.
         fit: What happens to an image of another aspect ratio. "crop" resizes it to cover
             `image_size` and cuts out the centre, as torchvision's Resize and CenterCrop do; "pad"
@@ -139,16 +138,13 @@ def bands_of(image: Image.Image, channels: int) -> Bands:
     if channels not in (1, 3) and image.mode in STORED_BANDS and len(image.mode) == channels:
         return ImageOps.exif_transpose(image).split()
     photo = _upright(image)
-    stored = len(photo.getbands())
-    if stored == channels:
-        return (photo,)
-    if channels not in (1, 3):
-        what = "1 channel" if stored == 1 else f"{stored} channels"
-        raise Unusable(
-            f"has {what}, but the model takes {channels} (data.channels); only grey and RGB, 1 and "
-            "3, are converted into each other"
-        )
-    return (photo.convert("RGB" if channels == 3 else "L"),)
+    if channels in (1, 3):
+        mode = "RGB" if channels == 3 else "L"
+        return (photo if photo.mode == mode else photo.convert(mode),)
+    raise Unusable(
+        f"has {'1 channel' if photo.mode == 'L' else '3 channels'}, but the model takes {channels} "
+        "(data.channels); only grey and RGB, 1 and 3, are converted into each other"
+    )
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -166,7 +162,7 @@ def _upright(image: Image.Image) -> Image.Image:
         photo = photo.convert("RGBA")
         white = Image.new("RGBA", photo.size, "white")
         return Image.alpha_composite(white, photo).convert("RGB")
-    if photo.mode == "RGB":
-        photo.load()
-        return photo
-    return photo.convert("L" if photo.mode in ("1", "L") else "RGB")
+    photo.load()
+    return (
+        photo if photo.mode in ("L", "RGB") else photo.convert("L" if photo.mode == "1" else "RGB")
+    )

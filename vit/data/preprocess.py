@@ -16,7 +16,7 @@ from vit.data.config import DataConfig
 from vit.data.photos import Photo, TarMember, to_bands
 from vit.data.pixels import ArrayPreprocess, offset
 
-# Training images that are cropped at random are stored larger by this factor, which keeps detail.
+# Training images that are cropped at random are stored larger by this factor, to keep detail.
 STORED_SCALE = 256 / 224
 
 
@@ -41,10 +41,7 @@ class Preprocess(ArrayPreprocess):
         return dataclasses.asdict(self)
 
     def stored(self) -> "Preprocess":
-        """Return the preprocessing of training images that will be cropped and resized at random.
-
-        They are larger by 256 / 224, so that a crop keeps more of the photo's detail.
-        """
+        """Return the preprocessing of training images that will be cropped at random."""
         height, width = (round(STORED_SCALE * n) for n in self.image_size)
         return dataclasses.replace(self, image_size=(height, width))
 
@@ -67,50 +64,23 @@ class Preprocess(ArrayPreprocess):
         return (seen[0], seen[1]), (padding[0], padding[1])
 
     def resize(self, photo: Photo | TarMember, key: str = "photo") -> Tensor:
-        """Resize a photo to the model's image size, and crop or pad it; see `fit`.
-
-        Args:
-            photo: A file, a member of a tar file, a Pillow image or an array (height, width,
-                channels) uint8, of any size; its channels are converted as
-                `vit.data.photos.to_bands` does.
-            key: The flag or config key that named the photo, for the error message.
-
-        Returns:
-            (C, H, W) uint8.
-
-        Raises:
-            ValueError: The photo cannot be read, or its channels cannot be converted.
-        """
+        """Read a photo of any size, see `to_bands`, resize, and crop or pad it: (C, H, W) uint8."""
         return torch.from_numpy(self.resize_bands(to_bands(photo, self.channels, key)))
 
     def resize_all(self, images: Tensor) -> Tensor:
-        """Resize images of one size as `resize` does; the same tensor if nothing has to change.
+        """Resize images (N, channels, height, width) uint8 as `resize` does: (N, C, H, W).
 
-        Args:
-            images: (N, channels, height, width) uint8.
-
-        Returns:
-            (N, C, H, W) uint8.
-
-        Raises:
-            ValueError: The channels cannot be converted.
+        If nothing has to change, they are returned as they are.
         """
         if images.shape[1:] == (self.channels, *self.image_size):
             return images
         resized = torch.empty(len(images), self.channels, *self.image_size, dtype=torch.uint8)
         for number, image in enumerate(images):
-            resized[number] = self.resize(image.permute(1, 2, 0).numpy())
-        return resized
+            resized[number] = self.resize(image.permute(1, 2, 0).cpu().numpy())
+        return resized.to(images.device)
 
     def resize_masks(self, masks: Tensor) -> Tensor:
-        """Resize masks like their images, each pixel taking the nearest value; padding is False.
-
-        Args:
-            masks: (N, height, width) bool.
-
-        Returns:
-            (N, H, W) bool.
-        """
+        """Resize masks (N, height, width) like their images: (N, H, W) bool; padding is False."""
         plain = dataclasses.replace(self, mean=(0.0,), std=(1.0,), interpolation="nearest")
         return plain.resize_all(masks[:, None].to(torch.uint8))[:, 0].bool()
 

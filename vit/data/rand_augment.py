@@ -1,8 +1,8 @@
 """RandAugment (arXiv 1909.13719) for whole batches on their device.
 
 Operations and magnitudes are those of torchvision's RandAugment, which processes one image at a
-time. Here each image of a batch gets other operations, unlike in kornia. All random numbers come
-from the `Draws` that are passed in. Shapes: B batch, H height, W width.
+time. Here each image of a batch gets other operations, unlike in kornia. Images are (B, channels,
+H, W) uint8, B batch, H height, W width, and so are the results.
 """
 
 import math
@@ -21,17 +21,7 @@ OPERATIONS = (
 
 
 def rand_augment(images: Tensor, num_ops: int, magnitude: float, draws: Draws) -> Tensor:
-    """Apply random operations to each image, one after the other.
-
-    Args:
-        images: (B, channels, H, W) uint8.
-        num_ops: Number of operations per image.
-        magnitude: Magnitude of the operations, 0 to `STRONGEST`.
-        draws: Random numbers for these images.
-
-    Returns:
-        (B, channels, H, W) uint8.
-    """
+    """Apply `num_ops` random operations of a magnitude, 0 to `STRONGEST`, to each image."""
     for _ in range(num_ops):
         operations = draws.integers(0, len(OPERATIONS))
         signs = 2 * draws.integers(0, 2) - 1
@@ -40,16 +30,9 @@ def rand_augment(images: Tensor, num_ops: int, magnitude: float, draws: Draws) -
 
 
 def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs: Tensor) -> Tensor:
-    """Apply to each image its operation.
+    """Apply to each image its operation (B,) int64, an index into `OPERATIONS`.
 
-    Args:
-        images: (B, channels, H, W) uint8.
-        operations: (B,) int64, indices into `OPERATIONS`.
-        magnitude: 0 to `STRONGEST`.
-        signs: (B,) int64, 1 or -1: direction of the operations that have two.
-
-    Returns:
-        (B, channels, H, W) uint8.
+    The signs (B,) int64, 1 or -1, are the direction of the operations that have two.
     """
     from torchvision.transforms.v2 import functional as tv  # imported late because it is slow
 
@@ -85,15 +68,8 @@ def apply_operations(images: Tensor, operations: Tensor, magnitude: float, signs
 def warp(images: Tensor, operations: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Shear, translate or rotate the images with such an operation, filling with black.
 
-    Args:
-        images: (B, channels, H, W) uint8.
-        operations: (B,) int64, indices into `OPERATIONS`.
-        strength: Fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
-            rotation by 30 degrees.
-        signs: (B,) int64, 1 or -1.
-
-    Returns:
-        (B, channels, H, W) uint8; images with other operations are unchanged.
+    Strength is a fraction of the maximum, 0 to 1: shear by 0.3, translation by 150 / 331 of a side,
+    rotation by 30 degrees.
     """
     height, width = images.shape[2:]
     aspect = height / width

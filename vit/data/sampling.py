@@ -1,4 +1,8 @@
-"""Which images are used when: subsets, splits and batches, as pure functions of seed and epoch."""
+"""Which images are used when: subsets, splits and batches, as pure functions of seed and epoch.
+
+Labels are (N,) int64, 0 to C - 1. Subsets are ascending indices into them, int64; those for another
+purpose, a text, are independent.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +20,7 @@ COMMON = 8  # images; with a multiple of them, 1, 2 or 4 processes train on the 
 
 
 def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
-    """Choose images at random, with equal numbers per class as far as the classes allow.
-
-    Args:
-        labels: (N,) int64.
-        count: Number of images to choose, 0 to N.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (count,) int64, ascending indices into labels.
+    """Choose images at random, with equal numbers per class as far as the classes allow: (count,).
 
     Raises:
         ValueError: count is larger than N.
@@ -33,44 +28,26 @@ def balanced_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tens
     if count > len(labels):
         raise ValueError(f"{purpose}: {count} images requested, but there are only {len(labels)}")
     order, turn, _ = _random_turns(labels, seed, purpose)
-    chosen = order[turn.argsort(stable=True)[:count]]
-    return chosen.sort().values
+    return order[turn.argsort(stable=True)[:count]].sort().values
 
 
 def stratified_subset(labels: Tensor, count: int, seed: int, purpose: str) -> Tensor:
     """Choose images at random, in proportion to the class sizes, leaving at least one per class.
 
     Each class gets its proportional number, rounded by the Webster method. For classes of equal
-    size this is the same choice as `balanced_subset`.
-
-    Args:
-        labels: (N,) int64.
-        count: Number of images to choose, 0 to N - C for C classes.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (count,) int64, ascending indices into labels.
+    size this is the same choice as `balanced_subset`. count is at most N - C: (count,).
     """
     order, turn, size = _random_turns(labels, seed, purpose)
     assert count <= (turn < size - 1).sum()
     priority = (turn + 0.5) / size
     priority[turn == size - 1] = torch.inf  # the last image of a class stays
-    chosen = order[priority.argsort(stable=True)[:count]]
-    return chosen.sort().values
+    return order[priority.argsort(stable=True)[:count]].sort().values
 
 
 def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str) -> Tensor:
-    """Choose a fraction of each class at random, rounded: at least one image, but never all.
+    """Choose a fraction below 1 of each class at random, rounded: at least one image, never all.
 
-    Args:
-        labels: (N,) int64.
-        fraction: 0 up to, not including, 1; 0 chooses none.
-        seed: Seed of the run.
-        purpose: What the images are for; different purposes give independent choices.
-
-    Returns:
-        (n,) int64, ascending indices into labels. A class with a single image gives none.
+    A class with a single image gives none, and so does every class for a fraction of 0.
     """
     order, turn, size = _random_turns(labels, seed, purpose)
     least = 1 if fraction > 0 else 0
@@ -81,15 +58,8 @@ def fraction_per_class(labels: Tensor, fraction: float, seed: int, purpose: str)
 def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: int) -> Tensor:
     """Choose the images to hold out from training, stratified by class.
 
-    Args:
-        labels: (N,) int64, 0 to C - 1.
-        classes: The C class names, for the message.
-        size: Number of images; a fraction of each class, if less than 1; None means 1,000 of a set
-            of at least 10,000 images, and a tenth of each class of a smaller one.
-        seed: Seed of the run.
-
-    Returns:
-        (n,) int64, ascending indices into labels.
+    The size is a number of images; a fraction of each class, if less than 1; None means 1,000 of a
+    set of at least 10,000 images, and a tenth of each class of a smaller one.
 
     Raises:
         ValueError: A class would be left without training images.
@@ -98,7 +68,7 @@ def held_out(labels: Tensor, classes: Sequence[str], size: float | None, seed: i
         size = HELD_OUT if len(labels) >= LARGE_SET else HELD_OUT_FRACTION
     if size < 1:
         return fraction_per_class(labels, size, seed, "data.val_size")
-    counts = torch.bincount(labels, minlength=len(classes)).tolist()
+    counts = labels.bincount(minlength=len(classes)).tolist()
     most = sum(max(n - 1, 0) for n in counts)
     if size > most:
         raise ValueError(
@@ -137,25 +107,15 @@ def describe_counts(classes: Sequence[str], counts: Sequence[int]) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in zip(classes, counts, strict=True))
 
 
-# Batches.
-
-
 def divide_epoch(
     num_images: int, batch_size: int, parts: int = 1, steps: int | None = None
 ) -> tuple[int, int]:
     """Choose the number of steps in an epoch and of images in each.
 
     In a set of at least 50 batches, an epoch leaves out the rest. In a smaller one, batches have
-    fewer images if necessary, so that an epoch uses all of them.
-
-    Args:
-        num_images: Number of training images.
-        batch_size: Largest number of images per step, a multiple of `parts`.
-        parts: Number of equal parts that a batch is divided into.
-        steps: The number of steps that a run began with; None chooses it.
-
-    Returns:
-        Steps, and images per step: a multiple of `parts`, and of twice as many if `batch_size` is.
+    fewer images if necessary, so that an epoch uses all of them; they are a multiple of `parts`,
+    and of twice as many if `batch_size`, the largest number, is. A run that has begun keeps its
+    number of steps.
     """
     if steps is None:
         large = num_images >= MANY_BATCHES * batch_size
@@ -169,10 +129,8 @@ def divide_epoch(
 def epoch_batches(num_images: int, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
     """Shuffle the indices of all images and divide them into batches.
 
-    Where these have room for more images, the last one is filled up with images of the first.
-
-    Returns:
-        int64 indices of the given shape: steps, and images per step, see `divide_epoch`.
+    Where these have room for more images, the last one is filled up with images of the first. The
+    shape is that of the result: steps, and images per step, see `divide_epoch`.
     """
     order = torch.randperm(num_images, generator=generator(seed, "epoch", epoch))
     return order[torch.arange(math.prod(shape)) % num_images].view(shape)
@@ -183,16 +141,8 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
 
     It is a sequence of rounds, each with one image of every class in random order, so every batch
     is balanced too, up to two images per class. A class takes its images in random order, and
-    starts again in another order when all have been taken.
-
-    Args:
-        labels: (N,) int64, on any device.
-        shape: Steps and images per step, see `divide_epoch`.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        Indices into labels of the given shape, int64, on the CPU.
+    starts again in another order when all have been taken. The labels may be on any device; the
+    shape is that of the result: steps, and images per step, see `divide_epoch`.
     """
     draw = generator(seed, "balanced epoch", epoch)
     labels = labels.cpu()
@@ -212,16 +162,10 @@ def balanced_batches(labels: Tensor, shape: tuple[int, int], seed: int, epoch: i
 def class_weights(counts: Sequence[int]) -> Tensor:
     """Weigh classes by their inverse frequency, as scikit-learn's class_weight="balanced" does.
 
-    With N images, C classes and n_c images of class c, its weight is N / (C n_c). Its mean over the
-    training images is 1, so the loss keeps its scale. With probabilities as targets,
+    With N images, C classes and n_c >= 1 images of class c, its weight is N / (C n_c). Its mean
+    over the training images is 1, so the loss keeps its scale. With probabilities as targets,
     `torch.nn.functional.cross_entropy` divides by the number of images, not by the sum of their
     weights, so the mean over micro-batches or processes is that of the whole batch.
-
-    Args:
-        counts: Number of training images of each of the C classes, at least 1.
-
-    Returns:
-        (C,) float32.
     """
     images = torch.tensor(counts, dtype=torch.float32)
     return images.sum() / (len(counts) * images)

@@ -34,10 +34,6 @@ def read_shapes(data: DataConfig, train: bool, count: int | None) -> ImageSet:
 def draw_shapes(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw images of random objects; on one machine, the same arguments give the same bytes.
 
-    Args:
-        count: Number of images, at least 1.
-        seed: 0 to 2**32 - 1, as from `vit.seeding.fold_in`.
-
     Returns:
         images: (count, 3, 32, 32) uint8, RGB.
         labels: (count,) int64, indices into KINDS in random order; the counts of any two kinds

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from vit.console import rank
-from vit.data.config import DataConfig
 from vit.data.photos import TarMember
 from vit.data.preprocess import Preprocess
 from vit.hardware import local_processes, usable_cores
@@ -59,21 +58,18 @@ def _start_worker(number: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
 
 
-def default_workers() -> int:
-    """Return one worker per usable core, less one, shared by the processes of a run; 1 to 16."""
-    cores = usable_cores() // local_processes()
-    return min(max(1, cores - 1), MOST_WORKERS)
-
-
 @dataclass(frozen=True)
 class ImageFiles:
     """Images that stay in their files and are decoded when they are needed.
 
+    Methods that decode raise a ValueError if a file cannot be read; `problems` and `decode_all` go
+    on.
+
     Attributes:
         paths: The N files, or members of tar files.
         preprocess: Crops and resizes the images.
-        workers: Number of processes that decode; 0 decodes in this one. None means
-            `default_workers` for at least 200 files, and 0 for fewer.
+        workers: Number of processes that decode; 0 decodes in this one. None means one per usable
+            core, less one, 1 to 16, shared by the processes of a run; 0 for fewer than 200 files.
         device: Where the images are moved to.
     """
 
@@ -81,11 +77,6 @@ class ImageFiles:
     preprocess: Preprocess
     workers: int | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009
-
-    @classmethod
-    def from_config(cls, paths: Iterable[ImageFile], data: DataConfig) -> "ImageFiles":
-        """Return files that are decoded as a config says."""
-        return cls(tuple(paths), Preprocess.from_config(data), data.workers)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -107,76 +98,61 @@ class ImageFiles:
     @property
     def num_workers(self) -> int:
         """Number of processes that decode."""
-        if self.workers is None:
-            return default_workers() if len(self) >= FEW else 0
-        return self.workers
+        if self.workers is not None:
+            return self.workers
+        cores = usable_cores() // local_processes()
+        return 0 if len(self) < FEW else min(max(1, cores - 1), MOST_WORKERS)
 
     def to(self, device: torch.device) -> "ImageFiles":
         """Return the same files, whose images are moved to a device."""
         return dataclasses.replace(self, device=device)
 
+    def split(self, size: int) -> Iterator[Tensor]:
+        """Decode all images, at most `size` at a time: (n, C, H, W) uint8, on the device."""
+        return self.batches(torch.arange(len(self)).split(size))
+
     def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Decode images batch by batch.
-
-        Args:
-            batches: Indices (B,) of each batch.
-
-        Yields:
-            Images (B, C, H, W) uint8, on the device.
-
-        Raises:
-            ValueError: A file cannot be read any more.
-        """
-        tasks = [[self.paths[index] for index in batch.tolist()] for batch in batches]
-        for images, problems in self._decode(tasks):
-            for problem in problems.values():
-                raise ValueError(f"{problem}; restore the file and rerun the command")
+        """Decode the images at indices (B,) for each batch: (B, C, H, W) uint8, on the device."""
+        for images, problems in self._decode([batch.tolist() for batch in batches]):
+            _require_readable(problems.values())
             yield images.to(self.device, non_blocking=True)
 
     def read(self) -> Tensor:
-        """Decode all images into one tensor (N, C, H, W) uint8 on the device.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Decode all images into one tensor (N, C, H, W) uint8 on the device."""
         pixels = torch.empty(self.shape, dtype=torch.uint8)
         for start, images, problems in self.decode_all("reading images"):
-            _require_readable(problems)
+            _require_readable(problems.values())
             pixels[start : start + len(images)] = images
         return pixels.to(self.device)
 
+    def problems(self) -> Iterator[tuple[int, str]]:
+        """Decode all images; yield the index of each that cannot be read, and what is wrong."""
+        for start, _, problems in self.decode_all("checking images"):
+            for position, problem in problems.items():
+                yield start + position, problem
+
     def check(self) -> None:
-        """Decode all images without keeping them.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
-        for _, _, problems in self.decode_all("checking images"):
-            _require_readable(problems)
-
-    def unreadable(self) -> list[int]:
-        """Decode all images and return the indices of those that cannot be read."""
-        found = self.decode_all("checking images")
-        return [start + position for start, _, problems in found for position in problems]
+        """Decode all images without keeping them."""
+        _require_readable(problem for _, problem in self.problems())
 
     def decode_all(self, what: str) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
         """Decode all images in parts, with a progress bar; yield also each part's first index."""
-        starts = range(0, len(self), AT_ONCE)
-        tasks = [self.paths[start : start + AT_ONCE] for start in starts]
+        tasks = [range(len(self))[i : i + AT_ONCE] for i in range(0, len(self), AT_ONCE)]
         hidden = True if rank() else None  # None shows the bar on terminals only
         with tqdm(total=len(self), desc=what, unit="image", leave=False, disable=hidden) as bar:
-            for start, (images, problems) in zip(starts, self._decode(tasks), strict=True):
-                yield start, images, problems
+            for task, (images, problems) in zip(tasks, self._decode(tasks), strict=True):
+                yield task.start, images, problems
                 bar.update(len(images))
 
-    def _decode(self, tasks: Sequence[Sequence[ImageFile]]) -> Iterator[Decoded]:
-        """Decode one list of files after the other; workers decode the next ones meanwhile."""
+    def _decode(self, tasks: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+        """Decode the files of one list after the other; workers decode the next ones meanwhile."""
         decoding, workers = _Decoding(self.preprocess), min(self.num_workers, len(tasks))
+        files = [[self.paths[index] for index in task] for task in tasks]
         if workers == 0:
-            return map(decoding.__getitem__, tasks)
+            return map(decoding.__getitem__, files)
         loader = DataLoader(
             decoding,
-            sampler=tasks,
+            sampler=files,
             batch_size=None,  # each task is a batch already
             num_workers=workers,
             pin_memory=self.device.type == "cuda",
@@ -186,6 +162,8 @@ class ImageFiles:
         return iter(loader)
 
 
-def _require_readable(problems: dict[int, str]) -> None:
-    for problem in problems.values():
-        raise ValueError(f"{problem}; replace or delete it, or use --data.on_bad_image skip")
+def _require_readable(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise ValueError(
+            f"{problem}; restore, replace or delete it, or use --data.on_bad_image skip"
+        )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vit.data.datasets import load_test_images, split_training
 from vit.data.images import ImageSet
-from vit.data.layout import recognize, refuse_loose_images
+from vit.data.layout import recognize
 from vit.model_file import SavedModel, load_model
 from vit.reporting.config import EvalConfig
 from vit.run.folder import EVAL_FOLDER
@@ -48,7 +48,6 @@ def load_test(saved: SavedModel, root: str | None = None) -> ImageSet:
     """
     data = saved.config.data
     if root is not None and not data.spec.own_files:
-        refuse_loose_images(Path(root))
         data = dataclasses.replace(data, name=recognize(Path(root)) or data.name)
     root = root or data.root
     data = dataclasses.replace(data, root=root, download=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from vit.classifier import PHOTO_KINDS, Classifier
 from vit.console import printable, warn
 from vit.data.photos import find_photos, to_photo
-from vit.data.stream import AT_ONCE, ImageFiles, default_workers
+from vit.data.stream import ImageFiles
 from vit.files import write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import make_sets
@@ -106,8 +106,7 @@ def _rank_files(
 
 def _decode(classifier: Classifier, paths: list[Path]) -> Iterator[tuple[Path, Tensor]]:
     """Read files in worker processes; yield path and image (channels, H, W) uint8, in order."""
-    workers = default_workers() if len(paths) > AT_ONCE else 0
-    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess, workers)
+    files = ImageFiles(tuple(map(str, paths)), classifier.preprocess)
     for start, images, problems in files.decode_all("predict"):
         for number, image in enumerate(images):
             if number in problems:

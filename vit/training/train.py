@@ -20,7 +20,6 @@ from vit.classifier import Classifier
 from vit.console import say
 from vit.data.datasets import load_test_images, load_training
 from vit.data.images import ImageSet
-from vit.data.stream import ImageFiles
 from vit.evaluation import Evaluator, Setup, evaluate
 from vit.hardware import cores_of_all_processes
 from vit.model_file import save_model
@@ -96,18 +95,11 @@ def load_data(run: Run) -> tuple[ImageSet, ImageSet]:
     config, checkpoint, world = run.config, run.checkpoint, run.world
     data = config.data
     with world.main_first() as shared:
-
-        def find_unreadable(files: ImageFiles) -> list[int]:
-            if world.main:  # one process looks, so that all leave out the same images
-                shared["unreadable"] = files.unreadable()
-            found: list[int] = shared["unreadable"]
-            return found
-
         training, held_out = load_training(
             data, config.train.seed, run.preprocess,
             run.preprocess.stored() if config.augment.crop == "resized" else None,
             check=world.main and checkpoint is None,  # once a run
-            find_unreadable=find_unreadable,
+            shared=shared,
         )  # fmt: skip
     if checkpoint is not None:
         started = (*checkpoint.classes, checkpoint.num_images)
