@@ -19,7 +19,7 @@ from torch import Tensor
 from vit.data.datasets import load
 from vit.data.images import ImageSet
 from vit.data.shapes import KINDS
-from vit.explain.faithfulness import mean_interval, pointing_game
+from vit.explain.faithfulness import baselines, mean_interval, pointing_game
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.rollout import attention_rollout
 from vit.model_file import SavedModel, load_model

@@ -42,6 +42,7 @@ from vit.training.step import TrainingStep
 
 CPU = torch.device("cpu")
 DIM, DEPTH, HEADS, HIDDEN, PATCH, SIZE, CLASSES = 192, 9, 3, 384, 4, 32, 10
+ROUNDS = 9  # of measurements whose number of rounds is not an argument
 
 
 def ours(class_token: bool) -> VisionTransformer:
@@ -114,10 +115,11 @@ def training(
 ) -> Callable[[], None]:
     """Return a function that trains a model for a step."""
     optimizer = torch.optim.AdamW(model.parameters())
+    device = next(model.parameters()).device
 
     def work() -> None:
-        images, labels = next(batches)
-        with autocast(CPU, precision):
+        images, labels = (part.to(device, non_blocking=True) for part in next(batches))
+        with autocast(device, precision):
             logits = model(images)
         F.cross_entropy(logits.float(), labels).backward()
         optimizer.step()
@@ -126,13 +128,33 @@ def training(
     return work
 
 
-def flops_of_step(model: nn.Module, batch: int) -> float:
+def repeated(work: Callable[[], object], device: torch.device, times: int) -> Callable[[], None]:
+    """Return a function that does some work a number of times and waits for the device."""
+
+    def some() -> None:
+        for _ in range(times):
+            work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    return some
+
+
+def matrix_product(
+    precision: torch.dtype, device: torch.device = CPU, size: int = 2048
+) -> tuple[Callable[[], object], float]:
+    """Return a function that multiplies large matrices, and the FLOP it needs."""
+    a, b = (torch.randn(size, size, dtype=precision, device=device) for _ in range(2))
+    return lambda: a @ b, 2 * size**3
+
+
+def flops_of_step(model: nn.Module, batch: int, size: int = SIZE) -> float:
     """Count the FLOP of matrix products and convolutions, forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    few = 2
+    few, device = 2, next(model.parameters()).device
     with FlopCounterMode(display=False) as counter:
-        model(torch.randn(few, 3, SIZE, SIZE)).sum().backward()
+        model(torch.randn(few, 3, size, size, device=device)).sum().backward()
     model.zero_grad()
     return counter.get_total_flops() / few * batch
 
@@ -175,11 +197,8 @@ def compare_to_products(batch: int, rounds: int) -> None:
         flops = flops_of_step(model, batch)
     print(f"\nour step without a class token, {flops / 1e9:.0f} GFLOP, and products of 2048")
     for precision in native_precisions():
-        matrix, product_flops = torch.randn(2048, 2048, dtype=precision), 2 * 2048**3
-        works: dict[str, Callable[[], object]] = {
-            "product": partial(torch.matmul, matrix, matrix),
-            "step": training(model, random_batches(batch), precision),
-        }
+        product, product_flops = matrix_product(precision)
+        works = {"product": product, "step": training(model, random_batches(batch), precision)}
         timings = take_turns(works, rounds)
         peak, rate = product_flops / timings["product"].seconds, flops / timings["step"].seconds
         print(
@@ -188,35 +207,40 @@ def compare_to_products(batch: int, rounds: int) -> None:
         )
 
 
-def profile(work: Callable[[], object], rows: int = 14) -> None:
-    """Print the operations in which a call spends its time."""
+def profile(work: Callable[[], object], device: torch.device = CPU, rows: int = 14) -> None:
+    """Print the operations in which a call spends the device's time."""
     with torch.profiler.profile() as profiler:
         work()
-    averages = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
-    total = sum(row.self_cpu_time_total for row in averages)
-    for row in averages[:rows]:
-        share = row.self_cpu_time_total / total
-        print(f"  {row.key[:44]:<46}{share:6.1%}{row.count:8,} calls")
+    averages = profiler.key_averages()
+    cost = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
+    total = sum(getattr(row, cost) for row in averages)
+    for row in sorted(averages, key=lambda row: -getattr(row, cost))[:rows]:
+        print(f"  {row.key[:44]:<46}{getattr(row, cost) / total:6.1%}{row.count:8,} calls")
 
 
-def make_step(config: Config) -> tuple[TrainingStep, ImageSet]:
+def make_step(config: Config, device: torch.device = CPU) -> tuple[TrainingStep, ImageSet]:
     """Build the training step of a config, and images of random pixels for it."""
     pixels = torch.randint(256, (10_000, 3, SIZE, SIZE), dtype=torch.uint8)
-    images = ImageSet(pixels, torch.arange(10_000) % 10, tuple("0123456789"))
-    run = Run.begin(config, CPU, choose_precision("auto", CPU))
-    return build_step(run, images), images
+    labels = torch.arange(10_000) % 10
+    images = ImageSet(pixels, labels, tuple("0123456789")).to(device)
+    precision = choose_precision(config.train.precision, device)
+    return build_step(Run.begin(config, device, precision), images), images
 
 
 def repeat_step(
-    step: TrainingStep, images: ImageSet, start: int, batches: Tensor, prepare_only: bool = False
+    step: TrainingStep,
+    images: ImageSet,
+    start: int,
+    batches: Tensor,
+    prepare_only: bool = False,
 ) -> Callable[[], None]:
-    """Return a function that repeats a step of a run, or its first part, for each batch.
+    """Return a function that repeats one step of a run, once for each batch.
 
     Args:
         step: The training step.
         images: The training images.
         start: Number of the step, which determines its image size.
-        batches: (times, B) indices of images.
+        batches: (times, B) indices of images, on their device.
         prepare_only: Whether to stop after selecting and augmenting the images.
     """
 

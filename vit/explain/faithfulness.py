@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from vit.hardware import device_for
 from vit.seeding import generator
 
 Filling = Callable[[Tensor, Tensor], Tensor]  # images, hidden pixels (B, 1, H, W) -> images
@@ -126,6 +125,6 @@ def pointing_game(maps: Tensor, masks: Tensor) -> Tensor:
 
 def mean_interval(values: Tensor) -> tuple[float, float]:
     """Return the mean of values (B,) and half its normal 95% interval, NaN for a single value."""
-    values = values.to(device_for("float64", values.device)).double()
+    values = values.cpu().double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return values.mean().item(), 1.959964 * spread / math.sqrt(len(values))

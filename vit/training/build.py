@@ -50,14 +50,14 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
     begin = time.perf_counter()
     forward, features = state.model, None
     resizes = schedule.small_fraction > 0 and schedule.small_size != schedule.full_size
-    if state.frozen and not (config.augment.changes_images or resizes):
+    is_linear = isinstance(model.get_classifier(), nn.Linear)
+    if state.frozen and is_linear and not (config.augment.changes_images or resizes):
         classifier = Classifier(
             model.eval(), run.preprocess, training.classes, run.device, run.precision
         )
-        if classifier.has_linear_head:
-            parts = training.parts(FEATURE_BATCH)
-            features = torch.cat([classifier.features(part) for part in parts])
-            forward = model.get_classifier()
+        parts = training.parts(FEATURE_BATCH)
+        features = torch.cat([classifier.features(part) for part in parts])
+        forward = model.get_classifier()
     weights = class_weights(training.class_counts()) if config.data.balance == "loss" else None
     step = TrainingStep(
         state=state,
