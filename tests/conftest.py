@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-from vit.startup import eval_main
 
 from command_line import Ended
+from vit.cli import eval_main
 
 # The models are so small that more threads would only wait for each other. Subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

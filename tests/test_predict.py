@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import vit
-from small_runs import Call
+from command_line import Call
 from vit.data.photos import find_photos
 
 SAME = ("--device", "cpu", "--precision", "float32")

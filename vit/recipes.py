@@ -13,7 +13,7 @@ import yaml
 from vit.data.config import DataConfig
 from vit.data.layout import check_default_data, recognize
 from vit.settings import require, shorten, suggest
-from vit.training.config import Config, TrainConfig
+from vit.training.config import Config, TrainConfig, translated
 
 NULL = ("", "~", "null")  # unless quoted
 GROUPS = {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}
@@ -92,7 +92,7 @@ def compose(files: list[dict[str, Any]], flags: dict[str, Any]) -> Config:
         del files[0]["out"]  # named after the data set below
     budget = merge([*files, flags]).get("train", {}).get("budget_minutes")
     minutes = TrainConfig(budget_minutes=budget).budget_minutes
-    values = merge([*(at_budget(file, minutes) for file in files), flags])
+    values = merge([*(at_budget(translated(file), minutes) for file in files), flags])
     data = values.get("data", {})
     root = None if "name" in data else data.get("root")
     name = recognize(Path(root).expanduser()) if isinstance(root, str) else None

@@ -173,9 +173,14 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises:
         ValueError: A key is not known or a value is not allowed.
     """
+    return Config(**translated(values))
+
+
+def translated(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries that an earlier version wrote as this one writes them."""
     for section, key in RETIRED:
         if isinstance(part := values.get(section), dict):
             values = {**values, section: {k: v for k, v in part.items() if k != key}}
     if isinstance(train := values.get("train"), dict) and train.get("parallel") == "hybrid":
         values = {**values, "train": {**train, "parallel": "shard"}}
-    return Config(**values)
+    return values
