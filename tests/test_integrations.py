@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import vit
 from vit.data.shapes import KINDS, draw_shapes
 from vit.model.attention_model import require_attention
 from vit.tensorboard_plugin.encoding import decode_details, decode_weights
@@ -100,6 +101,42 @@ def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         reader = require_attention(module.model.eval())
         logits, weights, _ = reader.forward_intermediates(normalized(IMAGES[:2]))
     check(tmp_path / "runs/lightning_logs/version_0", weights, logits, prefix=1)
+
+
+def test_lightning_with_other_loggers(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from vit.integrations.lightning import AttentionCallback
+
+    callback = AttentionCallback(IMAGES[:2], every=1)
+    model = vit.VisionTransformer(
+        img_size=32, in_chans=3, num_classes=10, patch_size=8, embed_dim=24, depth=2, num_heads=2
+    )
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            return cross_entropy(self.model(normalized(batch[0])), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def fit(loggers: list[Any], **options: Any) -> None:
+        trainer = lightning.Trainer(
+            max_steps=1, accelerator="cpu", logger=loggers, callbacks=[callback],
+            enable_progress_bar=False, enable_checkpointing=False, **options,
+        )  # fmt: skip
+        trainer.fit(Module(), DataLoader(TensorDataset(IMAGES, LABELS), 16))
+
+    csv = lightning.loggers.CSVLogger(tmp_path / "csv")
+    with pytest.raises(ValueError, match="needs a trainer with a TensorBoardLogger"):
+        fit([csv])
+    fit([csv], fast_dev_run=1)
+    fit([csv, lightning.loggers.TensorBoardLogger(tmp_path / "tensorboard")])
+    (events,) = (tmp_path / "tensorboard").rglob("events*")
+    assert b"attention_00" in events.read_bytes()
 
 
 class Photos(Dataset[dict[str, Any]]):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from vit.explain.maps import readout_of
@@ -13,10 +14,19 @@ from vit.model.attention_model import attention_model, require_attention
 class AttentionCallback(AttentionLog, Callback):  # type: ignore[misc]
     """Logs the attention of the model of this project or of timm in a LightningModule."""
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Raise a ValueError if a trainer that is no `fast_dev_run` has no TensorBoardLogger."""
+        if not trainer.fast_dev_run and not _writers(trainer):
+            raise ValueError("AttentionCallback needs a trainer with a TensorBoardLogger")
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log to the trainer's TensorBoardLogger if the step is due."""
-        if trainer.is_global_zero:
-            self.add(trainer.logger.experiment, pl_module, trainer.global_step, _read)
+        """Log to the trainer's first TensorBoardLogger if the step is due."""
+        for writer in _writers(trainer)[:1] if trainer.is_global_zero else ():
+            self.add(writer, pl_module, trainer.global_step, _read)
+
+
+def _writers(trainer: Any) -> list[Any]:
+    return [each.experiment for each in trainer.loggers if isinstance(each, TensorBoardLogger)]
 
 
 def _read(module: nn.Module, inputs: Tensor) -> dict[str, Any]:
