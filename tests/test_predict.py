@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import vit
@@ -58,7 +59,19 @@ def test_folders_are_searched_and_hidden_and_other_files_ignored(photos):
     assert find_photos([str(photos)], "predict") == [photos / name for name in NAMES]
 
 
-# The table.
+# The table, and what the head gets.
+
+
+def test_features_are_what_the_head_turns_into_logits(photos):
+    classifier = vit.load("cifar10_quick", "cpu", "float32")
+    files = [photos / name for name in NAMES]
+    features = classifier.features(files)
+    assert features.shape == (7, 96)
+    torch.testing.assert_close(classifier.features(files[0]), features[:1])
+    found = classifier.model.head(features).softmax(dim=1)
+    for row, shares in zip(found, classifier.predict(files, 10), strict=True):
+        expected = torch.tensor([shares[name] for name in classifier.classes])
+        torch.testing.assert_close(classifier.scaled(row.log()).softmax(dim=0), expected)
 
 
 @pytest.mark.parametrize(("batch_size", "at_once"), [(3, 2), (500, 32)])
