@@ -350,7 +350,7 @@ def test_models_are_compared_by_image_with_the_same_corruptions(saved, images, t
         classify_corrupted(classifier, images, tmp_path / f"{number}.npz")
         for number, classifier in enumerate((one, other))
     ]
-    lines = {line[:12].strip(): line for line in table.splitlines()}
+    lines = {line[2:12].strip(): line for line in table.splitlines()}
     for kind in KINDS:
         first, second = (part[kind].double().mean(dim=0).numpy() for part in hits)
         row = found["other"][kind]

@@ -84,7 +84,9 @@ def test_report_gets_metrics_of_every_kind_of_images(
     for name, count in (("noise", 30), ("digits", 359), (str(tmp_path / "photos"), 12)):
         images = load_unfamiliar(name, saved, None)
         assert images.pixels().shape == (count, 3, 32, 32)
-        part = report_unfamiliar(saved, test, images, ReportConfig(unfamiliar=name))
+        training = load_split(saved, None)[0]
+        options = ReportConfig(unfamiliar=name)
+        part = report_unfamiliar(saved.classifier, test, images, training, options)
         found, table = part.numbers, part.table.splitlines()
         assert (found["images"], found["n"]) == (name, count)
         for line, score in zip(
@@ -95,8 +97,8 @@ def test_report_gets_metrics_of_every_kind_of_images(
     logits = saved.classifier.logits(test.pixels())
     pair = logits.logsumexp(1), saved.classifier.logits(images.pixels()).logsumexp(1)
     assert found["energy"]["auroc"] == pytest.approx(detection(*pair)["auroc"], abs=0.01)
-    training = load_split(saved, None)[0].pixels()
-    nearest = NearestNeighbors(n_neighbors=10).fit(F.normalize(saved.classifier.features(training)))
+    reference = F.normalize(saved.classifier.features(training.pixels()))
+    nearest = NearestNeighbors(n_neighbors=10).fit(reference)
     shown = [F.normalize(saved.classifier.features(s.pixels())) for s in (test, images)]
     distances = [torch.tensor(-nearest.kneighbors(part)[0][:, 9]) for part in shown]
     expected = detection(*distances)["auroc"]

@@ -20,7 +20,7 @@ from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
 from vit.reporting.loading import load_run, load_test, results_folder
-from vit.reporting.tables import text_table, with_interval
+from vit.reporting.tables import markdown_table, with_interval
 
 MOST_MOVED = 8  # images listed
 LONGEST_NAME = 20  # characters of a model's name
@@ -63,13 +63,14 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         "models": rows,
     }
     text = as_text(content)
-    (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}")
     if options.corruptions:
         pairs = [(saved.classifier, test) for saved, test in zip(models, tests, strict=True)]
         corrupted = compare_corrupted(dict(zip(names, pairs, strict=True)), folder, options)
         content["corruptions"], table = corrupted
         print(f"\n{table}")
+        text += f"\n\n{table}"
+    (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
     (folder / "comparison.json").write_text(json.dumps(content, indent=1))
     print(f"\nwrote comparison.md and comparison.json to {folder}/")
 
@@ -153,7 +154,7 @@ def as_text(content: dict[str, Any]) -> str:
     heads = ["model", "architecture", "parameters", "steps", "accuracy (95% interval)"]
     heads += ["mean recall", "images/s", "right alone", f"p against {first['name']}"]
     heads += ["attention elsewhere"]
-    rows = [heads, ["---"] * len(heads)]
+    rows = [heads]
     for model in content["models"]:
         unfinished = "" if model["finished"] else " (unfinished)"
         moved, (alone_first, alone) = model.get("moved_attention"), model.get("only_right", (0, 0))
@@ -172,7 +173,7 @@ def as_text(content: dict[str, Any]) -> str:
     return "\n".join([
         f"{content['data']}: {content['images']:,} test images, {content['hardware']}",
         "",
-        *(f"| {line} |" for line in text_table(rows, " | ")),
+        markdown_table(rows),
         "",
         f"right alone: images on which only this model is right, and only {first['name']}; p: "
         "McNemar's exact test; attention elsewhere: fraction of rollout on other patches",

@@ -27,7 +27,7 @@ from vit.model_file import SavedModel
 from vit.parallel import map_on_cores
 from vit.registry import CORRUPTIONS
 from vit.reporting.config import CompareConfig, ReportConfig
-from vit.reporting.tables import Part, text_table, with_interval
+from vit.reporting.tables import Part, markdown_table, text_table, with_interval
 from vit.run.folder import CORRUPTIONS_FILE
 
 SEVERITIES = range(1, 6)
@@ -142,7 +142,7 @@ def compare_corrupted(
     Returns:
         For each model, kind of corruption, and the "mean" over kinds: what `_mean` returns, and
         the difference to the first model, image by image, with its 95% interval difference_95; and
-        a table.
+        a table in Markdown.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in models}
     survived: dict[str, Tensor] = {}  # of the first model
@@ -161,7 +161,7 @@ def compare_corrupted(
     for kind, row in first.items():
         cells = [with_interval(other[kind], "difference", "+.1%") for other in others]
         rows.append([kind.replace("_", " "), with_interval(row, "mean", ".1%"), *cells])
-    return found, "\n".join(text_table(rows))
+    return found, markdown_table(rows)
 
 
 def as_table(summary: dict[str, Any]) -> str:

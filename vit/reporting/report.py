@@ -21,13 +21,14 @@ from vit.files import write_atomically, write_table
 from vit.model.attention_model import no_maps_text
 from vit.reporting.calibration import (
     calibration_table,
+    make_sets,
     measure_calibration,
     measure_sets,
     sets_table,
 )
 from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
-from vit.reporting.loading import is_ours, load_run, load_test, results_folder
+from vit.reporting.loading import is_ours, load_run, load_split, load_test, results_folder
 from vit.reporting.predictions import TOP, columns_of
 from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
@@ -48,8 +49,13 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     saved = load_run(run, options, options.flip)
     test, folder = load_test(saved, options.data.root), results_folder(saved, options.out)
     _require_own_report(folder)
-    name = options.unfamiliar
-    others = load_unfamiliar(name, saved, options.data.root) if name else None
+    # What cannot work is refused before minutes of classifying.
+    name, root = options.unfamiliar, options.data.root
+    others = load_unfamiliar(name, saved, root) if name else None
+    training = load_split(saved, root)[0] if name else None
+    if options.coverage is not None:
+        none = torch.zeros(0, len(test.classes))
+        make_sets(saved.classifier, none, none[:, 0], options.coverage)
     print(f"{saved.describe()}, {saved.config.data.name} test images\n", flush=True)
     result = write_report(
         saved.classifier, test, folder, saved.step, options.batch_size, options.coverage
@@ -57,8 +63,9 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     print(f"{metrics_table(result)}\n\n{calibration_table(result['calibration'])}")
     if options.coverage is not None:
         print(f"\n{sets_table(result['sets'], options.coverage)}")
-    if others is not None:
-        _add(report_unfamiliar(saved, test, others, options), result, folder, saved.step)
+    if others is not None and training is not None:
+        part = report_unfamiliar(saved.classifier, test, others, training, options)
+        _add(part, result, folder, saved.step)
     if options.corruptions:
         part = report_corruptions(saved, test, folder, result["accuracy"], options)
         _add(part, result, folder, saved.step)

@@ -32,6 +32,12 @@ def text_table(rows: Sequence[Sequence[str]], separator: str = "   ") -> list[st
     return lines
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows, of which the first is the head, as a table in Markdown."""
+    lines = text_table([rows[0], ["---"] * len(rows[0]), *rows[1:]], " | ")
+    return "\n".join(f"| {line} |" for line in lines)
+
+
 def _columns(cell: str) -> int:
     """Return how many columns of a terminal a text takes; East Asian letters take two."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in cell)

@@ -23,7 +23,6 @@ from vit.model_file import SavedModel
 from vit.registry import DATASETS
 from vit.reporting.calibration import bootstrap
 from vit.reporting.config import ReportConfig
-from vit.reporting.loading import load_split
 from vit.reporting.tables import Part, text_table, with_interval
 from vit.seeding import generator
 from vit.settings import require, suggest
@@ -62,14 +61,13 @@ def load_unfamiliar(name: str, saved: SavedModel, root: str | None) -> ImageSet:
 
 
 def report_unfamiliar(
-    saved: SavedModel, test: ImageSet, others: ImageSet, options: ReportConfig
+    classifier: Classifier,
+    test: ImageSet,
+    others: ImageSet,
+    training: ImageSet,
+    options: ReportConfig,
 ) -> Part:
-    """Measure how well scores tell test images from others, see `detection`.
-
-    Raises:
-        ValueError: The training images cannot be read.
-    """
-    classifier, training = saved.classifier, load_split(saved, options.data.root)[0]
+    """Measure how well scores tell test images from others, see `detection`."""
     count = min(TRAINING, len(training))
     chosen = balanced_subset(training.labels, count, options.seed, "unfamiliar")
     reference = _features(classifier, training.select(chosen).resized(classifier.preprocess))
