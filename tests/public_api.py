@@ -17,10 +17,13 @@ sys.path.insert(0, str(ROOT))
 
 import vit  # noqa: E402
 from vit import tensorboard_plugin  # noqa: E402
+from vit.data.preprocess import Preprocess  # noqa: E402
 from vit.explain.explanation import Explanation  # noqa: E402
+from vit.integrations import AttentionLog  # noqa: E402
 
 SIGNATURES = ROOT / "tests/public_api.txt"
 PAGE = ROOT / "docs/api.md"
+CONSTRUCTED = [Preprocess, AttentionLog]  # of which the arguments are public, and no members
 PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -30,7 +33,8 @@ def public() -> dict[str, Any]:
              for module in (vit, tensorboard_plugin) for name in module.__all__}  # fmt: skip
     parts = [field.type for field in dataclasses.fields(vit.Config)]
     settings = [part for part in parts if dataclasses.is_dataclass(part)]
-    return found | {f"{part.__module__}.{part.__name__}": part for part in [Explanation, *settings]}
+    others = [Explanation, *CONSTRUCTED, *settings]
+    return found | {f"{part.__module__}.{part.__name__}": part for part in others}
 
 
 def signature(function: Any) -> str:
@@ -65,7 +69,7 @@ def signatures() -> str:
     lines = []
     for name, value in public().items():
         lines.append(name + signature(value))
-        if isinstance(value, type):
+        if isinstance(value, type) and value not in CONSTRUCTED:
             lines += [f"    {member}" for member in members(value)]
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,10 @@ def test_models_and_checkpoints_compute_the_logits_they_did(version: str) -> Non
     for file, logits in json.loads((VERSIONS / version / "logits.json").read_text()).items():
         classifier = vit.load(VERSIONS / version / file, device="cpu", precision="float32")
         torch.testing.assert_close(
-            classifier.logits(images()), torch.tensor(logits), rtol=0, atol=2e-6
+            classifier.logits(images()),
+            torch.tensor(logits),
+            rtol=0,
+            atol=1e-5,  # on other processors, sums are rounded differently
         )
 
 
@@ -42,8 +45,8 @@ def test_an_interrupted_run_goes_on(version: str, tmp_path: Path) -> None:
     report = vit.train(
         compose([read_config(str(run / "config.yaml"))], flags), allow_changes=version == "0.1"
     )
-    assert report is not None and report["images"] == 2000
+    assert report is not None and report["n"] == 2000
     weights, expected = (load_file(folder / "model.safetensors") for folder in (run, stored))
     assert weights.keys() == expected.keys()
     if version == "0.2":
-        assert all(torch.allclose(weights[k], expected[k], rtol=0, atol=1e-5) for k in expected)
+        assert all(torch.allclose(weights[k], expected[k], rtol=0, atol=1e-4) for k in expected)

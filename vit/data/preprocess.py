@@ -22,7 +22,10 @@ STORED_SCALE = 256 / 224
 
 @dataclass(frozen=True)
 class Preprocess(ArrayPreprocess):
-    """Resize, crop and normalize images for one model, as tensors; the attributes are inherited."""
+    """Resize, crop and normalize images for one model, as tensors.
+
+    The attributes are those of `vit.data.pixels.ArrayPreprocess`.
+    """
 
     @classmethod
     def from_config(cls, data: DataConfig) -> "Preprocess":

@@ -14,7 +14,7 @@ HALF = (0.5, 0.5, 0.5)
 
 
 class AttentionLog:
-    """Shows images to a model every n optimizer steps; training stays as it was.
+    """Logs the attention for images every n optimizer steps, and changes nothing in the training.
 
     Args:
         images: (B, 3, height, width) uint8, of the size that the model takes.
