@@ -222,7 +222,7 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
     before = numbers(frame)["change"]
     frame.evaluate("() => window.attentionTab.set({ step2: 0 })")
     wait_until(frame, "step", 0, pane=1)
-    expect(frame.locator(".change").nth(1)).to_contain_text("Step 0 is not live")
+    expect(frame.locator(".change").nth(1)).to_contain_text("Step 0 is not live (100, 200 are)")
     assert "change" not in numbers(frame, 1)
     assert numbers(frame)["change"] == before
     frame.get_by_label("Brush").select_option("mean")
@@ -280,7 +280,7 @@ def test_scripts_ask_through_the_page(page: Page, address: str, logged: Logged) 
     found = torch.tensor(answer[2]).view_as(weights)
     kept = [number for number in range(GRID**2) if number not in (5, 6)]
     np.testing.assert_allclose(found[..., kept, :], weights[..., kept, :], atol=5e-3)
-    for options in ({"fill": "foo"}, {"mute": [3]}, {"patches": [1]}):
+    for options in ({"fill": "other"}, {"mute": [3]}, {"patches": [1]}):
         ask = "(options) => attention.classify(null, options).catch((error) => error.message)"
         assert next(iter(options)) in frame.evaluate(ask, options)
 

@@ -1,7 +1,7 @@
 // Asking the live model of a step what it says of a changed image, or without some of its heads.
 
 import { Cache, fetchLive, fetchLiveGraph, fetchLiveWeights } from "./api.js";
-import { FILLS, changedPatches, changedPixels, mutedHeads } from "./edits.js";
+import { changedPatches, changedPixels, mutedHeads } from "./edits.js";
 import { LiveModel } from "./live.js";
 import { MEAN, Weights, range } from "./maths.js";
 import { prepare } from "./photo.js";
@@ -9,6 +9,9 @@ import { canvasesOf } from "./raster.js";
 
 const KEPT = 4; // models, and answers without changes
 const TOP = 5; // classes
+const ALONE = ["out", "mean", "blur"]; // fills that need no other image
+
+const shapeOf = ({ layers, heads, grid }, prefix) => String([layers, heads, grid, prefix]);
 
 const lives = new Cache(KEPT);
 const models = new Cache(KEPT, (model) => model.close());
@@ -56,10 +59,12 @@ export async function pixelsOf(record, spec, photo = null) {
  */
 export async function ask(record, live, { mute, patches, photo, other }, slot) {
   const { spec } = live;
+  if (shapeOf(spec, spec.prefix) !== shapeOf(record.details, record.prefix.length))
+    throw new Error("The stored model is not that of the image.");
   const model = await modelAt(record.run, live, record.step);
   const image = await pixelsOf(record, spec, photo);
   const name = photo ? [photo.name, photo.size, photo.lastModified] : record.tag;
-  const key = JSON.stringify([record.run, record.step, name]);
+  const key = JSON.stringify([record.run, record.step, live.steps, name]);
   const before = await answers.get(key, () =>
     model.classify(image.data, { slot: `${slot} before` }),
   );
@@ -120,14 +125,14 @@ function rolloutOf({ details, prefix, layers }, weights) {
  *
  * @param {?ArrayLike<number>} pixels - RGBA of the model's size; null is the image that is shown.
  * @param {object} options - `step`, by default the one that is shown; `mute`, heads as
- *   [layer, head]; `hide`, patches, and how: `fill` is a key of FILLS.
+ *   [layer, head]; `hide`, patches, and how: `fill` is one of ALONE.
  * @returns {Promise<object>} See `LiveModel.classify`.
  */
 export async function classify(app, pixels = null, options = {}) {
   const { step = app.state.step, mute = [], hide = [], fill = "out", ...unknown } = options;
   const [name] = Object.keys(unknown);
   if (name) throw new Error(`There is no option ${name}; those are step, mute, hide and fill.`);
-  if (!(fill in FILLS)) throw new Error(`fill must be one of ${Object.keys(FILLS).join(", ")}.`);
+  if (!ALONE.includes(fill)) throw new Error(`fill must be one of ${ALONE.join(", ")}.`);
   if (!mute.every(Array.isArray)) throw new Error("mute must be a list of [layer, head].");
   const { run } = app.state;
   const live = await liveOf(run, app.newsOf(run));

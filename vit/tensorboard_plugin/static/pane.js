@@ -159,8 +159,7 @@ export class Pane {
     try {
       const live = await liveOf(run, app.newsOf(run));
       this.isLive = live.steps.some(({ step }) => step === logged.step);
-      say(live.note);
-      if (!this.isLive) say(`Step ${logged.step} is not live: ${live.note}.`);
+      say(noteOf(live, logged.step));
       if (!this.isLive || !app.isChanged()) return logged;
       const lender = app.state.patches.includes("other") && app.secondOf(images);
       const other = lender && (await fetchRecord(run, lender, lender.steps.at(-1)));
@@ -363,6 +362,14 @@ export class Pane {
     if (!record || !painted) return { problem: this.message.textContent };
     return numbersOf(record, painted.scene, painted.shown);
   }
+}
+
+/** Say why a step is not live, and which steps are; nothing if all are. */
+function noteOf({ steps, note }, step) {
+  const live = steps.map((one) => one.step);
+  if (live.includes(step)) return note && `Live: step ${live.join(", ")}; ${note}.`;
+  const others = live.length ? ` (${live.join(", ")} are)` : "";
+  return `Step ${step} is not live${others}: ${note || "its weights are not stored, or damaged"}.`;
 }
 
 /** Return the parts of a record's caption; its tag if no class is known. */
