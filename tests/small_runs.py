@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.scale.soak import differences, left_behind
 from vit.distributed.stop import StopRequest
 from vit.distributed.world import World
 from vit.pretrained.adapt import Pretrained
@@ -49,10 +49,6 @@ SMALL: dict[str, Any] = {
         "epochs": 6, "batch_size": 64, "accumulate": 2, "device": "cpu", "precision": "float32"
     },
     "track": {"every": 2, "probes": 3, "live_mb": 0},  # exporting takes seconds
-}  # fmt: skip
-SPARING: dict[str, Any] = {"milestones": 2}  # logs attention at the first and last step alone
-WILD: dict[str, Any] = {  # diverges
-    "lr": 1e6, "muon_lr": 1e6, "weight_decay": 1e6, "muon_weight_decay": 1e6, "warmup": 0.0,
 }  # fmt: skip
 
 STEPS = 6 * (320 // 64)
@@ -148,11 +144,6 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str] | None = None)
         time.sleep(0.01)
 
 
-def steps_logged(run: Path) -> int:
-    rows = metrics(run) if (run / "metrics.jsonl").exists() else []
-    return max((row["step"] for row in rows), default=0)
-
-
 def events(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0})
     accumulator.Reload()
@@ -191,23 +182,5 @@ class Payload:
 
 def assert_same(one: Path, other: Path) -> None:
     """Two finished runs are the same, bit for bit."""
-    left, right = latest_checkpoint(one), latest_checkpoint(other)
-    assert left is not None and right is not None
-    for part in ("model", "optimizers", "ema", "points", "step", "skipped"):
-        torch.testing.assert_close(
-            getattr(left, part), getattr(right, part), rtol=0, atol=0, equal_nan=True, msg=part
-        )
-    weights = load_file(other / "model.safetensors")
-    for name, tensor in load_file(one / "model.safetensors").items():
-        assert torch.equal(tensor, weights[name]), name
-    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
-    reports = [json.loads((run / "eval/report.json").read_text()) for run in (one, other)]
-    for report in reports:
-        del report["images_per_second"]
-    assert reports[0] == reports[1]
-    curves = [events(run) for run in (one, other)]
-    for tag in ("train/loss", "train/accuracy", "val/loss", "test/accuracy"):
-        left_points, right_points = (
-            [(event.step, event.value) for event in shown.Scalars(tag)] for shown in curves
-        )
-        assert left_points == right_points, tag
+    expected = left_behind(other)
+    assert differences(expected, left_behind(one)) == []

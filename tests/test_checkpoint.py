@@ -77,14 +77,6 @@ def test_average_of_a_checkpoint_is_preferred(config: Config, tmp_path: Path) ->
     assert saved.classifier.preprocess == PREPROCESS
 
 
-def test_files_without_preprocessing_take_that_of_their_data_set(
-    config: Config, tmp_path: Path
-) -> None:
-    save_checkpoint(tmp_path, replace(state(config), preprocess=None))
-    preprocess = load_model(tmp_path).classifier.preprocess
-    assert preprocess == Preprocess.from_config(config.data)
-
-
 def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +91,21 @@ def test_last_two_checkpoints_are_kept_and_the_newest_that_can_be_read_is_taken(
     assert "step_00001000.pt is not a checkpoint, or is damaged" in capsys.readouterr().err
     save_checkpoint(tmp_path, state(config, 70))  # the damaged one after it goes
     assert checkpoint_steps(tmp_path) == [10, 70]
+
+
+def test_a_full_disk_leaves_the_checkpoints_that_were_there(config: Config, tmp_path: Path) -> None:
+    """No file may grow beyond a size, as if the disk were full."""
+    resource = pytest.importorskip("resource")
+    save_checkpoint(tmp_path, state(config, 1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_checkpoint(tmp_path, state(config, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert read_checkpoint(path).step == 1
 
 
 def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -> None:
@@ -116,10 +123,7 @@ def test_pickle_that_would_run_code_is_refused(config: Config, tmp_path: Path) -
 def test_other_peoples_files_are_refused_by_name(config: Config, tmp_path: Path) -> None:
     timms = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24).state_dict()
     files = {
-        "weights.safetensors": (
-            safetensors.torch.save({"w": torch.zeros(2)}),
-            "contains only weights",
-        ),
+        "w.safetensors": (safetensors.torch.save({"w": torch.zeros(2)}), "contains only weights"),
         "noise.safetensors": (b"\x00" * 100, "is not a safetensors file"),
         "state_dict.pt": (torch_bytes({"weight": torch.zeros(2)}), "of this project"),
         "timm.pth": (torch_bytes({"epoch": 3, "state_dict": timms}), "--model.pretrained FILE"),

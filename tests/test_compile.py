@@ -6,26 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
-from small_runs import CPU, begin, make_step, metrics, small
+from small_runs import CPU, make_step, metrics, small
 from vit.classifier import Classifier
 from vit.model.dropout import image_keys, keyed_dropout
 from vit.model.vit import VisionTransformer
-from vit.run.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from vit.run.folder import prepare_run
-from vit.run.resume import check_run
+from vit.run.checkpoint import latest_checkpoint
 from vit.training import compile
-from vit.training.compile import (
-    MANY_STEPS,
-    choose_compilation,
-    eagerly,
-    missing_tool,
-)
-from vit.training.config import Config, to_dict
+from vit.training.compile import MANY_STEPS, choose_compilation, eagerly, missing_tool
+from vit.training.config import Config
 from vit.training.step import TrainingStep
 from vit.training.train import train
 
 CAN_COMPILE = pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
+
+
+def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
+    """A compiler that fails."""
+    raise RuntimeError("file too short")
 
 
 @pytest.fixture
@@ -60,9 +59,6 @@ def test_without_a_compiler_a_run_that_asks_for_it_is_refused(
 def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(graph: torch.fx.GraphModule, _: Any) -> Any:
-        raise RuntimeError("file too short")
-
     def compiled(forward: torch.nn.Module, by_block: bool) -> Any:
         torch._dynamo.reset()
         return torch.compile(forward, backend=broken)
@@ -81,19 +77,6 @@ def test_failed_compilation_does_not_end_a_run_that_did_not_ask_for_it(
         asked.update(*batch)
 
 
-def test_auto_resumes_a_run_of_either_kind(tmp_path: Path) -> None:
-    """Also one of an earlier version, whose default was false."""
-    old = Config(out=str(tmp_path / "run"))
-    old = dataclasses.replace(old, train=with_compile(old, False))
-    run = prepare_run(old, resume=False)
-    how = begin(old).environment()
-    save_checkpoint(run, Checkpoint(1, to_dict(old), ["a"], {"w": torch.zeros(1)}, environment=how))
-    assert check_run(Config(out=str(run)), False, how) is not None
-    asked = dataclasses.replace(old, train=with_compile(old, True))
-    with pytest.raises(ValueError, match=r"train\.compile: False -> True"):
-        check_run(asked, False, how)
-
-
 def with_compile(config: Config, value: Any) -> Any:
     return dataclasses.replace(config.train, compile=value)
 
@@ -102,7 +85,7 @@ def tiny(out: Path, **train: Any) -> Config:
     """A run of two epochs of three steps, with dropout; of one image size, to compile once."""
     return small(
         out,
-        data={"val_size": 0, "train_size": 48},
+        data={"val_size": 16, "train_size": 48},
         model={"depth": 1, "embed_dim": 12, "num_heads": 1, "stem": "linear", "mlp_conv": False},
         train={"epochs": 2, "batch_size": 16, "accumulate": 1, "small_scale": 1.0, **train},
         track={"probes": 0, "every": 1},
@@ -114,13 +97,26 @@ def tiny(out: Path, **train: Any) -> Config:
 def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dropout draws the same numbers. The second part is compiled because the first one was."""
+    """Dropout draws the same numbers. The second part is compiled because the first one was.
+
+    What evaluates is not compiled.
+    """
+    sizes, logits = list[int](), Classifier.logits
+    part_of_a_model = torch.compile(torch.neg, backend=broken)
+
+    def evaluated(classifier: Classifier, images: Any, *given: Any) -> torch.Tensor:
+        sizes.append(len(part_of_a_model(torch.zeros(len(images)))))
+        return logits(classifier, images, *given)
+
     eager, whole, parts = (
         tiny(tmp_path / name, compile=name != "eager") for name in ("eager", "whole", "parts")
     )
     train(eager)
     assert "float32, not compiled\n" in capsys.readouterr().out
-    train(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "logits", evaluated)
+        train(whole)
+    assert {*sizes} == {16, 2000}  # held-out images, and test images
     assert "float32, compiled\n" in capsys.readouterr().out
     losses = [
         [row["train/loss"] for row in metrics(Path(run.out)) if "train/loss" in row]
@@ -142,33 +138,7 @@ def test_a_compiled_run_is_an_eager_one_up_to_rounding_and_resumes_bit_for_bit(
     left, right = latest_checkpoint(Path(whole.out)), latest_checkpoint(Path(parts.out))
     assert left is not None and right is not None and left.environment["compiled"] is True
     for part in ("model", "optimizers", "ema", "points", "step"):
-        torch.testing.assert_close(
-            getattr(left, part), getattr(right, part), rtol=0, atol=0, msg=part
-        )
-
-
-def test_every_evaluation_of_a_run_is_eager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs, calls, logits = [], [], Classifier.logits
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    part_of_a_model = torch.compile(lambda x: x + 1, dynamic=False, backend=backend)
-
-    def evaluated(classifier: Classifier, *given: Any) -> torch.Tensor:
-        calls.append(len(calls))
-        part_of_a_model(torch.zeros(len(calls)))  # another shape each time
-        return logits(classifier, *given)
-
-    monkeypatch.setattr(Classifier, "logits", evaluated)
-    train(small(tmp_path / "run", train={"epochs": 2}, track={"probes": 0}))
-    assert len(calls) == 2 + 1 + 1  # after each epoch, of the held-out and of the test images
-    assert graphs == []
-    part_of_a_model(torch.zeros(1))
-    assert len(graphs) == 1
+        assert_close(getattr(left, part), getattr(right, part), rtol=0, atol=0, msg=part)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's

@@ -1,27 +1,28 @@
-"""The world of a run: what processes exchange; test_processes.py runs whole commands."""
+"""What processes of a run exchange, and signals; test_processes.py runs whole commands."""
 
 import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from vit.distributed.stop import Stopped, stop_on_signals
 from vit.distributed.world import MEETING, ConnectionLost, World, join_world
 
 CPU = torch.device("cpu")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def test_one_process_is_alone() -> None:
     with join_world(CPU, timeout_minutes=1) as world:
-        assert world == World(0, 1) and world.main
+        assert world == World(0, 1) and world.main and world.agree("this") == "this"
         values = torch.tensor([1.0, 2.0])
-        averaged = values.clone()
-        world.average([averaged])
-        assert torch.equal(averaged, values)
-        assert torch.equal(world.largest(values.clone()), values)
-        assert world.agree("this") == "this"
+        world.average([values])
+        assert world.largest(values).tolist() == [1.0, 2.0]
         with world.main_first():
             pass
 
@@ -37,24 +38,20 @@ class Recorded(World):
         return self.said[-1]
 
 
-def test_others_end_quietly_when_the_main_process_fails() -> None:
-    Recorded.said.clear()
-    with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
-        raise OSError("disk")
-    assert len(Recorded.said) == 1
-    entered = []
-    with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
-        entered.append(1)
-    assert ended.value.code == 2 and entered == []
-
-
-def test_others_are_told_what_the_main_process_has_found() -> None:
+def test_others_hear_what_the_main_process_has_found_or_that_it_failed() -> None:
     Recorded.said.clear()
     with Recorded(0, 2).main_first() as told:
         told["unreadable"] = [3, 7]
     with Recorded(1, 2).main_first() as told:
         assert told == {"unreadable": [3, 7]}
-    assert len(Recorded.said) == 1  # said once the main process is done, and by nobody else
+    assert len(Recorded.said) == 1  # once the main process is done, and by nobody else
+    with pytest.raises(OSError, match="disk"), Recorded(0, 2).main_first():
+        raise OSError("disk")
+    assert len(Recorded.said) == 2
+    entered = []
+    with pytest.raises(SystemExit) as ended, Recorded(1, 2).main_first():
+        entered.append(1)
+    assert ended.value.code == 2 and entered == []
 
 
 def test_parts_of_a_batch_are_equal_and_make_it_up() -> None:
@@ -95,3 +92,71 @@ def test_a_process_gives_up_when_another_ends_or_does_not_answer_in_time(
         world.largest(torch.ones(1))
     os.kill(child, 9)
     os.waitpid(child, 0)
+
+
+def ended_child(work: Callable[[], object]) -> int:
+    """Fork, call a function in the child, and return how the child ended."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_only_noted_while_steps_are_made(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
+        assert not stop.agreed(World())
+        os.kill(os.getpid(), number)
+        assert stop.agreed(World()) and stop.signal == number
+    said = capfd.readouterr().err
+    assert "finishing this step" in said
+    assert ("press Ctrl-C again" in said) == (number == signal.SIGINT)  # which was typed
+    with stop_on_signals() as stop:
+        with pytest.raises(Stopped):  # what is no step stops at once
+            os.kill(os.getpid(), number)
+        assert stop.signal == number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_a_signal_that_comes_while_processes_agree_is_heard_at_the_next_step() -> None:
+    class Reducing(World):
+        def largest(self, values: torch.Tensor) -> torch.Tensor:
+            if not request.signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return values
+
+    with stop_on_signals() as request, pytest.raises(Stopped), request.deferred():
+        assert not request.agreed(Reducing(0, 2))  # the others have not heard of it
+        assert request.agreed(Reducing(0, 2))
+        assert request.signal == signal.SIGTERM
+
+
+def test_torchruns_processes_do_not_hear_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with stop_on_signals() as stop, pytest.raises(Stopped), stop.deferred():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.signal == signal.SIGINT
+
+
+def test_forked_workers_leave_signals_to_their_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_on_signals() as stop, stop.deferred():
+        assert ended_child(lambda: os.kill(os.getpid(), signal.SIGINT)) == 0
+        assert stop.signal == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("second", SIGNALS)
+def test_a_second_signal_ends_the_process(second: signal.Signals) -> None:
+    def interrupted() -> None:
+        with stop_on_signals() as stop, stop.deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), second)
+
+    assert ended_child(interrupted) == second

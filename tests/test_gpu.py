@@ -2,7 +2,6 @@
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.hardware import autocast
 from vit.model.vit import VisionTransformer
 from vit.training.config import Config
+from vit.training.step import TrainingStep
 from vit.training.train import train
 
 CPU = torch.device("cpu")
@@ -80,29 +80,25 @@ def on_gpu(out: Path, **changes: dict[str, Any]) -> Config:
     return dataclasses.replace(small(out, train=how, **changes), deterministic=True)
 
 
-def test_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Interrupted three times by an end that comes too early, as a kill would be."""
+def test_run_that_was_stopped_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted three times, in mid-epoch and without a last checkpoint."""
     train(on_gpu(tmp_path / "alone"))
-    for step in (7, 15, 23):
-        program = (
-            "import sys, os\n"
-            "from vit.cli import parse_train\n"
-            "from vit.training.step import TrainingStep\n"
-            "from vit.training.train import train\n"
-            "update = TrainingStep.update\n"
-            "def until(step, images, targets):\n"
-            f"    if step.state.step == {step}: os._exit(9)\n"
-            "    return update(step, images, targets)\n"
-            "TrainingStep.update = until\n"
-            "train(parse_train(sys.argv[1:])[0])\n"
-        )
-        words = command(on_gpu(tmp_path / "killed"), tmp_path / "config")[2:]
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True
-        )
-        assert done.returncode == 9, done.stderr
-    train(on_gpu(tmp_path / "killed"))
-    assert_same(tmp_path / "killed", tmp_path / "alone")
+    update = TrainingStep.update
+
+    for end in (7, 15, 23):
+
+        def until(step: TrainingStep, images: Tensor, targets: Tensor, end: int = end) -> Tensor:
+            if step.state.step == end:
+                raise KeyboardInterrupt
+            return update(step, images, targets)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(TrainingStep, "update", until)
+            train(on_gpu(tmp_path / "stopped"))
+    train(on_gpu(tmp_path / "stopped"))
+    assert_same(tmp_path / "stopped", tmp_path / "alone")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,9 +1,10 @@
-"""The loop: stopping and resuming at any step, and skipping non-finite steps."""
+"""Steps and the loop: clipping, stopping and resuming at any step, skipping non-finite steps."""
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
 from vit.classifier import Classifier
-from vit.data.sampling import balanced_batches
 from vit.distributed.stop import Diverged, Stopped
+from vit.distributed.world import World
 from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.tracker import Tracker
 from vit.training.config import Config
 from vit.training.loop import Loop
 from vit.training.state import TrainState
 from vit.training.step import TrainingStep
+from vit.training.train import train
 
 BARE = {"track": {"probes": 0, "every": 3}, "train": {"epochs": 3}}  # 15 steps, quickly made
 
@@ -49,7 +51,7 @@ def assert_same_state(one: TrainState, other: TrainState) -> None:
 def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """Within epochs of five steps, between them and at the end."""
     alone = run(small(tmp_path / "alone", **BARE))
-    for step in (1, 5, 8, 14, 15):
+    for step in (5, 8, 15):
         config = small(tmp_path / f"stopped_{step}", **BARE)
         with pytest.raises(Stopped):
             run(config, stop_at=step)
@@ -59,23 +61,34 @@ def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path
         assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
 
 
-def test_run_with_balanced_classes_goes_on_in_mid_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = []
+STILL = {"crop_padding": 0, "flip": False, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
+PROBE = {"train": {"freeze": "backbone", "small_share": 0, "epochs": 2}, "augment": STILL}
 
-    def watched(labels: Tensor, shape: tuple[int, int], seed: int, epoch: int) -> Tensor:
-        drawn.append(epoch)
-        return balanced_batches(labels, shape, seed, epoch)
 
-    monkeypatch.setattr("vit.training.loop.balanced_batches", watched)
-    changes = {**BARE, "data": {"balance": "sampler"}, "train": {"epochs": 2}}
-    alone = run(small(tmp_path / "alone", **changes))
-    config = small(tmp_path / "stopped", **changes)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"balance": "sampler"}, "train": {"epochs": 2}}, PROBE,
+        {**PROBE, "augment": {**STILL, "crop_padding": 2}},
+    ],
+    ids=["balanced classes", "features computed once", "features of each step"],
+)  # fmt: skip
+def test_other_kinds_of_run_go_on_in_mid_epoch(tmp_path: Path, changes: dict[str, Any]) -> None:
+    alone = run(small(tmp_path / "alone", **{**BARE, **changes}))
+    config = small(tmp_path / "stopped", **{**BARE, **changes})
     with pytest.raises(Stopped):
         run(config, stop_at=7)
     assert_same_state(run(config).step.state, alone.step.state)
-    assert drawn == [0, 1, 0, 1, 1]
+
+
+def test_a_resumed_run_has_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        run(small(tmp_path, **BARE), stop_at=8)
+    run(small(tmp_path, **BARE, optim={"lr": 1e-4}))
+    rates = [row.get("train/lr", 0) for row in metrics(tmp_path) if row["step"] > 8]
+    assert 0 < max(rates) <= 1e-4
+    with pytest.raises(ValueError, match=r"train\.epochs: 1 are 5 steps"):
+        run(small(tmp_path, **{**BARE, "train": {"epochs": 1}}))
 
 
 def test_speed_counts_training_alone_and_seconds_count_everything(
@@ -188,12 +201,19 @@ def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     assert counts == [1, 3, 3, 3, 3]
 
 
-def test_too_many_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_in_a_row_end_the_run_and_its_checkpoints_are_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil(monkeypatch, range(7, 100))
     config = small(tmp_path / "run", **{**BARE, "train": {"epochs": 5, "max_skipped": 6}})
-    with pytest.raises(Diverged, match=r"step 13, after 6 skipped .*( nan){3}\)") as error:
-        run(config)
-    assert "learning rate 0.00" in str(error.value)
+    with pytest.raises(SystemExit) as end:
+        train(config)
+    assert end.value.code == 3
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"error: training diverged: .* not finite at step 13, after 6 skipped ", line)
+    for part in (" nan nan nan)", "learning rate 0.00", "--optim.lr", "--overwrite"):
+        assert part in line
+    assert not (tmp_path / "run/model.safetensors").exists()
     found = latest_checkpoint(tmp_path / "run")
     assert found is not None and found.step == 10
     assert all(tensor.isfinite().all() for tensor in found.model.values())
@@ -223,17 +243,73 @@ def test_checkpoint_that_cannot_be_written_is_tried_again(
     config = small(tmp_path / "run", **BARE)
     (tmp_path / "run").mkdir()
     loop = make_loop(config)
-    tried, save = list[int](), loop.write_checkpoint
+    loop.tracker = tracker = Tracker(tmp_path / "run")
 
-    def full() -> None:
-        tried.append(loop.step.state.step)
-        if tried[-1] < 15:
-            raise OSError(28, "No space left on device")
-        save()
+    def full_until(step: int, write: Callable[[], None]) -> Callable[[], None]:
+        def limited() -> None:
+            if loop.step.state.step < step:
+                raise OSError(28, "No space left on device")
+            write()
 
-    loop.write_checkpoint, loop.tracker = full, Tracker(tmp_path / "run")
+        return limited
+
+    tracker.flush = full_until(10, tracker.flush)  # type: ignore[method-assign]
+    loop.write_checkpoint = full_until(15, loop.write_checkpoint)
     loop.run()
-    loop.tracker.close()
-    assert tried == [5, 10, 15] and checkpoint_steps(tmp_path / "run") == [15]
-    errors = capsys.readouterr().err
-    assert errors.count("No space left on device") == 2 and "checkpoint of step 10" in errors
+    tracker.close()
+    assert checkpoint_steps(tmp_path / "run") == [15]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "No space left" in line]
+    assert len(errors) == 2
+    assert "the curves of step 5" in errors[0] and "the checkpoint of step 10" in errors[1]
+
+
+def bare_step(config: Config) -> TrainingStep:
+    """Build a step on a few shapes whose learning rate is constant."""
+    config = replace(
+        config,
+        data=replace(config.data, name="shapes", train_size=64, val_size=0),
+        train=replace(config.train, batch_size=64, accumulate=1, whiten=False, device="cpu"),
+    )
+    return replace(make_step(config), label_smoothing=0.0, clip_grad=None)
+
+
+def without_dropout(**optim: str) -> Config:
+    config = small(Path("unused"), model={"stem": "linear"}, optim={"ema_decay": None, **optim})
+    rates = {key: 0.0 for key in asdict(config.model) if key.endswith("_rate")}
+    return replace(config, model=replace(config.model, **rates))
+
+
+class HalfOfTheWorld(World):
+    """Two processes, of which the other one has a gradient of zero."""
+
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor /= 2
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e3])
+def test_the_average_gradient_is_clipped_to_its_norm(limit: float) -> None:
+    step = replace(
+        bare_step(without_dropout()), clip_grad=limit, accumulate=2, world=HalfOfTheWorld()
+    )
+    weights = [*step.state.model.parameters()]
+    # Unlike AdamW and Muon, plain SGD does not hide the scale of a gradient.
+    step.state.optimizers[:] = [torch.optim.SGD(weights, lr=100.0)]
+    images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
+    loss = torch.nn.functional.cross_entropy(step.state.model.train()(images), targets) / 2
+    gradients = torch.autograd.grad(loss, weights)
+    norm = sum(gradient.square().sum() for gradient in gradients) ** 0.5
+    assert 0.02 < norm < 1e2
+    factor = min(1.0, limit / norm)
+    expected = [p.detach() - 100 * factor * g for p, g in zip(weights, gradients, strict=True)]
+    step.update(images, targets)
+    torch.testing.assert_close([p.detach() for p in weights], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_each_step_draws_its_own_augmentation() -> None:
+    step = bare_step(small(Path("unused")))
+    images, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    first, again = (step.prepare(images, labels)[0] for _ in range(2))
+    step.state.step = 1
+    later, _ = step.prepare(images, labels)
+    assert torch.equal(first, again) and not torch.equal(first, later)

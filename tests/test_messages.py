@@ -1,57 +1,40 @@
 """What training prints when it starts and ends."""
 
-import dataclasses
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from small_runs import make_step, small
-from vit.cli import parse_train
-from vit.data.datasets import load
-from vit.data.images import ImageSet
-from vit.data.sampling import divide_epoch
+from small_runs import begin, small
 from vit.evaluation import report
+from vit.training.build import build_step
+from vit.training.config import from_dict, to_dict
 from vit.training.messages import end_text, start_text
-from vit.training.step import TrainingStep
-
-HELD_OUT = load("shapes", ".", train=False, count=60)
+from vit.training.train import load_data
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> TrainingStep:
-    """The step of quick.yaml, on shapes."""
-    folder = tmp_path_factory.mktemp("quick")
-    config = parse_train(["--out", str(folder / "run")])[0]
-    return make_step(dataclasses.replace(config, data=small(folder).data))
+def start_of(count: int, held: int, budget: float | None = None, **changes: dict[str, Any]) -> str:
+    data = {"train_size": count, "val_size": held, **changes.pop("data", {})}
+    config = small(Path("unused"), data=data, **changes)
+    run = begin(config)
+    training, held_out = load_data(run)
+    values = to_dict(config)
+    values["train"]["budget_minutes"] = budget
+    return start_text(from_dict(values), build_step(run, training), training, held_out)
 
 
-def start_of(quick: TrainingStep, count: int, held: int, **changes: dict[str, Any]) -> str:
-    config = small(Path("unused"), **changes)
-    images = HELD_OUT.select(torch.arange(count) % 60)
-    per_epoch, size = divide_epoch(count, config.train.batch_size)
-    steps = config.train.epochs * per_epoch
-    schedule = replace(
-        quick.schedule, steps_per_epoch=per_epoch, total_steps=steps, batch_size=size
-    )
-    held_out: ImageSet = HELD_OUT.select(torch.arange(held))
-    return start_text(config, replace(quick, schedule=schedule), images, held_out)
-
-
-def test_start_of_a_run_on_few_images_says_what_limits_it(quick: TrainingStep) -> None:
-    text = start_of(quick, 100, 50, data={"balance": "loss"})
+def test_start_of_a_run_on_few_images_says_what_limits_it() -> None:
+    text = start_of(100, 50, data={"balance": "loss"})
     assert "50 held out (" in text
     assert "classes are balanced by data.balance=loss" in text
     assert "12 with 56 images so that an epoch uses all 100, 12 of them twice, 6 epochs" in text
-    text = start_of(quick, 128, 0, train={"budget_minutes": 0.1})
+    text = start_of(128, 0, budget=0.1)
     assert ", to fit into 0.1 minutes; too few to train from scratch" in text
-    text = start_of(quick, 128, 0, data={"balance": "sampler"}, train={"epochs": 500})
+    text = start_of(128, 0, data={"balance": "sampler"}, train={"epochs": 500})
     assert "none held out, so there are no validation curves" in text
     assert "classes are balanced by data.balance=sampler" in text
     assert "1,000 with 64 images each, 500 epochs" in text
-    assert "32 x 32 pixels, 64 tokens: " in text
+    assert "32 x 32 pixels, 66 tokens: " in text
 
 
 def test_end_gives_balanced_accuracy_if_classes_differ_in_size() -> None:

@@ -1,10 +1,12 @@
-"""Learning rate, parameter groups, and optimizers that resume exactly."""
+"""Parameter groups, their learning rates by layer, and Muon."""
 
 import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
+from timm.models.vision_transformer import VisionTransformer as TimmViT
+from timm.optim import param_groups_layer_decay
+from torch import Tensor, nn
 
 from models import PLAIN
 from vit.distributed.world import World
@@ -15,20 +17,20 @@ from vit.training.optim import build_optimizers
 
 BLOCK_MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
 RATES = {
-    "lr": 0.01, "weight_decay": 0.5, "layer_decay": None,
+    "lr": 0.01, "weight_decay": 0.5,
     "muon_lr": 0.02, "muon_weight_decay": 0.75, "muon_momentum": 0.9,
 }  # fmt: skip
 
-VARIANTS = {
-    "fixed_positions": {"pos_embed": "sincos", "mlp_conv": True},
+TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+CONV = {
+    "mean": {"class_token": False, "global_pool": "avg", "stem": "conv", "mlp_conv": True},
     "all": {"stem": "conv", "reg_tokens": 1, "qk_norm": True, "init_values": 0.1, "head_dim": 6},
 }
 
 
-def build_vit(seed: int = 0, **kwargs) -> VisionTransformer:
-    torch.manual_seed(seed)
-    sizes = {"img_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
-    return VisionTransformer(**(PLAIN | sizes | {"mlp_ratio": 2} | kwargs))
+def build_vit(**changes) -> VisionTransformer:
+    torch.manual_seed(0)
+    return VisionTransformer(**(PLAIN | TINY | {"num_classes": 3} | changes))
 
 
 def is_matrix(key: str, parameter: Tensor) -> bool:
@@ -41,38 +43,6 @@ def apart(key: str, tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.ndim == 4:
         return (tensor.permute(0, 2, 3, 1).flatten(1),)
     return tensor.chunk(3) if key.endswith("attn.qkv.weight") else (tensor,)
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_parameter_has_one_group_and_what_is_decayed_and_how_much(variant, name):
-    model = build_vit(**variant)
-    optimizers = build_optimizers(model, OptimConfig(name=name, **RATES))
-    grouped = [
-        place
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for place in range(parameter.data_ptr(), parameter.data_ptr() + 4 * parameter.numel(), 4)
-    ]
-    assert len(grouped) == len(set(grouped))
-    assert len(grouped) == sum(parameter.numel() for parameter in model.parameters())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-            parameter.grad = torch.zeros_like(parameter)  # leaves nothing but the decay
-    for optimizer in optimizers:
-        optimizer.step()
-    for key, parameter in model.named_parameters():
-        if parameter.ndim < 2 or key in ("cls_token", "reg_token", "pos_embed"):
-            kept = 1.0
-        elif name == "muon" and is_matrix(key, parameter):
-            kept = 1 - 0.02 * 0.75
-        else:
-            kept = 1 - 0.01 * 0.5
-        torch.testing.assert_close(
-            parameter.data, torch.full_like(parameter, kept), rtol=0, atol=1e-6, msg=key
-        )
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
@@ -126,6 +96,69 @@ def test_processes_orthogonalize_each_matrix_once(size: int) -> None:
         assert (owners.sum(dim=0) == 1).all()
     busy = [any(bool(update.any()) for update in updates) for updates in parts]
     assert all(busy)
+
+
+def names(model: nn.Module, groups: list[dict]) -> dict[str, dict]:
+    """Return the group of each parameter by name."""
+    by_id = {id(parameter): group for group in groups for parameter in group["params"]}
+    return {key: by_id[id(value)] for key, value in model.named_parameters() if id(value) in by_id}
+
+
+def of_timm(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Return timm's learning rate and weight decay of each parameter."""
+    groups = param_groups_layer_decay(
+        model, 0.5, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.7
+    )
+    return {
+        key: (0.01 * group["lr_scale"], group["weight_decay"])
+        for key, group in names(model, groups).items()
+    }
+
+
+def of_adamw(model: nn.Module) -> dict[str, tuple[float, float]]:
+    (adamw,) = build_optimizers(model, OptimConfig(name="adamw", **RATES, layer_decay=0.7))
+    return {
+        key: (group["initial_lr"], group["weight_decay"])
+        for key, group in names(model, adamw.param_groups).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"reg_tokens": 2, "init_values": 0.1, "qk_norm": True},
+        {"class_token": False, "global_pool": "avg"},
+    ],
+    ids=["class token", "all", "mean"],
+)
+def test_rates_by_layer_are_timms_for_its_model_and_ours(variant):
+    model = build_vit(**variant)
+    theirs = TimmViT(**TINY, num_classes=3, mlp_ratio=4, **{"global_pool": "token", **variant})
+    expected = of_timm(theirs)
+    assert of_adamw(model) == of_timm(model) == of_adamw(theirs) == expected
+    assert expected["head.weight"] == (0.01, 0.5)
+    assert expected["blocks.2.attn.qkv.weight"][0] == pytest.approx(0.01 * 0.7)
+    assert expected["patch_embed.proj.weight"][0] == pytest.approx(0.01 * 0.7**4)
+
+
+@pytest.mark.parametrize("variant", CONV.values(), ids=CONV)  # which timm does not have
+def test_every_parameter_is_in_muon_or_its_adamw_with_the_rate_of_its_layer(variant):
+    model = build_vit(**variant)
+    optimizers = build_optimizers(model, OptimConfig(name="muon", **RATES, layer_decay=0.7))
+    expected = of_timm(model)
+    assert of_adamw(model) == expected
+    assert expected["patch_embed.proj.0.weight"][0] == pytest.approx(0.01 * 0.7**4)
+    left = dict(model.named_parameters())
+    for optimizer, lr in zip(optimizers, (0.01, 0.02), strict=True):
+        assert optimizer.param_groups[0]["initial_lr"] == max(
+            group["initial_lr"] for group in optimizer.param_groups
+        )  # the rate that is logged
+        for key, group in names(model, optimizer.param_groups).items():
+            assert is_matrix(key, left.pop(key)) == (lr == 0.02), key
+            assert group["initial_lr"] / lr == pytest.approx(expected[key][0] / 0.01), key
+            assert group["weight_decay"] == (0.75 if lr == 0.02 else expected[key][1]), key
+    assert not left
 
 
 def test_default_rates_are_those_that_the_results_were_measured_with():

@@ -1,8 +1,8 @@
-"""train.py with several processes on a CPU: they are one run, whatever ends them."""
+"""Several processes on a CPU are one run, and runs go on bit for bit, whatever ends them."""
 
-import contextlib
 import dataclasses
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,19 +13,20 @@ import pytest
 import torch
 import yaml
 
-from small_runs import SPARING, assert_same, begin, command, small, start, steps_logged, wait
+from benchmarks.scale import soak
+from small_runs import assert_same, command, small, start, wait
 from vit.data.config import AugmentConfig
 from vit.hardware import cores_to_use
-from vit.run.checkpoint import Checkpoint, checkpoint_steps, latest_checkpoint, save_checkpoint
+from vit.run.checkpoint import checkpoint_steps, latest_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.checks import check_processes
-from vit.training.config import Config, to_dict
-from vit.training.start import choose_processes, on_all_cores, start_run
+from vit.training.config import Config
+from vit.training.start import choose_processes, on_all_cores
 from vit.training.train import train
+from worlds import in_world, train_whole
 
 # Of three numbers the sum depends on the order, of two it does not.
-SHARED = {"data": {"train_size": 240}, "track": SPARING}
-TRIO = {**SHARED, "train": {"batch_size": 48, "processes": 3}}
+SHARED: dict[str, Any] = {"data": {"train_size": 240}, "track": {"milestones": 2}}
 
 
 def settings(**train: Any) -> Config:
@@ -83,17 +84,6 @@ def test_an_accelerator_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None
         choose_processes(settings(processes=2), None, 2)
 
 
-def test_a_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
-    config = small(tmp_path / "run")
-    run, how = prepare_run(config, resume=False), begin(config).environment()
-    for threads, refused in ((torch.get_num_threads(), False), (64, True)):
-        about = {"environment": {**how, "threads": threads}}
-        save_checkpoint(run, Checkpoint(1, to_dict(config), ["a"], {"w": torch.zeros(1)}, **about))
-        words = pytest.raises(ValueError, match=r"threads: 64 -> .*--resume\.allow_changes")
-        with words if refused else contextlib.nullcontext(), start_run(config) as resumed:
-            assert resumed.checkpoint is not None
-
-
 def test_a_restart_by_torchrun_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,75 +127,71 @@ def is_alive(number: int) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three processes that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("trio")
-    run = folder / "run"
-    live = {**TRIO, "track": {**SPARING, "live_mb": 20}}
-    done = subprocess.run(
-        command(small(run, **live), folder / "config"), capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and "device   3 processes, each on CPU with 1 thread" in done.stdout
-    assert done.stdout.count("test     ") == 1
-    (events,) = run.glob("events*")
-    assert events.read_bytes().count(b"attention/live/weights/") == 2
-    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["processes"] == 3
-    checkpoint = latest_checkpoint(run)
-    assert checkpoint is not None
-    assert checkpoint.environment["processes"] == 3 and checkpoint.environment["threads"] == 1
-    return run
-
-
 @pytest.mark.slow
-def test_a_signal_to_one_saves_and_the_run_goes_on_bit_for_bit_under_torchrun(
-    trio: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    process = start(command(small(run, **TRIO), tmp_path / "config"))
-    wait(lambda: steps_logged(run) >= 6, process)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_however_a_run_of_three_processes_is_ended_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    counted, uncounted = (
+        command(small(run, **{**SHARED, "train": {"batch_size": 48, **count}}), tmp_path / name)
+        for name, count in (("counted", {"processes": 3}), ("uncounted", {}))
+    )
+    in_world(3, tmp_path, train_whole, small(alone, **SHARED, train={"batch_size": 48}))
+
+    def started(words: list[str]) -> subprocess.Popen[str]:
+        """Start the run, and wait until it has written a checkpoint."""
+        before, process = checkpoint_steps(run), start(words)
+        wait(lambda: checkpoint_steps(run)[-1:] > before[-1:], process)
+        return process
+
+    process = started(counted)
+    os.kill(children(process)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2
+    (line,) = errors.strip().splitlines()
+    assert line.startswith("error: train.processes: process 1 was ended by SIGKILL; rerun"), line
+    # The first process dies without a word; the others must not stay. From here on, nothing asks
+    # for the number of processes: it is that of the run.
+    process = started(uncounted)
+    others = children(process)
+    process.kill()
+    assert "Traceback" not in process.communicate(timeout=100)[1]
+    wait(lambda: not any(map(is_alive, others)))
+    process = started(uncounted)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 143, errors
     assert errors.count("rerun the command to resume after step") == 1
     assert "Traceback" not in errors
     (*_, last) = checkpoint_steps(run)
-    # Nothing asks for the number of processes any more.
-    words = command(small(run, **SHARED, train={"batch_size": 48}), tmp_path / "config")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    done = subprocess.run([words[0], *launch, "2", *words[1:]], capture_output=True, text=True)
-    assert "processes: 3 -> 2" in done.stderr and "--resume.allow_changes" in done.stderr
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
     done = subprocess.run(
-        [words[0], *launch, "3", *words[1:]], capture_output=True, text=True, timeout=200
+        [uncounted[0], *launch, *uncounted[1:]], capture_output=True, text=True, timeout=200
     )
-    assert f"resuming after step {last}" in done.stdout and done.stdout.count("resuming") == 1
-    assert_same(run, trio)
+    assert f"resuming after step {last}" in done.stdout, done.stderr
+    for once in ("resuming", "device   3 processes, each on CPU with 1 thread", "test     "):
+        assert done.stdout.count(once) == 1
+    assert_same(run, alone)
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["processes"] == 3
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None
+    assert checkpoint.environment["processes"] == 3 and checkpoint.environment["threads"] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_process_ends_the_run_in_one_line_and_it_goes_on_bit_for_bit(
-    trio: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    words = command(small(run, **TRIO), tmp_path / "config")
-    process = start(words)
-    wait(lambda: bool(checkpoint_steps(run)), process)
-    os.kill(children(process)[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 2
-    (line,) = errors.strip().splitlines()
-    assert line.startswith("error: train.processes: process 1 was ended by SIGKILL; rerun"), line
-    # The first process dies without a word; the others must not stay.
-    process = start(words)
-    wait(lambda: len(checkpoint_steps(run)) > 1, process)
-    others = children(process)
-    process.kill()
-    _, errors = process.communicate(timeout=100)
-    assert "Traceback" not in errors
-    wait(lambda: not any(map(is_alive, others)))
-    # The number of processes is that of the run.
-    words = command(small(run, **SHARED, train={"batch_size": 48}), tmp_path / "config")
-    subprocess.run(words, capture_output=True, check=True, timeout=200)
-    assert_same(run, trio)
+def test_a_run_killed_twice_ends_bit_for_bit_as_one_left_alone(tmp_path: Path) -> None:
+    """While it writes a checkpoint, and while it writes its report."""
+    summary, killed, alone = soak.soak(tmp_path, 2, 1, random.Random(0))
+    assert summary.startswith("2 kills: ")
+    assert_same(killed, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
+def test_a_sharded_run_killed_under_torchrun_ends_as_one_left_alone(tmp_path: Path) -> None:
+    """One process is killed while both write a checkpoint, and torchrun starts them anew."""
+    alone, killed = (
+        soak.sharded(soak.small_config(tmp_path / name, 5)) for name in ("alone", "killed")
+    )
+    in_world(2, tmp_path, train_whole, alone)
+    soak.kill_again_and_again(killed, 2, 1, random.Random(0))
+    assert_same(Path(killed.out), Path(alone.out))

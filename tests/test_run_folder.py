@@ -84,17 +84,21 @@ def test_config_says_what_earlier_steps_were_trained_with(unfinished: Config) ->
     assert not (run / "config.yaml").read_text().startswith("#")
 
 
-def test_run_of_a_version_without_a_key_is_resumed(unfinished: Config) -> None:
-    file = Path(unfinished.out) / "config.yaml"
-    values = yaml.safe_load(file.read_text())
-    del values["train"]["freeze"], values["optim"]["layer_decay"]
-    file.write_text(yaml.safe_dump(values))
+def test_auto_resumes_a_run_that_is_compiled_or_not(unfinished: Config) -> None:
+    eager, compiled = (
+        replace(unfinished, train=replace(unfinished.train, compile=how)) for how in (False, True)
+    )
+    prepare_run(eager, resume=False)
+    save_checkpoint(Path(eager.out), Checkpoint(1, to_dict(eager), ["a"], {}, environment=HOW))
     assert check_run(unfinished, overwrite=False, environment=HOW) is not None
+    with pytest.raises(ValueError, match=r"train\.compile: False -> True"):
+        check_run(compiled, overwrite=False, environment=HOW)
 
 
 def test_finished_run_is_refused(unfinished: Config) -> None:
     (Path(unfinished.out) / "model.safetensors").touch()
-    with pytest.raises(ValueError, match=r"finished run; .* --model\.pretrained "):
+    words = r"finished run; .*vit-eval.* --model\.pretrained .*--out.*--overwrite"
+    with pytest.raises(ValueError, match=words):
         check_run(unfinished, overwrite=False, environment=HOW, allow_changes=True)
     assert check_run(unfinished, overwrite=True, environment=HOW) is None
 

@@ -1,4 +1,4 @@
-"""Models shared by processes: copies and parts train as a single process does."""
+"""Batches and models shared by processes: copies and parts train as a single process does."""
 
 import dataclasses
 import resource
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
-from small_runs import StopAt, small
+from small_runs import StopAt, make_step, small
+from vit.data.datasets import load
 from vit.distributed.shard import replicate, shards, to_full
 from vit.distributed.stop import Stopped
 from vit.distributed.world import World
@@ -26,6 +28,8 @@ from vit.run.checkpoint import (
 from vit.run.sharded import STATE_FILE, SUMS_FILE
 from vit.training.compile import missing_tool
 from vit.training.config import Config, from_dict
+from vit.training.loop import Loop
+from vit.training.step import TrainingStep
 from worlds import in_world, keep_losses, loop_of, with_parallel
 
 CPU = torch.device("cpu")
@@ -44,14 +48,8 @@ def short(out: Path, **changes: dict[str, Any]) -> Config:
     return small(out, **parts)
 
 
-def train_and_write(world: World, config: Config, weights: Path, overlap: bool = False) -> None:
-    """Train, and write the losses, weights and moving averages.
-
-    With `overlap`, gradients are averaged during the backward pass, as on a GPU.
-    """
-    loop = loop_of(config, world)
-    if overlap:
-        loop.step = dataclasses.replace(loop.step, forward=replicate(loop.step.forward))
+def train_and_write(world: World, loop: Loop, weights: Path) -> None:
+    """Train, and write the losses, weights and moving averages."""
     losses = keep_losses(loop)
     loop.run()
     tensors = loop.step.state.tensors()
@@ -60,15 +58,50 @@ def train_and_write(world: World, config: Config, weights: Path, overlap: bool =
         torch.save({"losses": torch.stack([*losses.values()]), **whole}, weights)
 
 
+def trace_blocks() -> None:
+    """Let torch trace blocks without handing them to a compiler, which takes minutes."""
+    compile = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda block, **_: compile(block, dynamic=False, backend="eager")  # type: ignore[method-assign, assignment]
+
+
 def train_all(world: World, folder: Path) -> None:
-    for kind, (parallel, overlap) in SHARED.items():
-        config = with_parallel(short(folder / kind), parallel)
-        train_and_write(world, config, folder / f"{kind}.pt", overlap)
+    """Train in all ways in which processes can share a model."""
+    for kind in KINDS:
+        config = with_parallel(short(folder / kind), KINDS[kind])
+        if kind == "compiled":
+            trace_blocks()
+            config = dataclasses.replace(
+                config, train=dataclasses.replace(config.train, compile=True)
+            )
+        loop = loop_of(config, world)
+        if kind == "overlapping":  # gradients are averaged during the backward pass, as on a GPU
+            loop.step = dataclasses.replace(loop.step, forward=replicate(loop.step.forward))
+        if kind == "parts":
+            fill_up_a_disk(loop)
+        train_and_write(world, loop, folder / f"{kind}.pt")
+    for parallel in ("replicate", "shard"):  # with batch norm and learned positions
+        out = folder / f"bfloat16_{parallel}"
+        config = with_parallel(short(out, model={"stem": "conv"}, train={"epochs": 1}), parallel)
+        loop = loop_of(config, world, precision=torch.bfloat16)
+        train_and_write(world, loop, out.with_suffix(".pt"))
+
+
+def fill_up_a_disk(loop: Loop) -> None:
+    """Let one process write no more than a few bytes before the end of a run."""
+    save = loop.write_checkpoint
+
+    def limited() -> None:
+        small_disk = loop.step.world.rank == 1 and loop.step.state.step < 12
+        limit = 100 if small_disk else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        save()
+
+    loop.write_checkpoint = limited
 
 
 def alone(config: Config, weights: Path) -> dict[str, Tensor]:
     """Train in this process."""
-    train_and_write(World(), config, weights)
+    train_and_write(World(), loop_of(config, World()), weights)
     return read(weights)
 
 
@@ -78,48 +111,66 @@ def read(weights: Path) -> dict[str, Tensor]:
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=LOSS)
+    assert_close(found["losses"], expected["losses"], rtol=0, atol=LOSS)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=5e-3, msg=name)
+        assert_close(found[name], tensor, rtol=0, atol=5e-3, msg=name)
 
 
-# How the model is shared, and whether exchanges overlap with the backward pass.
-SHARED = {
-    "copies": ("replicate", False),
-    "overlapping": ("replicate", True),
-    "parts": ("shard", False),
-}
+KINDS = {"copies": "replicate", "overlapping": "replicate", "parts": "shard"}
+if missing_tool(CPU) is None:
+    KINDS["compiled"] = "shard"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """What a single process learns."""
+    folder = tmp_path_factory.mktemp("alone")
+    return alone(short(folder / "run"), folder / "alone.pt")
 
 
 @pytest.mark.slow
-def test_processes_train_as_one_does(tmp_path: Path) -> None:
-    expected = alone(short(tmp_path / "alone"), tmp_path / "alone.pt")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not limit the size of files")
+def test_processes_train_as_one_does(expected: dict[str, Tensor], tmp_path: Path) -> None:
+    """Even if a process cannot write for a while."""
     assert len(expected["losses"]) == 12
     in_world(2, tmp_path, train_all, tmp_path)
-    for kind in SHARED:
+    for kind in KINDS:
         assert_near(read(tmp_path / f"{kind}.pt"), expected)
-        assert checkpoint_steps(tmp_path / kind) == [6, 12]
+        assert checkpoint_steps(tmp_path / kind) == ([12] if kind == "parts" else [6, 12])
+        checkpoint = latest_checkpoint(tmp_path / kind)
+        assert checkpoint is not None
+        assert checkpoint.environment["compiled"] == (kind == "compiled")
         model = load_model(tmp_path / kind)  # which knows nothing of processes
         for key, tensor in model.classifier.model.state_dict().items():
-            torch.testing.assert_close(tensor, expected[f"ema.{key}"], rtol=0, atol=5e-3)
+            assert_close(tensor, expected[f"ema.{key}"], rtol=0, atol=5e-3)
+    copies, parts = (read(tmp_path / f"bfloat16_{how}.pt") for how in ("replicate", "shard"))
+    assert len(parts["losses"]) == 6
+    assert_close(parts["losses"], copies["losses"], rtol=0, atol=0.03)
 
 
-def train_compiled(world: World, config: Config, weights: Path) -> None:
-    """Train with blocks that torch traces, but does not hand to a compiler, which takes minutes."""
-    trace = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda block, **_: trace(block, dynamic=False, backend="eager")  # type: ignore[method-assign, assignment]
-    train_and_write(world, config, weights)
+def gradient(step: TrainingStep, images: Tensor, labels: Tensor) -> Tensor:
+    """Return loss, accuracy and the gradient of all weights at step 3."""
+    step.state.step = 3
+    result = step.backward(*step.prepare(images, labels))
+    gradients = [p.grad.flatten() for p in step.state.model.parameters() if p.grad is not None]
+    step.state.model.zero_grad()
+    return torch.cat([result, *gradients])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(missing_tool(CPU) is not None, reason="there is no compiler")
-def test_parts_whose_blocks_are_compiled_train_as_one_process_does(tmp_path: Path) -> None:
-    expected = alone(short(tmp_path / "alone", train={"epochs": 1}), tmp_path / "alone.pt")
-    config = short(tmp_path / "run", train={"epochs": 1, "compile": True})
-    in_world(2, tmp_path, train_compiled, with_parallel(config, "shard"), tmp_path / "parts.pt")
-    assert_near(read(tmp_path / "parts.pt"), expected)
-    checkpoint = latest_checkpoint(tmp_path / "run")
-    assert checkpoint is not None and checkpoint.environment["compiled"]
+def test_gradients_of_processes_add_up_to_that_of_one(tmp_path: Path) -> None:
+    step = make_step(short(tmp_path))
+    ((images, labels),) = load("shapes", "", train=True, count=64).batches(torch.arange(64)[None])
+    whole = gradient(step, images, labels)
+    assert_close(gradient(dataclasses.replace(step, accumulate=1), images, labels), whole)
+    for size in (2, 4, 8):
+        worlds = [World(rank, size) for rank in range(size)]
+        parts = [
+            gradient(dataclasses.replace(step, world=w), w.part(images), w.part(labels))
+            for w in worlds
+        ]
+        assert_close(torch.stack(parts).mean(dim=0), whole, rtol=1e-4, atol=1e-6)
+        misplaced = gradient(step, worlds[1].part(images), worlds[1].part(labels))
+        assert (misplaced - parts[1]).abs().max() > 1e-3
 
 
 def train_to(world: World, config: Config, steps: int) -> None:
@@ -139,42 +190,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on(saved: Path, tmp_path: Path) -> None:
-    expected = alone(short(tmp_path / "alone"), tmp_path / "alone.pt")
+def test_another_number_of_processes_goes_on(
+    expected: dict[str, Tensor], saved: Path, tmp_path: Path
+) -> None:
     config = with_parallel(short(tmp_path / "run"), "shard")
     shutil.copytree(saved, config.out)
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
     found = alone(config, tmp_path / "one.pt")
-    torch.testing.assert_close(found["losses"], expected["losses"][6:], rtol=0, atol=LOSS)
+    assert_close(found["losses"], expected["losses"][6:], rtol=0, atol=LOSS)
     assert_near({**found, "losses": expected["losses"]}, expected)
     # What a single process writes is one file again.
     assert [path.suffix for path in checkpoint_paths(tmp_path / "run")] == ["", ".pt"]
-
-
-def fill_up_a_disk(world: World, config: Config) -> None:
-    """Train while one process can write no more than a few bytes, and then with more room."""
-    loop = loop_of(config, world)
-    save = loop.write_checkpoint
-
-    def limited() -> None:
-        small_disk = world.rank == 1 and loop.step.state.step < 12
-        limit = 100 if small_disk else resource.RLIM_INFINITY
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        save()
-
-    loop.write_checkpoint = limited
-    loop.run()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
-def test_a_process_that_cannot_write_does_not_end_the_run(tmp_path: Path) -> None:
-    in_world(2, tmp_path, fill_up_a_disk, with_parallel(short(tmp_path / "run"), "shard"))
-    assert checkpoint_steps(tmp_path / "run") == [12]
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
 
 
 def flip(path: Path) -> None:
@@ -184,7 +210,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "damage"), [(0, cut), (1, flip), (2, Path.unlink), (-1, flip)])
+@pytest.mark.parametrize(("number", "damage"), [(0, flip), (1, flip), (2, Path.unlink), (-1, flip)])
 def test_a_damaged_checkpoint_is_passed_over(
     saved: Path,
     tmp_path: Path,
@@ -228,23 +254,3 @@ def test_a_model_too_large_for_a_gpu_is_sharded(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_hybrid_run_of_an_earlier_version_loads() -> None:
     assert from_dict({"train": {"parallel": "hybrid"}}).train.parallel == "shard"
-
-
-def train_in_bfloat16(world: World, config: Config, losses: Path) -> None:
-    """Train a model with batch norm and learned positions in bfloat16, and write the losses."""
-    loop = loop_of(config, world, precision=torch.bfloat16)
-    loop.run()
-    if world.main:
-        torch.save(torch.stack(loop.step.state.points)[:, 0], losses)
-
-
-@pytest.mark.slow
-def test_bfloat16_shards_learn_what_copies_do(tmp_path: Path) -> None:
-    losses = {}
-    for parallel in ("replicate", "shard"):
-        convolutional = short(tmp_path / parallel, model={"stem": "conv"}, train={"epochs": 1})
-        config = with_parallel(convolutional, parallel)
-        in_world(2, tmp_path, train_in_bfloat16, config, tmp_path / f"{parallel}.pt")
-        losses[parallel] = torch.load(tmp_path / f"{parallel}.pt", weights_only=True)
-    assert len(losses["shard"]) == 6
-    torch.testing.assert_close(losses["shard"], losses["replicate"], rtol=0, atol=0.03)

@@ -8,28 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
+from small_runs import events, metrics
 from vit.run.tracker import ROLLOUT_TAG, Tracker, milestones
 
 
-def read_events(run: Path) -> EventAccumulator:
-    kinds = ("scalars", "images", "tensors", "histograms", "compressedHistograms", "audio")
-    events = EventAccumulator(str(run), size_guidance=dict.fromkeys(kinds, 0))
-    return events.Reload()
-
-
 def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    events = read_events(run)
+    found = events(run)
     return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
     }
-
-
-def read_metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def draw_picture(seed: int) -> np.ndarray:
@@ -46,18 +36,6 @@ def test_milestones_run_from_start_to_end():
             assert all(type(step) is int for step in steps)
             assert all(one < two for one, two in pairwise(steps))
             assert len(steps) == count or total < count**2  # two milestones would coincide
-
-
-def test_scalars_are_read_back(tmp_path):
-    tracker = Tracker(tmp_path)
-    rows = [(1, {"train/loss": 2.5}), (2, {"train/loss": 1.25, "val/accuracy": 0.125})]
-    for step, values in rows:
-        tracker.scalars(step, values)
-    tracker.close()
-    assert read_scalars(tmp_path) == {
-        "train/loss": [(1, 2.5), (2, 1.25)], "val/accuracy": [(2, 0.125)]
-    }  # fmt: skip
-    assert read_metrics(tmp_path) == [{"step": step, **values} for step, values in rows]
 
 
 def test_metrics_are_on_the_disk_before_a_flush_ends(tmp_path, monkeypatch):
@@ -80,17 +58,17 @@ def wait_for_the_next_second() -> None:
 
 
 def test_a_resumed_run_drops_damaged_lines_and_what_came_after_its_checkpoint(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
+    file = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": float(step)}).encode() for step in (1, 2, 5, 5, 6)]
     damage = [b"\0" * 20, b"[1]", b'{"a": 1}', b'{"step": "x"}', b"\xff\xfe"]
     whole = b"\n".join([lines[0], *damage, *lines[1:]]) + b"\n"
     for rest in (b"", b'{"step": 9, "lo', b'{"step": 3, "loss": 1', b'{"step": 9, "loss": 9.0}'):
-        metrics.write_bytes(whole + rest)
+        file.write_bytes(whole + rest)
         tracker = Tracker(tmp_path, step=5)
         tracker.scalars(7, {"loss": 70.0})
         tracker.close()
         expected = b"\n".join([*lines[:4], b'{"step": 7, "loss": 70.0}']) + b"\n"
-        assert metrics.read_bytes() == expected
+        assert file.read_bytes() == expected
 
 
 def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
@@ -109,8 +87,8 @@ def test_tensorboard_shows_no_step_twice_after_resuming(tmp_path):
     tracker.close()
     kept = [(step, float(step)) for step in range(1, 6)]
     assert read_scalars(tmp_path) == {"train/loss": [*kept, (6, 60.0), (7, 70.0)]}
-    assert [event.step for event in read_events(tmp_path).Images(f"vit/{tag}")] == [0, 3, 5, 7]
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [event.step for event in events(tmp_path).Images(f"vit/{tag}")] == [0, 3, 5, 7]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_full_disk_ends_nothing_and_metrics_catch_up(tmp_path, capsys):
@@ -132,9 +110,9 @@ def test_full_disk_ends_nothing_and_metrics_catch_up(tmp_path, capsys):
     tracker.scalars(4, {"train/loss": 4.0})
     tracker.close()
     assert capsys.readouterr().err.count("TensorBoard misses points") == 1
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
     assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [1, 3, 4]
-    assert [event.step for event in read_events(tmp_path).Images("vit/picture")] == [3]
+    assert [event.step for event in events(tmp_path).Images("vit/picture")] == [3]
 
 
 def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):
@@ -144,8 +122,8 @@ def test_attention_comes_after_the_curves_in_tensorboard_alone(tmp_path):
     tracker.show(1, "test/mistakes", draw_picture(0))
     tracker.scalars(1, {"test/accuracy": 1.0}, tensorboard_only=True)
     tracker.close()
-    assert read_metrics(tmp_path) == [{"step": 1, **dict.fromkeys(tags, 0.5)}]
-    shown = [*read_scalars(tmp_path), *read_events(tmp_path).Tags()["images"]]
+    assert metrics(tmp_path) == [{"step": 1, **dict.fromkeys(tags, 0.5)}]
+    shown = [*read_scalars(tmp_path), *events(tmp_path).Tags()["images"]]
     assert sorted(shown) == [
         "test/accuracy", "train/lr", "val/loss", "vit/attention/distance/layer_00",
         "vit/faithfulness/rollout", "vit/test/mistakes",
@@ -158,7 +136,7 @@ def test_hyperparameters_are_those_of_the_run_and_leave_the_columns_to_tensorboa
         {"optim.lr": 0.5, "train.compile": False, "data.name": "shapes", "x": None}
     )
     tracker.close()
-    plugin = read_events(tmp_path).summary_metadata
+    plugin = events(tmp_path).summary_metadata
     # A summary of the experiment would fix the columns to those of the first run.
     assert set(plugin) == {metadata.SESSION_START_INFO_TAG, metadata.SESSION_END_INFO_TAG}
     content = plugin[metadata.SESSION_START_INFO_TAG].plugin_data.content

@@ -1,11 +1,13 @@
 """Processes that train together, started by tests."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from vit.distributed.stop import StopRequest
 from vit.distributed.world import MEETING, World, join_world
 from vit.training.config import Config
 from vit.training.loop import Loop
+from vit.training.train import train
 
 # New processes are forked from one that has imported this, which takes seconds.
 multiprocessing.set_forkserver_preload(["vit.training.train", "timm.utils"])
@@ -47,6 +50,12 @@ def _enter(rank: int, size: int, meeting: str, function: Callable[..., None], va
         function(world, *values)
         if size > 1:
             dist.barrier()
+
+
+def train_whole(world: World, config: Config) -> None:
+    """Train to the end and write the report, as a command does, but in a world that exists."""
+    with patch("vit.training.start.join_world", lambda *_: contextlib.nullcontext(world)):
+        train(config)
 
 
 def loop_of(

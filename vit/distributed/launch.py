@@ -103,6 +103,7 @@ def _run(
     An error that the first process has as well is reported by that one, so it is only passed on.
     """
     os.environ |= {"RANK": str(index + 1), "LOCAL_RANK": str(index + 1)}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch sends it when the first process has died
     torch.set_num_threads(threads)
     try:
         work(*args)
