@@ -3,41 +3,19 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from scipy.stats import binomtest
 
-from vit.classifier import Classifier, build_model
+from models import save_untrained
 from vit.data import shapes
 from vit.data.datasets import load_test_images
-from vit.data.preprocess import Preprocess
-from vit.data.shapes import KINDS
 from vit.evaluation import evaluate
-from vit.model_file import load_model, save_model
+from vit.model_file import load_model
 from vit.reporting.comparison import as_text, compare_runs
 from vit.reporting.config import CompareConfig
-from vit.training.config import from_dict
 
-
-def untrained(out: Path, seed: int, **data: Any) -> Path:
-    """A run folder with a small random model of drawn shapes."""
-    config = from_dict(
-        {
-            "out": str(out),
-            "data": {"name": "shapes", **data},
-            "model": {"embed_dim": 24, "depth": 1, "patch_size": 8, "zero_init": False},
-        }
-    )
-    preprocess = Preprocess.from_config(config.data)
-    torch.manual_seed(seed)
-    model = build_model(config.model, preprocess, len(KINDS)).eval()
-    torch.nn.init.normal_(model.head.weight)
-    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
-    out.mkdir(parents=True)
-    save_model(out / "model.safetensors", classifier, config, 1)
-    return out
+SMALL = {"embed_dim": 24, "depth": 1, "patch_size": 8}
 
 
 def test_numbers_are_those_of_separate_evaluations(
@@ -45,8 +23,11 @@ def test_numbers_are_those_of_separate_evaluations(
 ) -> None:
     """Each model gets images of its size; models of one name are numbered."""
     monkeypatch.setattr(shapes, "TEST", 100)
-    first = untrained(tmp_path / "a/run", 0)
-    others = [untrained(tmp_path / "b/run", 1), untrained(tmp_path / "c", 2, image_size=[16, 24])]
+    first = save_untrained(tmp_path / "a/run", SMALL)
+    others = [
+        save_untrained(tmp_path / "b/run", SMALL, seed=1),
+        save_untrained(tmp_path / "c", SMALL, data={"image_size": [16, 24]}, seed=2),
+    ]
     same = {"device": "cpu", "precision": "float32"}
     compare_runs(str(first), CompareConfig(others=tuple(map(str, others)), batch_size=30, **same))
     folder = first / "eval/compare_run_2_c_3"
@@ -77,7 +58,10 @@ def test_numbers_are_those_of_separate_evaluations(
 
 
 def test_models_of_different_data_are_not_compared(tmp_path: Path) -> None:
-    runs = [untrained(tmp_path / name, 0, name=name) for name in ("shapes", "cifar10")]
+    runs = [
+        save_untrained(tmp_path / name, SMALL, data={"name": name})
+        for name in ("shapes", "cifar10")
+    ]
     with pytest.raises(ValueError, match=r"^compare: .* was trained on cifar10, not on shapes"):
         compare_runs(str(runs[0]), CompareConfig(others=(str(runs[1]),)))
 

@@ -94,12 +94,6 @@ def test_metrics_of_classes_agree_with_scikit_learn(missing: str) -> None:
     assert result["macro_f1"] == pytest.approx(macro_f1, abs=1e-12)
 
 
-def test_top5_counts_the_fifth_and_not_the_sixth():
-    logits = torch.arange(10.0).flip(0).expand(10, 10)  # class 0 first, class 9 last
-    result = report(logits, torch.arange(10), names(10))
-    assert result["top5_accuracy"] == pytest.approx(0.5, abs=1e-6)
-
-
 def test_reliability_bins_by_hand():
     confidence = torch.tensor([0.55, 0.59, 0.601, 0.93, 0.95, 0.99, 1.0], dtype=torch.float64)
     labels = torch.tensor([0, 1, 1, 0, 0, 0, 1])

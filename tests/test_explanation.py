@@ -85,6 +85,10 @@ def test_what_is_no_photo_and_impossible_arguments_are_refused(classifier):
         classifier.predict(photo, top=0)
     with pytest.raises(ValueError, match=r"^kinds: .* one or more of .* relevance"):
         classifier.explain(photo, kinds=[])
+    with pytest.raises(ValueError, match="kinds: 'rolout'"):
+        classifier.explain(photo, kinds="rolout")
+    with pytest.raises(ValueError, match="target: dog is not allowed; it must be a class of"):
+        classifier.explain(photo, target="dog")
     with pytest.raises(ValueError, match="precision: fp16"):
         vit.load("cifar10_quick", "cpu", "fp16")
 
@@ -116,18 +120,6 @@ def test_maps_of_many_images_are_made_in_batches(classifier):
     parted_logits, parted = classifier.maps(images, ("relevance",), target, batch_size=2)
     torch.testing.assert_close(parted_logits, logits)
     torch.testing.assert_close(parted["relevance"], whole["relevance"], rtol=0, atol=1e-4)
-
-
-def test_explain_draws_rollout_and_relevance_of_pixels_and_takes_lists(classifier, tmp_path):
-    path = tmp_path / "some photo.png"
-    Image.fromarray(draw_photo(20, 20)).save(path)
-    several = classifier.explain([path, draw_photo(30, 10)])
-    assert [list(found.maps) for found in several] == [["rollout", "lrp_pixels"]] * 2
-    assert several[0].name == "some photo.png"
-    with pytest.raises(ValueError, match="kinds: 'rolout'"):
-        classifier.explain(path, kinds="rolout")
-    with pytest.raises(ValueError, match="target: dog is not allowed; it must be a class of"):
-        classifier.explain(path, target="dog")
 
 
 # Sheets.

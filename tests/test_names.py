@@ -11,6 +11,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import vit
+from small_runs import small
 from vit.console import printable
 from vit.data.config import DataConfig
 from vit.data.datasets import open_images
@@ -20,7 +21,6 @@ from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG
-from vit.training.config import from_dict
 from vit.training.train import train
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
@@ -44,9 +44,8 @@ def rearrange(pictures: Path, layout: str) -> DataConfig:
         with (pictures / "labels.csv").open("w", encoding="utf-8") as table:
             csv.writer(table).writerows([["path", "label"], *((f, f.parts[1]) for f in files)])
         return DataConfig(name="table", root=str(pictures / "labels.csv"))
-    return DataConfig(
-        name="folder", root=str(pictures if layout == "parts" else pictures / "train")
-    )
+    root = pictures if layout == "parts" else pictures / "train"
+    return DataConfig(name="folder", root=str(root))
 
 
 def read(path: Path) -> torch.Tensor:
@@ -59,12 +58,9 @@ def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, la
     folder = Path(data.root).parent if layout == "table" else Path(data.root)
     for train_part in (True, False):
         images = open_images(data, train_part).resized(Preprocess((16, 16), (0.5,) * 3, (0.5,) * 3))
-        parts = [
-            images,
-            images.in_memory(),
-            *images.divide(held_out(images.labels, images.classes, 0.2, 0)),
-        ]
-        for part in [*parts, parts[1].select(torch.tensor([4, 1, 4]))]:
+        halves = images.divide(held_out(images.labels, images.classes, 0.2, 0))
+        some = images.in_memory().select(torch.tensor([4, 1, 4]))
+        for part in (images, images.in_memory(), *halves, some):
             for index, pixels in enumerate(part.pixels()):
                 assert not Path(part.name(index)).is_absolute()
                 assert torch.equal(read(folder / part.name(index)), pixels)
@@ -85,17 +81,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on 20 of the pictures."""
     run = tmp_path_factory.mktemp("run") / "run"
-    config = {
-        "out": str(run),
-        "data": {
-            "name": "folder", "root": str(pictures), "val_size": 6, "train_size": 20,
-            "on_bad_image": "skip",
-        },
-        "model": {"embed_dim": 12, "depth": 1, "patch_size": 8},
-        "train": {"epochs": 1, "batch_size": 7, "device": "cpu", "precision": "float32"},
-        "track": {"probes": 1, "live_mb": 0},
-    }  # fmt: skip
-    train(from_dict(config))
+    data = {"name": "folder", "root": str(pictures), "val_size": 6, "train_size": 20}
+    parts = {"data": {**data, "on_bad_image": "skip"}, "track": {"probes": 1}}
+    train(small(run, **parts, train={"epochs": 1, "batch_size": 7, "accumulate": 1}))
     return run
 
 
@@ -105,7 +93,6 @@ def rows_of(table: Path) -> list[dict[str, str]]:
 
 
 def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
-    classifier = vit.load(run, "cpu", "float32")
     split, predictions = rows_of(run / "split.csv"), rows_of(run / "eval/predictions.csv")
     files = {
         part: {str(path.relative_to(pictures)) for path in (pictures / part).rglob("*.png")}
@@ -119,13 +106,12 @@ def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
 
     readable = sorted(files["test"] - {"test/cat/bad.png"})
     assert sorted(row["file"] for row in predictions) == readable
-    for index, row in enumerate(predictions):
-        expected = classifier.predict(pictures / row["file"])
+    expected = vit.load(run, "cpu", "float32").predict([pictures / r["file"] for r in predictions])
+    for index, (row, shares) in enumerate(zip(predictions, expected, strict=True)):
         assert row["index"] == str(index) and row["label"] == Path(row["file"]).parts[1]
         assert (row["prediction"], row["probability"]) == (row["class_1"], row["probability_1"])
-        assert [row[f"class_{n}"] for n in (1, 2, 3)] == list(expected)
-        shares = [float(row[f"probability_{n}"]) for n in (1, 2, 3)]
-        assert shares == pytest.approx(list(expected.values()), rel=1e-5)
+        found = {row[f"class_{n}"]: float(row[f"probability_{n}"]) for n in (1, 2, 3)}
+        assert found == pytest.approx(shares, rel=1e-5)
 
     mistakes = json.loads((run / "eval/report.json").read_text())["mistakes"]
     wrong = [row for row in predictions if row["prediction"] != row["label"]]

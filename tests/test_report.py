@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,12 +81,9 @@ def test_gallery_shows_both_classes_and_leaves_out_maps_that_do_not_exist(mistak
 def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
     mistakes: tuple[Classifier, ImageSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("vit.reporting.report.picture_tag", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            write_report(*mistakes, tmp_path, step=1)
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("vit.reporting.report.picture_tag", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(*mistakes, tmp_path, step=1)
     assert report_files(tmp_path)
     _require_own_report(tmp_path)  # raises nothing

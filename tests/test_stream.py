@@ -198,9 +198,7 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_worker_that_is_killed_ends_the_run_in_one_line(
-    pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> None:
     images = open_images(folder(pictures, workers=1), train=True)
     with pytest.raises(SystemExit) as info, user_errors():
         for _ in images.batches(torch.arange(48).view(24, 2)):
