@@ -262,7 +262,6 @@ def test_architecture_replaces_defaults_and_nothing_else():
         (PLAIN, {"depth": 6}, r"model\.depth: 6 .*; x has 12; leave the key out"),
         (PLAIN, {"init_values": 0.1}, r"model\.init_values: 0\.1 .*; x has null"),
         (PLAIN, {"act_layer": "gelu_tanh"}, r'act_layer: "gelu_tanh" .*; x has "gelu"'),
-        ({**PLAIN, "num_heads": 7}, {"num_heads": 7}, r"model\.num_heads: 7 .* divisor of .*192"),
         ({**PLAIN, "stem": "conv"}, {"patch_size": 8}, r"model\.patch_size: 8 .*; x has 16"),
     ],
 )
