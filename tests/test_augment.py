@@ -343,17 +343,6 @@ def test_operation_is_torchvisions(images: Tensor, operation: str, shape: tuple[
         assert (apart > 0).float().mean() < (0.05 if square else 0.3)
 
 
-def test_each_image_takes_its_own(images: Tensor) -> None:
-    """In a batch of all operations each image is changed as it would be alone."""
-    operations = torch.arange(28) % len(OPERATIONS)
-    signs = torch.tensor([1, -1]).repeat_interleave(14)
-    together = apply_operations(images[:28], operations, 9, signs)
-    for place in range(28):
-        part = slice(place, place + 1)
-        alone = apply_operations(images[part], operations[part], 9, signs[part])
-        assert torch.equal(alone[0], together[place]), OPERATIONS[operations[place]]
-
-
 def test_operations_are_drawn_evenly_both_ways() -> None:
     """Of one image many times: each operation and way leaves its own picture."""
     image, count = draw_shapes(1, seed=0)[0][..., :16, :16], 2_800
@@ -371,15 +360,3 @@ def test_operations_are_drawn_evenly_both_ways() -> None:
     assert len(pictures) > 18 and counts.keys() <= pictures.keys()
     found, expected = [counts[key] for key in pictures], np.array([*pictures.values()]) * count
     assert chisquare(found, expected).pvalue > 1e-6
-
-
-def test_each_of_five_channels_is_changed_like_a_grey_image() -> None:
-    """But for the operations that use the mean of the channels."""
-    images = torch.randint(256, (28, 5, 16, 16), dtype=torch.uint8, generator=seeded())
-    operations = torch.arange(28) % len(OPERATIONS)
-    signs = torch.tensor([1, -1]).repeat_interleave(14)
-    found = apply_operations(images, operations, 15, signs)
-    alike = ~sum(operations == OPERATIONS.index(name) for name in ("color", "contrast")).bool()
-    for channel in range(5):
-        alone = apply_operations(images[:, channel, None], operations, 15, signs)
-        assert torch.equal(found[alike, channel, None], alone[alike])

@@ -435,19 +435,6 @@ def test_numbers_out_of_range() -> None:
             refused([f"--{key}={value}"], f"error: {key}: ", " is not allowed; ")
 
 
-EVAL_TYPES = [(name, key) for name, (config, _) in COMMANDS.items() for key in keys(config)]
-
-
-@fuzz(40)
-@given(st.sampled_from(EVAL_TYPES), st.text("xyz", min_size=6))
-def test_unknown_keys_for_eval(known: tuple[str, str], strange: str) -> None:
-    for wrong in (f"{known[1]}q", f"{known[1]}.{strange}", strange):
-        words = ["x", known[0], *(["y"] if known[0] != "export" else ["onnx"]), f"--{wrong}", "1"]
-        alone = known[0] in ("report", "maps", "heads")
-        problem = "y: not expected here" if alone else f"{wrong}: no such key"
-        refused(words, f"error: {problem}", parse=parse_eval)
-
-
 WORDS = st.one_of(
     st.text(max_size=20),
     st.sampled_from([f"--{key}" for key in [*TYPES, *GROUPS, "config", "overwrite", "kinds"]]),

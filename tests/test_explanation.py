@@ -168,17 +168,6 @@ def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifi
     assert faded[0] > 200 and faded[1] == faded[2] > 150  # paler than the photo
 
 
-@pytest.mark.parametrize("channels", [1, 5])
-def test_photos_with_other_channels_have_sheets(channels):
-    settings = PLAIN | {"in_chans": channels, "img_size": 16, "embed_dim": 24, "depth": 2}
-    model = VisionTransformer(**settings, num_classes=7).eval()
-    preprocess = Preprocess((16, 16), (0.5,) * channels, (0.25,) * channels, fit="pad")
-    classifier = Classifier(model, preprocess, CLASSES, torch.device("cpu"), torch.float32)
-    pixels = np.random.default_rng(0).integers(256, size=(20, 30, channels), dtype=np.uint8)
-    found = classifier.explain(pixels)
-    assert found.photo.shape == pixels.shape and sheet(found).shape[2] == 3
-
-
 def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):
     found = classifier.explain(draw_photo(32, 32))
     found.save(tmp_path / "sheet.png")

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import vit
 from small_runs import small
 from vit.console import printable
-from vit.data.config import DataConfig
-from vit.data.datasets import open_images
-from vit.data.preprocess import Preprocess
-from vit.data.sampling import held_out
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
 from vit.tensorboard_plugin.encoding import decode_details
@@ -26,55 +21,23 @@ from vit.training.train import train
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 
 
-def make_pictures(root: Path) -> Path:
-    """Make twelve training and six test pictures of each class, half of them in deeper folders."""
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve training and six test pictures of each class, half of them in deeper folders.
+
+    Others cannot be read, or have names that are not UTF-8.
+    """
+    root = tmp_path_factory.mktemp("pictures")
     for number in range(54):
         part, deeper = ("train", "test")[number % 9 > 5], ("", 'b, "ä"')[number // 3 % 2]
         path = root / part / CLASSES[number % 3] / deeper / f"{97 * number % 54}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(256, size=(16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
-    return root
-
-
-def rearrange(pictures: Path, layout: str) -> DataConfig:
-    """Describe the pictures, in a table or as they are."""
-    files = [path.relative_to(pictures) for path in sorted(pictures.rglob("*.png"))]
-    if layout == "table":
-        with (pictures / "labels.csv").open("w", encoding="utf-8") as table:
-            csv.writer(table).writerows([["path", "label"], *((f, f.parts[1]) for f in files)])
-        return DataConfig(name="table", root=str(pictures / "labels.csv"))
-    root = pictures if layout == "parts" else pictures / "train"
-    return DataConfig(name="folder", root=str(root))
-
-
-def read(path: Path) -> torch.Tensor:
-    return torch.from_numpy(np.array(Image.open(path))).movedim(-1, 0)
-
-
-@pytest.mark.parametrize("layout", ["parts", "split", "table"])
-def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, layout: str) -> None:
-    data = rearrange(make_pictures(tmp_path), layout)
-    folder = Path(data.root).parent if layout == "table" else Path(data.root)
-    for train_part in (True, False):
-        images = open_images(data, train_part).resized(Preprocess((16, 16), (0.5,) * 3, (0.5,) * 3))
-        halves = images.divide(held_out(images.labels, images.classes, 0.2, 0))
-        some = images.in_memory().select(torch.tensor([4, 1, 4]))
-        for part in (images, images.in_memory(), *halves, some):
-            for index, pixels in enumerate(part.pixels()):
-                assert not Path(part.name(index)).is_absolute()
-                assert torch.equal(read(folder / part.name(index)), pixels)
-            assert part.entry(1) == {"index": 1, "file": part.name(1)}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures, and files that cannot be read or have names that are not UTF-8."""
-    pictures = make_pictures(tmp_path_factory.mktemp("pictures"))
-    for folder in (pictures / "train/cat", pictures / "test/cat"):
+    for folder in (root / "train/cat", root / "test/cat"):
         min(folder.glob("*.png")).rename(folder / "\udce4.png")  # not UTF-8
         (folder / "bad.png").touch()
-    return pictures
+    return root
 
 
 @pytest.fixture(scope="module")

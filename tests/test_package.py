@@ -177,7 +177,7 @@ CHECK = f"""
 import sys
 import vit.training.config, vit.reporting.config, vit.cli
 print("config", *({{"torch", "matplotlib", "tensorboard", *{SLOW}}} & sys.modules.keys()))
-import vit.reporting.photos
+import vit.reporting.predictions
 print("photo", *({{"matplotlib.figure", "tensorboard", *{SLOW}}} & sys.modules.keys()))
 import vit.reporting.report
 print("report", *({SLOW} & sys.modules.keys()))

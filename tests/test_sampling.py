@@ -71,11 +71,6 @@ def test_stratified_subset_is_rounded_by_webster_and_leaves_one_of_each(sizes, d
     assert last <= following + 1e-6
 
 
-def test_more_than_there_are_cannot_be_chosen():
-    with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
-        balanced_subset(torch.zeros(30), 31, 0, "probes")
-
-
 @pytest.mark.parametrize(
     ("sizes", "size", "expected"),
     [
@@ -97,7 +92,9 @@ def test_held_out_images_are_a_count_a_fraction_or_what_suits(sizes, size, expec
     assert torch.equal(held_out(labels, ["a", "b", "c"], size, seed=0), held)
 
 
-def test_counts_are_listed_or_summarized():
+def test_counts_are_listed_or_summarized_and_named_where_too_few():
+    with pytest.raises(ValueError, match=r"^probes: 31 images requested, but there are only 30$"):
+        balanced_subset(torch.zeros(30), 31, 0, "probes")
     assert describe_counts(["a", "b"], [3, 3]) == "3 in each of 2 classes"
     assert describe_counts(["a", "b"], [3000, 1]) == "a 3,000, b 1"
     assert describe_counts([str(n) for n in range(21)], [*range(5, 26)]) == (

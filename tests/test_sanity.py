@@ -1,8 +1,11 @@
-"""Sanity checks of maps: randomised copies, shifted inputs, the planted mark; fillings."""
+"""Benchmarks: sanity checks of maps, fillings, ratios and tables; each starts as it says."""
 
 import copy
+import importlib
 import math
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,22 +13,18 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from benchmarks import tables, timing
 from benchmarks.maps import sanity, watermark
 from benchmarks.maps.filling import FILLINGS, blurred, derangement, impute, make_filling
 from benchmarks.maps.randomization import (
     cascade,
-    for_shifted_inputs,
     rank_correlation,
-    shuffled_weights,
     stages,
 )
 from models import PLAIN, save_untrained
 from vit.data.shapes import draw_shapes
-from vit.explain.maps import attention_maps
 from vit.model.vit import VisionTransformer
 from vit.seeding import fold_in
-
-OF_TOKENS = ("rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -64,31 +63,6 @@ def test_a_cascade_replaces_one_stage_after_the_other():
             assert torch.equal(values, (weights if name in done else before)[name].to(values)), name
     assert done == {*before}
     assert all(torch.equal(values, before[name]) for name, values in vit.state_dict().items())
-
-
-def test_class_agnostic_maps_do_not_depend_on_the_head_and_others_do():
-    vit, images, target = draw_vit(), draw(8, 3, 32, 32), torch.arange(8) % 5
-    shuffled = shuffled_weights(vit, 0)
-    for name, values in vit.state_dict().items():
-        assert torch.equal(shuffled[name].flatten().sort().values, values.flatten().sort().values)
-    _, changed = next(cascade(vit, shuffled))
-    for kind in OF_TOKENS:
-        own, other = (
-            attention_maps(model, images, [kind], target)[1][kind] for model in (vit, changed)
-        )
-        same = torch.allclose(rank_correlation(own, other), torch.ones(8).double())
-        assert same == (kind in ("rollout", "raw")), kind
-
-
-def test_shifted_inputs_leave_logits_and_maps_of_tokens_as_they_are():
-    vit, images, target = draw_vit().double(), draw(4, 3, 32, 32).double(), torch.arange(4)
-    shifted = for_shifted_inputs(vit, 1.5)
-    torch.testing.assert_close(shifted(images + 1.5), vit(images))
-    assert not torch.allclose(shifted(images), vit(images))
-    for kind in OF_TOKENS:
-        _, own = attention_maps(vit, images, [kind], target)
-        _, other = attention_maps(shifted, images + 1.5, [kind], target)
-        torch.testing.assert_close(own[kind], other[kind], rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_but_the_mark_tells_the_marked_class():
@@ -206,3 +180,53 @@ def test_blur_by_hand():
     assert found.sum().item() == pytest.approx(1, abs=0.01)  # the borders are mirrored
     assert (found[5, 8] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
     assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
+
+
+# Every benchmark.
+
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPTS = [
+    f"benchmarks.{path.parent.name}.{path.stem}"
+    for path in sorted(FOLDER.glob("*/*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_benchmark_starts(name, monkeypatch, capsys):
+    script = importlib.import_module(name)
+    assert f"\n    python -m {name}" in script.__doc__
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_ratios_come_from_the_same_round() -> None:
+    """The machine is twice as slow in the second round, which affects both alike."""
+    first, second = timing.compare({"a": [1.0, 2.0, 1.0], "b": [0.5, 1.0, 0.4]}).values()
+    assert first.speed() == "1.00 x  (1.00 to 1.00)"
+    assert second.speed() == "2.00 x  (2.00 to 2.50)"
+    assert second.speed(scale=0.5) == "1.00 x  (1.00 to 1.25)"
+    assert second.cost() == "0.50 x  (0.40 to 0.50)"
+    assert second.fraction() == "50.0%  (40.0% to 50.0%)"
+    assert second.seconds == 0.5
+    busy = timing.Timing(1.0, 1.2, 1.0, high=1.6)  # rounds may differ by half, and no more
+    assert busy.cost() == "no verdict: the machine is busy, rounds differ by 1.6 x; run again"
+
+
+def test_functions_take_turns_after_a_round_of_warm_up() -> None:
+    calls: list[str] = []
+    works = {name: partial(calls.append, name) for name in "ab"}
+    assert list(timing.take_turns(works, rounds=2)) == ["a", "b"] and calls == ["a", "b"] * 3
+
+
+def test_tables_by_hand() -> None:
+    assert tables.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert tables.plus_minus(1.5, 0.25, "+.2f") == "+1.50 ± 0.25"
+    assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
+    # Student's t with two degrees of freedom: 4.3027.
+    found = tables.mean_of_runs([0.1, 0.2, 0.3])
+    assert found == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)
