@@ -1,12 +1,17 @@
 """Model settings shared by several tests."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vit.classifier import Classifier
+from vit.calibration import Calibration
+from vit.classifier import Classifier, build_model
 from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
 from vit.model.vit import VisionTransformer
+from vit.model_file import save_model
+from vit.training.config import from_dict
 
 # The plain Vision Transformer with timm's defaults, for images with three channels.
 PLAIN: dict[str, Any] = {
@@ -27,3 +32,26 @@ def grey_classifier() -> Classifier:
     model = VisionTransformer(**PLAIN | sizes | {"in_chans": 1}).eval()
     preprocess = Preprocess((16, 24), (0.5,), (0.25,))
     return Classifier(model, preprocess, ("a", "b", "c"), torch.device("cpu"), torch.float32)
+
+
+def save_untrained(
+    folder: Path,
+    model: dict[str, Any],
+    preprocess: Preprocess | None = None,
+    classes: tuple[str, ...] = KINDS,
+    data: dict[str, Any] | None = None,
+    seed: int = 0,
+    calibration: Calibration | None = None,
+) -> Path:
+    """Save a model with random weights, of drawn shapes unless `data` says otherwise."""
+    config = from_dict({"out": str(folder), "data": {"name": "shapes", **(data or {})},
+                        "model": {"zero_init": False, **model}})  # fmt: skip
+    preprocess = preprocess or Preprocess.from_config(config.data)
+    torch.manual_seed(seed)
+    network = build_model(config.model, preprocess, len(classes)).eval()
+    torch.nn.init.normal_(network.get_classifier().weight)
+    about = (torch.device("cpu"), torch.float32)
+    classifier = Classifier(network, preprocess, classes, *about, calibration=calibration)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder / "model.safetensors", classifier, config, step=1)
+    return folder

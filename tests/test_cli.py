@@ -1,20 +1,25 @@
-"""Invalid input produces a one-line error and exit code 2, before any file is changed."""
+"""Command lines: what they mean; invalid input ends in a line, before any file is changed."""
 
 import itertools
 import re
 import subprocess
 import sys
-from dataclasses import replace
+import typing
+from dataclasses import is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from command_line import help_of, refused
+from command_line import Parse, answer, help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.data.config import DataConfig
+from vit.console import counted, is_out_of_memory
 from vit.model.config import ModelConfig
 from vit.recipes import RECIPES
 from vit.registry import ALL_KINDS
@@ -31,21 +36,17 @@ from vit.reporting.config import (
 from vit.settings import changed_keys, keys
 from vit.training.checks import check_config
 from vit.training.config import Config, OptimConfig, from_dict, to_dict
-from vit.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted(RECIPES.glob("*.yaml"))
 
 # What is typed after train.py, and what the one line must name: key, value, what is allowed.
 BAD_FLAGS = [
     ("--model.depth 1.5", "model.depth: 1.5 is not allowed; it must be a valid integer\n"),
-    ("--model.depth null", "model.depth: null is not allowed; it must be a valid integer\n"),
     ("--model.stem convolution", "model.stem: convolution is not allowed; it must be 'linear' or"),
     ("--augment.crop_padding 32", "augment.crop_padding: 32 is not allowed; it must be less than"),
     ("--augment.crop_scale 1 0.5", "(1.0, 0.5) is not allowed; it must be the smallest fraction"),
     ("--augment.crop_scale 0.5", "augment.crop_scale: a list is not allowed"),
     ("--data.channels 2", "data.channels: 2 is not allowed; it must be 1 or 3 with data.name="),
-    ("--optim.lr=", "optim.lr: '' is not allowed; it must be a valid number"),
     ("--modle.depth 3", "modle.depth: no such key; did you mean model.depth?"),
     ("--depth 3", "depth: no such key; did you mean model.depth?"),
     ("--train.lr 0.1", "train.lr: no such key; did you mean optim.lr?"),
@@ -92,45 +93,23 @@ def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_missing_data_says_what_was_tried_and_what_to_do(tmp_path: Path) -> None:
-    out, data = tmp_path / "run", tmp_path / "data"
-    config = Config(out=str(out), data=DataConfig(root=str(data), download=False))
-    with pytest.raises(ValueError, match="cifar10") as error:
-        train(config)
-    for part in (str(data), "cifar-10-python.tar.gz", "cifar-10-batches-py/", "--data.root"):
-        assert part in str(error.value)
-    assert "make demo" in str(error.value) and not out.exists()
-
-
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (ValueError("a\n\x1b[31mb"), 2, "error: a ?[31mb\n"),
-        (
-            MemoryError("no room"),
-            2,
-            "error: out of memory; use a smaller model or batch: no room\n",
-        ),
-        (RuntimeError("DataLoader worker (pid 3) is killed"), 2, "fewer data.workers if memory"),
+        (MemoryError("no room"), 2, "out of memory; use a smaller model or batch: no room\n"),
         (RuntimeError("put_ does not have a deterministic implementation"), 2, "; train without"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_errors_of_the_outside_are_one_line(
-    error: BaseException,
-    code: int,
-    line: str,
-    capsys: pytest.CaptureFixture[str],
+def test_errors_of_the_outside_are_one_line_and_ours_keep_their_traceback(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended, user_errors():
         raise error
     assert ended.value.code == code
     printed = capsys.readouterr().err
     assert line in printed and printed.count("\n") == 1
-
-
-def test_mistake_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="shapes"), user_errors():
         raise RuntimeError("shapes cannot be multiplied")
 
@@ -175,8 +154,11 @@ def test_printed_config_is_a_config_that_gives_the_same_run(
     file = tmp_path / "printed.yaml"
     file.write_text(capsys.readouterr().out)
     again, options = parse_train(["--config", str(file)])
-    assert again == parse_train(["--model.depth", "7"])[0] and again.model.depth == 7
+    config, _ = parse_train(["--model.depth", "7"])
+    assert again == config == from_dict(to_dict(config)) and config.model.depth == 7
     assert options == {"overwrite": False, "allow_changes": False}
+    old = to_dict(parse_train(["--out", "x"])[0])
+    assert changed_keys(old, to_dict(config)) == ["model.depth: 4 -> 7", "out: x -> runs/quick"]
 
 
 def test_a_flag_beats_every_file_and_a_later_file_an_earlier(tmp_path: Path) -> None:
@@ -219,23 +201,6 @@ def test_a_file_says_what_changes_with_the_time_budget(tmp_path: Path) -> None:
         assert parse_train(both)[0].model.depth == 7
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("budgets: {soon: {}}", "it must be settings by minutes"),
-        ("budgets: {2: deep}", "it must be settings by minutes"),
-        ("budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
-        ("model: 3", "model: 3 is not allowed"),
-    ],
-)
-def test_wrong_groups_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    words = ["--config", str(file), "--train.budget_minutes", "1", "--model.depth", "4"]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        parse_train(words)
-
-
 @pytest.mark.parametrize("name", ["shapes", "shapes.yaml", "configs/shapes", "configs/shapes.yaml"])
 def test_a_recipe_is_found_from_any_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,11 +214,11 @@ def test_a_recipe_is_found_from_any_folder(
     assert parse_train(["--config", name])[0].out == "mine"
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=[file.stem for file in CONFIGS])
-def test_every_recipe_is_whole_and_named_after_its_run(file: Path) -> None:
-    config, _ = parse_train(["--config", str(file), "--train.budget_minutes", "1"])
-    assert (config.out, config.train.budget_minutes) == (f"runs/{file.stem}", 1)
-    assert file.read_text().startswith("# ")
+def test_every_recipe_is_whole_and_named_after_its_run() -> None:
+    for file in RECIPES.glob("*.yaml"):
+        config, _ = parse_train(["--config", str(file), "--train.budget_minutes", "1"])
+        assert (config.out, config.train.budget_minutes) == (f"runs/{file.stem}", 1)
+        assert file.read_text().startswith("# ")
 
 
 def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:
@@ -269,15 +234,6 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
     for words in (["--model.name", "timm:resnet18"], ["--model.pretrained", "cifar10_quick"]):
         config, _ = parse_train([*minute, *words])
         assert (config.model.depth, config.augment.crop_padding) == (12, 2)
-
-
-def test_config_survives_the_way_through_dictionaries() -> None:
-    config, _ = parse_train(["--model.init_values", "0.1", "--optim.clip_grad", "1"])
-    assert from_dict(to_dict(config)) == config
-    with pytest.raises(ValueError, match=r"^model.depht: no such key; did you mean model.depth\?$"):
-        from_dict({"model": {"depht": 3}})
-    old, new = (to_dict(parse_train(w)[0]) for w in ([], ["--model.depth", "7", "--out", "x"]))
-    assert changed_keys(old, new) == ["model.depth: 4 -> 7", "out: runs/quick -> x"]
 
 
 def test_a_command_has_its_settings_and_report_is_the_default(
@@ -302,20 +258,6 @@ def test_a_command_has_its_settings_and_report_is_the_default(
     assert parse_eval(["maps", "maps"]) == ("maps", "maps", MapsConfig())
 
 
-def test_python_gets_the_same_line_as_the_command_line() -> None:
-    line = "^model.depth: 0 is not allowed; it must be greater than or equal to 1$"
-    with pytest.raises(ValueError, match=line):
-        ModelConfig(depth=0)
-    with pytest.raises(ValueError, match=line):
-        from_dict({"model": {"depth": 0}})
-    with pytest.raises(ValueError, match=line):
-        replace(ModelConfig(), depth=0)
-    with pytest.raises(ValueError, match=r"^optim.lr: nan is not allowed; it must be a finite num"):
-        OptimConfig(lr=float("nan"))
-    with pytest.raises(ValueError, match=r"^model: 3 is not allowed; it must be a dictionary"):
-        Config(model="3")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
@@ -330,6 +272,12 @@ def test_a_model_that_cannot_be_built_is_refused_before_data_is_read(
     config = from_dict({"data": {"name": "shapes", "image_size": (32, 48)}, "model": model})
     with pytest.raises(ValueError, match=problem):
         check_config(config)
+    line = "^model.depth: 0 is not allowed; it must be greater than or equal to 1$"
+    for make in (ModelConfig, partial(replace, ModelConfig())):  # as on the command line
+        with pytest.raises(ValueError, match=line):
+            make(depth=0)
+    with pytest.raises(ValueError, match=r"^optim.lr: nan is not allowed; it must be a finite num"):
+        OptimConfig(lr=float("nan"))
 
 
 def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
@@ -344,3 +292,197 @@ def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
         words = text.strip("[]").replace(",", "").split()
         assert parse_train(["--data.image_size", *words])[0].data.image_size == expected
     assert from_dict({"data": {"image_size": 64}}).data.image_size == (64, 64)
+
+
+# Hundreds of invalid inputs, the same in every run.
+
+
+def types_of(config: type, prefix: str = "") -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(config).items():  # without the ranges
+        key = prefix + name
+        types |= types_of(kind, f"{key}.") if is_dataclass(kind) else {key: kind}  # type: ignore[arg-type]
+    return types
+
+
+def kinds(kind: Any) -> set[Any]:
+    """Return what a type is made of: int, float, bool, str, NoneType, Literal."""
+    if typing.get_origin(kind) is Literal:
+        return {Literal}
+    parts = typing.get_args(kind)
+    return set().union(*map(kinds, parts)) if parts else {kind}
+
+
+TYPES = types_of(Config)
+GROUPS = sorted({key.partition(".")[0] for key in TYPES if "." in key})
+NUMBERS = sorted(key for key, kind in TYPES.items() if kinds(kind) & {int, float})
+NAMED = sorted(key for key, kind in TYPES.items() if str not in kinds(kind))  # take no text
+
+# The first values beyond each kind of range, and beyond some of their own.
+EDGES = {
+    "track.every": ("0", "1000001"),  # Count
+    "track.probes": ("-1", "1000001"),  # CountOrZero
+    "data.val_size": ("-1", "1.5", "1000001"),  # CountOrFraction
+    "optim.lr": ("0", "-1", "1000001"),  # Positive
+    "augment.mixup": ("-0.1", "1000001"),  # NonNegative
+    "augment.erasing": ("-0.1", "1.1"),  # Fraction
+    "train.small_scale": ("0", "1.1"),  # FractionAbove0
+    "optim.warmup": ("-0.1", "1"),  # FractionBelow1
+    "optim.ema_decay": ("0", "1"),  # Between0And1
+    "train.seed": ("-1", str(2**63)),
+    "train.accumulate": ("0", "3", "256"),
+    "augment.crop_padding": ("-1", "32"),
+}
+
+# Aliases that double what they stand for, forty times over.
+LAUGHS = b"data: {root: &a0 {x: 1}}\n" + b"".join(
+    b"data%d: &a%d {x: *a%d, y: *a%d}\n" % (n, n, n - 1, n - 1) for n in range(1, 41)
+)
+
+# Whole files, and what the line must name.
+ODD_FILES = [
+    (b"", "key: value"),
+    (b"x" * 99_999, "key: value"),
+    (b"\0", "#x0000"),
+    (b"\xff\xfe\0", "truncated data"),
+    (b"model:\n\tdepth: 3", "line 2"),
+    (b"---\nout: a\n---\nout: b", "single document"),
+    (b"model: &a {depth: *a}", "recursive node"),
+    (b"model: {depth: &a {b: 1}, embed_dim: *a}", "model.embed_dim: a group of keys is not allow"),
+    (b"? [1, 2]\n: 3", "a key must be text, and given once"),
+    (b"out: !!python/object/apply:os.system ['true']", "out: a list is not allowed"),
+    (b"!!python/object:os.system {x: 1}", "x: no such key"),
+    (b"model: {depth: 3, depth: 4}", "given once"),
+    (b"'': 3", "'': no such key"),
+    (b"model: {class_path: os.system}", "model.class_path: no such key"),
+    (b"out: ''", "out: '' is not allowed"),
+    (b"out:", "out: null is not allowed"),
+    (b"train: {seed: 2001-01-01}", "train.seed: 2001-01-01"),
+    (b"train: {epochs: 1e1}", "train.epochs: 1e1 is not allowed; it must be a valid integer"),
+    (b'"\\e[31m": 3', "?[31m: no such key"),
+    (b"? " + b"k" * 5000 + b"\n: 3", "kkk...: no such key"),
+    (b"out: " + b"x" * 5000, "out: xxx"),
+    (LAUGHS + b"out: *a40", "out: a group of keys is not allowed"),
+    (b"[" * 2000, "recursion"),
+    (b"seed: 0", "did you mean train.seed?"),  # a key of earlier versions
+    (b"budgets: {soon: {}}", "it must be settings by minutes"),
+    (b"budgets: {2: deep}", "it must be settings by minutes"),
+    (b"budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
+    (b"model: 3", "model: 3 is not allowed"),
+]
+
+
+def fuzz(examples: int) -> settings:
+    return settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz") / "bad.yaml"
+
+
+def setting(key: str, value: str, file: Path | None) -> list[str]:
+    """Say key and value as a flag, or in a file."""
+    if file is None:
+        return [f"--{key}={value}"]
+    group, _, name = key.rpartition(".")
+    file.write_text(f"{group}:\n  {name}: {value}\n" if group else f"{name}: {value}\n")
+    return ["--config", str(file)]
+
+
+def test_odd_files(file: Path) -> None:
+    for content, part in ODD_FILES:
+        file.write_bytes(content)
+        refused(["--config", str(file), "--train.budget_minutes=1", "--model.depth=4"], part)
+    for name in (".", "/dev/null", "", "\0", "{a: b}"):
+        refused(["--config", name])
+
+
+@fuzz(100)
+@given(st.data(), st.sampled_from(sorted(TYPES)), st.text("xyz", min_size=6), st.booleans())
+def test_unknown_keys(
+    file: Path, data: st.DataObject, key: str, strange: str, in_file: bool
+) -> None:
+    group, _, name = key.rpartition(".")
+    at = data.draw(st.integers(0, len(name) - 1))
+    letter = data.draw(st.sampled_from(["", "Q", name[at] * 2]))  # left out, mistaken, doubled
+    wrong = f"{group}.{name[:at]}{letter}{name[at + 1 :]}".lstrip(".")
+    near = ["did you mean"] if len(name) >= 4 else []
+    where = file if in_file else None
+    refused(setting(wrong, "1", where), f"error: {wrong}: no such key", *near)
+    refused(setting(f"{group}.{strange}".lstrip("."), "1", where), f"{strange}: no such key")
+    refused(setting(f"{strange}.{name}", "1", where), f"error: {strange}", "no such key")
+
+
+@fuzz(100)
+@given(st.data(), st.sampled_from(NAMED), st.booleans())
+def test_wrong_types(file: Path, data: st.DataObject, key: str, in_file: bool) -> None:
+    wrong = ["word", "[1, 2, 3]", "{a: 1}", "2001-01-01", "''", "1 2", "!!str x", "é", "--", "7?"]
+    made_of = kinds(TYPES[key])
+    wrong += [] if bool in made_of else ["true", "off"]
+    wrong += [] if float in made_of else ["1.5", "1e3", ".nan", "-.inf"]
+    wrong += [] if type(None) in made_of else ["null", "~"]
+    wrong += ["7"] if made_of & {bool, Literal} else []
+    value = data.draw(st.sampled_from(wrong))
+    where = file if in_file else None
+    refused(setting(key, value, where), f"error: {key}: ", " is not allowed; ")
+
+
+def test_numbers_out_of_range() -> None:
+    beyond_all = ("-1000001", "inf", "nan", "1e400", "-1e300", "9" * 5000, hex(2**70))
+    for key in NUMBERS:
+        for value in (*EDGES.get(key, ()), *beyond_all):
+            refused([f"--{key}={value}"], f"error: {key}: ", " is not allowed; ")
+
+
+WORDS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from([f"--{key}" for key in [*TYPES, *GROUPS, "config", "overwrite", "kinds"]]),
+    st.sampled_from([*COMMANDS]),
+    st.builds("--{}={}".format, st.sampled_from(sorted(TYPES)), st.text(max_size=20)),
+    st.text("-=.:[]{}&*!0123456789enulltrue", max_size=20),
+)
+
+
+@fuzz(150)
+@given(st.lists(WORDS, max_size=4), st.sampled_from([parse_train, parse_eval]))
+def test_any_words_give_a_config_or_one_line(words: list[str], parse: Parse) -> None:
+    result, _ = answer(words, parse)
+    assert result is None or isinstance(result[0], Config) or result[0] in COMMANDS
+
+
+@fuzz(100)
+@given(st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.encode))
+def test_any_bytes_give_a_config_or_one_line(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    answer(["--config", str(file)], parse_train)
+
+
+# Messages.
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_full_disk_ends_nothing() -> None:
+    program = (
+        "import sys\n"
+        "from vit.console import say, warn\n"
+        "say('a')\n"
+        "warn('b')\n"
+        "import os; os._exit(7)\n"  # without the flush of a normal end
+    )
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full)
+    assert done.returncode == 7
+
+
+def test_errors_of_memory_are_known() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_nouns_are_plural_unless_there_is_one() -> None:
+    assert [counted(n, "image", ",") for n in (1, 2000)] == ["1 image", "2,000 images"]
+    assert [counted(n, "epoch", ".4g") for n in (0.5, 1.0)] == ["0.5 epochs", "1 epoch"]
+    assert counted(1000, "worker") == "1000 workers"

@@ -37,9 +37,8 @@ Draw = Callable[..., np.ndarray]
 def photos(count: int, channels: int, height: int, width: int) -> Tensor:
     """Draw smooth images with edges, from black to white."""
     rng = np.random.default_rng(0)
-    smooth = ndimage.gaussian_filter(
-        rng.normal(size=(count, channels, height, width)), (0, 0, 3, 3)
-    )
+    drawn = rng.normal(size=(count, channels, height, width))
+    smooth = ndimage.gaussian_filter(drawn, (0, 0, 3, 3))
     smooth = (smooth - smooth.min()) / (smooth.max() - smooth.min())
     smooth[..., height // 3 : height // 2, width // 4 :] = 1
     smooth[..., height // 2 :, : width // 3] *= 0.2
@@ -75,9 +74,8 @@ def moved(image: np.ndarray, radius: float, sigma: float, degrees: float) -> np.
 
 
 def gaussian_noise(image: np.ndarray, draw: Draw, scale: float) -> np.ndarray:
-    return 255 * (
-        image + scale * draw(torch.randn, image.shape[2], *image.shape[:2]).transpose(1, 2, 0)
-    )
+    drawn = draw(torch.randn, image.shape[2], *image.shape[:2]).transpose(1, 2, 0)
+    return 255 * (image + scale * drawn)
 
 
 def defocus_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> np.ndarray:
@@ -91,11 +89,8 @@ def defocus_blur(image: np.ndarray, draw: Draw, radius: float, sigma: float) -> 
 def glass_blur(
     image: np.ndarray, draw: Draw, sigma: float, reach: float, rounds: float
 ) -> np.ndarray:
-    image, size, reach = (
-        np.floor(255 * blurred(image, sigma) + 1e-6) / 255,
-        len(image),
-        round(reach),
-    )
+    image = np.floor(255 * blurred(image, sigma) + 1e-6) / 255
+    size, reach = len(image), round(reach)
     for _ in range(round(rounds)):
         across, down = draw(torch.randint, 2, size * size, bounds=(-reach, reach))
         for row in range(size - reach, reach, -1):
@@ -159,6 +154,12 @@ def contrast(image: np.ndarray, draw: Draw, factor: float) -> np.ndarray:
     return 255 * (mean + factor * (image - mean))
 
 
+def sampled(image: np.ndarray, down: np.ndarray, across: np.ndarray, mode: str) -> np.ndarray:
+    planes = image.transpose(2, 0, 1)
+    found = [ndimage.map_coordinates(p, [down, across], order=1, mode=mode) for p in planes]
+    return np.stack(found, axis=-1)
+
+
 def elastic(image: np.ndarray, draw: Draw, length: float, sigma: float, shift: float) -> np.ndarray:
     size, middle, third = len(image), len(image) // 2, len(image) // 3
     corners = middle + third * np.array([[1, 1], [1, -1], [-1, -1]])
@@ -166,20 +167,14 @@ def elastic(image: np.ndarray, draw: Draw, length: float, sigma: float, shift: f
     back = np.linalg.solve(np.c_[there, np.ones(3)], corners)
     rows, columns = np.mgrid[:size, :size]
     across, down = np.moveaxis(np.stack([columns, rows, np.ones_like(rows)], -1) @ back, -1, 0)
-    planes = [
-        ndimage.map_coordinates(plane, [down, across], order=1, mode="mirror")
-        for plane in image.transpose(2, 0, 1)
-    ]
+    image = sampled(image, down, across, "mirror")
     bends = 2 * draw(torch.rand, 2, size, size) - 1
     if sigma:
-        bends = [
-            ndimage.gaussian_filter(b, sigma * size, mode="reflect", truncate=3) for b in bends
-        ]
+        bends = ndimage.gaussian_filter(
+            bends, (0, sigma * size, sigma * size), mode="reflect", truncate=3
+        )
     across, down = columns + length * size * bends[0], rows + length * size * bends[1]
-    planes = [
-        ndimage.map_coordinates(plane, [down, across], order=1, mode="reflect") for plane in planes
-    ]
-    return 255 * np.stack(planes, axis=-1)
+    return 255 * sampled(image, down, across, "reflect")
 
 
 def pixelate(image: np.ndarray, draw: Draw, fraction: float) -> np.ndarray:

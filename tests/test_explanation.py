@@ -85,6 +85,10 @@ def test_what_is_no_photo_and_impossible_arguments_are_refused(classifier):
         classifier.predict(photo, top=0)
     with pytest.raises(ValueError, match=r"^kinds: .* one or more of .* relevance"):
         classifier.explain(photo, kinds=[])
+    with pytest.raises(ValueError, match="kinds: 'rolout'"):
+        classifier.explain(photo, kinds="rolout")
+    with pytest.raises(ValueError, match="target: dog is not allowed; it must be a class of"):
+        classifier.explain(photo, target="dog")
     with pytest.raises(ValueError, match="precision: fp16"):
         vit.load("cifar10_quick", "cpu", "fp16")
 
@@ -116,18 +120,6 @@ def test_maps_of_many_images_are_made_in_batches(classifier):
     parted_logits, parted = classifier.maps(images, ("relevance",), target, batch_size=2)
     torch.testing.assert_close(parted_logits, logits)
     torch.testing.assert_close(parted["relevance"], whole["relevance"], rtol=0, atol=1e-4)
-
-
-def test_explain_draws_rollout_and_relevance_of_pixels_and_takes_lists(classifier, tmp_path):
-    path = tmp_path / "some photo.png"
-    Image.fromarray(draw_photo(20, 20)).save(path)
-    several = classifier.explain([path, draw_photo(30, 10)])
-    assert [list(found.maps) for found in several] == [["rollout", "lrp_pixels"]] * 2
-    assert several[0].name == "some photo.png"
-    with pytest.raises(ValueError, match="kinds: 'rolout'"):
-        classifier.explain(path, kinds="rolout")
-    with pytest.raises(ValueError, match="target: dog is not allowed; it must be a class of"):
-        classifier.explain(path, target="dog")
 
 
 # Sheets.
@@ -174,17 +166,6 @@ def test_photo_keeps_its_aspect_ratio_and_what_the_model_sees_is_framed(classifi
     assert black[0].sum() == pytest.approx(ZOOM * PANEL, abs=2) and black[5].sum() <= 8
     faded = panel[5, 5].astype(int)
     assert faded[0] > 200 and faded[1] == faded[2] > 150  # paler than the photo
-
-
-@pytest.mark.parametrize("channels", [1, 5])
-def test_photos_with_other_channels_have_sheets(channels):
-    settings = PLAIN | {"in_chans": channels, "img_size": 16, "embed_dim": 24, "depth": 2}
-    model = VisionTransformer(**settings, num_classes=7).eval()
-    preprocess = Preprocess((16, 16), (0.5,) * channels, (0.25,) * channels, fit="pad")
-    classifier = Classifier(model, preprocess, CLASSES, torch.device("cpu"), torch.float32)
-    pixels = np.random.default_rng(0).integers(256, size=(20, 30, channels), dtype=np.uint8)
-    found = classifier.explain(pixels)
-    assert found.photo.shape == pixels.shape and sheet(found).shape[2] == 3
 
 
 def test_sheet_is_saved_and_shown_in_notebooks(classifier, tmp_path, monkeypatch):

@@ -18,20 +18,20 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
+from models import save_untrained
 from vit.calibration import Calibration
-from vit.classifier import Classifier, build_model
+from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
-from vit.model_file import load, save_model
+from vit.model_file import load
 from vit.reporting import export
 from vit.reporting.config import ExportConfig, PredictConfig
 from vit.reporting.export import export_run
 from vit.reporting.export_formats import FORMATS
 from vit.reporting.predictions import predict_files
-from vit.training.config import from_dict
 
 PLAIN: dict[str, Any] = {
-    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "zero_init": False,
-    "stem": "linear", "mlp_conv": False,
+    "embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 8, "stem": "linear",
+    "mlp_conv": False,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {  # that timm has too
     "mean": {"qk_norm": True, "init_values": 0.1, "qkv_bias": False, "mlp_ratio": 2.7},
@@ -52,24 +52,10 @@ CLASSES = ("circle", "square", "star")
 
 
 def save(
-    folder: Path,
-    model: dict[str, Any],
-    preprocess: Preprocess = RGB,
-    base: dict[str, Any] = PLAIN,
+    folder: Path, model: dict[str, Any], preprocess: Preprocess = RGB, base: dict[str, Any] = PLAIN
 ) -> Path:
-    """Write a model file with random weights."""
-    torch.manual_seed(0)
-    config = from_dict({"model": {**base, **model}})
-    network = build_model(config.model, preprocess, len(CLASSES)).eval()
-    if base is PLAIN:
-        torch.nn.init.normal_(network.head.weight)
     calibration = Calibration(images=100, temperature=0.5, quantiles={})
-    classifier = Classifier(
-        network, preprocess, CLASSES, torch.device("cpu"), torch.float32, calibration=calibration
-    )
-    folder.mkdir(exist_ok=True)
-    save_model(folder / "model.safetensors", classifier, config, step=1)
-    return folder
+    return save_untrained(folder, base | model, preprocess, CLASSES, calibration=calibration)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
-"""Models on the Hugging Face Hub, of which a local server stands in for the part that is used."""
+"""Models on the Hugging Face Hub, for which a local server stands in, and bundled models."""
 
 import dataclasses
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,12 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch.testing import assert_close
 
+from command_line import Call
+from vit.data.config import DataConfig
+from vit.data.datasets import load
+from vit.data.preprocess import Preprocess
 from vit.evaluation import report
-from vit.model_file import load_model
+from vit.model_file import BUNDLED, load_model
 from vit.reporting.model_card import write_hub
 from vit.reporting.tables import metrics_table
+from vit.training.config import from_dict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0" * 40
@@ -126,3 +133,48 @@ def test_the_card_says_what_was_measured_and_no_paths(tmp_path: Path) -> None:
     assert measured["dataset"]["name"] == "cifar10"
     assert metrics_table(json.loads(content)) in text
     assert f"{saved.step:,} optimizer steps on `cifar10`" in text
+
+
+# Bundled models.
+
+
+ROOT = Path(__file__).resolve().parent.parent
+CIFAR = ROOT / "data" / "cifar-10-batches-py"
+needs_cifar = pytest.mark.skipif(not CIFAR.exists(), reason="data/cifar-10-batches-py is missing")
+
+
+def test_quick_model_is_small_and_carries_its_config():
+    assert (BUNDLED / "cifar10_quick.safetensors").stat().st_size < 3e6
+    saved, same = load_model("cifar10_quick"), load_model(Path("cifar10_quick"))
+    assert saved.path == same.path and saved.name == "cifar10_quick"
+    assert saved.run == Path("runs/cifar10_quick") and saved.finished
+    assert saved.path == BUNDLED / "cifar10_quick.safetensors"
+    assert saved.config == from_dict(to_dict(saved.config)) and saved.config.data.name == "cifar10"
+    assert saved.classifier.classes[8] == "ship" and len(saved.classifier.classes) == 10
+    assert saved.classifier.preprocess == Preprocess.from_config(DataConfig(name="cifar10"))
+
+
+@pytest.mark.slow
+@needs_cifar
+def test_quick_model_is_as_good_as_readme_says():
+    classifier = load_model("cifar10_quick", precision="float32").classifier
+    test = load("cifar10", ROOT / "data", train=False, download=False)
+    logits = classifier.logits(test.images).cpu()
+    accuracy = (logits.argmax(dim=1) == test.labels).double().mean().item()
+    readme = (ROOT / "README.md").read_text()
+    (stated,) = re.findall(r"`cifar10_quick` is[^.]*; it reaches ([\d.]+)%\s+test", readme)
+    # Other kernels round differently.
+    assert accuracy == pytest.approx(float(stated) / 100, abs=5e-4)
+
+
+def test_a_photo_is_named_and_nothing_is_written_beside_the_model(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.effect_noise((60, 40), 100).save("photo.png")
+    before = sorted(BUNDLED.iterdir())
+    ended = call("cifar10_quick", "photo", "photo.png")
+    assert len(re.findall(r"^  \w+ +[\d.]+%$", ended.out, re.MULTILINE)) == 5
+    (written,) = Path("runs/cifar10_quick/eval/photos").iterdir()
+    assert f"wrote {written}" in ended.out
+    assert sorted(BUNDLED.iterdir()) == before

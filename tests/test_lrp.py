@@ -1,13 +1,17 @@
-"""Layer-wise relevance compared with the papers' formulas, frozen models and what it conserves."""
+"""Layer-wise relevance compared with formulas and frozen models; faithfulness, with loops."""
 
 import copy
+import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timm.models import vision_transformer as vits
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval
@@ -17,6 +21,13 @@ from zennit.rules import Pass, ZPlus
 from zennit.types import Activation, Convolution
 
 from models import PLAIN
+from vit.explain.faithfulness import (
+    baselines,
+    faithfulness,
+    hiding_curves,
+    mean_interval,
+    pointing_game,
+)
 from vit.explain.lrp import LayerwiseRules, propagate, smooth, token_relevance
 from vit.explain.maps import attention_maps, readout_of
 from vit.explain.rollout import attention_rollout
@@ -310,3 +321,98 @@ def test_timm_models_conserve_relevance(variant):
     if variant in ("EVA-02, norm in SwiGLU", "BEiT", "differential"):
         expected = leave_out(classify, tokens, 3)
         torch.testing.assert_close(relevance, expected, rtol=1e-8, atol=1e-10)
+
+
+# Faithfulness.
+
+
+GRID, PATCH = (2, 3), (4, 5)  # not square on purpose: pictures of 8 x 15 pixels
+IMPORTANCE = [[0.5, 3.0, -1.0], [2.0, 0.0, 1.0]]  # of the patches to the toy's class 1
+
+
+def classify(images: Tensor) -> Tensor:
+    """Return three logits; that of class 1 is a weighted sum of the brightness of patches."""
+    bright = images.mean(1).unflatten(2, (GRID[1], -1)).unflatten(1, (GRID[0], -1))
+    logit = (bright.mean((2, 4)) * torch.tensor(IMPORTANCE)).sum((1, 2))
+    return torch.stack([torch.zeros_like(logit), logit, torch.ones_like(logit)], dim=1)
+
+
+def ranking(one_map: Tensor) -> list[tuple[int, ...]]:
+    """List the patches of a map, the most important first; of equals the earlier first."""
+    return sorted(np.ndindex(*one_map.shape), key=lambda place: -one_map[place].item())
+
+
+def cover(image: Tensor, places: list[tuple[int, ...]]) -> Tensor:
+    """Set patches of an image to 0, one after the other."""
+    image = image.clone()
+    for row, column in places:
+        top, left = row * PATCH[0], column * PATCH[1]
+        image[:, top : top + PATCH[0], left : left + PATCH[1]] = 0
+    return image
+
+
+def curves_by_loop(images, maps, target, levels):
+    """Hide patches of one image at a time: (K, B) for the most and the least important first."""
+    curves = np.zeros((2, len(levels), len(images)))
+    for (k, level), (b, image) in itertools.product(enumerate(levels), enumerate(images)):
+        places = ranking(maps[b])
+        number = round(level * len(places))
+        for curve, order in zip(curves, (places, places[::-1]), strict=True):
+            logits = classify(cover(image, order[:number])[None])[0]
+            curve[k, b] = logits.softmax(dim=0)[target[b]].item()
+    return curves
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.lists(st.floats(0, 1), min_size=1, max_size=4))
+def test_curves_are_those_of_a_loop(seed, levels):
+    torch.manual_seed(seed)
+    images = 0.5 + torch.rand(3, 3, GRID[0] * PATCH[0], GRID[1] * PATCH[1])
+    maps, target = torch.randint(4, (3, *GRID)).float(), torch.tensor([0, 1, 2])
+    found = hiding_curves(classify, images, maps, target, levels)
+    expected = curves_by_loop(images, maps, target, levels)
+    for curve, by_loop in zip(found, expected, strict=True):
+        assert curve.shape == (len(levels), 3) and curve.dtype == torch.float32
+        np.testing.assert_allclose(curve.numpy(), by_loop, rtol=0, atol=1e-5)
+
+
+def test_faithfulness_by_hand():
+    # Two levels of three images.
+    morf = torch.tensor([[0.5, 1.0, 0.2], [0.25, 0.0, 0.4]])
+    lerf = torch.tensor([[1.0, 0.0, 0.4], [0.75, 0.0, 0.2]])
+    found = {name: values.tolist() for name, values in faithfulness(morf, lerf).items()}
+    assert found == {
+        "deletion": pytest.approx([0.375, 0.5, 0.3]),
+        "insertion": pytest.approx([0.875, 0.0, 0.3]),
+        "lerf_morf": pytest.approx([0.25, -0.25, 0.0]),
+    }
+
+
+def test_baselines_by_hand():
+    found = baselines(2, (2, 3), 0)
+    assert found["random"].shape == (2, 2, 3) and found["random"].std() > 0.1
+    # Of two rows each lies one quarter of the side from the middle, of three columns 4/3 of one.
+    low, side = math.exp(-0.5), math.exp(-0.5 * (4 / 3) ** 2)
+    row = torch.tensor([low * side, low, low * side])
+    torch.testing.assert_close(found["centred"], row.expand(2, 2, 3))
+
+
+def test_pointing_game_by_hand():
+    rows = "###.#.", "##.#..", "....##", "..#..#"
+    mask = torch.tensor([[[pixel == "#" for pixel in row] for row in rows]])
+    for one_map, expected in (
+        ([[0.9, 0.1, 0.2], [0.3, 0.0, 0.8]], 1),  # all of the patch
+        ([[0.1, 0.9, 0.2], [0.3, 0.0, 0.8]], 1),  # exactly half of it
+        ([[0.1, 0.2, 0.9], [0.3, 0.0, 0.8]], 0),  # a quarter of it
+        ([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], 1 / 2),
+    ):
+        assert pointing_game(torch.tensor([one_map]), mask).item() == pytest.approx(expected)
+
+
+def test_mean_interval_by_hand():
+    # The variance of 1, 2, 3, 4 is 5/3 over three degrees of freedom; the root of four is 2.
+    mean, half_width = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert mean == 2.5
+    assert half_width == pytest.approx(1.959964 * math.sqrt(5 / 3) / 2, abs=1e-9)
+    mean, half_width = mean_interval(torch.tensor([0.25]))
+    assert mean == 0.25 and math.isnan(half_width)  # of one image, it is not known

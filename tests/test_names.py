@@ -6,96 +6,47 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import vit
+from small_runs import small
 from vit.console import printable
-from vit.data.config import DataConfig
-from vit.data.datasets import open_images
-from vit.data.preprocess import Preprocess
-from vit.data.sampling import held_out
 from vit.reporting.attention import explain_run
 from vit.reporting.config import MapsConfig
 from vit.tensorboard_plugin.encoding import decode_details
 from vit.tensorboard_plugin.records import FRAMES_TAG
-from vit.training.config import from_dict
 from vit.training.train import train
 
 CLASSES, PARTS = ("cat", "dog", "owl"), ("train", "val", "test")
 
 
-def make_pictures(root: Path) -> Path:
-    """Make twelve training and six test pictures of each class, half of them in deeper folders."""
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve training and six test pictures of each class, half of them in deeper folders.
+
+    Others cannot be read, or have names that are not UTF-8.
+    """
+    root = tmp_path_factory.mktemp("pictures")
     for number in range(54):
         part, deeper = ("train", "test")[number % 9 > 5], ("", 'b, "ä"')[number // 3 % 2]
         path = root / part / CLASSES[number % 3] / deeper / f"{97 * number % 54}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(256, size=(16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
-    return root
-
-
-def rearrange(pictures: Path, layout: str) -> DataConfig:
-    """Describe the pictures, in a table or as they are."""
-    files = [path.relative_to(pictures) for path in sorted(pictures.rglob("*.png"))]
-    if layout == "table":
-        with (pictures / "labels.csv").open("w", encoding="utf-8") as table:
-            csv.writer(table).writerows([["path", "label"], *((f, f.parts[1]) for f in files)])
-        return DataConfig(name="table", root=str(pictures / "labels.csv"))
-    return DataConfig(
-        name="folder", root=str(pictures if layout == "parts" else pictures / "train")
-    )
-
-
-def read(path: Path) -> torch.Tensor:
-    return torch.from_numpy(np.array(Image.open(path))).movedim(-1, 0)
-
-
-@pytest.mark.parametrize("layout", ["parts", "split", "table"])
-def test_names_are_the_files_of_the_images_in_every_selection(tmp_path: Path, layout: str) -> None:
-    data = rearrange(make_pictures(tmp_path), layout)
-    folder = Path(data.root).parent if layout == "table" else Path(data.root)
-    for train_part in (True, False):
-        images = open_images(data, train_part).resized(Preprocess((16, 16), (0.5,) * 3, (0.5,) * 3))
-        parts = [
-            images,
-            images.in_memory(),
-            *images.divide(held_out(images.labels, images.classes, 0.2, 0)),
-        ]
-        for part in [*parts, parts[1].select(torch.tensor([4, 1, 4]))]:
-            for index, pixels in enumerate(part.pixels()):
-                assert not Path(part.name(index)).is_absolute()
-                assert torch.equal(read(folder / part.name(index)), pixels)
-            assert part.entry(1) == {"index": 1, "file": part.name(1)}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures, and files that cannot be read or have names that are not UTF-8."""
-    pictures = make_pictures(tmp_path_factory.mktemp("pictures"))
-    for folder in (pictures / "train/cat", pictures / "test/cat"):
+    for folder in (root / "train/cat", root / "test/cat"):
         min(folder.glob("*.png")).rename(folder / "\udce4.png")  # not UTF-8
         (folder / "bad.png").touch()
-    return pictures
+    return root
 
 
 @pytest.fixture(scope="module")
 def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on 20 of the pictures."""
     run = tmp_path_factory.mktemp("run") / "run"
-    config = {
-        "out": str(run),
-        "data": {
-            "name": "folder", "root": str(pictures), "val_size": 6, "train_size": 20,
-            "on_bad_image": "skip",
-        },
-        "model": {"embed_dim": 12, "depth": 1, "patch_size": 8},
-        "train": {"epochs": 1, "batch_size": 7, "device": "cpu", "precision": "float32"},
-        "track": {"probes": 1, "live_mb": 0},
-    }  # fmt: skip
-    train(from_dict(config))
+    data = {"name": "folder", "root": str(pictures), "val_size": 6, "train_size": 20}
+    parts = {"data": {**data, "on_bad_image": "skip"}, "track": {"probes": 1}}
+    train(small(run, **parts, train={"epochs": 1, "batch_size": 7, "accumulate": 1}))
     return run
 
 
@@ -105,7 +56,6 @@ def rows_of(table: Path) -> list[dict[str, str]]:
 
 
 def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
-    classifier = vit.load(run, "cpu", "float32")
     split, predictions = rows_of(run / "split.csv"), rows_of(run / "eval/predictions.csv")
     files = {
         part: {str(path.relative_to(pictures)) for path in (pictures / part).rglob("*.png")}
@@ -119,13 +69,12 @@ def test_a_run_says_what_became_of_each_file(run: Path, pictures: Path) -> None:
 
     readable = sorted(files["test"] - {"test/cat/bad.png"})
     assert sorted(row["file"] for row in predictions) == readable
-    for index, row in enumerate(predictions):
-        expected = classifier.predict(pictures / row["file"])
+    expected = vit.load(run, "cpu", "float32").predict([pictures / r["file"] for r in predictions])
+    for index, (row, shares) in enumerate(zip(predictions, expected, strict=True)):
         assert row["index"] == str(index) and row["label"] == Path(row["file"]).parts[1]
         assert (row["prediction"], row["probability"]) == (row["class_1"], row["probability_1"])
-        assert [row[f"class_{n}"] for n in (1, 2, 3)] == list(expected)
-        shares = [float(row[f"probability_{n}"]) for n in (1, 2, 3)]
-        assert shares == pytest.approx(list(expected.values()), rel=1e-5)
+        found = {row[f"class_{n}"]: float(row[f"probability_{n}"]) for n in (1, 2, 3)}
+        assert found == pytest.approx(shares, rel=1e-5)
 
     mistakes = json.loads((run / "eval/report.json").read_text())["mistakes"]
     wrong = [row for row in predictions if row["prediction"] != row["label"]]

@@ -1,7 +1,6 @@
 """Images of other sizes and channels pass through training, the report and every kind of map."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,14 +39,7 @@ def save_stripes(root: Path, channels: int, train: int, test: int) -> Path:
         (4, (24, 16), "pad", {}),
     ],
 )
-def test_from_training_to_every_way_to_look(
-    channels: int,
-    size: tuple[int, int],
-    fit: str,
-    augment: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_from_training_to_every_way_to_look(channels, size, fit, augment, tmp_path, capsys):
     photo = save_stripes(tmp_path / "images", channels, train=24, test=8)
     folder, grid = tmp_path / "run", (size[0] // 4, size[1] // 4)
     config = small(
@@ -56,7 +48,7 @@ def test_from_training_to_every_way_to_look(
             "name": "folder", "root": str(tmp_path / "images"), "image_size": size,
             "channels": channels, "fit": fit, "val_size": 12, "train_size": None,
         },
-        model={"drop_rate": 0, "attn_drop_rate": 0, "proj_drop_rate": 0, "drop_path_rate": 0},
+        model=dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "drop_path_rate"), 0),
         augment={
             "erasing": 0, "mixup": 0, "cutmix": 0, "rand_ops": 1, "rand_magnitude": 3, **augment
         },

@@ -1,4 +1,4 @@
-"""The package: pinned and locked dependencies, its contents, and running outside a checkout."""
+"""The package: locked dependencies, its contents, running outside a checkout, imports."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from vit import __version__
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+BUILD = PYPROJECT["build-system"]["requires"]
 
 
 def by_name(lines: list[str]) -> dict[str, Requirement]:
@@ -28,25 +30,19 @@ def by_name(lines: list[str]) -> dict[str, Requirement]:
     return {canonicalize_name(requirement.name): requirement for requirement in found}
 
 
-@pytest.mark.parametrize(
-    ("file", "ranges"),
-    [
-        (
-            "requirements.txt",
-            PYPROJECT["project"]["dependencies"] + PYPROJECT["build-system"]["requires"],
-        ),
-        ("requirements-dev.txt", EXTRAS["dev"]),
-        ("benchmarks/requirements.txt", EXTRAS["benchmarks"]),
-    ],
-)
+RANGES = {
+    "requirements.txt": PYPROJECT["project"]["dependencies"] + BUILD,
+    "requirements-dev.txt": EXTRAS["dev"],
+    "benchmarks/requirements.txt": EXTRAS["benchmarks"],
+}
+
+
+@pytest.mark.parametrize(("file", "ranges"), RANGES.items())
 def test_package_allows_every_pinned_version(file: str, ranges: list[str]) -> None:
-    lines = (ROOT / file).read_text().splitlines()
-    pins = by_name([line for line in lines if line and not line.startswith(("#", "-r"))])
-    allowed = by_name(ranges)
-    build_tools = set(by_name(PYPROJECT["build-system"]["requires"]))  # pinned once, for both
-    assert pins.keys() | build_tools == allowed.keys() | build_tools
-    for name, pin in pins.items():
-        (version,) = [specifier.version for specifier in pin.specifier]
+    pinned, allowed = pins((ROOT / file).read_text()), by_name(ranges)
+    build_tools = set(by_name(BUILD))  # pinned once, for both
+    assert pinned.keys() | build_tools == allowed.keys() | build_tools
+    for name, (version,) in pinned.items():
         assert allowed[name].specifier.contains(version), f"{file}: {name}"
 
 
@@ -150,9 +146,9 @@ def test_installed_commands_find_the_bundled_recipes_and_model(
 
 def pins(text: str) -> dict[str, set[str]]:
     """Return the versions of each package; markers may choose among several."""
-    found: dict[str, set[str]] = {}
+    found = defaultdict[str, set[str]](set)
     for name, version in re.findall(r"^([\w.-]+)(?:\[[\w,]+\])?==(\S+)", text, re.MULTILINE):
-        found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), set()).add(version)
+        found[canonicalize_name(name)].add(version)
     return found
 
 
@@ -170,3 +166,26 @@ def test_lock_holds_every_pin_with_hashes(lock: str) -> None:
     assert len(lines) >= len(pins(text))
     for line in lines:
         assert re.fullmatch(r"[\w.-]+(\[\w+\])?==\S+( ; .+?)?( +--hash=sha256:[0-9a-f]{64})+", line)
+
+
+# What is imported.
+
+
+# What takes seconds to import: torch's compiler, and what is only for figures and other data sets.
+SLOW = {"torch._dynamo", "torchvision", "timm", "sklearn", "sympy", "triton"}
+CHECK = f"""
+import sys
+import vit.training.config, vit.reporting.config, vit.cli
+print("config", *({{"torch", "matplotlib", "tensorboard", *{SLOW}}} & sys.modules.keys()))
+import vit.reporting.predictions
+print("photo", *({{"matplotlib.figure", "tensorboard", *{SLOW}}} & sys.modules.keys()))
+import vit.reporting.report
+print("report", *({SLOW} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.slow
+def test_no_command_imports_what_it_does_not_need() -> None:
+    """So that a mistyped flag is answered at once."""
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (["config", "photo", "report"], "")

@@ -1,17 +1,23 @@
-"""Preprocessing of images of any size."""
+"""Preprocessing of images of any size, and image files: colours, bands, transparency, damage."""
 
 import dataclasses
+import io
 import json
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
+import vit.data.pixels
 from vit.data.config import DataConfig
+from vit.data.photos import to_photo
 from vit.data.pixels import LONGEST
 from vit.data.preprocess import Preprocess
 
@@ -29,7 +35,7 @@ def by_torchvision(pixels: np.ndarray, *transforms: v2.Transform) -> torch.Tenso
     return v2.Compose([*transforms, v2.PILToTensor()])(Image.fromarray(pixels))
 
 
-def test_the_config_sets_size_fit_and_channels() -> None:
+def test_the_config_sets_it_and_files_without_the_newer_fields_are_read() -> None:
     data = DataConfig(name="folder", image_size=(64, 96), fit="pad", channels=5)
     preprocess = Preprocess.from_config(data)
     assert (preprocess.image_size, preprocess.fit) == ((64, 96), "pad")
@@ -37,9 +43,6 @@ def test_the_config_sets_size_fit_and_channels() -> None:
     grey = Preprocess.from_config(DataConfig(name="folder", channels=1))
     assert (grey.mean, grey.std) == ((0.449,), (0.226,))  # ImageNet's, averaged
 
-
-def test_it_survives_json_and_files_without_the_newer_fields_are_read() -> None:
-    preprocess = Preprocess((16, 64), (0.5,), (0.25,), fit="squash")
     again = Preprocess.from_dict(json.loads(json.dumps(preprocess.to_dict())))
     assert again == preprocess and hash(again) == hash(preprocess)
     old = {key: CIFAR10.to_dict()[key] for key in ("image_size", "mean", "std", "interpolation")}
@@ -86,14 +89,9 @@ def test_squash_is_torchvisions_resize_to_both_sides() -> None:
     for size in PHOTOS:
         expected = by_torchvision(photo(*size), v2.Resize((15, 40), BICUBIC))
         assert torch.equal(wanted.resize(photo(*size)), expected)
-
-
-@with_fits
-def test_image_of_the_right_size_passes_unchanged(fit: str) -> None:
-    wanted = dataclasses.replace(CIFAR10, fit=fit)
-    images = torch.from_numpy(photo(32, 32)).permute(2, 0, 1)[None]
-    assert torch.equal(wanted.resize(photo(32, 32)), images[0])
-    assert wanted.resize_all(images) is images
+    for fit in ("crop", "pad", "squash"):
+        images = torch.zeros(1, 3, 15, 40, dtype=torch.uint8)  # of the right size
+        assert dataclasses.replace(wanted, fit=fit).resize_all(images) is images
 
 
 @with_fits
@@ -103,17 +101,6 @@ def test_a_line_of_pixels_needs_no_memory(fit: str) -> None:
         assert (wanted.resize(line)[:, 111, 111] == 9).all()
         seen, _ = wanted.view(*line.shape[:2])
         assert line[seen].size and (fit != "crop" or line[seen].size <= 3 * 2 * LONGEST)
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3])
-def test_a_file_an_image_and_an_array_give_the_same(channels: int, tmp_path: Path) -> None:
-    wanted = Preprocess((32, 48), (0.5,) * channels, (0.25,) * channels)
-    pixels, path = photo(101, 40, channels), tmp_path / "photo.tif"
-    image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-    image.save(path)
-    expected = wanted.resize(pixels)
-    for same in (path, str(path), image, np.asfortranarray(pixels)):
-        assert torch.equal(wanted.resize(same), expected)
 
 
 @with_fits
@@ -143,13 +130,10 @@ def test_a_spot_is_where_the_view_says(size: tuple[int, int], fit: str) -> None:
         assert found[axis] / 32 == pytest.approx(expected, abs=0.04)
 
 
-def test_sets_of_images_are_resized_like_photos() -> None:
+def test_sets_of_images_are_resized_like_photos_and_stored_a_seventh_larger() -> None:
     images = torch.from_numpy(photo(32, 40)).permute(2, 0, 1).expand(2, -1, -1, -1)
     wanted = Preprocess.from_config(DataConfig(image_size=(48, 48), channels=1))
     assert torch.equal(wanted.resize_all(images)[1], wanted.resize(photo(32, 40)))
-
-
-def test_stored_training_images_are_a_seventh_larger() -> None:
     stored = dataclasses.replace(CIFAR10, image_size=(224, 448), fit="pad").stored()
     assert (stored.image_size, stored.fit, stored.mean) == ((256, 512), "pad", CIFAR10.mean)
 
@@ -160,3 +144,104 @@ def test_normalize_is_the_formula_per_channel() -> None:
     result = CIFAR10.normalize(images)
     assert result.dtype == torch.float32
     np.testing.assert_allclose(result.numpy(), (images.numpy() / 255.0 - mean) / std, atol=2e-6)
+
+
+# Image files as people see them.
+
+
+def test_grey_and_rgb_become_each_other_as_in_pillow(tmp_path: Path) -> None:
+    grey, colour = photo(12, 9, 1)[..., 0], photo(12, 9)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(colour).save(tmp_path / "colour.png")
+    expected = {
+        ("grey.png", 1): grey[..., None],
+        ("grey.png", 3): np.stack([grey] * 3, axis=2),
+        ("colour.png", 3): colour,
+        ("colour.png", 1): np.asarray(Image.fromarray(colour).convert("L"))[..., None],
+    }
+    for (name, channels), pixels in expected.items():
+        np.testing.assert_array_equal(to_photo(tmp_path / name, channels), pixels)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_16_bits_are_scaled_alike_in_dark_and_bright_images(tmp_path: Path, suffix: str) -> None:
+    path, values = tmp_path / f"deep.{suffix}", [0, 255, 256, 514]
+    Image.fromarray(np.array([values], np.uint16)).save(path)
+    assert to_photo(path, 1)[0, :, 0].tolist() == [value // 257 for value in values]
+    Image.fromarray(np.array([[70_000]], np.int32)).save(tmp_path / "deeper.tif")
+    with pytest.raises(ValueError, match=r"deeper\.tif has 32-bit pixels"):
+        to_photo(tmp_path / "deeper.tif")
+
+
+def test_what_is_transparent_is_seen_on_white(tmp_path: Path) -> None:
+    colour, alpha = photo(12, 9), np.full((12, 9, 1), 255, dtype=np.uint8)
+    alpha[:6], alpha[6:, :4] = 0, 51
+    Image.fromarray(np.concatenate([colour, alpha], axis=-1)).save(tmp_path / "photo.png")
+    share = alpha / 255
+    expected = (colour * share + 255 * (1 - share)).round()
+    assert np.abs(to_photo(tmp_path / "photo.png") - expected).max() <= 1
+    picture = Image.fromarray(np.array([[0, 1]], dtype=np.uint8)).convert("P")
+    picture.putpalette(bytes([200, 0, 0, 0, 0, 200]))
+    picture.save(tmp_path / "palette.gif", transparency=0)
+    assert to_photo(tmp_path / "palette.gif").tolist() == [[[255, 255, 255], [0, 0, 200]]]
+
+
+def test_damaged_notes_are_ignored_and_damaged_images_refused(tmp_path: Path) -> None:
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x05\0"  # five entries are announced, none is there
+    Image.new("RGB", (9, 12), "red").save(tmp_path / "notes.jpg", exif=exif)
+    assert np.ptp(to_photo(tmp_path / "notes.jpg"), axis=(0, 1)).max() <= 2
+    for kind in ("PNG", "JPEG", "GIF", "BMP"):
+        file, cut = io.BytesIO(), tmp_path / "cut"
+        Image.fromarray(photo(20, 30)).save(file, kind)
+        content = file.getvalue()
+        for length in range(0, len(content) * 9 // 10, max(1, len(content) // 20)):
+            cut.write_bytes(content[:length])
+            with pytest.raises(ValueError, match=r"cannot be read as an image"):
+                to_photo(cut)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK"])
+def test_bands_are_channels_of_a_file_an_image_and_an_array(tmp_path: Path, mode: str) -> None:
+    pixels, path = photo(12, 9, len(mode)), tmp_path / "bands.tif"
+    image = Image.frombytes(mode, (9, 12), pixels.tobytes())
+    image.save(path)
+    for same in (path, str(path), image, np.asfortranarray(pixels)):
+        np.testing.assert_array_equal(to_photo(same, len(mode)), pixels)
+
+
+def test_arrays_images_and_files_are_converted_or_refused(tmp_path: Path) -> None:
+    Image.fromarray(photo(12, 9)).save(tmp_path / "colour.png")
+    words = r"^data\.root: .*colour\.png has 3 channels, but the model takes 2 \("
+    with pytest.raises(ValueError, match=words):
+        to_photo(tmp_path / "colour.png", 2, "data.root")
+    assert (
+        to_photo(photo(12, 9, 1)[..., 0], 1).shape == to_photo(photo(12, 9), 1).shape == (12, 9, 1)
+    )
+    assert to_photo(photo(12, 9, 5), 5).shape == (12, 9, 5)
+    for wrong, words in (
+        (photo(12, 9, 1), "the array has 1 channel, but the model takes 5"),
+        (photo(12, 9, 4), r"shape \(height, width\) or \(height, width, 5\)"),
+        (Image.fromarray(photo(12, 9)), "the image has 3 channels, but the model takes 5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            to_photo(wrong, 5)
+
+
+def test_heic_is_read_where_its_package_is_installed(monkeypatch) -> None:
+    registered: list[bool] = []
+    package = SimpleNamespace(register_heif_opener=lambda: registered.append(True))
+    monkeypatch.setitem(sys.modules, "pillow_heif", package)
+    runpy.run_path(vit.data.pixels.__file__)
+    assert registered == [True]
+
+
+def test_photos_are_turned_upright_and_further_frames_ignored(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # taken with the camera on its side
+    pixels = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=exif)
+    np.testing.assert_array_equal(to_photo(tmp_path / "photo.png"), np.rot90(pixels, -1))
+    first, second = (Image.new("RGB", (4, 4), (n, n, n)) for n in (10, 200))
+    for suffix in ("tif", "gif"):
+        first.save(tmp_path / f"several.{suffix}", save_all=True, append_images=[second])
+        assert (to_photo(tmp_path / f"several.{suffix}") == 10).all()

@@ -74,9 +74,9 @@ def fashion_mnist(site: Path, url: str, patch: pytest.MonkeyPatch) -> None:
     resources = []
     for part, labels, first in (("train", TRAINED, 0), ("t10k", TESTED, 4)):
         images = np.stack([picture(first + n, (28, 28)) for n in range(len(labels))])
+        head = struct.pack(">4i", 0x803, len(labels), 28, 28)
         contents = {
-            f"{part}-images-idx3-ubyte.gz": struct.pack(">4i", 0x803, len(labels), 28, 28)
-            + images.tobytes(),
+            f"{part}-images-idx3-ubyte.gz": head + images.tobytes(),
             f"{part}-labels-idx1-ubyte.gz": struct.pack(">2i", 0x801, len(labels)) + bytes(labels),
         }
         for name, content in contents.items():

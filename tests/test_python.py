@@ -1,14 +1,15 @@
-"""The package from Python: what `vit` offers is what the commands call."""
+"""The package from Python: what `vit` offers is what the commands call, and changes on purpose."""
 
 import importlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import public_api
 import vit
+from models import save_untrained
 from vit.data.datasets import load
 from vit.reporting.config import ReportConfig
 from vit.reporting.report import evaluate_run
@@ -16,18 +17,8 @@ from vit.reporting.report import evaluate_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch, which is trained by what a user types."""
-    out = tmp_path_factory.mktemp("python") / "run"
-    config = vit.Config(
-        out=str(out),
-        data={"name": "shapes", "train_size": 256, "val_size": 32},
-        model={"embed_dim": 24, "depth": 1, "num_heads": 2, "patch_size": 8},
-        train={"epochs": 1, "device": "cpu", "precision": "float32"},
-        track={"probes": 0},
-    )
-    report = vit.train(config)
-    assert json.loads((out / "eval/report.json").read_text())["loss"] == report["loss"]
-    return out
+    model = {"embed_dim": 24, "depth": 1, "num_heads": 2, "patch_size": 8}
+    return save_untrained(tmp_path_factory.mktemp("python"), model)
 
 
 def test_every_name_of_the_package_is_imported_when_it_is_used() -> None:
@@ -36,7 +27,6 @@ def test_every_name_of_the_package_is_imported_when_it_is_used() -> None:
     assert {*vit.__all__} <= {*dir(vit)}
 
 
-@pytest.mark.slow
 def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> None:
     classifier = vit.load(run, "cpu", "float32")
     options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
@@ -44,8 +34,7 @@ def test_evaluate_gives_the_report_of_the_command(run: Path, tmp_path: Path) -> 
     test = load("shapes", "", train=False)
     for found in (classifier.evaluate(), classifier.evaluate(test)):
         assert (found["n"], found["loss"]) == (2000, pytest.approx(expected["loss"], rel=1e-6))
-    few = classifier.evaluate(test.select(torch.arange(10)), batch_size=3)
-    assert few["n"] == 10
+    assert classifier.evaluate(test.select(torch.arange(10)), batch_size=3)["n"] == 10
 
 
 @pytest.mark.slow
@@ -63,3 +52,12 @@ def test_export_is_that_of_the_command(run: Path, tmp_path: Path) -> None:
 def test_a_classifier_is_printed_in_a_line() -> None:
     shown = str(vit.load("cifar10_quick", "cpu", "float32"))
     assert shown.startswith("Classifier(VisionTransformer, 10 classes, 32x32 pixels, 3 ")
+
+
+# Public names.
+
+
+def test_signatures_are_those_that_were_promised_and_on_the_page() -> None:
+    command = "if the change is intended, run python tests/public_api.py"
+    assert public_api.signatures() == public_api.SIGNATURES.read_text(encoding="utf-8"), command
+    assert public_api.page() == public_api.PAGE.read_text(encoding="utf-8"), command

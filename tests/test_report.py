@@ -1,18 +1,28 @@
-"""The report: its mistakes, and the folder that it is written to."""
+"""The report: its mistakes and its folder; comparisons of untrained models."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 from torch import Tensor
 
-from models import grey_classifier
+from models import grey_classifier, save_untrained
 from vit.classifier import Classifier
+from vit.data import shapes
+from vit.data.datasets import load_test_images
 from vit.data.images import ImageSet
+from vit.evaluation import evaluate
 from vit.explain.canvas import BAR
 from vit.explain.lrp import propagate
+from vit.model_file import load_model
+from vit.reporting.comparison import as_text, compare_runs
+from vit.reporting.config import CompareConfig
 from vit.reporting.report import (
     _require_own_report,
     contrast,
@@ -80,12 +90,80 @@ def test_gallery_shows_both_classes_and_leaves_out_maps_that_do_not_exist(mistak
 def test_a_folder_with_a_part_of_a_report_takes_the_next_one(
     mistakes: tuple[Classifier, ImageSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("vit.reporting.report.picture_tag", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            write_report(*mistakes, tmp_path, step=1)
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("vit.reporting.report.picture_tag", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(*mistakes, tmp_path, step=1)
     assert report_files(tmp_path)
     _require_own_report(tmp_path)  # raises nothing
+
+
+# Comparisons.
+
+
+SMALL = {"embed_dim": 24, "depth": 1, "patch_size": 8}
+
+
+def test_numbers_are_those_of_separate_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each model gets images of its size; models of one name are numbered."""
+    monkeypatch.setattr(shapes, "TEST", 100)
+    first = save_untrained(tmp_path / "a/run", SMALL)
+    others = [
+        save_untrained(tmp_path / "b/run", SMALL, seed=1),
+        save_untrained(tmp_path / "c", SMALL, data={"image_size": [16, 24]}, seed=2),
+    ]
+    same = {"device": "cpu", "precision": "float32"}
+    compare_runs(str(first), CompareConfig(others=tuple(map(str, others)), batch_size=30, **same))
+    folder = first / "eval/compare_run_2_c_3"
+    content = json.loads((folder / "comparison.json").read_text())
+    assert [model["name"] for model in content["models"]] == ["run_1", "run_2", "c_3"]
+    right, maps = [], []
+    for run, model in zip((first, *others), content["models"], strict=True):
+        classifier = load_model(run, **same).classifier
+        test = load_test_images(load_model(run).config.data)
+        result, logits = evaluate(classifier, test)
+        for key in ("accuracy", "balanced_accuracy"):
+            assert model[key] == pytest.approx(result[key])
+        assert model["images_per_second"] > 0
+        right.append(logits.argmax(dim=1) == test.labels)
+        maps.append(classifier.maps(test.pixels())[1]["rollout"])
+    _, one, two = content["models"]
+    for pair, hits in zip((one, two), right[1:], strict=True):
+        only = [int((right[0] & ~hits).sum()), int((hits & ~right[0]).sum())]
+        assert pair["only_right"] == only and min(only) > 0
+        assert pair["mcnemar_p"] == pytest.approx(binomtest(only[0], sum(only)).pvalue)
+    moved = (maps[0] - maps[1]).abs().sum(dim=(1, 2)) / 16 / 2  # of 16 patches
+    assert one["moved_attention"] == pytest.approx(moved.mean().item(), rel=1e-4)
+    assert 0 < two["moved_attention"] < 1  # of grids of different sizes
+    most = moved.topk(8)
+    assert [entry["index"] for entry in one["most_moved"]] == most.indices.tolist()
+    assert [e["moved"] for e in one["most_moved"]] == pytest.approx(most.values.tolist(), rel=1e-4)
+    assert (folder / "comparison.md").read_text() in capsys.readouterr().out
+
+
+def test_models_of_different_data_are_not_compared(tmp_path: Path) -> None:
+    runs = [
+        save_untrained(tmp_path / name, SMALL, data={"name": name})
+        for name in ("shapes", "cifar10")
+    ]
+    with pytest.raises(ValueError, match=r"^compare: .* was trained on cifar10, not on shapes"):
+        compare_runs(str(runs[0]), CompareConfig(others=(str(runs[1]),)))
+
+
+def test_table_says_what_was_compared() -> None:
+    common = {"architecture": "timm:resnet18", "parameters": 1_234_567, "steps": 4_000,
+              "finished": True, "accuracy": 0.5, "accuracy_95": [0.4, 0.6],
+              "balanced_accuracy": 1.0, "images_per_second": 1234.5}  # fmt: skip
+    differs = {"only_right": [1, 1200], "mcnemar_p": 0.25, "moved_attention": 0.125}
+    models = [{**common, "name": "a|b"}, {**common, "name": "猫", "finished": False, **differs}]
+    text = as_text({"data": "folder", "images": 1500, "hardware": "CPU", "models": models})
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    shared = "timm:resnet18 | 1,234,567 | 4,000"
+    measured = "| 50.00% (40.00% to 60.00%) | 100.00% | 1,234 |"
+    assert [re.sub(" +", " ", row) for row in rows[2:]] == [
+        rf"| a\|b | {shared} {measured} – | – | – |",
+        f"| 猫 | {shared} (unfinished) {measured} 1,200 : 1 | 0.25 | 12.5% |",
+    ]
+    assert len({row.index("timm") + row.count("猫") for row in rows[2:]}) == 1  # aligned

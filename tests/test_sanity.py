@@ -1,32 +1,30 @@
-"""Sanity checks of maps: correlations, randomised copies, shifted inputs; the planted mark."""
+"""Benchmarks: sanity checks of maps, fillings, ratios and tables; each starts as it says."""
 
 import copy
+import importlib
+import math
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from benchmarks import tables, timing
 from benchmarks.maps import sanity, watermark
+from benchmarks.maps.filling import FILLINGS, blurred, derangement, impute, make_filling
 from benchmarks.maps.randomization import (
     cascade,
-    for_shifted_inputs,
     rank_correlation,
-    shuffled_weights,
     stages,
 )
-from models import PLAIN
-from vit.classifier import Classifier, build_model
-from vit.data.preprocess import Preprocess
-from vit.data.shapes import KINDS, draw_shapes
-from vit.explain.maps import attention_maps
+from models import PLAIN, save_untrained
+from vit.data.shapes import draw_shapes
 from vit.model.vit import VisionTransformer
-from vit.model_file import save_model
 from vit.seeding import fold_in
-from vit.training.config import from_dict
-
-OF_TOKENS = ("rollout", "gradient_rollout", "relevance", "raw", "lrp", "lrp_rollout")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -67,31 +65,6 @@ def test_a_cascade_replaces_one_stage_after_the_other():
     assert all(torch.equal(values, before[name]) for name, values in vit.state_dict().items())
 
 
-def test_class_agnostic_maps_do_not_depend_on_the_head_and_others_do():
-    vit, images, target = draw_vit(), draw(8, 3, 32, 32), torch.arange(8) % 5
-    shuffled = shuffled_weights(vit, 0)
-    for name, values in vit.state_dict().items():
-        assert torch.equal(shuffled[name].flatten().sort().values, values.flatten().sort().values)
-    _, changed = next(cascade(vit, shuffled))
-    for kind in OF_TOKENS:
-        own, other = (
-            attention_maps(model, images, [kind], target)[1][kind] for model in (vit, changed)
-        )
-        same = torch.allclose(rank_correlation(own, other), torch.ones(8).double())
-        assert same == (kind in ("rollout", "raw")), kind
-
-
-def test_shifted_inputs_leave_logits_and_maps_of_tokens_as_they_are():
-    vit, images, target = draw_vit().double(), draw(4, 3, 32, 32).double(), torch.arange(4)
-    shifted = for_shifted_inputs(vit, 1.5)
-    torch.testing.assert_close(shifted(images + 1.5), vit(images))
-    assert not torch.allclose(shifted(images), vit(images))
-    for kind in OF_TOKENS:
-        _, own = attention_maps(vit, images, [kind], target)
-        _, other = attention_maps(shifted, images + 1.5, [kind], target)
-        torch.testing.assert_close(own[kind], other[kind], rtol=1e-4, atol=1e-4)
-
-
 def test_nothing_but_the_mark_tells_the_marked_class():
     images = watermark.draw_set(1100, "train")
     plain, kinds, _ = draw_shapes(1100, fold_in(0, "watermark", "train"))
@@ -110,7 +83,8 @@ def test_nothing_but_the_mark_tells_the_marked_class():
 
 
 def test_the_benchmark_of_a_tiny_model(monkeypatch, tmp_path, capsys):
-    saved = save_tiny(tmp_path / "model.safetensors")
+    model = {"embed_dim": 12, "depth": 1, "num_heads": 2, "stem": "linear"}
+    saved = save_untrained(tmp_path, model) / "model.safetensors"
     monkeypatch.setattr(sys, "argv", ["sanity.py", str(saved), *TINY.split()])
     sanity.main()
     out = capsys.readouterr().out
@@ -126,15 +100,133 @@ TINY = "--images 10 --draws 1 --few 50 --epochs 1 --kinds lrp rollout"
 TABLES = ("weights replaced by those of an untrained model, 1 draws", "shuffled", "test accuracy")
 
 
-def save_tiny(path: Path) -> Path:
-    config = from_dict({
-        "data": {"name": "shapes"},
-        "model": {"embed_dim": 12, "depth": 1, "num_heads": 2, "stem": "linear"},
-        "train": {"device": "cpu", "precision": "float32"},
-    })  # fmt: skip
-    preprocess = Preprocess.from_config(config.data)
-    torch.manual_seed(0)
-    model = build_model(config.model, preprocess, len(KINDS)).eval()
-    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
-    save_model(path, classifier, config, step=0)
-    return path
+# Fillings.
+
+
+SIZE = (10, 14)
+
+
+def draw_images(count: int, size: tuple[int, int] = SIZE, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_hidden(fractions: list[float], size: tuple[int, int] = SIZE, seed: int = 1) -> Tensor:
+    """Hide a fraction of the pixels of each image, (B, 1, H, W)."""
+    chances = torch.rand(len(fractions), 1, *size, generator=torch.Generator().manual_seed(seed))
+    return chances < torch.tensor(fractions)[:, None, None, None]
+
+
+def solve_by_numpy(image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """Solve ROAD's linear system for one channel (H, W), with the weights of arXiv 2202.00449."""
+    rows, columns = image.shape
+    unknown = {(int(r), int(c)): n for n, (r, c) in enumerate(np.argwhere(hidden))}
+    matrix, right = np.zeros((len(unknown), len(unknown))), np.zeros(len(unknown))
+    for (row, column), n in unknown.items():
+        for down, across in np.ndindex(3, 3):
+            place = row + down - 1, column + across - 1
+            if place == (row, column) or not (0 <= place[0] < rows and 0 <= place[1] < columns):
+                continue
+            weight = 1 / 6 if down == 1 or across == 1 else 1 / 12
+            matrix[n, n] += weight
+            if place in unknown:
+                matrix[n, unknown[place]] -= weight
+            else:
+                right[n] += weight * image[place]
+    filled = image.copy()
+    filled[hidden] = np.linalg.solve(matrix, right)
+    return filled
+
+
+@pytest.mark.parametrize("size", [SIZE, (9, 5)])
+def test_imputation_solves_the_published_system(size):
+    images, hidden = draw_images(4, size), draw_hidden([0.05, 0.5, 0.95, 0.0], size)
+    hidden[3, :, : size[0] // 2] = True  # half the image, with three of its borders
+    found = impute(images.double(), hidden, tolerance=1e-12)
+    for b in range(4):
+        expected = solve_by_numpy(images[b, 1].double().numpy(), hidden[b, 0].numpy())
+        torch.testing.assert_close(found[b, 1], torch.from_numpy(expected), rtol=0, atol=1e-9)
+    torch.testing.assert_close(impute(images, hidden), found.float(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", FILLINGS)
+def test_a_filling_changes_hidden_pixels_only(name):
+    images, hidden = draw_images(6), draw_hidden([0.1, 0.3, 0.5, 0.7, 0.9, 0.9])
+    before = images.clone()
+    fill = make_filling(name, images, seed=3)
+    found = fill(images, hidden)
+    everywhere = hidden.expand_as(images)
+    assert found.shape == images.shape and found.dtype == torch.float32
+    assert torch.equal(images, before)
+    assert torch.equal(found[~everywhere], images[~everywhere])
+    assert (found[everywhere] != images[everywhere]).all()
+    assert torch.equal(make_filling(name, images, seed=3)(images, hidden), found)
+    assert torch.equal(fill(images, hidden & False), images)
+
+
+def test_hidden_pixels_show_another_image_at_the_same_place():
+    images = draw_images(5, (4, 6))
+    found = make_filling("other", images, seed=0)(images, torch.ones(5, 1, 4, 6).bool())
+    assert torch.equal(found, images[derangement(5, seed=0)])
+    for seed in range(5):
+        other = derangement(101, seed)
+        assert sorted(other.tolist()) == list(range(101)) and (other != torch.arange(101)).all()
+
+
+def test_blur_by_hand():
+    # An eighth of each side: 1 pixel down, 2 across.
+    image = torch.zeros(1, 1, 8, 16)
+    image[0, 0, 4, 8] = 1
+    found = blurred(image)[0, 0]
+    assert found.sum().item() == pytest.approx(1, abs=0.01)  # the borders are mirrored
+    assert (found[5, 8] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
+    assert (found[4, 10] / found[4, 8]).item() == pytest.approx(math.exp(-1 / 2), abs=1e-4)
+
+
+# Every benchmark.
+
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPTS = [
+    f"benchmarks.{path.parent.name}.{path.stem}"
+    for path in sorted(FOLDER.glob("*/*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_benchmark_starts(name, monkeypatch, capsys):
+    script = importlib.import_module(name)
+    assert f"\n    python -m {name}" in script.__doc__
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_ratios_come_from_the_same_round() -> None:
+    """The machine is twice as slow in the second round, which affects both alike."""
+    first, second = timing.compare({"a": [1.0, 2.0, 1.0], "b": [0.5, 1.0, 0.4]}).values()
+    assert first.speed() == "1.00 x  (1.00 to 1.00)"
+    assert second.speed() == "2.00 x  (2.00 to 2.50)"
+    assert second.speed(scale=0.5) == "1.00 x  (1.00 to 1.25)"
+    assert second.cost() == "0.50 x  (0.40 to 0.50)"
+    assert second.fraction() == "50.0%  (40.0% to 50.0%)"
+    assert second.seconds == 0.5
+    busy = timing.Timing(1.0, 1.2, 1.0, high=1.6)  # rounds may differ by half, and no more
+    assert busy.cost() == "no verdict: the machine is busy, rounds differ by 1.6 x; run again"
+
+
+def test_functions_take_turns_after_a_round_of_warm_up() -> None:
+    calls: list[str] = []
+    works = {name: partial(calls.append, name) for name in "ab"}
+    assert list(timing.take_turns(works, rounds=2)) == ["a", "b"] and calls == ["a", "b"] * 3
+
+
+def test_tables_by_hand() -> None:
+    assert tables.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert tables.plus_minus(1.5, 0.25, "+.2f") == "+1.50 ± 0.25"
+    assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
+    # Student's t with two degrees of freedom: 4.3027.
+    found = tables.mean_of_runs([0.1, 0.2, 0.3])
+    assert found == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), abs=1e-5)

@@ -167,20 +167,15 @@ def test_images_are_kept_if_they_fit_into_a_quarter_of_the_free_memory(
 # Workers.
 
 
-def test_few_files_are_decoded_in_this_process(
+def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_alone(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = open_images(folder(pictures), train=True).images
-    assert images.num_workers == 0
-    monkeypatch.setattr(stream, "FEW", 48)
-    assert images.num_workers == min(max(1, usable_cores() - 1), 16)
-    assert images[torch.arange(47)].num_workers == 0
-
-
-def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_alone(
-    pictures: Path,
-) -> None:
     before = torch.get_rng_state()
+    files = open_images(folder(pictures), train=True).images
+    assert files.num_workers == 0  # so few are decoded in this process
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "FEW", 48)
+        assert files.num_workers == min(max(1, usable_cores() - 1), 16)
     images = open_images(folder(pictures, workers=2), train=True)
     batches = images.batches(torch.arange(48).view(12, 4))
     next(batches)
@@ -198,9 +193,7 @@ def test_workers_ignore_signals_end_with_the_batches_and_leave_random_numbers_al
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_worker_that_is_killed_ends_the_run_in_one_line(
-    pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(pictures, capsys) -> None:
     images = open_images(folder(pictures, workers=1), train=True)
     with pytest.raises(SystemExit) as info, user_errors():
         for _ in images.batches(torch.arange(48).view(24, 2)):
