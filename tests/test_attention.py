@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
+from models import randomize
 from vit.model.attention import (
     MultiHeadSelfAttention,
     causal_mask,
@@ -61,13 +62,7 @@ def numpy_attention(
 
 
 def draw_attention(dim: int, num_heads: int, *args, **kwargs) -> MultiHeadSelfAttention:
-    """Build a module in float64, in eval mode, all of whose parameters are random."""
-    module = MultiHeadSelfAttention(dim, num_heads, *args, **kwargs).double().eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5, generator=generator)
-    return module
+    return randomize(MultiHeadSelfAttention(dim, num_heads, *args, **kwargs).double(), 0.5)
 
 
 def draw_tokens(batch: int = 3, tokens: int = 5, dim: int = 12) -> Tensor:
@@ -108,27 +103,20 @@ def test_fully_masked_row_gives_zeros_and_no_gradient(dtype):
     assert all(x.isfinite().all() for x in (output, weights, query.grad, key.grad, value.grad))
 
 
-def test_product_of_query_and_key_may_exceed_float16_if_the_score_does_not():
-    query = torch.full((1, 16), 100.0, dtype=torch.float16)
-    key = torch.stack([query[0], -query[0], query[0]])  # products ±160,000, scores ±40,000
-    value = torch.tensor([[1.0], [10.0], [3.0]], dtype=torch.float16)
-
-    output, weights = scaled_dot_product_attention(query, key, value)
-
-    assert weights.tolist() == [[0.5, 0, 0.5]]
-    assert output.item() == 2
-
-
+@pytest.mark.parametrize(
+    ("query", "key", "mask"),
+    [
+        # Products of ±160,000, which float16 cannot hold, but scores of ±40,000.
+        ([100.0] * 16, [[100.0] * 16, [-100.0] * 16, [100.0] * 16], None),
+        # Scores of -32,768, and of 0 where the mask hides the key.
+        ([256.0], [[-128.0], [0.0], [-128.0]], torch.tensor([True, False, True])),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_masked_key_gets_nothing_even_where_all_other_scores_are_far_below(dtype):
-    query = torch.full((1, 1), 256.0, dtype=dtype)
-    key = torch.tensor([[-128.0], [0.0], [-128.0]], dtype=dtype)  # scores -32,768, 0, -32,768
-    value = torch.tensor([[1.0], [10.0], [3.0]], dtype=dtype)
-
-    output, weights = scaled_dot_product_attention(
-        query, key, value, torch.tensor([True, False, True])
-    )
-
+def test_scores_may_be_as_large_as_float16_can_hold(query, key, mask, dtype):
+    value = [[1.0], [10.0], [3.0]]
+    inputs = (torch.tensor(each, dtype=dtype) for each in ([query], key, value))
+    output, weights = scaled_dot_product_attention(*inputs, mask)
     assert weights.tolist() == [[0.5, 0, 0.5]]
     assert output.item() == 2
 

@@ -68,15 +68,6 @@ def test_whitened_stem_sees_uncorrelated_components_of_both_signs(stem, size, ke
     assert (moments.diag().diff() < 1e-3).all()  # the strongest first
 
 
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_grid_of_a_rectangle(stem):
-    embed = PatchEmbed((8, 24), 4, 3, 8, stem)
-    assert embed.grid_size == (2, 6) and embed.num_patches == 12
-    tokens, grid = embed(torch.randn(2, 3, 12, 20))  # of another image than img_size
-    assert tokens.shape == (2, 15, 8)
-    assert grid == (3, 5)
-
-
 # --- positions ---
 
 
@@ -100,13 +91,8 @@ def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
         PatchEmbed(32, 4, 3, 8, stem)(torch.randn(1, 3, *size))
 
 
-@pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize(
-    ("grid", "wanted"),
-    [
-        ((8, 8), (16, 4)),  # as many patches
-        ((3, 5), (6, 3)),
-    ],
+    ("grid", "wanted", "prefix"), [((8, 8), (16, 4), 0), ((3, 5), (6, 3), 2)]
 )
 def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
     pos_embed = torch.randn(1, prefix + grid[0] * grid[1], 8)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from models import PLAIN
+from models import PLAIN, randomize
 from vit.model.vit import VisionTransformer
 
 SIZES = {"img_size": (16, 24), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
@@ -33,12 +33,7 @@ IMAGES = torch.randn(3, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 
 
 def build(variant: dict[str, Any] | None = None) -> VisionTransformer:
-    torch.manual_seed(0)
-    model = VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {})))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.eval()
+    return randomize(VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {}))), 0.2)
 
 
 @with_variants
@@ -120,16 +115,6 @@ def exported(model: VisionTransformer) -> nn.Module:
     return torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(batch,)).module()
 
 
-def hooked(model: VisionTransformer) -> nn.Module:
-    model.blocks[0].register_forward_hook(lambda module, inputs, output: output.clone())
-    return model
-
-
-def pruned(model: VisionTransformer) -> nn.Module:
-    prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", amount=0)
-    return model
-
-
 def normed(model: VisionTransformer) -> nn.Module:
     parametrizations.weight_norm(model.blocks[0].mlp.fc1)
     return model
@@ -142,8 +127,6 @@ SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
     "jit.trace": lambda model: torch.jit.trace(model, IMAGES),
     "export": exported,
     "compile": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
-    "hooks": hooked,
-    "pruning": pruned,
     "weight norm": normed,
     "bfloat16": lambda model: model.bfloat16(),
     "half": lambda model: model.half(),
