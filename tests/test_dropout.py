@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 from models import randomize
@@ -174,21 +173,3 @@ def test_recomputed_activations_are_dropped_alike() -> None:
     model.set_grad_checkpointing()
     again, recomputed = run(model, images, keys)
     assert torch.equal(again, logits) and torch.equal(recomputed, gradient)
-
-
-@pytest.mark.slow
-def test_compiled_once_for_all_steps_without_graph_breaks() -> None:
-    model = build(depth=1, **dict.fromkeys(RATES, 0.3))
-    torch._dynamo.reset()
-    counters.clear()
-    forward = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
-    images = draw_images(8)
-    for step in range(3):
-        for first in (0, 4):
-            part = images[first : first + 4]
-            keys = image_keys(step, first, 4)
-            expected, gradient = run(model, part, keys)
-            found, own = run(forward, part, keys)  # type: ignore[arg-type]
-            assert_close(found, expected, rtol=0, atol=1e-10)
-            assert_close(own, gradient, rtol=1e-8, atol=1e-8)
-    assert counters["stats"]["unique_graphs"] == 1

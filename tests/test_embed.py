@@ -91,9 +91,7 @@ def test_images_that_are_no_multiples_of_the_patch_are_refused(stem, size):
         PatchEmbed(32, 4, 3, 8, stem)(torch.randn(1, 3, *size))
 
 
-@pytest.mark.parametrize(
-    ("grid", "wanted", "prefix"), [((8, 8), (16, 4), 0), ((3, 5), (6, 3), 2)]
-)
+@pytest.mark.parametrize(("grid", "wanted", "prefix"), [((8, 8), (16, 4), 0), ((3, 5), (6, 3), 2)])
 def test_positions_are_stretched_as_in_timm(grid, wanted, prefix):
     pos_embed = torch.randn(1, prefix + grid[0] * grid[1], 8)
     found = resample_pos_embed(pos_embed, grid, wanted, prefix)

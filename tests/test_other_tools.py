@@ -33,7 +33,9 @@ IMAGES = torch.randn(3, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 
 
 def build(variant: dict[str, Any] | None = None) -> VisionTransformer:
-    return randomize(VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {}))), 0.2)
+    return randomize(
+        VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {}))), 0.2
+    )
 
 
 @with_variants

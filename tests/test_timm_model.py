@@ -9,9 +9,8 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import nn
 
-from models import PLAIN
+from models import PLAIN, randomize
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.data.config import DataConfig
@@ -30,19 +29,18 @@ from vit.training.optim import build_optimizers
 from vit.training.train import train
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-SIZES = {"img_size": 32, "num_classes": 5}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 RESNET = {"model": {"name": "timm:test_resnet"}, "optim": {"name": "adamw"}}
 VIT = {"model": {"name": "timm:vit_tiny_patch16_224", "timm_args": TINY}}
 NO_MAPS = "attention maps are not available for test_resnet: they need one sequence of tokens"
 
 
-def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
+def config(out: Path, parts: dict[str, Any]) -> Config:
     """A run of four steps on drawn shapes, with everything that keeps state."""
     run: dict[str, Any] = {
         "data": {"name": "shapes", "val_size": 40, "train_size": 128},
         "train": {"epochs": 2, "batch_size": 64, "accumulate": 2, "device": "cpu",
-                  "precision": "float32", **settings},
+                  "precision": "float32", "checkpoint_blocks": True},
         "track": {"every": 1, "probes": 2, "live_mb": 0},
         "optim": {"ema_decay": 0.9, **parts.get("optim", {})},
         "model": parts["model"],
@@ -50,24 +48,12 @@ def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
     return from_dict({"out": str(out), **run})
 
 
-def draw(model: nn.Module) -> nn.Module:
-    """Change all weights at random, so that every part of the model matters."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.4)
-    return model.eval()
-
-
-def timm_vit(name: str = "vit_tiny_patch16_224", **arguments: Any) -> nn.Module:
-    return draw(timm.create_model(name, **(TINY | SIZES | arguments)))
-
-
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
-    theirs = timm_vit(global_pool=pool, reg_tokens=1)
-    sizes: dict[str, Any] = PLAIN | TINY | SIZES | {"global_pool": pool, "reg_tokens": 1}
-    ours = VisionTransformer(**sizes).eval()
+    sizes: dict[str, Any] = TINY | {"img_size": 32, "num_classes": 5, "reg_tokens": 1}
+    sizes["global_pool"] = pool
+    theirs = randomize(timm.create_model("vit_tiny_patch16_224", **sizes), 0.4)
+    ours = VisionTransformer(**(PLAIN | sizes)).eval()
     ours.load_state_dict(theirs.state_dict(), strict=True)
     images = torch.randn(4, 3, 32, 32)
     logits, maps = attention_maps(theirs, images, list(MAP_KINDS))
@@ -115,6 +101,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
             r"timm:vit_small_patch14_reg4_dinov2 does not take the images .* 32 x 32 pixels "
             r"\(.*patch size \(14\).*made for 518 x 518 pixels",
         ),
+        ({"name": "timm:test_vit_relpos"}, "train.small_share: 0.75 .* must be 0 .* of 24 x 24"),
     ],
 )
 def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
@@ -124,20 +111,20 @@ def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "words"),
+    ("name", "key", "value", "allowed"),
     [
-        (
-            "test_resnet",
-            {},
-            "optim.name: muon is not allowed; it must be adamw with model.name=tim",
-        ),
-        ("test_vit_relpos", {}, "train.small_share: 0.75 .* must be 0 .* 32 x 32 .* of 24 x 24"),
-        ("naflexvit_base_patch16_gap", {"small_share": 0}, "train.whiten: True .* must be false"),
+        ("test_resnet", "optim.name", "muon", "adamw"),
+        ("naflexvit_base_patch16_gap", "train.whiten", True, "false"),
+        ("pit_ti_224", "train.checkpoint_blocks", True, "false"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        check_config(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
+def test_what_a_model_cannot_do_is_refused(name: str, key: str, value: Any, allowed: str) -> None:
+    settings = {"optim.name": "adamw", "train.whiten": False, "train.small_share": 0, key: value}
+    words = [f"--{each}={setting}" for each, setting in settings.items()]
+    data = ["--data.name=shapes", "--data.image_size=224"]
+    config, _ = parse_train([f"--model.name=timm:{name}", *data, *words])
+    with pytest.raises(ValueError, match=f"^{key}: {value} .* must be {allowed} with"):
+        check_config(config)
 
 
 def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
