@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -108,26 +108,16 @@ def test_classifier_is_reset() -> None:
         build(OURS).reset_classifier(3, "token")
 
 
-def reloaded(model: VisionTransformer) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def exported(model: VisionTransformer) -> nn.Module:
-    batch = {0: torch.export.Dim("batch", min=1, max=64)}
-    return torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(batch,)).module()
-
-
 def normed(model: VisionTransformer) -> nn.Module:
     parametrizations.weight_norm(model.blocks[0].mlp.fc1)
     return model
 
 
 SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
-    "pickle": reloaded,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "deepcopy": copy.deepcopy,
     "DataParallel": nn.DataParallel,
     "jit.trace": lambda model: torch.jit.trace(model, IMAGES),
-    "export": exported,
     "compile": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
     "weight norm": normed,
     "bfloat16": lambda model: model.bfloat16(),
@@ -150,14 +140,10 @@ def test_logits_stay(tool: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_derivatives_and_attributions_and_the_graph(tmp_path: Path) -> None:
+def test_attributions_and_the_graph(tmp_path: Path) -> None:
     model = build()
     with torch.device("meta"):
         assert build()(IMAGES.to("meta")).shape == (3, 5)
-    derivatives = jacrev(model)(IMAGES[:1])
-    image = IMAGES[:1].clone().requires_grad_()
-    model(image)[0, 2].backward()
-    torch.testing.assert_close(derivatives[0, 2], image.grad, rtol=1e-4, atol=1e-5)
     black = torch.zeros(1, 3, 16, 24)
     attributions = IntegratedGradients(model).attribute(IMAGES[:1], black, target=2, n_steps=200)
     rise = model(IMAGES[:1])[0, 2] - model(black)[0, 2]
