@@ -179,19 +179,14 @@ def test_every_kind_of_map(model: dict[str, Any]) -> None:
         assert found.isfinite().all() and found.std() > 1e-3
 
 
-def table() -> list[str]:
-    """The table in docs/timm.md, from the classes of each family's models."""
+def test_table_of_the_documentation() -> None:
     lines = ["| models | timm class | attention |", "|---|---|---|"]
     for names, members in FAMILIES.items():
         models = [build(member) for member in members]
         ((cls, attention),) = {(type(m).__name__, type(m.blocks[0].attn).__name__) for m in models}
         lines.append(f"| {names} | `{cls}` | `{attention}` |")
-    return lines
-
-
-def test_table_of_the_documentation() -> None:
     text = (Path(__file__).parents[1] / "docs/timm.md").read_text()
-    assert "\n".join(table()) in text
+    assert "\n".join(lines) in text
 
 
 @pytest.mark.parametrize(

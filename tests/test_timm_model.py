@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from models import PLAIN, randomize
+from small_runs import metrics
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.data.config import DataConfig
@@ -157,35 +158,29 @@ def test_weight_decay_spares_what_timm_spares() -> None:
     assert {name for name, parameter in model.named_parameters() if parameter.ndim < 2} < spared
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with short runs: a convolutional network, and a ViT."""
-    folder = tmp_path_factory.mktemp("timm")
-    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
-        train(config(folder / name, parts))
-    return folder
-
-
 @pytest.mark.slow
 def test_a_model_without_maps_is_evaluated_all_the_same(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = load_file(runs / "resnet/model.safetensors")
+    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
+        train(config(tmp_path / name, parts))
+    resnet = tmp_path / "resnet"
+    weights = load_file(resnet / "model.safetensors")
     timm.create_model("test_resnet", num_classes=10).load_state_dict(weights, strict=True)
-    lines = [json.loads(x) for x in (runs / "resnet/metrics.jsonl").read_text().splitlines()]
-    assert not any("attention/" in tag or "faithfulness/" in tag for x in lines for tag in x)
-    expected = json.loads((runs / "resnet/eval/report.json").read_text())
-    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
-    assert evaluate_run(str(runs / "resnet"), options)["loss"] == pytest.approx(expected["loss"])
+    logged = {tag for row in metrics(resnet) for tag in row}
+    assert not any("attention/" in tag or "faithfulness/" in tag for tag in logged)
+    expected = json.loads((resnet / "eval/report.json").read_text())
+    options = ReportConfig(out=str(tmp_path / "eval"), device="cpu", precision="float32")
+    assert evaluate_run(str(resnet), options)["loss"] == pytest.approx(expected["loss"])
     assert NO_MAPS in capsys.readouterr().out
     with pytest.raises(ValueError, match=NO_MAPS):
-        explain_run(str(runs / "resnet"), MapsConfig(out=str(tmp_path / "maps"), device="cpu"))
+        explain_run(str(resnet), MapsConfig(out=str(tmp_path / "maps"), device="cpu"))
     photo = tmp_path / "photo.png"
     Image.new("RGB", (40, 50), (200, 30, 30)).save(photo)
     for name in ("resnet", "vit"):
-        out = tmp_path / name
+        out = tmp_path / "photos" / name
         options = PhotoConfig(photos=(str(photo),), out=str(out), device="cpu")
-        classify_photos(str(runs / name), options)
+        classify_photos(str(tmp_path / name), options)
         shown = capsys.readouterr().out
         assert shown.count("%") == 5
         assert (f"no sheets: {NO_MAPS}" in shown) == (name == "resnet")

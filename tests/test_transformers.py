@@ -13,15 +13,12 @@ from torch.testing import assert_close
 import vit
 from models import randomize
 from vit.classifier import build_model
-from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.model.attention_model import require_attention
 from vit.model.config import ModelConfig
 from vit.pretrained.adapt import fit
 from vit.pretrained.architecture import adopt
-from vit.pretrained.resolve import resolve_pretrained
 from vit.pretrained.transformers import read_transformers
-from vit.training.config import from_dict
 
 pytestmark = [
     pytest.mark.slow,  # importing transformers takes seconds
@@ -40,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "vit-without-bias": (
         "ViTForImageClassification", {**WIDE, "qkv_bias": False, "hidden_act": "quick_gelu"}, "vit"
     ),
+    "vit-named": ("ViTForImageClassification", WIDE, "timm:vit_tiny_patch16_224"),
     "vit-backbone": ("ViTModel", {**WIDE, "layer_norm_eps": 1e-2}, "vit"),
     "deit": ("DeiTForImageClassification", WIDE, "vit"),
     "deit-distilled": (
@@ -109,7 +107,8 @@ def test_logits_or_features_and_attention_are_those_of_transformers(
     original.save_pretrained(tmp_path)
     source, preprocess = read_transformers(tmp_path)
     assert (source.classes is None) == ("head.weight" not in source.weights)
-    config = adopt(ModelConfig(pretrained=str(tmp_path)), source.settings, str(tmp_path))
+    named = {"name": MODELS[name][2]} if name == "vit-named" else {}
+    config = adopt(ModelConfig(pretrained=str(tmp_path), **named), source.settings, str(tmp_path))
     assert config.name == MODELS[name][2]
     source = fit(source, config, (SIZE, SIZE), 3)
     model: Any = build_model(config, preprocess, LABELS).eval()
@@ -198,24 +197,6 @@ def test_a_classifier_of_shapes_is_loaded_as_it_is(tmp_path: Path) -> None:
     found = classifier.predict(photo, len(KINDS))
     assert_close(torch.tensor([found[kind] for kind in KINDS]), expected, rtol=0, atol=1e-4)
     assert all(map_.isfinite().all() for map_ in classifier.explain(photo).maps.values())
-
-
-def test_a_timm_model_may_be_named(tmp_path: Path) -> None:
-    name = "timm:vit_tiny_patch16_224"
-    original = draw("vit-backbone")
-    original.save_pretrained(tmp_path / "folder")
-    run = from_dict({
-        "out": str(tmp_path / "run"), "data": {"name": "shapes"}, "optim": {"name": "adamw"},
-        "model": {"pretrained": str(tmp_path / "folder/model.safetensors"), "name": name},
-    })  # fmt: skip
-    found, source = resolve_pretrained(run, False)
-    assert found.model.name == name and source is not None
-    model: Any = build_model(found.model, Preprocess.from_config(found.data), 3).eval()
-    model.load_state_dict(source.weights, strict=False)
-    images = torch.randn(2, 3, SIZE, SIZE)
-    with torch.no_grad():
-        features = model.forward_head(model.forward_features(images), pre_logits=True)
-    assert_close(features, expected(original, images)[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
