@@ -281,7 +281,7 @@ def test_a_run_is_not_resumed_with_renamed_files_or_compared_with_other_classes(
     (tmp_path / "other").mkdir()
     save_model(tmp_path / "other" / MODEL_FILE, renamed, saved.config, 1)
     options = CompareConfig(others=(str(tmp_path / "other"),))
-    with pytest.raises(ValueError, match=r"^compare: .* only one of the two has emu, owl;"):
+    with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
         compare_runs(str(tmp_path / "run"), options)
     (root / "test" / "owl").rename(root / "test" / "emu")
     shutil.rmtree(root / "train")

@@ -205,6 +205,4 @@ def adopt(config: ModelConfig, settings: Mapping[str, Any], name: str) -> ModelC
                 "leave the key out to use that, or train without model.pretrained"
             )
     patch_size = config.patch_size or settings["patch_size"]
-    adopted = dataclasses.replace(config, **{**settings, "patch_size": patch_size})
-    dataclasses.replace(adopted, pretrained=None)  # checks the rules between the fields
-    return adopted
+    return dataclasses.replace(config, **{**settings, "patch_size": patch_size})
