@@ -1,9 +1,10 @@
-"""Model settings shared by several tests."""
+"""Models shared by several tests, and random weights for them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from vit.calibration import Calibration
 from vit.classifier import Classifier, build_model
@@ -12,6 +13,8 @@ from vit.data.shapes import KINDS
 from vit.model.vit import VisionTransformer
 from vit.model_file import save_model
 from vit.training.config import from_dict
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # The plain Vision Transformer with timm's defaults, for images with three channels.
 PLAIN: dict[str, Any] = {
@@ -23,6 +26,20 @@ PLAIN: dict[str, Any] = {
     "class_token": True,
     "global_pool": "token",
 }
+
+
+def randomize(model: Model, std: float, seed: int = 0) -> Model:
+    """Draw all weights and statistics, so that every part matters; return it in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=std, generator=generator)
+            if parameter.ndim == 1 and name.endswith(("weight", "gamma")):
+                parameter.add_(1)  # as norms and layer scale begin
+        for name, statistic in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                statistic.uniform_(0.5, 1.5, generator=generator)
+    return model.eval()
 
 
 def grey_classifier() -> Classifier:

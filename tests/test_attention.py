@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention as TimmAttention
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
+from models import randomize
 from vit.model.attention import (
     MultiHeadSelfAttention,
     causal_mask,
@@ -61,13 +61,7 @@ def numpy_attention(
 
 
 def draw_attention(dim: int, num_heads: int, *args, **kwargs) -> MultiHeadSelfAttention:
-    """Build a module in float64, in eval mode, all of whose parameters are random."""
-    module = MultiHeadSelfAttention(dim, num_heads, *args, **kwargs).double().eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5, generator=generator)
-    return module
+    return randomize(MultiHeadSelfAttention(dim, num_heads, *args, **kwargs).double(), 0.5)
 
 
 def draw_tokens(batch: int = 3, tokens: int = 5, dim: int = 12) -> Tensor:
@@ -108,27 +102,20 @@ def test_fully_masked_row_gives_zeros_and_no_gradient(dtype):
     assert all(x.isfinite().all() for x in (output, weights, query.grad, key.grad, value.grad))
 
 
-def test_product_of_query_and_key_may_exceed_float16_if_the_score_does_not():
-    query = torch.full((1, 16), 100.0, dtype=torch.float16)
-    key = torch.stack([query[0], -query[0], query[0]])  # products ±160,000, scores ±40,000
-    value = torch.tensor([[1.0], [10.0], [3.0]], dtype=torch.float16)
-
-    output, weights = scaled_dot_product_attention(query, key, value)
-
-    assert weights.tolist() == [[0.5, 0, 0.5]]
-    assert output.item() == 2
-
-
+@pytest.mark.parametrize(
+    ("query", "key", "mask"),
+    [
+        # Products of ±160,000, which float16 cannot hold, but scores of ±40,000.
+        ([100.0] * 16, [[100.0] * 16, [-100.0] * 16, [100.0] * 16], None),
+        # Scores of -32,768, and of 0 where the mask hides the key.
+        ([256.0], [[-128.0], [0.0], [-128.0]], torch.tensor([True, False, True])),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_masked_key_gets_nothing_even_where_all_other_scores_are_far_below(dtype):
-    query = torch.full((1, 1), 256.0, dtype=dtype)
-    key = torch.tensor([[-128.0], [0.0], [-128.0]], dtype=dtype)  # scores -32,768, 0, -32,768
-    value = torch.tensor([[1.0], [10.0], [3.0]], dtype=dtype)
-
-    output, weights = scaled_dot_product_attention(
-        query, key, value, torch.tensor([True, False, True])
-    )
-
+def test_scores_may_be_as_large_as_float16_can_hold(query, key, mask, dtype):
+    value = [[1.0], [10.0], [3.0]]
+    inputs = (torch.tensor(each, dtype=dtype) for each in ([query], key, value))
+    output, weights = scaled_dot_product_attention(*inputs, mask)
     assert weights.tolist() == [[0.5, 0, 0.5]]
     assert output.item() == 2
 
@@ -187,28 +174,22 @@ def test_module_equals_timm(mask, kernel, num_heads, head_dim, qkv_bias, qk_norm
     assert_close(ours(x, mask), theirs(x, timm_mask), rtol=0, atol=1e-12)
 
 
-class RecordCalls(TorchFunctionMode):
-    """Remember which functions of torch were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.called.add(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_kernel_is_used_where_it_is_faster(dtype, need_weights, device):
+def test_the_fused_kernel_is_used_where_it_is_faster(dtype, need_weights, device, monkeypatch):
     module = draw_attention(12, 3).to(device, dtype)
-    with RecordCalls() as record:
-        module(draw_tokens().to(device, dtype), need_weights=need_weights)
+    kernel, calls = F.scaled_dot_product_attention, []
+
+    def counted(*qkv):
+        calls.append(qkv)
+        return kernel(*qkv)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    module(draw_tokens().to(device, dtype), need_weights=need_weights)
     faster = device == "cuda" or dtype == torch.float32
     expected = faster and not need_weights
-    assert (F.scaled_dot_product_attention in record.called) == expected
+    assert bool(calls) == expected
 
 
 # --- MultiHeadSelfAttention's own properties ---

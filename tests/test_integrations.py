@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import vit
 from vit.data.shapes import KINDS, draw_shapes
@@ -139,16 +139,6 @@ def test_lightning_with_other_loggers(tmp_path: Path) -> None:
     assert b"attention_00" in events.read_bytes()
 
 
-class Photos(Dataset[dict[str, Any]]):
-    """Shapes as the Trainer of transformers takes them."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"pixel_values": normalized(IMAGES[index]), "labels": int(LABELS[index])}
-
-
 @pytest.mark.parametrize(("name", "prefix"), [("ViT", 1), ("Beit", 1), ("Siglip", 0)])
 def test_transformers(
     name: str, prefix: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +150,11 @@ def test_transformers(
         "intermediate_size": 48, "image_size": 32, "patch_size": 8, "hidden_dropout_prob": 0.1,
     }  # fmt: skip
 
+    photos = [
+        {"pixel_values": image, "labels": int(label)}
+        for image, label in zip(normalized(IMAGES), LABELS, strict=True)
+    ]
+
     def begin() -> dict[str, Any]:
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")
@@ -169,10 +164,10 @@ def test_transformers(
             str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=16, use_cpu=True,
             report_to=[], save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        return {"model": model, "arguments": arguments, "photos": Photos()}
+        return {"model": model, "arguments": arguments, "photos": photos}
 
     plain = begin()
-    transformers.Trainer(plain["model"], plain["arguments"], train_dataset=Photos()).train()
+    transformers.Trainer(plain["model"], plain["arguments"], train_dataset=photos).train()
     logged = begin()
     monkeypatch.chdir(tmp_path)
     run_example(TRANSFORMERS, {}, **logged)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
-from torch.nn.utils import parametrizations, prune
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import parametrizations
 from torch.utils.tensorboard import SummaryWriter
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from models import PLAIN
+from models import PLAIN, randomize
 from vit.model.vit import VisionTransformer
 
 SIZES = {"img_size": (16, 24), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
@@ -33,12 +33,9 @@ IMAGES = torch.randn(3, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 
 
 def build(variant: dict[str, Any] | None = None) -> VisionTransformer:
-    torch.manual_seed(0)
-    model = VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {})))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.eval()
+    return randomize(
+        VisionTransformer(**(PLAIN | SIZES | {"num_classes": 5} | (variant or {}))), 0.2
+    )
 
 
 @with_variants
@@ -111,39 +108,17 @@ def test_classifier_is_reset() -> None:
         build(OURS).reset_classifier(3, "token")
 
 
-def reloaded(model: VisionTransformer) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def exported(model: VisionTransformer) -> nn.Module:
-    batch = {0: torch.export.Dim("batch", min=1, max=64)}
-    return torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(batch,)).module()
-
-
-def hooked(model: VisionTransformer) -> nn.Module:
-    model.blocks[0].register_forward_hook(lambda module, inputs, output: output.clone())
-    return model
-
-
-def pruned(model: VisionTransformer) -> nn.Module:
-    prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", amount=0)
-    return model
-
-
 def normed(model: VisionTransformer) -> nn.Module:
     parametrizations.weight_norm(model.blocks[0].mlp.fc1)
     return model
 
 
 SAME: dict[str, Callable[[VisionTransformer], nn.Module]] = {
-    "pickle": reloaded,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "deepcopy": copy.deepcopy,
     "DataParallel": nn.DataParallel,
     "jit.trace": lambda model: torch.jit.trace(model, IMAGES),
-    "export": exported,
     "compile": lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"),
-    "hooks": hooked,
-    "pruning": pruned,
     "weight norm": normed,
     "bfloat16": lambda model: model.bfloat16(),
     "half": lambda model: model.half(),
@@ -165,14 +140,10 @@ def test_logits_stay(tool: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_derivatives_and_attributions_and_the_graph(tmp_path: Path) -> None:
+def test_attributions_and_the_graph(tmp_path: Path) -> None:
     model = build()
     with torch.device("meta"):
         assert build()(IMAGES.to("meta")).shape == (3, 5)
-    derivatives = jacrev(model)(IMAGES[:1])
-    image = IMAGES[:1].clone().requires_grad_()
-    model(image)[0, 2].backward()
-    torch.testing.assert_close(derivatives[0, 2], image.grad, rtol=1e-4, atol=1e-5)
     black = torch.zeros(1, 3, 16, 24)
     attributions = IntegratedGradients(model).attribute(IMAGES[:1], black, target=2, n_steps=200)
     rise = model(IMAGES[:1])[0, 2] - model(black)[0, 2]

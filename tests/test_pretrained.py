@@ -1,12 +1,11 @@
-"""Pretrained weights compared with timm: the same logits, the same resampling, and what is refused.
+"""Pretrained weights of our and of timm's models, compared with timm; and what is refused.
 
-timm's models have random weights here, at the geometry that timm publishes them for.
+timm's models have random weights here.
 """
 
 import dataclasses
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from small_runs import assert_same, begin, small
+from models import randomize
+from small_runs import Payload, assert_same, begin, small
 from vit import load
+from vit.classifier import Classifier, build_model
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
 from vit.explain.maps import MAP_KINDS, attention_maps
@@ -40,6 +41,7 @@ from vit.pretrained.sources import find_source
 from vit.run.checkpoint import Checkpoint, checkpoint_paths, save_checkpoint
 from vit.run.folder import prepare_run
 from vit.training.build import build_step
+from vit.training.checks import check_config
 from vit.training.config import Config, from_dict, to_dict
 from vit.training.train import load_data, train
 
@@ -52,19 +54,16 @@ ARCHITECTURES = (
     "vit_base_patch16_siglip_gap_256",
     "vit_base_patch16_clip_quickgelu_224",
 )
-SMALL_TIMM = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8}
+VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8}
+SMALL_TIMM = {**VIT, "img_size": 32}
 
 
 def draw_timm(name: str, **arguments: Any) -> nn.Module:
-    """Build one of timm's models in eval mode, all of whose parameters are random."""
-    generator = torch.Generator().manual_seed(0)
-    model = timm.create_model(name, weight_init="skip", **arguments).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.normal_(std=0.04, generator=generator)
-            if parameter.ndim == 1 and key.endswith(("weight", "gamma")):
-                parameter.add_(1)
-    return model
+    return randomize(timm.create_model(name, **arguments), 0.04)
+
+
+def save_timm(model: nn.Module, folder: Path, **arguments: Any) -> None:
+    timm.models.save_for_hf(model, folder, model_args=arguments, safe_serialization=True)
 
 
 def source_of(model: nn.Module, **values: Any) -> Pretrained:
@@ -76,9 +75,26 @@ def names(count: int) -> tuple[str, ...]:
     return tuple(f"class {number}" for number in range(count))
 
 
-def assert_equal_model(name: str, size: int, **arguments: Any) -> None:
+OPTIONS: list[dict[str, Any]] = [
+    {"act_layer": "gelu_tanh"},
+    {"qk_norm": True, "norm_layer": "layernorm"},
+    {"mlp_ratio": 2.7, "pos_embed": "none"},
+    {"reg_tokens": 2, "no_embed_class": True, "global_pool": "avg"},
+    {"qkv_bias": False, "init_values": 0.1, "fc_norm": True},
+]
+PUBLISHED = (
+    "vit_base_patch32_clip_224", "deit3_small_patch16_224", "vit_base_patch16_clip_quickgelu_224"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("vit_tiny_patch16_224", SMALL_TIMM | options) for options in OPTIONS]
+    + [(name, {"depth": 2}) for name in PUBLISHED],
+)
+def test_ours_gives_timms_logits_and_every_map(name, arguments):
     theirs = draw_timm(name, num_classes=7, **arguments)
-    settings = settings_of_timm(theirs, "timm's")
+    settings, (size, _) = settings_of_timm(theirs, "timm's"), theirs.patch_embed.img_size
     ours = VisionTransformer(img_size=size, in_chans=3, num_classes=7, **settings).eval()
     ours.load_state_dict(theirs.state_dict(), strict=True)
     images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
@@ -95,28 +111,6 @@ def assert_equal_model(name: str, size: int, **arguments: Any) -> None:
         grid = theirs.patch_embed.grid_size
         assert values.shape[1:] == (images.shape[2:] if kind == "lrp_pixels" else grid), kind
         assert values.isfinite().all() and values.max() > values.min(), kind
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["vit_base_patch32_clip_224", "deit3_small_patch16_224", "vit_base_patch16_clip_quickgelu_224"],
-)
-def test_two_blocks_of_timms_architecture_give_its_logits_and_every_map(name):
-    assert_equal_model(name, 224, depth=2)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"act_layer": "gelu_tanh"},
-    {"qk_norm": True, "norm_layer": "layernorm"},
-    {"mlp_ratio": 2.7, "pos_embed": "none"},
-    {"reg_tokens": 2, "no_embed_class": True, "global_pool": "avg"},
-    {"qkv_bias": False, "init_values": 0.1, "fc_norm": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_timms_options(options):
-    assert_equal_model("vit_tiny_patch16_224", 32, **SMALL_TIMM, **options)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -296,12 +290,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"module." + key: value for key, value in state.items()}, folder / "parallel.pt")
     torch.save({"model": noise, "model_ema": state, "epoch": 3}, folder / "ema.pth")
     model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
-    timm.models.save_for_hf(
-        model,
-        folder / "saved",
-        model_args={**SMALL_TIMM, "num_classes": 5},
-        safe_serialization=True,
-    )
+    save_timm(model, folder / "saved", **SMALL_TIMM, num_classes=5)
     return folder
 
 
@@ -331,19 +320,9 @@ def test_weights_that_are_not_finite_are_refused(files, tmp_path, value):
         resolve_pretrained(tuned(tmp_path / "run", str(path)), False)
 
 
-class Malicious:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
 def test_nothing_in_a_file_is_executed(tmp_path):
     trace, file = tmp_path / "trace", tmp_path / "evil.pth"
-    torch.save({"state_dict": {"a": Malicious(trace)}}, file)
+    torch.save({"state_dict": {"a": Payload(trace)}}, file)
     with pytest.raises(ValueError, match=r"evil\.pth is damaged, or not .* execute code"):
         find_source(str(file), ModelConfig(pretrained="x"))
     assert not trace.exists()
@@ -359,20 +338,14 @@ def test_nothing_in_a_file_is_executed(tmp_path):
         ("timm:vit_tiny_patch16_224.x", r"timm could not load .* tag \(x\)"),
         ("timm:resnet18.a1_in1k", r"ResNet.* builds it: add --model\.name timm:resnet18$"),
         ("timm:local-dir:nowhere", "timm could not load"),
+        ("timm:vit_tiny_patch16_224.augreg_in21k", r"without a network, download config\.json"),
     ],
 )
-def test_a_bad_name_is_one_line(name, message, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent.parent)
-    with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
-        find_source(name, ModelConfig(pretrained=name))
-    assert "\n" not in str(error.value)
-
-
-def test_an_unreachable_hub_is_one_line(monkeypatch, tmp_path):
+def test_a_bad_name_or_an_unreachable_hub_is_one_line(name, message, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    name = "timm:vit_tiny_patch16_224.augreg_in21k"
-    with pytest.raises(ValueError, match=r"without a network, download config\.json") as error:
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    with pytest.raises(ValueError, match=rf"^model\.pretrained: .*{message}") as error:
         find_source(name, ModelConfig(pretrained=name))
     assert "\n" not in str(error.value)
 
@@ -485,23 +458,138 @@ def test_a_run_never_needs_its_source_again(files, tmp_path, capsys):
     assert_same(run, tmp_path / "resumed")
 
 
-IN_TRANSFORMERS = {  # timm's names in a block, and elsewhere
-    "attn.proj": "attention.output.dense", "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense", "norm1": "layernorm_before", "norm2": "layernorm_after",
+# --- timm's own models
+
+SWIN = {"embed_dim": 12, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4}
+NAMES = {
+    "test_resnet": {},
+    "swin_tiny_patch4_window7_224": SWIN,
+    "vit_tiny_patch16_224": VIT,
+    "deit_tiny_distilled_patch16_224": VIT,
+}
+DISTILLED = "deit_tiny_distilled_patch16_224"
+
+
+def timm_run(
+    pretrained: Path, name: str, arguments: Any, data: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    """Return the config of a run that starts from weights of a model of timm."""
+    return from_dict({
+        "data": {"name": "shapes", "val_size": 20, "train_size": 64, **(data or {})},
+        "model": {"name": f"timm:{name}", "timm_args": arguments, "pretrained": str(pretrained)},
+        "optim": {"name": "adamw"},
+        "train": {"batch_size": 32, "small_share": 0, "whiten": False, **train},
+    })  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # in timm's resampling of relative positions
+@pytest.mark.parametrize(("name", "arguments"), NAMES.items())
+@pytest.mark.parametrize(
+    ("form", "size", "channels", "count"), [("bare.pth", 64, 1, 10), ("folder", 16, 3, 7)]
+)
+def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, count, tmp_path):
+    sized = [{} if name == "test_resnet" else {"img_size": side} for side in (32, size)]
+    model = draw_timm(name, **arguments, **sized[0], num_classes=10)
+    save_timm(model, tmp_path / "folder", **arguments, **sized[0], num_classes=10)
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    images = {"image_size": size, "channels": channels}
+    config = timm_run(tmp_path / form, name, arguments, images)
+    config, source = resolve_pretrained(config, False)
+    weights, account = source.adapted(names(count))
+    expected = timm.create_model(
+        f"local-dir:{tmp_path / 'folder'}", pretrained=True,
+        num_classes=count, in_chans=channels, **sized[1],
+    ).state_dict()  # fmt: skip
+    head = {key for key in expected if key.startswith(("head", "fc."))}
+    assert head and set(source.head) == head
+    assert weights.keys() == (expected.keys() - head if count == 7 else expected.keys())
+    for key, value in weights.items():
+        assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
+    resampled = size < 32 if "swin" in name else name != "test_resnet"
+    assert ("adapted: " in account) == (resampled or channels != 3)
+    message = "new: a random head, because there are 7 classes instead of 10"
+    assert (message in account) == (count == 7)
+    assert (source.mean is None) == (form != "folder")
+    assert ("images are normalized as for these weights" in account) == (form == "folder")
+    assert ("not in the file: mean and std" in account) == (form != "folder")
+    assert build_model(config.model, Preprocess.from_config(config.data), count)
+
+
+def test_arguments_come_from_the_folder_and_the_users_win(files):
+    changes = {"drop_path_rate": 0.2, "patch_size": 4}
+    config = timm_run(files / "saved", "vit_tiny_patch16_224", changes)
+    found, source = resolve_pretrained(config, False)
+    assert found.model.timm_args == {**VIT, **changes, "global_pool": "token"}
+    assert (source.mean, source.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    check_config(found)
+    expected = timm.create_model(
+        f"local-dir:{files / 'saved'}", pretrained=True, patch_size=4, num_classes=10
+    )
+    key = "patch_embed.proj.weight"
+    assert_close(source.weights[key], expected.get_parameter(key))
+
+
+def test_both_heads_of_a_distilled_model_are_trained(tmp_path):
+    model = draw_timm(DISTILLED, **SMALL_TIMM, num_classes=5)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    config = timm_run(tmp_path / "w.pth", DISTILLED, VIT, freeze="backbone")
+    config, source = resolve_pretrained(config, False)
+    training, _ = load_data(begin(config))
+    step = build_step(begin(config, source=source), training, source)
+    trained = {key for key, value in step.state.model.named_parameters() if value.requires_grad}
+    assert trained == {f"{head}.{x}" for head in ("head", "head_dist") for x in ("weight", "bias")}
+    assert step.features is None
+
+
+NAFLEX = "naflexvit_base_patch16_gap"
+
+
+@pytest.mark.parametrize(
+    ("saved", "name", "arguments", "message"),
+    [
+        ("vit_tiny_patch16_224", "test_resnet", None, "tensors differ in blocks.0.*; name their m"),
+        (DISTILLED, DISTILLED, {**VIT, "embed_dim": 36}, "size mismatch for cls_token"),
+        # timm would start with a random patch embedding and say so in a log.
+        (NAFLEX, NAFLEX, VIT, "4D Conv2d"),
+    ],
+)
+def test_weights_of_another_model_are_one_line(saved, name, arguments, message, tmp_path):
+    torch.save(draw_timm(saved, **VIT).state_dict(), tmp_path / "w.pth")
+    channels = 1 if name == NAFLEX else 3
+    words = rf"^model\.pretrained: timm cannot fit .* {channels} channels: .*{message}"
+    with pytest.raises(ValueError, match=words) as error:
+        resolve_pretrained(
+            timm_run(tmp_path / "w.pth", name, arguments, {"channels": channels}), False
+        )
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_of_a_timm_model_names_it(tmp_path):
+    first = from_dict({
+        "data": {"name": "shapes"}, "model": {"name": "timm:test_resnet"},
+        "optim": {"name": "adamw"},
+    })  # fmt: skip
+    preprocess = Preprocess.from_config(first.data)
+    model = build_model(first.model, preprocess, 10).eval()
+    classifier = Classifier(model, preprocess, names(10), torch.device("cpu"), torch.float32)
+    save_model(tmp_path / "model.safetensors", classifier, first, step=1)
+    changed = dataclasses.replace(first, model=ModelConfig(pretrained=str(tmp_path)))
+    found, source = resolve_pretrained(changed, False)
+    assert found.model.name == "timm:test_resnet"
+    assert "nothing is new: its head has the same classes" in source.adapted(names(10))[1]
+    for key, value in model.state_dict().items():
+        assert torch.equal(source.weights[key], value), key
+
+
+# --- transformers
+
+IN_TRANSFORMERS = {
+    "blocks": "vit.encoder.layer", "attn.proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense", "mlp.fc2": "output.dense", "norm1": "layernorm_before",
+    "norm2": "layernorm_after", "norm.": "vit.layernorm.", "head": "classifier",
     "cls_token": "vit.embeddings.cls_token", "pos_embed": "vit.embeddings.position_embeddings",
-    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection", "norm": "vit.layernorm",
-    "head": "classifier", "blocks.0": "vit.encoder.layer.0", "blocks.1": "vit.encoder.layer.1",
+    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
 }  # fmt: skip
-
-
-def in_transformers(key: str, value: Tensor) -> dict[str, Tensor]:
-    """Return a tensor of timm's under the names of transformers' ViT, of which three make qkv."""
-    block, module, kind = re.fullmatch(r"(blocks\.\d\.)?(.+?)(\.weight|\.bias)?", key).groups("")
-    start = IN_TRANSFORMERS[block[:-1]] + "." if block else ""
-    if module == "attn.qkv":
-        parts = zip(("query", "key", "value"), value.chunk(3), strict=True)
-        return {f"{start}attention.attention.{x}{kind}": v.contiguous() for x, v in parts}
-    return {start + IN_TRANSFORMERS[module] + kind: value}
 
 
 def test_a_classifier_of_transformers_is_read_without_that_package(tmp_path):
@@ -509,7 +597,11 @@ def test_a_classifier_of_transformers_is_read_without_that_package(tmp_path):
     model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=3)
     weights = {}
     for key, value in model.state_dict().items():
-        weights |= in_transformers(key, value)
+        for before, after in IN_TRANSFORMERS.items():
+            key = key.replace(before, after)
+        parts = value.chunk(3) if "qkv" in key else [value] * 3
+        for name, part in zip(("query", "key", "value"), parts, strict=True):
+            weights[key.replace("attn.qkv", f"attention.attention.{name}")] = part.contiguous()
     save_file(weights, tmp_path / "model.safetensors")
     about = {
         "model_type": "vit", "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": 32,

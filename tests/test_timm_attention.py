@@ -3,7 +3,6 @@
 The oracle sees the queries, keys and masks that timm's own forward hands to the fused kernel.
 """
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import ResPostBlock
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from models import randomize
 from vit.explain.interventions import Interventions, gates_of
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.attention_model import attention_model, require_attention
@@ -64,13 +64,8 @@ with_models = pytest.mark.parametrize(
 
 def build(settings: dict[str, Any]) -> Any:
     """A family's smallest model, with random weights in every part of it."""
-    torch.manual_seed(0)
     sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": SIZE, "num_classes": 5}
-    model = timm.create_model(**(sizes | settings))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.15)
-    return model.eval()
+    return randomize(timm.create_model(**(sizes | settings)), 0.12)
 
 
 def images_for(model: Any) -> Tensor:
@@ -81,11 +76,12 @@ def images_for(model: Any) -> Tensor:
 
 
 class Kernel(TorchFunctionMode):
-    """Records the weights that torch's fused attention uses, from its arguments."""
+    """Records the weights that torch's fused attention uses, under a mask, from its arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Tensor | None = None) -> None:
         super().__init__()
         self.weights: list[Tensor] = []
+        self.mask = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -93,6 +89,9 @@ class Kernel(TorchFunctionMode):
             scores = torch.einsum("bhnd,bhmd->bhnm", query.double(), key.double())
             scores = scores / query.shape[-1] ** 0.5
             mask = kwargs["attn_mask"]
+            if self.mask is not None and query.shape == key.shape:  # else this is attention pooling
+                mask = self.mask if mask is None else mask + self.mask
+                kwargs = {**kwargs, "attn_mask": mask}
             self.weights.append((scores if mask is None else scores + mask).softmax(-1).float())
         return func(*args, **(kwargs or {}))
 
@@ -153,18 +152,6 @@ def test_weights_and_logits_are_timms(model: dict[str, Any]) -> None:
     assert all(map(torch.equal, reader.forward_intermediates(images)[1], weights))
 
 
-class MaskedBias(nn.Module):
-    """A relative position bias that is minus infinity where a mask forbids attention."""
-
-    def __init__(self, bias: nn.Module | None, mask: Tensor) -> None:
-        super().__init__()
-        self.bias, self.mask = bias, mask
-
-    def forward(self) -> Tensor:
-        shared = 0.0 if self.bias is None else self.bias()
-        return torch.zeros(self.mask.shape).masked_fill(~self.mask, -torch.inf) + shared
-
-
 @with_models
 @torch.no_grad()
 def test_mask_is_timms(model: dict[str, Any]) -> None:
@@ -174,14 +161,8 @@ def test_mask_is_timms(model: dict[str, Any]) -> None:
     torch.manual_seed(0)
     mask = (torch.rand(tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
     logits, weights, _ = reader.forward_intermediates(images, mask.expand(3, -1, -1))
-    if hasattr(timms, "rel_pos_bias"):
-        masked = copy.deepcopy(timms)
-        del masked.rel_pos_bias
-        masked.rel_pos_bias = MaskedBias(timms.rel_pos_bias, mask)
-        features = masked.forward_features(images)
-    else:
-        features = timms.forward_features(images, attn_mask=mask)
-    torch.testing.assert_close(logits, timms.forward_head(features), rtol=1e-5, atol=1e-5)
+    with Kernel(mask):
+        torch.testing.assert_close(logits, timms(images), rtol=1e-5, atol=1e-5)
     assert not torch.stack(weights)[..., ~mask].any()
 
 
@@ -216,19 +197,14 @@ def test_every_kind_of_map(model: dict[str, Any]) -> None:
         assert found.isfinite().all() and found.std() > 1e-3
 
 
-def table() -> list[str]:
-    """The table in docs/timm.md, from the classes of each family's models."""
+def test_table_of_the_documentation() -> None:
     lines = ["| models | timm class | attention |", "|---|---|---|"]
     for names, members in FAMILIES.items():
         models = [build(member) for member in members]
         ((cls, attention),) = {(type(m).__name__, type(m.blocks[0].attn).__name__) for m in models}
         lines.append(f"| {names} | `{cls}` | `{attention}` |")
-    return lines
-
-
-def test_table_of_the_documentation() -> None:
     text = (Path(__file__).parents[1] / "docs/timm.md").read_text()
-    assert "\n".join(table()) in text
+    assert "\n".join(lines) in text
 
 
 @pytest.mark.parametrize(

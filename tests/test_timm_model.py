@@ -9,9 +9,9 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import nn
 
-from models import PLAIN
+from models import PLAIN, randomize
+from small_runs import metrics
 from vit.classifier import build_model
 from vit.cli import parse_train
 from vit.data.config import DataConfig
@@ -30,19 +30,18 @@ from vit.training.optim import build_optimizers
 from vit.training.train import train
 
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-SIZES = {"img_size": 32, "num_classes": 5}
 SHAPES = Preprocess.from_config(DataConfig(name="shapes"))
 RESNET = {"model": {"name": "timm:test_resnet"}, "optim": {"name": "adamw"}}
 VIT = {"model": {"name": "timm:vit_tiny_patch16_224", "timm_args": TINY}}
 NO_MAPS = "attention maps are not available for test_resnet: they need one sequence of tokens"
 
 
-def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
+def config(out: Path, parts: dict[str, Any]) -> Config:
     """A run of four steps on drawn shapes, with everything that keeps state."""
     run: dict[str, Any] = {
         "data": {"name": "shapes", "val_size": 40, "train_size": 128},
         "train": {"epochs": 2, "batch_size": 64, "accumulate": 2, "device": "cpu",
-                  "precision": "float32", **settings},
+                  "precision": "float32", "checkpoint_blocks": True},
         "track": {"every": 1, "probes": 2, "live_mb": 0},
         "optim": {"ema_decay": 0.9, **parts.get("optim", {})},
         "model": parts["model"],
@@ -50,24 +49,12 @@ def config(out: Path, parts: dict[str, Any], **settings: Any) -> Config:
     return from_dict({"out": str(out), **run})
 
 
-def draw(model: nn.Module) -> nn.Module:
-    """Change all weights at random, so that every part of the model matters."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.4)
-    return model.eval()
-
-
-def timm_vit(name: str = "vit_tiny_patch16_224", **arguments: Any) -> nn.Module:
-    return draw(timm.create_model(name, **(TINY | SIZES | arguments)))
-
-
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_maps_equal_those_of_our_model_with_the_same_weights(pool: str) -> None:
-    theirs = timm_vit(global_pool=pool, reg_tokens=1)
-    sizes: dict[str, Any] = PLAIN | TINY | SIZES | {"global_pool": pool, "reg_tokens": 1}
-    ours = VisionTransformer(**sizes).eval()
+    sizes: dict[str, Any] = TINY | {"img_size": 32, "num_classes": 5, "reg_tokens": 1}
+    sizes["global_pool"] = pool
+    theirs = randomize(timm.create_model("vit_tiny_patch16_224", **sizes), 0.4)
+    ours = VisionTransformer(**(PLAIN | sizes)).eval()
     ours.load_state_dict(theirs.state_dict(), strict=True)
     images = torch.randn(4, 3, 32, 32)
     logits, maps = attention_maps(theirs, images, list(MAP_KINDS))
@@ -115,6 +102,7 @@ def test_data_set_decides_sizes_and_the_model_keeps_timms_names() -> None:
             r"timm:vit_small_patch14_reg4_dinov2 does not take the images .* 32 x 32 pixels "
             r"\(.*patch size \(14\).*made for 518 x 518 pixels",
         ),
+        ({"name": "timm:test_vit_relpos"}, "train.small_share: 0.75 .* must be 0 .* of 24 x 24"),
     ],
 )
 def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
@@ -124,20 +112,20 @@ def test_mistake_is_one_line(model: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "words"),
+    ("name", "key", "value", "allowed"),
     [
-        (
-            "test_resnet",
-            {},
-            "optim.name: muon is not allowed; it must be adamw with model.name=tim",
-        ),
-        ("test_vit_relpos", {}, "train.small_share: 0.75 .* must be 0 .* 32 x 32 .* of 24 x 24"),
-        ("naflexvit_base_patch16_gap", {"small_share": 0}, "train.whiten: True .* must be false"),
+        ("test_resnet", "optim.name", "muon", "adamw"),
+        ("naflexvit_base_patch16_gap", "train.whiten", True, "false"),
+        ("pit_ti_224", "train.checkpoint_blocks", True, "false"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(name: str, settings: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        check_config(Config(model={"name": f"timm:{name}"}, train=settings))  # type: ignore[arg-type]
+def test_what_a_model_cannot_do_is_refused(name: str, key: str, value: Any, allowed: str) -> None:
+    settings = {"optim.name": "adamw", "train.whiten": False, "train.small_share": 0, key: value}
+    words = [f"--{each}={setting}" for each, setting in settings.items()]
+    data = ["--data.name=shapes", "--data.image_size=224"]
+    config, _ = parse_train([f"--model.name=timm:{name}", *data, *words])
+    with pytest.raises(ValueError, match=f"^{key}: {value} .* must be {allowed} with"):
+        check_config(config)
 
 
 def test_arguments_are_yaml_in_a_flag_and_in_a_file(tmp_path: Path) -> None:
@@ -170,35 +158,29 @@ def test_weight_decay_spares_what_timm_spares() -> None:
     assert {name for name, parameter in model.named_parameters() if parameter.ndim < 2} < spared
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with short runs: a convolutional network, and a ViT."""
-    folder = tmp_path_factory.mktemp("timm")
-    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
-        train(config(folder / name, parts))
-    return folder
-
-
 @pytest.mark.slow
 def test_a_model_without_maps_is_evaluated_all_the_same(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = load_file(runs / "resnet/model.safetensors")
+    for name, parts in {"resnet": RESNET, "vit": VIT}.items():
+        train(config(tmp_path / name, parts))
+    resnet = tmp_path / "resnet"
+    weights = load_file(resnet / "model.safetensors")
     timm.create_model("test_resnet", num_classes=10).load_state_dict(weights, strict=True)
-    lines = [json.loads(x) for x in (runs / "resnet/metrics.jsonl").read_text().splitlines()]
-    assert not any("attention/" in tag or "faithfulness/" in tag for x in lines for tag in x)
-    expected = json.loads((runs / "resnet/eval/report.json").read_text())
-    options = ReportConfig(out=str(tmp_path), device="cpu", precision="float32")
-    assert evaluate_run(str(runs / "resnet"), options)["loss"] == pytest.approx(expected["loss"])
+    logged = {tag for row in metrics(resnet) for tag in row}
+    assert not any("attention/" in tag or "faithfulness/" in tag for tag in logged)
+    expected = json.loads((resnet / "eval/report.json").read_text())
+    options = ReportConfig(out=str(tmp_path / "eval"), device="cpu", precision="float32")
+    assert evaluate_run(str(resnet), options)["loss"] == pytest.approx(expected["loss"])
     assert NO_MAPS in capsys.readouterr().out
     with pytest.raises(ValueError, match=NO_MAPS):
-        explain_run(str(runs / "resnet"), MapsConfig(out=str(tmp_path / "maps"), device="cpu"))
+        explain_run(str(resnet), MapsConfig(out=str(tmp_path / "maps"), device="cpu"))
     photo = tmp_path / "photo.png"
     Image.new("RGB", (40, 50), (200, 30, 30)).save(photo)
     for name in ("resnet", "vit"):
-        out = tmp_path / name
+        out = tmp_path / "photos" / name
         options = PhotoConfig(photos=(str(photo),), out=str(out), device="cpu")
-        classify_photos(str(runs / name), options)
+        classify_photos(str(tmp_path / name), options)
         shown = capsys.readouterr().out
         assert shown.count("%") == 5
         assert (f"no sheets: {NO_MAPS}" in shown) == (name == "resnet")
