@@ -277,6 +277,8 @@ def test_a_step_written_meanwhile_appears_and_the_patch_stays(
 
 def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     frame = show(page, address, run="rectangle")
+    # Hostile names of the class and the file are text.
+    expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
     frame.locator("select").first.focus()
     for _ in range(40):  # presses of Tab until the picture is reached
         page.keyboard.press("Tab")
@@ -296,8 +298,6 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     ):  # fmt: skip
         page.keyboard.press(key)
         painted = wait_until(frame, name, value)
-        # Hostile names of the class and the file are text.
-        expect(frame.locator(".caption").first).to_contain_text(f"true {HOSTILE}")
         assert frame.locator("img:not([src^='data:image/png;base64,'])").count() == 0
     frame.locator(".stack").first.press("ArrowUp")  # from the mean of the last layer
     painted = wait_until(frame, "layer", 1)
