@@ -1,6 +1,7 @@
 """Runs with attention records, and a TensorBoard server that has the Attention tab."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -12,10 +13,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import torch
+from playwright.sync_api import Frame, Page
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.base_plugin import TBContext
@@ -41,6 +45,8 @@ from vit.tensorboard_plugin.records import (
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "<img src=x onerror=alert(1)>"
 CLASSES = ["cat", "dog", HOSTILE, "truck"]
+TAG = "attention/probe_01"
+WAIT = 30_000  # milliseconds
 STEPS = [0, 1, 5, 11, 20, 31, 44, 60, 79, 100]
 
 
@@ -240,3 +246,64 @@ def serve(folder: Path, metadata: Path, *flags: str) -> Iterator[str]:
         server.terminate()
         server.wait()
         server.stderr.close()
+
+
+def weights_of(run: Path, tag: str = TAG, step: int = STEPS[-1]) -> np.ndarray:
+    """Read the weights from the event files, (L, H, N, N)."""
+    for path in sorted(run.glob("events*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if event.step == step and value.tag == f"{tag}/weights":
+                    with np.load(io.BytesIO(value.tensor.string_val[0])) as arrays:
+                        return arrays["weights"] * arrays["scale"][..., None]
+    raise AssertionError(f"no weights of {tag} at step {step}")
+
+
+def attention(weights: np.ndarray, token: int, direction: str) -> np.ndarray:
+    """Return one token's attention in all heads, (L, H, N), in units of uniform attention."""
+    picked = weights[:, :, token] if direction == "to" else weights[..., token]
+    return picked * weights.shape[-1]
+
+
+def link(parameters: dict[str, Any]) -> str:
+    parts = [f"p.attention.{key}={quote(str(value))}" for key, value in parameters.items()]
+    return "&".join(["attention", *parts])
+
+
+def ready(page: Page) -> Frame:
+    handle = page.wait_for_selector("iframe[src*='name=attention']", timeout=WAIT)
+    frame = handle.content_frame()
+    assert frame is not None
+    frame.wait_for_function("() => window.attentionTab?.panes[0].painted", timeout=WAIT)
+    frame.evaluate("() => new Promise(setTimeout).then(() => window.attentionTab.ready)")
+    return frame
+
+
+def numbers(frame: Frame, pane: int = 0) -> dict[str, Any]:
+    return frame.evaluate("pane => window.attentionTab.numbers()[pane]", pane)
+
+
+def wait_until(frame: Frame, key: str, value: Any, pane: int = 0) -> dict[str, Any]:
+    """Wait until what is painted has a value."""
+    frame.wait_for_function(
+        "([pane, key, value]) => window.attentionTab.numbers()[pane]?.[key] === value",
+        arg=[pane, key, value],
+        timeout=WAIT,
+    )
+    return numbers(frame, pane)
+
+
+def patch_at(frame: Frame, row: int, column: int, pane: int = 0) -> tuple[float, float]:
+    """Return where the middle of a patch is on the page."""
+    rows, columns = numbers(frame, pane)["grid"]
+    box = frame.locator("canvas.picture").nth(pane).bounding_box()
+    assert box is not None
+    return (
+        box["x"] + (column + 0.5) * box["width"] / columns,
+        box["y"] + (row + 0.5) * box["height"] / rows,
+    )
+
+
+def hover(page: Page, frame: Frame, row: int, column: int, pane: int = 0) -> dict[str, Any]:
+    page.mouse.move(*patch_at(frame, row, column, pane))
+    return wait_until(frame, "token", f"{row}, {column}", pane)

@@ -1,14 +1,16 @@
-"""Shared by all tests: threads, property tests, the demo run, and the marker for slow tests."""
+"""Shared by all tests: threads, property tests, the demo run, the browser, and slow tests."""
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from command_line import Ended
 from vit.cli import eval_main
@@ -23,6 +25,10 @@ settings.register_profile(
 settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m
@@ -92,3 +98,28 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 check=True, capture_output=True, env=environment, timeout=900,
             )  # fmt: skip
     return run
+
+
+@pytest.fixture(scope="module")
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    """Chromium, with further flags if a test names them."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    with sync_playwright() as playwright:
+        flags = FLAGS + getattr(request, "param", [])
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page; a test fails if anything in it complains."""
+    page, complaints = browser.new_page(viewport={"width": 1280, "height": 800}), []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda one: one.type == "error" and complaints.append(one.text))
+    page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
+    yield page
+    page.close()
+    assert not complaints

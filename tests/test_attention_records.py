@@ -1,9 +1,10 @@
-"""Records for the Attention tab, against what is computed for one image at a time."""
+"""Records for the Attention tab, and what a run and eval.py RUN maps log with them."""
 
 import base64
 import io
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,25 +12,41 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 
 from models import PLAIN
+from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.config import DataConfig
-from vit.data.datasets import load
+from vit.data.datasets import choose_probes, load
 from vit.data.images import ImageSet
 from vit.data.preprocess import Preprocess
+from vit.evaluation import Setup
+from vit.explain.figures import attention_picture, captions_of
+from vit.explain.importance import as_grid
 from vit.explain.lens import logit_lens
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.explain.statistics import attention_distance, attention_entropy, sink_mass
 from vit.model.attention_model import require_attention
 from vit.model.vit import VisionTransformer
+from vit.model_file import load_model, save_model
 from vit.reporting import attention_records as module
+from vit.reporting.attention import explain_run
+from vit.reporting.attention_logging import AttentionLogging, attention_logging
 from vit.reporting.attention_records import attention_records, explained_classes
-from vit.tensorboard_plugin.records import Record
+from vit.reporting.config import MapsConfig
+from vit.reporting.heads import measure_groups
+from vit.tensorboard_plugin.encoding import LIVE_TAG, LIVE_WEIGHTS_TAG, decode_details
+from vit.tensorboard_plugin.records import FRAMES_TAG, Record
+from vit.training.config import Config
 
-SHAPES = load("shapes", ".", train=False, count=5)
-TIMM = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": 32}
+IMAGES = load("shapes", ".", train=False, count=60)
+SHAPES = IMAGES.select(torch.arange(5))
+PROBES = choose_probes(IMAGES, 3, 7)
+STEPS = (0, 5)  # of logging
+TIMM: dict[str, Any] = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 
 
 def make_classifier(kind: str, num_classes: int) -> Classifier:
@@ -40,12 +57,12 @@ def make_classifier(kind: str, num_classes: int) -> Classifier:
             **settings, img_size=32, num_classes=num_classes, embed_dim=24, depth=2, num_heads=2
         )
     else:
-        model = timm.create_model(kind, num_classes=num_classes, **TIMM)
+        model = timm.create_model(kind, num_classes=num_classes, img_size=32, **TIMM)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     preprocess = Preprocess.from_config(DataConfig(name="shapes"))
-    classes = tuple(f"class {number}" for number in range(num_classes))
+    classes = images_of(num_classes).classes
     return Classifier(model.eval(), preprocess, classes, torch.device("cpu"), torch.float32)
 
 
@@ -150,14 +167,131 @@ def test_chosen_class_is_explained_too() -> None:
 
 def test_attention_pooling_has_no_lens() -> None:
     model = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=5, global_pool="map", class_token=False, **TIMM
+        "vit_tiny_patch16_224",
+        num_classes=5,
+        global_pool="map",
+        class_token=False,
+        img_size=32,
+        **TIMM,
     )
     classifier = replace(make_classifier("ours", 5), model=model.eval())
     assert all(record.details.lens is None for record in make(classifier, images_of(5)))
 
 
-def test_numbers_that_are_not_finite_make_no_records() -> None:
-    classifier = make_classifier("ours", 10)
+# What the evaluator yields at a milestone
+
+
+@pytest.fixture
+def classifier() -> Classifier:
+    return make_classifier("ours", 10)
+
+
+def logged(classifier: Classifier, step: int = 5, **options: Any) -> dict[str, Any]:
+    """Return what is yielded after a step, by tag."""
+    return dict(AttentionLogging(PROBES, STEPS, seed=7, **options).run(classifier, step))
+
+
+def test_records_come_first_then_numbers_then_pictures(classifier: Classifier) -> None:
+    yielded = logged(classifier)
+    records = [f"attention/probe_{number:02d}" for number in range(3)]
+    assert [*yielded] == [
+        *records,
+        *(
+            f"attention/{name}/layer_{layer:02d}"
+            for name in ("entropy", "distance", "sink", "patch_norm")
+            for layer in range(2)
+        ),
+        "attention/statistics", *(f"attention/rollout/probe_{number:02d}" for number in range(3)),
+    ]  # fmt: skip
+    for tag in records:
+        assert [value.tag for value in yielded[tag].value] == [tag, f"{tag}/weights"]
+    inputs = classifier.normalize(PROBES.images)
+    with torch.no_grad():
+        _, weights, _ = classifier.model.forward_intermediates(inputs)
+    for name, expected in (
+        ("entropy", attention_entropy(weights)),
+        ("distance", attention_distance(weights, (8, 8), 4, 2)),
+        ("sink", sink_mass(weights)),
+    ):
+        found = [yielded[f"attention/{name}/layer_{layer:02d}"] for layer in range(2)]
+        np.testing.assert_allclose(found, expected.mean(dim=1), rtol=1e-4)
+    logits, maps = attention_maps(classifier.model, inputs)
+    captions = captions_of(logits, PROBES.labels, PROBES.classes)
+    for number in range(3):
+        picture = attention_picture(
+            PROBES.images[number], {"rollout": maps["rollout"][number]}, captions[number]
+        )
+        difference = np.abs(yielded[f"attention/rollout/probe_{number:02d}"] - picture.astype(int))
+        assert (difference > 2).mean() < 1e-3  # a value between two colours may go either way
+
+
+def test_numbers_that_are_not_finite_are_not_logged(
+    classifier: Classifier, capsys: pytest.CaptureFixture[str]
+) -> None:
     with torch.no_grad():
         classifier.model.head.bias.fill_(math.nan)
-    assert make(classifier, images_of(10)) == []
+    assert logged(classifier, fitted=IMAGES).keys() <= {"attention/frames"}
+    assert "the attention of step 5 is not logged" in capsys.readouterr().err
+
+
+def test_importance_is_that_of_muted_heads_and_measured_at_the_last_step(
+    classifier: Classifier,
+) -> None:
+    for step in STEPS:
+        shown = logged(classifier, step, held_out=IMAGES)
+        assert isinstance(shown["attention/probe_01"], Summary)
+        details = decode_details(shown["attention/probe_01"].value[0].tensor.string_val[0])
+        if step == STEPS[-1]:
+            falls = as_grid(measure_groups(classifier, IMAGES)["heads"])
+            np.testing.assert_allclose(details.statistics.importance, falls, rtol=1e-3)
+        else:
+            assert details.statistics.importance is None
+        assert ("attention/importance" in shown) == (step == STEPS[-1])
+
+
+@pytest.mark.parametrize(("steps", "count"), [(1, 0), (20, 38), (1000, 60)])
+def test_muting_takes_at_most_two_percent_of_the_images_of_a_run(
+    classifier: Classifier, steps: int, count: int
+) -> None:
+    """A forward pass is a third of a step; the model has 4 heads."""
+    config = Config()
+    setup = Setup(config, classifier.model, classifier.preprocess, IMAGES, IMAGES, (), steps)
+    evaluator = attention_logging(setup)
+    assert evaluator is not None
+    assert len(evaluator.held_out or ()) == count
+    assert count * 4 <= 0.02 * 3 * steps * config.train.batch_size
+
+
+# What eval.py RUN maps writes
+
+
+def test_eval_writes_records_of_the_images_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    ours, model = small(run), {"name": "timm:vit_tiny_patch16_224", "timm_args": TIMM}
+    config = Config(data=ours.data, train=ours.train, model=model, out=str(run))  # type: ignore[arg-type]
+    save_model(run / "model.safetensors", make_loop(config).classifier(), config, 7)
+    options = MapsConfig(indices=(1, 4), device="cpu", precision="float32", head_fusion="max")
+    for _ in range(2):  # the second time replaces what the first wrote
+        explain_run(str(run), options)
+    folder, names = run / "eval/attention", [f"attention/image_{index:05d}" for index in (1, 4)]
+    assert f"tensorboard --logdir {folder}" in capsys.readouterr().out
+    events = EventAccumulator(str(folder), tensor_size_guidance={"attention": 0}).Reload()
+    found = {tag: events.Tensors(tag) for tag in events.PluginTagToContent("attention")}
+    parts = [f"{name}{part}" for name in names for part in ("", "/weights", "/features")]
+    assert sorted(found) == sorted([*parts, FRAMES_TAG, LIVE_TAG, LIVE_WEIGHTS_TAG.format(7)])
+    assert all([event.step for event in one] == [7] for one in found.values())
+    classifier, test = load_model(run, "cpu", "float32").classifier, load("shapes", "", train=False)
+    for index, name in zip(options.indices, names, strict=True):
+        details = decode_details(found[name][0].tensor_proto.string_val[0])
+        assert details.label == test.labels[index]
+        assert details.maps[0].title == "attention rollout (max over heads)"
+        inputs = classifier.normalize(test.pixels()[index : index + 1])
+        _, maps = attention_maps(classifier.model, inputs, head_fusion="max")
+        np.testing.assert_allclose(
+            details.maps[0].values, maps["rollout"][0].flatten(), rtol=1e-3, atol=1e-4
+        )
+    with Image.open(folder / "features.png") as sheet:  # two images, and a map of each layer
+        assert sheet.height > 2 * 96 and sheet.width > (1 + TIMM["depth"]) * 96

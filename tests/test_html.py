@@ -5,8 +5,6 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -14,33 +12,37 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 from tensorboard.compat.proto.event_pb2 import Event
 from werkzeug import Response
 
-from attention_tab import HOSTILE, STEPS, asked, event_file, make_record, write_run
-from test_attention_tab import browser, complaints_of, link  # skips all tests without a browser
+from attention_tab import (
+    HOSTILE,
+    STEPS,
+    TAG,
+    WAIT,
+    asked,
+    attention,
+    event_file,
+    link,
+    make_record,
+    weights_of,
+    write_run,
+)
+from small_runs import save_untrained
 from test_export import PLAIN, save
-from vit.classifier import Classifier, build_model
 from vit.data.config import DataConfig
 from vit.data.datasets import load_test_images
-from vit.data.preprocess import Preprocess
 from vit.data.shapes import KINDS
 from vit.explain.interventions import gates_of
-from vit.model_file import load, save_model
+from vit.model_file import load
 from vit.reporting.config import ExportConfig
 from vit.reporting.export import export_run
-from vit.tensorboard_plugin.encoding import decode_weights, encode_weights, summaries
+from vit.tensorboard_plugin.encoding import summaries
 from vit.tensorboard_plugin.plugin import AttentionPlugin
-from vit.training.config import from_dict
 
 NAME = f"it's~*&+%\"{HOSTILE}"
 CLASSES = ["cat", "dog", "</script><script>alert(1)</script>", HOSTILE]
-TAG = "attention/probe_01"
-TOKENS = 31  # 4 x 7 patches, a class token and two registers
-WAIT = 30_000  # milliseconds
-
-__all__ = ["browser"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +89,10 @@ def test_last_step_alone_and_all_steps_replace_each_other_but_no_other_file(run,
     assert file.read_text() == "mine"
 
 
-def shapes_model(folder: Path, **data: Any) -> Path:
-    """Write a model of shapes that has not been trained, and no logs."""
-    config = from_dict({"data": {"name": "shapes"}, "model": PLAIN})
-    preprocess = Preprocess.from_config(config.data)
-    torch.manual_seed(0)
-    model = build_model(config.model, preprocess, len(KINDS)).eval()
-    torch.nn.init.normal_(model.head.weight)
-    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
-    config = replace(config, data=replace(config.data, **data))
-    save_model(folder / "model.safetensors", classifier, config, step=7)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def shapes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, exported."""
-    run = shapes_model(tmp_path_factory.mktemp("shapes"))
+    """A model of shapes that has not been trained, and no logs, exported."""
+    run = save_untrained(tmp_path_factory.mktemp("shapes"), 7, model=PLAIN)
     assert export(run) == run / "export/live.html"
     return run
 
@@ -118,7 +107,8 @@ def test_model_without_logs_shows_test_images(shapes_run):
 
 
 def test_model_without_logs_and_test_images_is_refused(tmp_path):
-    run = shapes_model(tmp_path, name="folder", root=str(tmp_path / "none"))
+    data = {"name": "folder", "root": str(tmp_path / "none")}
+    run = save_untrained(tmp_path, model=PLAIN, data=data)
     with pytest.raises(ValueError, match=r"^data\.root: .*none.*$"):
         export(run)
 
@@ -152,11 +142,10 @@ def test_page_has_the_live_model_of_its_steps_unless_it_is_large(
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page without a network."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True)
-    yield context.new_page()
-    context.close()
+def page(page: Page) -> Page:
+    """A page without a network, in which nothing complains."""
+    page.context.set_offline(True)
+    return page
 
 
 def painted(page: Page, key: str, value: Any) -> dict[str, Any]:
@@ -169,27 +158,24 @@ def painted(page: Page, key: str, value: Any) -> dict[str, Any]:
     return page.evaluate("window.attentionTab.numbers()[0]")
 
 
-def attention_of(number: int, step: int, token: int) -> np.ndarray:
-    """Return what a token attends to, (L, H, N), in units of uniform attention, as it is stored."""
-    record = make_record(1000 * number + step, classes=CLASSES, label=2)
-    codes, scale = decode_weights(encode_weights(record.weights))
-    return (codes * scale[..., None])[:, :, token] * TOKENS
-
-
 @pytest.mark.slow
 def test_file_shows_the_records_and_asks_for_nothing(page, run):
     address = export(run).as_uri()
-    complaints, asked = complaints_of(page), []
-    page.on("request", lambda request: asked.append(request.url))
+    requested = []
+    page.on("request", lambda request: requested.append(request.url))
     page.goto(f"{address}#{link({'run': NAME, 'image': TAG, 'token': '1, 2'})}")
     token = 3 + 1 * 7 + 2
     shown = painted(page, "step", 100)
     assert (shown["run"], shown["file"], shown["classes"]) == (NAME, CLASSES[2], CLASSES)
-    np.testing.assert_allclose(shown["heads"], attention_of(1, 100, token), rtol=1e-5)
+    np.testing.assert_allclose(
+        shown["heads"], attention(weights_of(run, TAG, 100), token, "to"), rtol=1e-5
+    )
     page.keyboard.press("[")
     page.keyboard.press("ArrowRight")
     shown = painted(page, "token", "1, 3")
-    np.testing.assert_allclose(shown["heads"], attention_of(1, 79, token + 1), rtol=1e-5)
+    np.testing.assert_allclose(
+        shown["heads"], attention(weights_of(run, TAG, 79), token + 1, "to"), rtol=1e-5
+    )
     page.locator(".steps input").first.fill("0")
     page.keyboard.press("3")
     details = make_record(1000, classes=CLASSES, label=2).details
@@ -209,16 +195,14 @@ def test_file_shows_the_records_and_asks_for_nothing(page, run):
     assert painted(page, "run", f"{NAME}/eval/attention")["step"] == 100
     assert page.title() == NAME
     assert page.locator("img[src=x]").count() == 0
-    assert complaints == []
-    assert {url.partition(":")[0] for url in asked} <= {"file", "blob", "data"}
-    assert sum(url.startswith("file:") for url in asked) == 2  # the page itself, twice
+    assert {url.partition(":")[0] for url in requested} <= {"file", "blob", "data"}
+    assert sum(url.startswith("file:") for url in requested) == 2  # the page itself, twice
 
 
 @pytest.mark.slow
-def test_file_follows_the_system_and_connects_to_nothing(page, run):
-    address = export(run).as_uri()
-    page.emulate_media(color_scheme="dark")
-    page.goto(f"{address}#attention&p.attention.step=100")
+def test_file_follows_the_system_and_connects_to_nothing(browser, run):
+    page = browser.new_page(offline=True)
+    page.goto(f"{export(run).as_uri()}#attention&p.attention.step=100")
     painted(page, "step", 0)  # the only one of the first image
     for scheme, colour in (("dark", "rgb(48, 48, 48)"), ("light", "rgb(255, 255, 255)")):
         page.emulate_media(color_scheme=scheme)
@@ -248,13 +232,14 @@ def test_file_follows_the_system_and_connects_to_nothing(page, run):
 
 @pytest.mark.slow
 def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
-    complaints = complaints_of(page)
     page.goto((shapes_run / "export/live.html").as_uri())
     painted(page, "step", 7)
     classifier, rng = load(shapes_run, "cpu", "float32"), np.random.default_rng(0)
     heads = list(np.ndindex(*gates_of(classifier.model).shape))
-    muted = [[head for head in heads if rng.random() < 0.5] for _ in range(10)]
-    hidden = [np.flatnonzero(rng.random(16) < 0.3).tolist() for _ in range(10)]
+    questions = [
+        ([head for head in heads if rng.random() < 0.5], np.flatnonzero(rng.random(16) < 0.3))
+        for _ in range(10)
+    ]
     found = page.evaluate(
         """async (all) => {
             const found = [];
@@ -262,15 +247,14 @@ def test_live_model_of_a_file_gives_the_logits_of_torch(page, shapes_run):
                 found.push(Array.from((await attention.classify(null, { mute, hide })).logits));
             return found;
         }""",
-        list(zip(muted, hidden, strict=True)),
+        [(mute, hide.tolist()) for mute, hide in questions],
     )
     test = load_test_images(DataConfig(name="shapes"), classifier.preprocess)
     image = int(page.evaluate("attentionTab.state.image").rpartition("_")[2])
     pixels = test.select(torch.tensor([image])).pixels()[0]
-    expected = [
-        asked(classifier, pixels, mute, hide)[0][0]
-        for mute, hide in zip(muted, hidden, strict=True)
-    ]
+    expected = [asked(classifier, pixels, *question)[0][0] for question in questions]
     np.testing.assert_allclose(found, expected, atol=1e-2)
     assert np.std(np.stack(expected), axis=0).max() > 0.1
-    assert complaints == []
+    for options in ({"fill": "other"}, {"mute": [3]}, {"patches": [1]}):
+        ask = "(options) => attention.classify(null, options).catch((error) => error.message)"
+        assert next(iter(options)) in page.evaluate(ask, options)

@@ -1,22 +1,17 @@
-"""Muting heads: exact for any model, and the model stays as it is."""
+"""What muting heads costs; test_live.py compares muted models with hooks."""
 
 import json
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from vit.classifier import Classifier, build_model
-from vit.data.config import DataConfig
+from small_runs import save_untrained
 from vit.data.datasets import load_training
-from vit.data.preprocess import Preprocess
-from vit.data.shapes import KINDS
 from vit.explain.importance import (
     Effect,
-    Heads,
     as_grid,
     layers_of,
     measure_heads,
@@ -24,54 +19,9 @@ from vit.explain.importance import (
     single_heads,
     true_class,
 )
-from vit.explain.interventions import gates_of, with_gates
-from vit.model.config import ModelConfig
-from vit.model.vit import VisionTransformer
-from vit.model_file import load_model, save_model
+from vit.model_file import load_model
 from vit.reporting.config import HeadsConfig
 from vit.reporting.heads import measure_run
-from vit.training.config import Config
-
-SMALL = {
-    "img_size": 16, "in_chans": 3, "num_classes": 5, "patch_size": 4, "embed_dim": 24, "depth": 2,
-    "num_heads": 3,
-}  # fmt: skip
-MODELS = {
-    "ours": lambda: VisionTransformer(**SMALL),
-    "differential": lambda: VisionTransformer(**SMALL, attention="differential"),
-    "timm": lambda: timm.models.vision_transformer.VisionTransformer(**SMALL),
-}
-
-
-def muted(model: nn.Module, heads: Heads) -> nn.Module:
-    gates = gates_of(model)
-    gates[tuple(zip(*heads, strict=True))] = 0
-    return with_gates(model, gates)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_muting_equals_hooks(name: str) -> None:
-    """A head's columns of the projection's input are zeroed; a layer without heads adds nothing."""
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    for parameter in model.parameters():
-        parameter.normal_(std=0.3)
-    images = torch.randn(4, 3, 16, 16)
-    plain = model(images)
-    for group in (*single_heads(2, 3), *layers_of(2, 3)):
-        attn, (layer, head) = model.blocks[group[0][0]].attn, group[0]
-        if len(group) == 1:
-            keep = (torch.arange(24) // 8 != head).float()
-            handle = attn.proj.register_forward_pre_hook(lambda _, inputs, k=keep: inputs[0] * k)
-        else:
-            handle = attn.register_forward_hook(lambda _, __, output: torch.zeros_like(output))
-        expected = model(images)
-        handle.remove()
-        assert not torch.equal(expected, plain)
-        torch.testing.assert_close(muted(model, group)(images), expected)
-        assert not torch.equal(muted(model, (*group, (1 - layer, 2)))(images), expected)
-    assert torch.equal(model(images), plain)
 
 
 def test_falls_are_paired_and_by_hand() -> None:
@@ -105,18 +55,8 @@ def test_groups() -> None:
 
 
 def saved_run(out: Path, val_size: int) -> Path:
-    """A run folder with a small random model of drawn shapes."""
-    data = DataConfig(name="shapes", train_size=40, val_size=val_size)
-    config = Config(out=str(out), data=data, model=ModelConfig(embed_dim=24, depth=2, patch_size=8))
-    preprocess = Preprocess.from_config(data)
-    torch.manual_seed(0)
-    model = build_model(config.model, preprocess, len(KINDS)).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    classifier = Classifier(model, preprocess, KINDS, torch.device("cpu"), torch.float32)
-    out.mkdir()
-    save_model(out / "model.safetensors", classifier, config, 1)
-    return out
+    data = {"name": "shapes", "train_size": 40, "val_size": val_size}
+    return save_untrained(out, data=data, model={"embed_dim": 24, "depth": 2, "patch_size": 8})
 
 
 def test_command_mutes_on_the_held_out_images_of_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Interventions, and their ONNX graph in ONNX Runtime; test_importance.py compares with hooks."""
+"""Interventions, compared with hooks, and their ONNX graph in ONNX Runtime."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from attention_tab import plugin_of
 from small_runs import make_loop, small
 from vit.classifier import Classifier
 from vit.data.preprocess import Preprocess
-from vit.explain.interventions import Interventions, gates_of
+from vit.explain.interventions import Interventions, gates_of, with_gates
 from vit.explain.lens import logit_lens
 from vit.model.attention_model import require_attention
 from vit.model.variants import ATTENTION
@@ -146,6 +146,7 @@ def test_graph_with_weights_of_another_step_gives_what_torch_gives(name: str) ->
 @pytest.mark.parametrize("name", [*NAMES, *ATTENTION])
 @torch.no_grad()
 def test_ones_change_no_bit_and_gates_scale_heads(name: str) -> None:
+    """A layer without heads adds nothing, and the model stays as it is."""
     model, images = trained(name), torch.randn(2, 3, 32, 32)
     interventions, readable = Interventions(model), require_attention(model)
     keep, gates = torch.ones(1, math.prod(readable.patch_embed.grid(32, 32))), gates_of(model)
@@ -153,12 +154,17 @@ def test_ones_change_no_bit_and_gates_scale_heads(name: str) -> None:
     expected, by_layer, tokens = readable.forward_intermediates(images)
     assert torch.equal(found, expected) and torch.equal(weights, torch.stack(by_layer, dim=1))
     assert all(map(torch.equal, lens, logit_lens(readable.read_tokens, tokens)))
-    gates[1, 1] = 0.3
+    plain = model(images)
+    gates[0], gates[1] = 0, torch.tensor([1, 0.3, 0])
     found, *_ = interventions(images, gates, keep)
+    muted = with_gates(model, gates)(images)
+    assert torch.equal(model(images), plain)
     scaled = model.blocks[1].attn.proj
     scale = gates[1].repeat_interleave(scaled.in_features // 3)
     scaled.register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
+    model.blocks[0].attn.register_forward_hook(lambda _, __, output: torch.zeros_like(output))
     torch.testing.assert_close(found, model(images))
+    torch.testing.assert_close(muted, model(images))
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -213,6 +219,9 @@ def test_run_can_be_run_at_the_last_steps_that_fit(
     def ask(route: str, **parameters: Any) -> Any:
         return Client(apps[route]).get("/", query_string={"run": ".", **parameters})
 
+    images = ask("/images").json["images"]
+    steps = [[at["step"] for at in image["steps"]] for image in images]
+    assert steps == [sorted(expected)] * 2 and all(image["has_weights"] for image in images)
     found = ask("/live").json
     spec, last = found["spec"], sorted(expected)[-2:]
     assert (spec["planned"], spec["left_out"], spec["floats"]) == (5, 3, size // 2)
@@ -245,6 +254,11 @@ def test_a_model_that_the_page_cannot_run_says_why_and_ends_nothing(
         return live.note
 
     plain = classifier_of(untrained("timm"))
+    with monkeypatch.context() as without:
+        without.setattr(export_formats.importlib.util, "find_spec", lambda package: None)
+        missing = why(plain)
+    assert missing.startswith(f"the live model needs {', '.join(PACKAGES)}, not ")
+    assert 'run pip install "vit-from-scratch[export]"' in missing
     monkeypatch.setattr("vit.reporting.live.graph_of", fail)
     assert why(plain) == "no operator for this"
     assert why(plain, 0.1) == (
@@ -282,14 +296,3 @@ def test_weights_that_float16_cannot_hold_are_float32_and_diverged_ones_are_left
 
 def stored(summary: Any) -> bytes:
     return summary.value[0].tensor.string_val[0]
-
-
-def test_missing_package_is_named_with_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=f"^the live model needs {', '.join(PACKAGES)}, not .*pip"):
-        graph_of(classifier_of(untrained("timm")))
-    (summary,) = LiveLog(20).summaries(classifier_of(untrained("timm")), torch.empty(0), 0)
-    assert 'run pip install "vit-from-scratch[export]"' in capsys.readouterr().err
-    assert "pip install" in decode_live(stored(summary)).note

@@ -3,32 +3,21 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.maps import faithfulness as bench
-from vit.classifier import Classifier, build_model
-from vit.data.preprocess import Preprocess
+from small_runs import save_untrained
 from vit.data.sampling import balanced_subset
-from vit.model_file import load_model, save_model
+from vit.model_file import load_model
 from vit.reporting.loading import load_test
 from vit.reporting.map_faithfulness import measure_maps
-from vit.training.config import from_dict
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run folder with a small random model of scikit-learn's digits."""
-    out = tmp_path_factory.mktemp("run")
     model = {"embed_dim": 24, "depth": 1, "patch_size": 4, "zero_init": False}
-    config = from_dict({"out": str(out), "data": {"name": "digits"}, "model": model})
-    preprocess = Preprocess.from_config(config.data)
-    torch.manual_seed(0)
-    built = build_model(config.model, preprocess, 10).eval()
-    torch.nn.init.normal_(built.head.weight)
-    classes = tuple("0123456789")
-    classifier = Classifier(built, preprocess, classes, torch.device("cpu"), torch.float32)
-    save_model(out / "model.safetensors", classifier, config, 1)
-    return out
+    out, data = tmp_path_factory.mktemp("run"), {"name": "digits"}
+    return save_untrained(out, classes="0123456789", model=model, data=data)
 
 
 def test_scores_with_mean_filling_are_those_of_eval(run, capsys):

@@ -184,8 +184,20 @@ print("report", *({SLOW} & sys.modules.keys()))
 """
 
 
+PLUGIN = f"""
+import sys
+import vit.tensorboard_plugin.plugin
+print("plugin", *({{"torch", "matplotlib", "PIL", *{SLOW}}} & sys.modules.keys()))
+"""
+
+
 @pytest.mark.slow
-def test_no_command_imports_what_it_does_not_need() -> None:
-    """So that a mistyped flag is answered at once."""
-    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=True)
-    assert (done.stdout.split(), done.stderr) == (["config", "photo", "report"], "")
+@pytest.mark.parametrize(
+    ("program", "printed"), [(CHECK, ["config", "photo", "report"]), (PLUGIN, ["plugin"])]
+)
+def test_nothing_imports_what_it_does_not_need(program: str, printed: list[str]) -> None:
+    """So that a mistyped flag is answered at once, and TensorBoard starts as before."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout.split(), done.stderr) == (printed, "")

@@ -3,6 +3,7 @@
 The oracle sees the queries, keys and masks that timm's own forward hands to the fused kernel.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
