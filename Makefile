@@ -22,7 +22,7 @@ help:
 	@echo "make demo   train, evaluate and explain on synthetic shapes: no download, into runs/demo, about 2 minutes;"
 	@echo "            TORCH=cpu installs PyTorch without its libraries for GPUs"
 	@echo "make check  lint and the fast tests, about 2 minutes: run it before every commit"
-	@echo "make test   all tests, about 15 minutes on two cores"
+	@echo "make test   all tests, about 6 minutes on two cores"
 	@echo "make coverage  all tests, and which lines of vit/ they run"
 	@echo "make lint   ruff, mypy and the import contract"
 	@echo "make lint-js  biome on the JavaScript of the Attention tab; needs npx"
