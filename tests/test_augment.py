@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,22 +46,6 @@ def only(**options: Any) -> AugmentConfig:
     return AugmentConfig(**{"crop_padding": 0, "flip": False, **options})
 
 
-# Each function as draws, images and targets -> tensors.
-FUNCTIONS: dict[str, Callable[[Draws, Tensor, Tensor], tuple[Tensor, ...]]] = {
-    "random_crop": lambda d, x, _: (random_crop(x, 4, d),),
-    "random_resized_crop": lambda d, x, _: (random_resized_crop(x, (24, 40), (0.3, 1), d),),
-    "random_flip": lambda d, x, _: (random_flip(x, d),),
-    "rand_augment": lambda d, x, _: (rand_augment(x, 2, 9.0, d),),
-    "random_erasing": lambda d, x, _: (random_erasing(x.float(), 0.5, d),),
-    "mixup_weights": lambda d, x, _: (mixup_weights(x.float(), 0.8, d),),
-    "cutmix_weights": lambda d, x, _: (cutmix_weights(x.float(), 1.0, d),),
-    "augment": lambda d, x, y: augment(x, y, CIFAR10, d, only(**ALL)),
-    "augment with resized crops": lambda d, x, y: augment(
-        x, y, CIFAR10, d, only(crop="resized", crop_scale=(0.3, 1), **ALL)
-    ),
-}
-
-
 def seeded(seed: int = 0) -> Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -79,21 +62,24 @@ def draw_targets(count: int, classes: int = 10) -> Tensor:
 # All of them.
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_results_depend_on_draws_alone_and_parts_of_a_batch_are_like_the_whole(function):
+@pytest.mark.parametrize("crop", [{}, {"crop": "resized", "crop_scale": (0.3, 1)}])
+def test_results_depend_on_draws_alone_and_parts_of_a_batch_are_like_the_whole(crop):
     """Also where a part begins within a block of the noise of random erasing."""
-    count, parts = 48, 3
+    count, parts, settings = 48, 3, only(**ALL, **crop)
     images, targets = draw_images(count), draw_targets(count)
     torch.manual_seed(0)
-    whole = function(Draws(0, count), images, targets)
+    whole = augment(images, targets, CIFAR10, Draws(0, count), settings)
     state = torch.manual_seed(1).get_state()
     for start in range(0, count, count // parts):
         part = slice(start, start + count // parts)
-        results = function(Draws(0, count, part), images[part], targets[part])
+        draws = Draws(0, count, part)
+        results = augment(images[part], targets[part], CIFAR10, draws, settings)
         for result, expected in zip(results, whole, strict=True):
             assert torch.equal(result, expected[part])
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(function(Draws(1, count), images, targets)[0], whole[0])
+    assert not torch.equal(
+        augment(images, targets, CIFAR10, Draws(1, count), settings)[0], whole[0]
+    )
     assert torch.equal(images, draw_images(count)) and torch.equal(targets, draw_targets(count))
 
 
@@ -142,7 +128,10 @@ def test_boxes_are_cut_and_resized_as_in_torchvision():
         assert torch.equal(random_resized_crop(images, size, (0.08, 1.0), Draws(0, 40)), expected)
 
 
-@pytest.mark.parametrize(("size", "scale"), [((256, 256), (0.08, 1.0)), ((20, 100), (0.5, 0.9))])
+@pytest.mark.parametrize(
+    ("size", "scale"),
+    [((256, 256), (0.08, 1)), ((20, 100), (0.5, 0.9)), ((10, 100), (1, 1))],  # in which none fits
+)
 def test_boxes_are_distributed_as_in_torchvision(size, scale):
     count = 2_000
     found = random_boxes(torch.empty(count, 1, *size), scale, Draws(0, count))
@@ -155,11 +144,6 @@ def test_boxes_are_distributed_as_in_torchvision(size, scale):
     assert (found[:, :2] + found[:, 2:] <= whole[:2]).all()
     pairs = zip(found.T, expected.T, strict=True)
     assert all(ks_2samp(one, other).pvalue > 0.001 for one, other in pairs)
-
-
-def test_an_image_in_which_no_box_fits_is_cropped_at_its_centre():
-    boxes = random_boxes(torch.empty(5, 3, 10, 100), (1.0, 1.0), Draws(0, 5))
-    assert boxes.tolist() == [[0, 43, 10, 13]] * 5
 
 
 # Flip.
@@ -204,9 +188,7 @@ def test_random_erasing_fills_boxes_of_the_papers_areas_and_shapes_with_noise():
     hit = changed.flatten(1).any(1)
     assert hit.float().mean().item() == pytest.approx(probability, abs=0.03)
     noise = result[changed]
-    assert noise.mean().item() == pytest.approx(0, abs=0.01)
-    assert noise.std().item() == pytest.approx(1, abs=0.01)
-    assert noise.abs().lt(1.959964).float().mean().item() == pytest.approx(0.95, abs=0.005)
+    assert kstest(noise, "norm").pvalue > 0.001
     assert len(noise[:1000].unique()) == 1000  # each pixel and channel has its own
     boxes = changed[hit, 0]
     rng = np.random.default_rng(0)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +34,7 @@ from vit.reporting.config import (
 )
 from vit.settings import changed_keys, keys
 from vit.training.checks import check_config
-from vit.training.config import Config, OptimConfig, from_dict, to_dict
+from vit.training.config import Config, from_dict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,10 +44,7 @@ BAD_FLAGS = [
     ("--model.stem convolution", "model.stem: convolution is not allowed; it must be 'linear' or"),
     ("--augment.crop_padding 32", "augment.crop_padding: 32 is not allowed; it must be less than"),
     ("--augment.crop_scale 1 0.5", "(1.0, 0.5) is not allowed; it must be the smallest fraction"),
-    ("--augment.crop_scale 0.5", "augment.crop_scale: a list is not allowed"),
     ("--data.channels 2", "data.channels: 2 is not allowed; it must be 1 or 3 with data.name="),
-    ("--modle.depth 3", "modle.depth: no such key; did you mean model.depth?"),
-    ("--depth 3", "depth: no such key; did you mean model.depth?"),
     ("--train.lr 0.1", "train.lr: no such key; did you mean optim.lr?"),
     ("--model.depth", "--model.depth: expected one argument"),
     ("shapes", "shapes: not expected here; settings are --KEY VALUE"),
@@ -60,13 +56,10 @@ BAD_FLAGS = [
 # The same after eval.py.
 BAD_EVAL = [
     ("", "run: missing; it comes first"),
-    ("maps --indices 3", "run: missing"),
     ("x draw", "draw: no such command; it must be one of report, maps, photo, "),
-    ("x export pdf", "formats: pdf is not allowed; it must be 'timm', 'onnx', 'torch', 'html' or "),
     ("x --attention --indices 3", "attention: not a setting of report, but of vit-eval RUN maps\n"),
     ("--export=onnx", "export: not a setting of report, but of vit-eval RUN export\n"),
     ("x photo", "the following arguments are required: PHOTO"),
-    ("x --indices 3", "indices: not a setting of report, but of vit-eval RUN maps\n"),
     ("x maps --indices", "--indices: expected at least one argument"),
     ("x maps --faithfulness 1", "faithfulness: 1 is not allowed; it must be 0, or 2 or more"),
     ("x predict y --out table.txt", "out: table.txt is not allowed; it must be a .csv file"),
@@ -74,14 +67,10 @@ BAD_EVAL = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "line"), BAD_FLAGS)
-def test_bad_flag_is_one_line_that_names_key_value_and_allowed(flags: str, line: str) -> None:
-    refused(flags.split(), line)
-
-
-@pytest.mark.parametrize(("words", "part"), BAD_EVAL)
-def test_bad_words_for_eval_are_one_line(words: str, part: str) -> None:
-    refused(words.split(), part, parse=parse_eval)
+def test_bad_words_are_one_line_that_names_key_value_and_allowed() -> None:
+    for parse, cases in ((parse_train, BAD_FLAGS), (parse_eval, BAD_EVAL)):
+        for words, line in cases:
+            refused(words.split(), line, parse=parse)
 
 
 def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
@@ -222,9 +211,7 @@ def test_every_recipe_is_whole_and_named_after_its_run() -> None:
 
 
 def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:
-    quick = yaml.safe_load((RECIPES / "quick.yaml").read_text())
     assert parse_train([])[0].out == "runs/quick"
-    assert parse_train([])[0].model.stem == quick["model"]["stem"] == "conv"
     other = tmp_path / "other.yaml"
     other.write_text("out: elsewhere\n")
     assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")
@@ -239,20 +226,17 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
 def test_a_command_has_its_settings_and_report_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--data.root", "there", "--seed", "3", "--flip"]
-    options = ReportConfig(data=EvalDataConfig(root="there"), seed=3, flip=True)
-    assert parse_eval(["runs/x", *words]) == ("report", "runs/x", options)
-    assert parse_eval(["runs/x", "report", *words]) == ("report", "runs/x", options)
-    words = ["--head_fusion", "min", "--discard_ratio", "0.9", "--indices", "3", "17"]
-    options = MapsConfig(head_fusion="min", discard_ratio=0.9, indices=(3, 17))
-    assert parse_eval(["x", "maps", *words]) == ("maps", "x", options)
-    options = PhotoConfig(photos=("a.png", "maps"), kinds=("lrp",), target="cat")
-    words = ["a.png", "maps", "--kinds", "lrp", "--target", "cat"]
-    assert parse_eval(["x", "photo", *words]) == ("photo", "x", options)
-    options = PredictConfig(photos=("photos",), flip=True)
-    assert parse_eval(["x", "predict", "--flip", "photos"]) == ("predict", "x", options)
-    assert parse_eval(["x", "compare", "y", "z"])[2] == CompareConfig(others=("y", "z"))
-    assert parse_eval(["x", "export", "onnx", "timm"])[2] == ExportConfig(formats=("onnx", "timm"))
+    there = EvalDataConfig(root="there")
+    for words, command, options in (
+        ("--seed 3 --flip", "report", ReportConfig(seed=3, flip=True)),
+        ("report --data.root there", "report", ReportConfig(data=there)),
+        ("maps --indices 3 17 --seed 2", "maps", MapsConfig(indices=(3, 17), seed=2)),
+        ("photo a maps --target cat", "photo", PhotoConfig(photos=("a", "maps"), target="cat")),
+        ("predict --flip photos", "predict", PredictConfig(photos=("photos",), flip=True)),
+        ("compare y z", "compare", CompareConfig(others=("y", "z"))),
+        ("export onnx timm", "export", ExportConfig(formats=("onnx", "timm"))),
+    ):
+        assert parse_eval(["x", *words.split()]) == (command, "x", options)
     monkeypatch.chdir(tmp_path)
     Path("maps").mkdir()  # a run may be called like a command
     assert parse_eval(["maps", "maps"]) == ("maps", "maps", MapsConfig())
@@ -276,8 +260,6 @@ def test_a_model_that_cannot_be_built_is_refused_before_data_is_read(
     for make in (ModelConfig, partial(replace, ModelConfig())):  # as on the command line
         with pytest.raises(ValueError, match=line):
             make(depth=0)
-    with pytest.raises(ValueError, match=r"^optim.lr: nan is not allowed; it must be a finite num"):
-        OptimConfig(lr=float("nan"))
 
 
 def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
@@ -342,31 +324,21 @@ LAUGHS = b"data: {root: &a0 {x: 1}}\n" + b"".join(
 # Whole files, and what the line must name.
 ODD_FILES = [
     (b"", "key: value"),
-    (b"x" * 99_999, "key: value"),
     (b"\0", "#x0000"),
-    (b"\xff\xfe\0", "truncated data"),
     (b"model:\n\tdepth: 3", "line 2"),
     (b"---\nout: a\n---\nout: b", "single document"),
     (b"model: &a {depth: *a}", "recursive node"),
     (b"model: {depth: &a {b: 1}, embed_dim: *a}", "model.embed_dim: a group of keys is not allow"),
     (b"? [1, 2]\n: 3", "a key must be text, and given once"),
     (b"out: !!python/object/apply:os.system ['true']", "out: a list is not allowed"),
-    (b"!!python/object:os.system {x: 1}", "x: no such key"),
     (b"model: {depth: 3, depth: 4}", "given once"),
-    (b"'': 3", "'': no such key"),
-    (b"model: {class_path: os.system}", "model.class_path: no such key"),
-    (b"out: ''", "out: '' is not allowed"),
     (b"out:", "out: null is not allowed"),
-    (b"train: {seed: 2001-01-01}", "train.seed: 2001-01-01"),
-    (b"train: {epochs: 1e1}", "train.epochs: 1e1 is not allowed; it must be a valid integer"),
     (b'"\\e[31m": 3', "?[31m: no such key"),
     (b"? " + b"k" * 5000 + b"\n: 3", "kkk...: no such key"),
-    (b"out: " + b"x" * 5000, "out: xxx"),
     (LAUGHS + b"out: *a40", "out: a group of keys is not allowed"),
     (b"[" * 2000, "recursion"),
     (b"seed: 0", "did you mean train.seed?"),  # a key of earlier versions
     (b"budgets: {soon: {}}", "it must be settings by minutes"),
-    (b"budgets: {2: deep}", "it must be settings by minutes"),
     (b"budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
     (b"model: 3", "model: 3 is not allowed"),
 ]
