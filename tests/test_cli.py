@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from command_line import Parse, answer, help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.console import counted, is_out_of_memory
+from vit.console import counted
 from vit.model.config import ModelConfig
 from vit.recipes import RECIPES
 from vit.registry import ALL_KINDS
@@ -42,7 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BAD_FLAGS = [
     ("--model.depth 1.5", "model.depth: 1.5 is not allowed; it must be a valid integer\n"),
     ("--model.stem convolution", "model.stem: convolution is not allowed; it must be 'linear' or"),
-    ("--augment.crop_padding 32", "augment.crop_padding: 32 is not allowed; it must be less than"),
     ("--augment.crop_scale 1 0.5", "(1.0, 0.5) is not allowed; it must be the smallest fraction"),
     ("--data.channels 2", "data.channels: 2 is not allowed; it must be 1 or 3 with data.name="),
     ("--train.lr 0.1", "train.lr: no such key; did you mean optim.lr?"),
@@ -86,6 +85,9 @@ def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
     ("error", "code", "line"),
     [
         (ValueError("a\n\x1b[31mb"), 2, "error: a ?[31mb\n"),
+        (ValueError("out of memory"), 2, "error: out of memory\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "out of memory; use a smaller"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "out of memory; use a"),
         (MemoryError("no room"), 2, "out of memory; use a smaller model or batch: no room\n"),
         (RuntimeError("put_ does not have a deterministic implementation"), 2, "; train without"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
@@ -109,13 +111,9 @@ def test_help_of_train_has_each_key_with_its_choices_and_default() -> None:
     about = dict(re.findall(r"^  --([\w.]+)((?:.|\n {4,})*)", text, re.MULTILINE))
     assert all(len(about[key].split()) > 4 for key in keys(Config))
     words = " ".join(text.split())
-    for part in (
-        "precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where the "
-        "hardware supports it (auto, float32, bfloat16, default: auto)",
-        "number of encoder blocks (default: 12)",
-        "optim: The optimizer, the learning rate schedule and the loss:",
-    ):
-        assert part in words
+    assert "hardware supports it (auto, float32, bfloat16, default: auto)" in words
+    assert "number of encoder blocks (default: 12) " in words
+    assert "optim: The optimizer, the learning rate schedule and the loss:" in words
 
 
 def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +271,6 @@ def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
         assert from_dict(to_dict(config)) == config
         words = text.strip("[]").replace(",", "").split()
         assert parse_train(["--data.image_size", *words])[0].data.image_size == expected
-    assert from_dict({"data": {"image_size": 64}}).data.image_size == (64, 64)
 
 
 # Hundreds of invalid inputs, the same in every run.
@@ -326,7 +323,6 @@ ODD_FILES = [
     (b"", "key: value"),
     (b"\0", "#x0000"),
     (b"model:\n\tdepth: 3", "line 2"),
-    (b"---\nout: a\n---\nout: b", "single document"),
     (b"model: &a {depth: *a}", "recursive node"),
     (b"model: {depth: &a {b: 1}, embed_dim: *a}", "model.embed_dim: a group of keys is not allow"),
     (b"? [1, 2]\n: 3", "a key must be text, and given once"),
@@ -416,21 +412,19 @@ WORDS = st.one_of(
 )
 
 
-@fuzz(150)
-@given(st.lists(WORDS, max_size=4), st.sampled_from([parse_train, parse_eval]))
-def test_any_words_give_a_config_or_one_line(words: list[str], parse: Parse) -> None:
+BYTES = st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.encode)
+
+
+@fuzz(250)
+@given(st.lists(WORDS, max_size=4) | BYTES, st.sampled_from([parse_train, parse_eval]))
+def test_any_input_gives_a_config_or_one_line(
+    file: Path, words: list[str] | bytes, parse: Parse
+) -> None:
+    if isinstance(words, bytes):
+        file.write_bytes(words)
+        words, parse = ["--config", str(file)], parse_train
     result, _ = answer(words, parse)
     assert result is None or isinstance(result[0], Config) or result[0] in COMMANDS
-
-
-@fuzz(100)
-@given(st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.encode))
-def test_any_bytes_give_a_config_or_one_line(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    answer(["--config", str(file)], parse_train)
-
-
-# Messages.
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -445,13 +439,6 @@ def test_full_disk_ends_nothing() -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full)
     assert done.returncode == 7
-
-
-def test_errors_of_memory_are_known() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_nouns_are_plural_unless_there_is_one() -> None:

@@ -3,7 +3,6 @@
 import colorsys
 import copy
 import io
-import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -241,7 +240,7 @@ def test_noise_has_the_statistics_of_its_distribution():
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_corruptions_depend_on_the_image_alone(kind):
+def test_corruptions_depend_on_the_image_alone_and_grow_with_severity(kind):
     """Not on the batch, its order or other images; and on the seed where they are random."""
     images = photos(5, 3, 32, 32)
     found = corrupt(images, kind, 4, seed=3)
@@ -250,11 +249,6 @@ def test_corruptions_depend_on_the_image_alone(kind):
     same = torch.equal(corrupt(images, kind, 4, seed=4), found)
     fixed = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg")
     assert same == (kind in fixed)
-
-
-@pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_images_of_any_size_get_worse_with_severity(kind):
-    """The mean distance to the clean image grows from the least to the greatest severity."""
     for shape in ((1, 8, 8), (4, 40, 64), (3, 96, 50), (2, 1, 3)):
         images = photos(2, *shape)
         found = [corrupt(images, kind, severity) for severity in (1, 5)]
@@ -313,14 +307,10 @@ def images() -> ImageSet:
     return ImageSet(photos(7, 1, 16, 24), torch.tensor([0, 1, 2, 0, 1, 2, 0]), ("a", "b", "c"))
 
 
-def test_report_has_every_kind_with_its_interval(saved, images, tmp_path):
-    """In report.json, the table, TensorBoard and two pictures."""
+def test_report_has_every_kind(saved, images, tmp_path):
+    """In the table, TensorBoard and two pictures."""
     part = report_corruptions(saved, images, tmp_path, 3 / 7, ReportConfig(batch_size=3))
     stored = part.numbers
-    for row in stored["kinds"].values():
-        assert row["mean"] == pytest.approx(np.mean(row["accuracy"]))
-        for value, (low, high) in zip(row["accuracy"], row["accuracy_95"], strict=True):
-            assert low <= value <= high
     assert [line.split("  ")[0] for line in part.table.splitlines()[1:]] == [
         *(kind.replace("_", " ") for kind in KINDS), "mean",
     ]  # fmt: skip
@@ -360,7 +350,6 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
     """Finished kinds are not computed again, unless the seed or the images differ."""
     path, done, interrupted = tmp_path / "corruptions.npz", set(), True
     whole = classify_corrupted(saved.classifier, images, tmp_path / "whole.npz", batch_size=4)
-    before = {*itertools.takewhile(lambda kind: kind != "fog", KINDS)}
 
     def counted(part: Tensor, kind: str, severity: int, seed: int) -> Tensor:
         if kind == "fog" and interrupted:
@@ -371,8 +360,8 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
     monkeypatch.setattr("vit.reporting.corruptions.corrupt", counted)
     with pytest.raises(KeyboardInterrupt):
         classify_corrupted(saved.classifier, images, path, batch_size=4)
+    interrupted, before, all_kinds = False, {*KINDS[:2]}, {*KINDS}
     assert done == before
-    interrupted, all_kinds = False, {*KINDS}
     for seed, chosen, expected in (
         (0, images, all_kinds - before), (0, images, set()), (1, images, all_kinds),
         (1, images.select(torch.arange(6)), all_kinds),

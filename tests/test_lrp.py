@@ -65,9 +65,6 @@ def classify_tokens(vit: Any, images: Tensor):
     return tokens, lambda x: vit.forward_tokens(x, grid)[0]
 
 
-# The rules.
-
-
 def pass_back(function, inputs: Tensor, gradient: Tensor) -> Tensor:
     """Pass the relevance of a function's outputs, divided by them, back to its inputs."""
     inputs = inputs.detach().requires_grad_()
@@ -129,9 +126,6 @@ def test_a_batch_norm_after_something_else_is_a_linear_layer():
     after = nn.Sequential(conv, nn.ReLU(inplace=True), norm)
     apart = nn.Sequential(conv, nn.ReLU(), norm)
     torch.testing.assert_close(pass_back(after, x, gradient), pass_back(apart, x, gradient))
-
-
-# Whole models.
 
 
 class Frozen(TorchFunctionMode):
@@ -210,9 +204,6 @@ def test_the_rules_leave_no_trace_even_after_an_error():
     assert torch.equal(after, before)
     vit.set_grad_checkpointing()
     torch.testing.assert_close(propagate(vit, images)[1], expected, rtol=1e-10, atol=1e-12)
-
-
-# Maps.
 
 
 @pytest.mark.parametrize("variant", [VARIANTS["registers"], OURS])

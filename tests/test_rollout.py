@@ -145,8 +145,6 @@ def test_options_out_of_range_are_refused(wrong, message):
         attention_rollout(torch.ones(3, 1, 1, 4, 4), **given)
 
 
-# Of a model.
-
 MODELS = {
     "class token and registers": {"reg_tokens": 4},
     "mean": {"class_token": False, "global_pool": "avg"},
@@ -243,9 +241,6 @@ def test_maps_in_bfloat16_are_close_to_those_in_float32():
     for kind, maps in found.items():
         assert maps.dtype == torch.float32 and not torch.equal(maps, exact[kind])
         assert (maps - exact[kind]).abs().max() < 0.3 * exact[kind].std()
-
-
-# Attention statistics.
 
 
 def draw_weights(layers: int, batch: int, heads: int, tokens: int) -> list[Tensor]:
