@@ -269,9 +269,7 @@ def images() -> Tensor:
 
 def by_torchvision(image: Tensor, operation: str, magnitude: int, sign: int) -> Tensor:
     """Change one image as torchvision's RandAugment does once it has drawn."""
-    name = {"autocontrast": "AutoContrast"}.get(
-        operation, "".join(word.capitalize() for word in operation.split("_"))
-    )
+    name = "AutoContrast" if operation == "autocontrast" else operation.title().replace("_", "")
     amounts, signed = RandAugment()._augmentation_space(STRONGEST + 1, image.shape[1:])[name]
     amount = (float(amounts[magnitude]) if amounts.ndim else 0.0) * (sign if signed else 1)
     return _apply_op(image, name, amount, InterpolationMode.NEAREST, None)

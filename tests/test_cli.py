@@ -41,7 +41,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # What is typed after train.py, and what the one line must name: key, value, what is allowed.
 BAD_FLAGS = [
     ("--model.depth 1.5", "model.depth: 1.5 is not allowed; it must be a valid integer\n"),
-    ("--model.stem convolution", "model.stem: convolution is not allowed; it must be 'linear' or"),
     ("--augment.crop_scale 1 0.5", "(1.0, 0.5) is not allowed; it must be the smallest fraction"),
     ("--data.channels 2", "data.channels: 2 is not allowed; it must be 1 or 3 with data.name="),
     ("--train.lr 0.1", "train.lr: no such key; did you mean optim.lr?"),
@@ -324,7 +323,6 @@ ODD_FILES = [
     (b"\0", "#x0000"),
     (b"model:\n\tdepth: 3", "line 2"),
     (b"model: &a {depth: *a}", "recursive node"),
-    (b"model: {depth: &a {b: 1}, embed_dim: *a}", "model.embed_dim: a group of keys is not allow"),
     (b"? [1, 2]\n: 3", "a key must be text, and given once"),
     (b"out: !!python/object/apply:os.system ['true']", "out: a list is not allowed"),
     (b"model: {depth: 3, depth: 4}", "given once"),
@@ -429,13 +427,8 @@ def test_any_input_gives_a_config_or_one_line(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_full_disk_ends_nothing() -> None:
-    program = (
-        "import sys\n"
-        "from vit.console import say, warn\n"
-        "say('a')\n"
-        "warn('b')\n"
-        "import os; os._exit(7)\n"  # without the flush of a normal end
-    )
+    # Without the flush of a normal end.
+    program = "import os; from vit.console import say, warn; say('a'); warn('b'); os._exit(7)"
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full)
     assert done.returncode == 7

@@ -87,12 +87,11 @@ def test_report_agrees_with_torchmetrics(count, num_classes, skill, scale):
         assert part["accuracy_95"] == wilson_interval(hits, part["n"])
     per_class = result["per_class"]
     assert list(per_class) == list(names(num_classes))
-    recall = multiclass_recall(logits, labels, num_classes, average=None).tolist()
-    precision = multiclass_precision(logits, labels, num_classes, average=None).tolist()
-    for values, r, p in zip(per_class.values(), recall, precision, strict=True):
+    for key, function in (("recall", multiclass_recall), ("precision", multiclass_precision)):
         # torchmetrics writes 0 where there is nothing to divide by.
-        assert (values["recall"] or 0.0) == pytest.approx(r, abs=1e-6)
-        assert (values["precision"] or 0.0) == pytest.approx(p, abs=1e-6)
+        found = [values[key] or 0.0 for values in per_class.values()]
+        expected = function(logits, labels, num_classes, average=None).tolist()
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")

@@ -123,8 +123,7 @@ def test_a_batch_norm_after_something_else_is_a_linear_layer():
     expected = gradient * x * norm.weight[:, None, None] / (1 + norm.eps) ** 0.5
     torch.testing.assert_close(pass_back(norm, x, gradient), expected)
     conv = nn.Conv2d(3, 3, 1).double()
-    after = nn.Sequential(conv, nn.ReLU(inplace=True), norm)
-    apart = nn.Sequential(conv, nn.ReLU(), norm)
+    after, apart = (nn.Sequential(conv, nn.ReLU(inplace), norm) for inplace in (True, False))
     torch.testing.assert_close(pass_back(after, x, gradient), pass_back(apart, x, gradient))
 
 
@@ -249,8 +248,6 @@ def test_smoothing_is_that_of_scipy_and_keeps_a_constant():
     torch.testing.assert_close(found, torch.from_numpy(near / whole).float())
 
 
-# Models of timm.
-
 TIMMS: dict[str, dict[str, Any]] = {
     "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
     "RMS norm": {"norm_layer": "rmsnorm", "act_layer": "silu"},
@@ -295,9 +292,6 @@ def test_timm_models_conserve_relevance(variant):
     if variant in ("EVA-02, norm in SwiGLU", "BEiT", "differential"):
         expected = leave_out(classify, tokens, 3)
         torch.testing.assert_close(relevance, expected, rtol=1e-8, atol=1e-10)
-
-
-# Faithfulness.
 
 
 GRID, PATCH = (2, 3), (4, 5)  # not square on purpose: pictures of 8 x 15 pixels
