@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from command_line import Parse, answer, help_of, refused
 from vit.cli import parse_eval, parse_train, user_errors
-from vit.console import counted, is_out_of_memory
+from vit.console import counted
 from vit.model.config import ModelConfig
 from vit.recipes import RECIPES
 from vit.registry import ALL_KINDS
@@ -35,20 +34,15 @@ from vit.reporting.config import (
 )
 from vit.settings import changed_keys, keys
 from vit.training.checks import check_config
-from vit.training.config import Config, OptimConfig, from_dict, to_dict
+from vit.training.config import Config, from_dict, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # What is typed after train.py, and what the one line must name: key, value, what is allowed.
 BAD_FLAGS = [
     ("--model.depth 1.5", "model.depth: 1.5 is not allowed; it must be a valid integer\n"),
-    ("--model.stem convolution", "model.stem: convolution is not allowed; it must be 'linear' or"),
-    ("--augment.crop_padding 32", "augment.crop_padding: 32 is not allowed; it must be less than"),
     ("--augment.crop_scale 1 0.5", "(1.0, 0.5) is not allowed; it must be the smallest fraction"),
-    ("--augment.crop_scale 0.5", "augment.crop_scale: a list is not allowed"),
     ("--data.channels 2", "data.channels: 2 is not allowed; it must be 1 or 3 with data.name="),
-    ("--modle.depth 3", "modle.depth: no such key; did you mean model.depth?"),
-    ("--depth 3", "depth: no such key; did you mean model.depth?"),
     ("--train.lr 0.1", "train.lr: no such key; did you mean optim.lr?"),
     ("--model.depth", "--model.depth: expected one argument"),
     ("shapes", "shapes: not expected here; settings are --KEY VALUE"),
@@ -60,13 +54,10 @@ BAD_FLAGS = [
 # The same after eval.py.
 BAD_EVAL = [
     ("", "run: missing; it comes first"),
-    ("maps --indices 3", "run: missing"),
     ("x draw", "draw: no such command; it must be one of report, maps, photo, "),
-    ("x export pdf", "formats: pdf is not allowed; it must be 'timm', 'onnx', 'torch', 'html' or "),
     ("x --attention --indices 3", "attention: not a setting of report, but of vit-eval RUN maps\n"),
     ("--export=onnx", "export: not a setting of report, but of vit-eval RUN export\n"),
     ("x photo", "the following arguments are required: PHOTO"),
-    ("x --indices 3", "indices: not a setting of report, but of vit-eval RUN maps\n"),
     ("x maps --indices", "--indices: expected at least one argument"),
     ("x maps --faithfulness 1", "faithfulness: 1 is not allowed; it must be 0, or 2 or more"),
     ("x predict y --out table.txt", "out: table.txt is not allowed; it must be a .csv file"),
@@ -74,14 +65,10 @@ BAD_EVAL = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "line"), BAD_FLAGS)
-def test_bad_flag_is_one_line_that_names_key_value_and_allowed(flags: str, line: str) -> None:
-    refused(flags.split(), line)
-
-
-@pytest.mark.parametrize(("words", "part"), BAD_EVAL)
-def test_bad_words_for_eval_are_one_line(words: str, part: str) -> None:
-    refused(words.split(), part, parse=parse_eval)
+def test_bad_words_are_one_line_that_names_key_value_and_allowed() -> None:
+    for parse, cases in ((parse_train, BAD_FLAGS), (parse_eval, BAD_EVAL)):
+        for words, line in cases:
+            refused(words.split(), line, parse=parse)
 
 
 def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
@@ -97,6 +84,9 @@ def test_a_mistake_ends_the_program_in_one_line(tmp_path: Path) -> None:
     ("error", "code", "line"),
     [
         (ValueError("a\n\x1b[31mb"), 2, "error: a ?[31mb\n"),
+        (ValueError("out of memory"), 2, "error: out of memory\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "out of memory; use a smaller"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "out of memory; use a"),
         (MemoryError("no room"), 2, "out of memory; use a smaller model or batch: no room\n"),
         (RuntimeError("put_ does not have a deterministic implementation"), 2, "; train without"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
@@ -120,13 +110,9 @@ def test_help_of_train_has_each_key_with_its_choices_and_default() -> None:
     about = dict(re.findall(r"^  --([\w.]+)((?:.|\n {4,})*)", text, re.MULTILINE))
     assert all(len(about[key].split()) > 4 for key in keys(Config))
     words = " ".join(text.split())
-    for part in (
-        "precision of matrix products: float32 or bfloat16; auto chooses bfloat16 where the "
-        "hardware supports it (auto, float32, bfloat16, default: auto)",
-        "number of encoder blocks (default: 12)",
-        "optim: The optimizer, the learning rate schedule and the loss:",
-    ):
-        assert part in words
+    assert "hardware supports it (auto, float32, bfloat16, default: auto)" in words
+    assert "number of encoder blocks (default: 12) " in words
+    assert "optim: The optimizer, the learning rate schedule and the loss:" in words
 
 
 def test_help_of_eval_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +208,7 @@ def test_every_recipe_is_whole_and_named_after_its_run() -> None:
 
 
 def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path: Path) -> None:
-    quick = yaml.safe_load((RECIPES / "quick.yaml").read_text())
     assert parse_train([])[0].out == "runs/quick"
-    assert parse_train([])[0].model.stem == quick["model"]["stem"] == "conv"
     other = tmp_path / "other.yaml"
     other.write_text("out: elsewhere\n")
     assert parse_train(["--config", str(other)])[0] == Config(out="elsewhere")
@@ -239,20 +223,17 @@ def test_without_a_config_quick_is_taken_unless_there_is_another_model(tmp_path:
 def test_a_command_has_its_settings_and_report_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--data.root", "there", "--seed", "3", "--flip"]
-    options = ReportConfig(data=EvalDataConfig(root="there"), seed=3, flip=True)
-    assert parse_eval(["runs/x", *words]) == ("report", "runs/x", options)
-    assert parse_eval(["runs/x", "report", *words]) == ("report", "runs/x", options)
-    words = ["--head_fusion", "min", "--discard_ratio", "0.9", "--indices", "3", "17"]
-    options = MapsConfig(head_fusion="min", discard_ratio=0.9, indices=(3, 17))
-    assert parse_eval(["x", "maps", *words]) == ("maps", "x", options)
-    options = PhotoConfig(photos=("a.png", "maps"), kinds=("lrp",), target="cat")
-    words = ["a.png", "maps", "--kinds", "lrp", "--target", "cat"]
-    assert parse_eval(["x", "photo", *words]) == ("photo", "x", options)
-    options = PredictConfig(photos=("photos",), flip=True)
-    assert parse_eval(["x", "predict", "--flip", "photos"]) == ("predict", "x", options)
-    assert parse_eval(["x", "compare", "y", "z"])[2] == CompareConfig(others=("y", "z"))
-    assert parse_eval(["x", "export", "onnx", "timm"])[2] == ExportConfig(formats=("onnx", "timm"))
+    there = EvalDataConfig(root="there")
+    for words, command, options in (
+        ("--seed 3 --flip", "report", ReportConfig(seed=3, flip=True)),
+        ("report --data.root there", "report", ReportConfig(data=there)),
+        ("maps --indices 3 17 --seed 2", "maps", MapsConfig(indices=(3, 17), seed=2)),
+        ("photo a maps --target cat", "photo", PhotoConfig(photos=("a", "maps"), target="cat")),
+        ("predict --flip photos", "predict", PredictConfig(photos=("photos",), flip=True)),
+        ("compare y z", "compare", CompareConfig(others=("y", "z"))),
+        ("export onnx timm", "export", ExportConfig(formats=("onnx", "timm"))),
+    ):
+        assert parse_eval(["x", *words.split()]) == (command, "x", options)
     monkeypatch.chdir(tmp_path)
     Path("maps").mkdir()  # a run may be called like a command
     assert parse_eval(["maps", "maps"]) == ("maps", "maps", MapsConfig())
@@ -276,8 +257,6 @@ def test_a_model_that_cannot_be_built_is_refused_before_data_is_read(
     for make in (ModelConfig, partial(replace, ModelConfig())):  # as on the command line
         with pytest.raises(ValueError, match=line):
             make(depth=0)
-    with pytest.raises(ValueError, match=r"^optim.lr: nan is not allowed; it must be a finite num"):
-        OptimConfig(lr=float("nan"))
 
 
 def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
@@ -291,7 +270,6 @@ def test_image_size_is_one_number_or_two(tmp_path: Path) -> None:
         assert from_dict(to_dict(config)) == config
         words = text.strip("[]").replace(",", "").split()
         assert parse_train(["--data.image_size", *words])[0].data.image_size == expected
-    assert from_dict({"data": {"image_size": 64}}).data.image_size == (64, 64)
 
 
 # Hundreds of invalid inputs, the same in every run.
@@ -342,31 +320,19 @@ LAUGHS = b"data: {root: &a0 {x: 1}}\n" + b"".join(
 # Whole files, and what the line must name.
 ODD_FILES = [
     (b"", "key: value"),
-    (b"x" * 99_999, "key: value"),
     (b"\0", "#x0000"),
-    (b"\xff\xfe\0", "truncated data"),
     (b"model:\n\tdepth: 3", "line 2"),
-    (b"---\nout: a\n---\nout: b", "single document"),
     (b"model: &a {depth: *a}", "recursive node"),
-    (b"model: {depth: &a {b: 1}, embed_dim: *a}", "model.embed_dim: a group of keys is not allow"),
     (b"? [1, 2]\n: 3", "a key must be text, and given once"),
     (b"out: !!python/object/apply:os.system ['true']", "out: a list is not allowed"),
-    (b"!!python/object:os.system {x: 1}", "x: no such key"),
     (b"model: {depth: 3, depth: 4}", "given once"),
-    (b"'': 3", "'': no such key"),
-    (b"model: {class_path: os.system}", "model.class_path: no such key"),
-    (b"out: ''", "out: '' is not allowed"),
     (b"out:", "out: null is not allowed"),
-    (b"train: {seed: 2001-01-01}", "train.seed: 2001-01-01"),
-    (b"train: {epochs: 1e1}", "train.epochs: 1e1 is not allowed; it must be a valid integer"),
     (b'"\\e[31m": 3', "?[31m: no such key"),
     (b"? " + b"k" * 5000 + b"\n: 3", "kkk...: no such key"),
-    (b"out: " + b"x" * 5000, "out: xxx"),
     (LAUGHS + b"out: *a40", "out: a group of keys is not allowed"),
     (b"[" * 2000, "recursion"),
     (b"seed: 0", "did you mean train.seed?"),  # a key of earlier versions
     (b"budgets: {soon: {}}", "it must be settings by minutes"),
-    (b"budgets: {2: deep}", "it must be settings by minutes"),
     (b"budgets: {0: {model: {depht: 3}}}", "model.depht: no such key; did you mean model.depth"),
     (b"model: 3", "model: 3 is not allowed"),
 ]
@@ -444,42 +410,28 @@ WORDS = st.one_of(
 )
 
 
-@fuzz(150)
-@given(st.lists(WORDS, max_size=4), st.sampled_from([parse_train, parse_eval]))
-def test_any_words_give_a_config_or_one_line(words: list[str], parse: Parse) -> None:
+BYTES = st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.encode)
+
+
+@fuzz(250)
+@given(st.lists(WORDS, max_size=4) | BYTES, st.sampled_from([parse_train, parse_eval]))
+def test_any_input_gives_a_config_or_one_line(
+    file: Path, words: list[str] | bytes, parse: Parse
+) -> None:
+    if isinstance(words, bytes):
+        file.write_bytes(words)
+        words, parse = ["--config", str(file)], parse_train
     result, _ = answer(words, parse)
     assert result is None or isinstance(result[0], Config) or result[0] in COMMANDS
 
 
-@fuzz(100)
-@given(st.binary(max_size=200) | st.text("model: {}[]depth&*!-\n\t3").map(str.encode))
-def test_any_bytes_give_a_config_or_one_line(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    answer(["--config", str(file)], parse_train)
-
-
-# Messages.
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_full_disk_ends_nothing() -> None:
-    program = (
-        "import sys\n"
-        "from vit.console import say, warn\n"
-        "say('a')\n"
-        "warn('b')\n"
-        "import os; os._exit(7)\n"  # without the flush of a normal end
-    )
+    # Without the flush of a normal end.
+    program = "import os; from vit.console import say, warn; say('a'); warn('b'); os._exit(7)"
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full)
     assert done.returncode == 7
-
-
-def test_errors_of_memory_are_known() -> None:
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_nouns_are_plural_unless_there_is_one() -> None:

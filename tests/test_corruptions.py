@@ -3,7 +3,6 @@
 import colorsys
 import copy
 import io
-import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -123,19 +122,18 @@ def snow(image: np.ndarray, draw: Draw, *values: float) -> np.ndarray:
 
 def fog(image: np.ndarray, draw: Draw, amount: float, decay: float) -> np.ndarray:
     size = 2 ** math.ceil(math.log2(len(image)))
-    drawn, heights = 2 * draw(torch.rand, size, size) - 1, {(0, 0): 0.0}
+    drawn, field = 2 * draw(torch.rand, size, size) - 1, np.zeros((size, size))
     step, height = size // 2, 1.0
+    rows, columns = np.indices((size, size))
     while step:
+        on_grid = (rows % step == 0) & (columns % step == 0)
+        odd = rows // step % 2 + columns // step % 2
         diagonal = [(-step, -step), (-step, step), (step, -step), (step, step)]
         straight = [(-step, 0), (step, 0), (0, -step), (0, step)]
-        for odd, around in ((2, diagonal), (1, straight)):  # centres of squares, then of edges
-            for row in range(0, size, step):
-                for column in range(0, size, step):
-                    if row // step % 2 + column // step % 2 == odd:
-                        near = [heights[(row + a) % size, (column + b) % size] for a, b in around]
-                        heights[row, column] = sum(near) / 4 + height**2 * drawn[row, column]
+        for kind, around in ((2, diagonal), (1, straight)):  # centres of squares, then of edges
+            near = sum(np.roll(field, shift, (0, 1)) for shift in around) / 4
+            field = np.where(on_grid & (odd == kind), near + height**2 * drawn, field)
         step, height = step // 2, height / decay
-    field = np.array([[heights[row, column] for column in range(size)] for row in range(size)])
     field = (field - field.min()) / (field.max() - field.min())
     fogged = image + amount * field[: len(image), : len(image), None]
     return 255 * fogged * image.max() / (image.max() + amount)
@@ -242,22 +240,15 @@ def test_noise_has_the_statistics_of_its_distribution():
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_corruptions_depend_on_the_image_alone(kind):
+def test_corruptions_depend_on_the_image_alone_and_grow_with_severity(kind):
     """Not on the batch, its order or other images; and on the seed where they are random."""
     images = photos(5, 3, 32, 32)
     found = corrupt(images, kind, 4, seed=3)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    assert torch.equal(corrupt(images[order], kind, 4, seed=3), found[order])
-    for number in range(5):
-        assert torch.equal(corrupt(images[number : number + 1], kind, 4, seed=3)[0], found[number])
+    for part in ([3], [1, 4], [2, 0]):
+        assert torch.equal(corrupt(images[part], kind, 4, seed=3), found[part])
     same = torch.equal(corrupt(images, kind, 4, seed=4), found)
     fixed = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg")
     assert same == (kind in fixed)
-
-
-@pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_images_of_any_size_get_worse_with_severity(kind):
-    """The mean distance to the clean image grows from the least to the greatest severity."""
     for shape in ((1, 8, 8), (4, 40, 64), (3, 96, 50), (2, 1, 3)):
         images = photos(2, *shape)
         found = [corrupt(images, kind, severity) for severity in (1, 5)]
@@ -296,9 +287,7 @@ def test_intervals_agree_with_the_bootstrap_over_images():
     one = found["kinds"]["fog"]
     hits = int(correct["fog"][1].sum())
     assert one["accuracy_95"][1] == pytest.approx(wilson_interval(hits, 1000), abs=1e-9)
-
-
-def test_summary_without_a_single_hit_has_no_ratio():
+    # Without a single hit there is no ratio.
     found = summarize({key: torch.zeros_like(value) for key, value in correlated(10).items()})
     assert math.isnan(found["relative"]) and found["mean_95"] == wilson_interval(0, 10)
 
@@ -318,14 +307,10 @@ def images() -> ImageSet:
     return ImageSet(photos(7, 1, 16, 24), torch.tensor([0, 1, 2, 0, 1, 2, 0]), ("a", "b", "c"))
 
 
-def test_report_has_every_kind_with_its_interval(saved, images, tmp_path):
-    """In report.json, the table, TensorBoard and two pictures."""
+def test_report_has_every_kind(saved, images, tmp_path):
+    """In the table, TensorBoard and two pictures."""
     part = report_corruptions(saved, images, tmp_path, 3 / 7, ReportConfig(batch_size=3))
     stored = part.numbers
-    for row in stored["kinds"].values():
-        assert row["mean"] == pytest.approx(np.mean(row["accuracy"]))
-        for value, (low, high) in zip(row["accuracy"], row["accuracy_95"], strict=True):
-            assert low <= value <= high
     assert [line.split("  ")[0] for line in part.table.splitlines()[1:]] == [
         *(kind.replace("_", " ") for kind in KINDS), "mean",
     ]  # fmt: skip
@@ -365,7 +350,6 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
     """Finished kinds are not computed again, unless the seed or the images differ."""
     path, done, interrupted = tmp_path / "corruptions.npz", set(), True
     whole = classify_corrupted(saved.classifier, images, tmp_path / "whole.npz", batch_size=4)
-    before = {*itertools.takewhile(lambda kind: kind != "fog", KINDS)}
 
     def counted(part: Tensor, kind: str, severity: int, seed: int) -> Tensor:
         if kind == "fog" and interrupted:
@@ -376,8 +360,8 @@ def test_an_interrupted_report_continues(saved, images, tmp_path, monkeypatch):
     monkeypatch.setattr("vit.reporting.corruptions.corrupt", counted)
     with pytest.raises(KeyboardInterrupt):
         classify_corrupted(saved.classifier, images, path, batch_size=4)
+    interrupted, before, all_kinds = False, {*KINDS[:2]}, {*KINDS}
     assert done == before
-    interrupted, all_kinds = False, {*KINDS}
     for seed, chosen, expected in (
         (0, images, all_kinds - before), (0, images, set()), (1, images, all_kinds),
         (1, images.select(torch.arange(6)), all_kinds),

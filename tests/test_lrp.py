@@ -1,6 +1,5 @@
 """Layer-wise relevance compared with formulas and frozen models; faithfulness, with loops."""
 
-import copy
 import itertools
 import math
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.ndimage import gaussian_filter
 from timm.models import vision_transformer as vits
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval
@@ -63,9 +63,6 @@ def classify_tokens(vit: Any, images: Tensor):
     with torch.no_grad():
         tokens, grid = vit.embed(images)
     return tokens, lambda x: vit.forward_tokens(x, grid)[0]
-
-
-# The rules.
 
 
 def pass_back(function, inputs: Tensor, gradient: Tensor) -> Tensor:
@@ -126,12 +123,8 @@ def test_a_batch_norm_after_something_else_is_a_linear_layer():
     expected = gradient * x * norm.weight[:, None, None] / (1 + norm.eps) ** 0.5
     torch.testing.assert_close(pass_back(norm, x, gradient), expected)
     conv = nn.Conv2d(3, 3, 1).double()
-    after = nn.Sequential(conv, nn.ReLU(inplace=True), norm)
-    apart = nn.Sequential(conv, nn.ReLU(), norm)
+    after, apart = (nn.Sequential(conv, nn.ReLU(inplace), norm) for inplace in (True, False))
     torch.testing.assert_close(pass_back(after, x, gradient), pass_back(apart, x, gradient))
-
-
-# Whole models.
 
 
 class Frozen(TorchFunctionMode):
@@ -200,27 +193,16 @@ def test_relevance_is_what_a_frozen_model_loses_without_a_value(variant):
     torch.testing.assert_close(found, leave_out(classify, tokens, 3), rtol=1e-8, atol=1e-10)
 
 
-def test_the_rules_leave_no_trace():
+def test_the_rules_leave_no_trace_even_after_an_error():
     vit, images = draw_vit(OURS), draw(3, 3, 8, 12).requires_grad_()
-    state = copy.deepcopy(vit.state_dict())
     (before,) = torch.autograd.grad(vit(images).sum(), images)
     _, expected = propagate(vit, images)
     with pytest.raises(ValueError, match="patch_size"):
         propagate(vit, images[..., :7])
     (after,) = torch.autograd.grad(vit(images).sum(), images)
     assert torch.equal(after, before)
-    with LayerwiseRules():
-        (ruled,) = torch.autograd.grad(vit(images).sum(), images)
-    assert (ruled - before).abs().max() > 1e-3
-    assert all(torch.equal(value, state[name]) for name, value in vit.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in vit.parameters())
-    vit.requires_grad_(False).set_grad_checkpointing()
-    with torch.no_grad():
-        _, found = propagate(vit, images)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-# Maps.
+    vit.set_grad_checkpointing()
+    torch.testing.assert_close(propagate(vit, images)[1], expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", [VARIANTS["registers"], OURS])
@@ -256,20 +238,15 @@ def test_tokens_of_every_layer_have_the_relevance_that_is_passed_back_to_them(va
         torch.testing.assert_close(maps[kind], scaled, rtol=1e-3, atol=1e-3)
 
 
-def test_smoothing_is_gaussian_and_keeps_a_constant():
-    maps = torch.stack([torch.zeros(3, 4), torch.full((3, 4), 5.0)])
-    maps[0, 1, 2] = 1
+def test_smoothing_is_that_of_scipy_and_keeps_a_constant():
+    maps = draw(2, 3, 4).numpy()
+    near, whole = (
+        gaussian_filter(values, (0, 1, 1), mode="constant", truncate=9)
+        for values in (maps, np.ones_like(maps))
+    )
+    found = smooth(torch.from_numpy(maps).float())
+    torch.testing.assert_close(found, torch.from_numpy(near / whole).float())
 
-    def received(size: int, place: int) -> Tensor:
-        rows = [[math.exp(-0.5 * (n - m) ** 2) for m in range(size)] for n in range(size)]
-        return torch.tensor([row[place] / sum(row) for row in rows])
-
-    down, across = received(3, 1), received(4, 2)
-    torch.testing.assert_close(smooth(maps)[0], down[:, None] * across)
-    torch.testing.assert_close(smooth(maps)[1], maps[1])
-
-
-# Models of timm.
 
 TIMMS: dict[str, dict[str, Any]] = {
     "respost": {"block_fn": vits.ResPostBlock, "init_values": 0.3},
@@ -278,16 +255,10 @@ TIMMS: dict[str, dict[str, Any]] = {
     "qk_norm": {"qk_norm": True, "class_token": False, "global_pool": "avg"},
     "SwiGLU and registers": {"model_name": "vit_giant_patch14_reg4_dinov2"},
     "differential": {"model_name": "vit_dwee_patch16_reg1_gap_256"},
-    "EVA-02": {"model_name": "eva02_tiny_patch14_224"},
     "EVA-02, norm in SwiGLU": {"model_name": "eva02_base_patch14_224", "scale_attn_inner": True},
     "DINOv3": {"model_name": "vit_small_plus_patch16_dinov3", "init_values": 0.3},
     "Perception Encoder": {"model_name": "vit_pe_core_tiny_patch16_384", "init_values": 0.3},
-    "Sapiens2": {
-        "model_name": "vit_base_patch16_sapiens2",
-        "embed_dim": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    },
+    "Sapiens2": {"model_name": "vit_base_patch16_sapiens2", "num_heads": 2, "num_kv_heads": 1},
     "BEiT": {"model_name": "beit_base_patch16_224", "init_values": 0.3},
 }
 
@@ -323,9 +294,6 @@ def test_timm_models_conserve_relevance(variant):
         torch.testing.assert_close(relevance, expected, rtol=1e-8, atol=1e-10)
 
 
-# Faithfulness.
-
-
 GRID, PATCH = (2, 3), (4, 5)  # not square on purpose: pictures of 8 x 15 pixels
 IMPORTANCE = [[0.5, 3.0, -1.0], [2.0, 0.0, 1.0]]  # of the patches to the toy's class 1
 
@@ -337,29 +305,19 @@ def classify(images: Tensor) -> Tensor:
     return torch.stack([torch.zeros_like(logit), logit, torch.ones_like(logit)], dim=1)
 
 
-def ranking(one_map: Tensor) -> list[tuple[int, ...]]:
-    """List the patches of a map, the most important first; of equals the earlier first."""
-    return sorted(np.ndindex(*one_map.shape), key=lambda place: -one_map[place].item())
-
-
-def cover(image: Tensor, places: list[tuple[int, ...]]) -> Tensor:
-    """Set patches of an image to 0, one after the other."""
-    image = image.clone()
-    for row, column in places:
-        top, left = row * PATCH[0], column * PATCH[1]
-        image[:, top : top + PATCH[0], left : left + PATCH[1]] = 0
-    return image
-
-
 def curves_by_loop(images, maps, target, levels):
     """Hide patches of one image at a time: (K, B) for the most and the least important first."""
     curves = np.zeros((2, len(levels), len(images)))
     for (k, level), (b, image) in itertools.product(enumerate(levels), enumerate(images)):
-        places = ranking(maps[b])
-        number = round(level * len(places))
+        places = np.argsort(
+            -maps[b].flatten().numpy(), kind="stable"
+        )  # of equals the earlier first
         for curve, order in zip(curves, (places, places[::-1]), strict=True):
-            logits = classify(cover(image, order[:number])[None])[0]
-            curve[k, b] = logits.softmax(dim=0)[target[b]].item()
+            hidden = image.clone()
+            patches = hidden.unflatten(2, (GRID[1], -1)).unflatten(1, (GRID[0], -1))  # views
+            for place in order[: round(level * len(places))]:
+                patches[:, place // GRID[1], :, place % GRID[1]] = 0
+            curve[k, b] = classify(hidden[None])[0].softmax(dim=0)[target[b]].item()
     return curves
 
 
