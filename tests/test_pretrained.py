@@ -143,6 +143,13 @@ def test_architecture_is_inferred_from_a_state_dict(name):
     assert assumed == UNKNOWN
 
 
+def test_heads_are_inferred_where_their_norms_tell():
+    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, qk_norm=True)
+    settings, _, assumed = settings_of_file(model.state_dict(), ModelConfig(num_heads=2), "x")
+    assert settings["num_heads"] == 3
+    assert assumed == ("norm_eps", "act_layer")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -240,6 +247,7 @@ def test_architecture_replaces_defaults_and_nothing_else():
     ("source", "values", "message"),
     [
         (PLAIN, {"depth": 6}, r"model\.depth: 6 .*; x has 12; leave the key out"),
+        (PLAIN, {"init_values": 0.1}, r"model\.init_values: 0\.1 .*; x has null"),
         (PLAIN, {"act_layer": "gelu_tanh"}, r'act_layer: "gelu_tanh" .*; x has "gelu"'),
         ({**PLAIN, "stem": "conv"}, {"patch_size": 8}, r"model\.patch_size: 8 .*; x has 16"),
     ],
