@@ -117,6 +117,17 @@ def save_untrained(
     return out
 
 
+def watch_updates(monkeypatch: Any, look: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Show the images and targets of each step to a function first."""
+    update = TrainingStep.update
+
+    def watched(step: TrainingStep, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        look(images, targets)
+        return update(step, images, targets)
+
+    monkeypatch.setattr(TrainingStep, "update", watched)
+
+
 class StopAt(StopRequest):
     """A request that comes after a step."""
 

@@ -284,8 +284,6 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
         page.keyboard.press("Tab")
         if frame.evaluate("() => document.activeElement.matches('canvas.picture')"):
             break
-    outline = frame.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"
     page.keyboard.press("ArrowRight")  # the patch in the middle
     wait_until(frame, "token", "1, 3")
     page.keyboard.press("ArrowRight")
@@ -308,10 +306,6 @@ def test_everything_by_keyboard(page: Page, address: str, logs: Path) -> None:
     np.testing.assert_allclose(painted["values"], expected, rtol=1e-5)
     page.keyboard.press("?")
     expect(frame.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(frame.get_by_role("dialog")).to_be_hidden()
-    spoken = frame.locator("[aria-live=polite]")
-    expect(spoken).to_contain_text("class token receives attention from")
 
 
 def test_maps_and_predictions(page: Page, address: str) -> None:
@@ -338,9 +332,7 @@ def test_a_signed_map_has_a_unit_of_its_own(page: Page, address: str) -> None:
     frame = show(page, address, run="rectangle", view="maps", map="lrp")
     details = make_record(20_000 + 1000 + STEPS[-1], label=2).details
     (shown,) = (m for m in details.maps if m.kind == "lrp" and m.target == details.top[0][0])
-    painted = numbers(frame)
-    np.testing.assert_allclose(painted["values"], shown.values, rtol=1e-3)
-    assert painted["unit"] == "mean of absolute values"
+    np.testing.assert_allclose(numbers(frame)["values"], shown.values, rtol=1e-3)
     expect(frame.locator(".scale").first).to_contain_text("−3← against0for →3× mean")
     page.mouse.move(*patch_at(frame, 1, 2))
     value = f"{shown.values[9]:.2f} × mean".replace("-", "−")
@@ -348,8 +340,7 @@ def test_a_signed_map_has_a_unit_of_its_own(page: Page, address: str) -> None:
 
 
 def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
-    statistic = "importance"
-    frame = show(page, address, run="muted", statistic=statistic, order="lowest")
+    frame = show(page, address, run="muted", statistic="importance", order="lowest")
     expected = make_record(1, **RUNS["square"], muted=True).details.statistics
     note = frame.locator(".heads .note").first
     expect(note).to_have_text("Below each map: layer/head, importance, from held-out images.")
@@ -361,7 +352,7 @@ def test_heads_are_sorted_by_a_statistic(page: Page, address: str) -> None:
             "([l, h]) => window.attentionTab.panes[0].views.heads.place(l, h)",
             [int(index) // 2, int(index) % 2],
         )
-        for index in np.argsort(shown[statistic], axis=None)
+        for index in np.argsort(shown["importance"], axis=None)
     ]
     assert places == sorted(places, key=lambda place: (place["top"], place["left"]))
 
@@ -494,13 +485,6 @@ def test_pointing_at_a_patch_shows_its_cosines(page: Page, address: str) -> None
     found = hover(page, frame, 2, 3)
     assert found["layer"] == 1
     np.testing.assert_allclose(found["values"], found["cosines"][0][1], atol=1e-6)
-    best = max((value, at) for at, value in enumerate(found["values"]) if at != 13)
-    line = f"patch ({best[1] // COLUMNS}, {best[1] % COLUMNS}) at {best[0]:.2f}"
-    expect(frame.locator(".readout").first).to_contain_text(line)
-    label = frame.locator(".features button").first
-    label.press("Enter")
-    assert hover(page, frame, 2, 3)["layer"] == 0
-    expect(label).to_be_focused()
     colours = matplotlib.colormaps["inferno"](np.array(found["cosines"]), bytes=True)[..., :3]
     maps = np.moveaxis(maps_of(frame, 4)[:, 1:], 1, 0)
     away = np.arange(ROWS * COLUMNS) != 13  # the outline of the patch
@@ -518,9 +502,6 @@ def test_runs_of_another_width_and_without_features_say_so(page: Page, address: 
     page.keyboard.press("4")
     wait_until(frame, "view", "features")
     assert numbers(frame)["cosines"] == [None, None]
-    page.set_viewport_size({"width": 480, "height": 800})
-    wider = "one => one.scrollWidth - one.clientWidth"
-    assert [frame.locator(name).evaluate(wider) for name in (".toolbar", "main")] == [0, 0]
 
 
 # Questions to the live model, answered by torch too
@@ -656,9 +637,6 @@ def test_a_stroke_hides_patches_and_redraws_everything(
         patch(pixels, number)[:] = mean[:, None, None]
     logits, weights, *_ = asked(classifier, pixels, hide=[out])
     np.testing.assert_allclose(shown["change"]["after"], logits[0], atol=HALF)
-    best = logits[0].softmax(0).topk(5)
-    assert [index for index, _ in shown["top"]] == best.indices.tolist()
-
     layers = list(weights.unbind(1))
     kept = torch.tensor([number for number in range(GRID**2) if number != out])
     inside = [layer[..., kept[:, None], kept] for layer in layers]
@@ -667,14 +645,8 @@ def test_a_stroke_hides_patches_and_redraws_everything(
     values = np.array(only["values"])
     np.testing.assert_allclose(values[kept], rollout * GRID**2, atol=0.02)
 
-    page.mouse.move(1, 1)
-    frame.evaluate("() => window.attentionTab.set({ view: 'heads', head: 2, layer: 1 })")
-    shown = wait_until(frame, "view", "heads")
-    to_patches = weights[0, 1, 2][kept].mean(dim=0) * GRID**2
-    np.testing.assert_allclose(shown["values"], to_patches, atol=0.02)
 
-
-def test_moved_blurred_and_borrowed_patches(page: Page, address: str, logged: Logged) -> None:
+def test_moved_and_borrowed_patches(page: Page, address: str, logged: Logged) -> None:
     frame = show_live(page, address)
     frame.get_by_label("Brush").select_option("swap")
     page.mouse.move(*patch_at(frame, 0, 0))
@@ -693,10 +665,6 @@ def test_moved_blurred_and_borrowed_patches(page: Page, address: str, logged: Lo
     borrowed = answered(frame, patches="45:0,0:45,63:other")["change"]["after"]
     patch(pixels, 63)[:] = patch(logged.pixels[2], 63)
     np.testing.assert_allclose(borrowed, logits_of(logged.models[200], pixels), atol=HALF)
-    frame.get_by_label("Brush").select_option("blur")
-    page.mouse.click(*patch_at(frame, 3, 3))
-    blurred = answered(frame, patches="45:0,0:45,63:other,27:blur")["change"]["after"]
-    assert np.abs(np.subtract(blurred, borrowed)).max() > 0
 
 
 def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live(
@@ -714,13 +682,6 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
     expect(frame.locator(".change").nth(1)).to_contain_text("Step 0 is not live (100, 200 are)")
     assert "change" not in numbers(frame, 1)
     assert numbers(frame)["change"] == before
-    frame.get_by_label("Brush").select_option("mean")
-    frame.evaluate("() => window.attentionTab.set({ step: 0, run2: '' })")
-    wait_until(frame, "step", 0)
-    page.mouse.click(*patch_at(frame, 2, 2))  # keeps the patch
-    page.keyboard.press("l")
-    state = "() => [window.attentionTab.state.mute, window.attentionTab.state.patches]"
-    assert frame.evaluate(state) == ["0.2,1.1", "9:out"]
     frame.get_by_role("button", name="Reset").click()
     frame.wait_for_function("() => window.attentionTab.state.mute === ''")
 
@@ -743,15 +704,6 @@ def test_a_photo_is_prepared_as_predict_does(
     assert list(named) == list(expected)
     np.testing.assert_allclose(list(named.values()), list(expected.values()), atol=HALF)
     assert shown["file"] == "photo.jpg"
-    assert shown["label"] is None
-    frame.get_by_role("button", name="Remove the photo").click()
-    wait_until(frame, "label", 3)
-    frame.locator("input[type=file]").set_input_files(tmp_path / "photo.jpg")  # the same again
-    wait_until(frame, "file", "photo.jpg")
-    (tmp_path / "bad.jpg").write_bytes(b"no image")
-    frame.locator("input[type=file]").set_input_files(tmp_path / "bad.jpg")
-    expect(frame.get_by_text("bad.jpg: This browser cannot read the file")).to_be_visible()
-    assert numbers(frame)["file"] == "photo.jpg"
     # Another image takes its place, and no undo brings it back.
     frame.locator(".chooser button").nth(1).click()
     wait_until(frame, "label", 4)

@@ -3,7 +3,6 @@
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from vit.data.datasets import load, load_training
 from vit.data.folder import list_folder
 from vit.data.images import ImageSet
 from vit.data.layout import CIFAR10, recognize
-from vit.model_file import load_model, save_model
 from vit.reporting.comparison import compare_runs
 from vit.reporting.config import CompareConfig, EvalDataConfig, ReportConfig
 from vit.reporting.report import evaluate_run
-from vit.run.folder import MODEL_FILE
 from vit.training.config import Config
 from vit.training.train import train
 
@@ -145,10 +142,9 @@ def test_a_broken_picture_is_an_error_or_left_out(root, capsys, half, spoil):
 # Wrong layouts.
 
 
-def other_files(root: Path, name: str) -> None:
-    shutil.rmtree(root / "test" / "dog")
-    (root / "test" / "dog").mkdir()
-    (root / "test" / "dog" / name).touch()
+def only_bad_pictures(root: Path) -> None:
+    for path in (root / "test" / "dog").iterdir():
+        path.write_bytes(b"")
 
 
 WRONG = {
@@ -165,13 +161,9 @@ WRONG = {
         lambda root: (root / "test" / "dog").rename(root / "test" / "wolf"),
         "class wolf has 0 training images in ROOT, and needs at least 1 (.jpg, .jpeg, .png",
     ),
-    "class of other files": (
-        lambda root: other_files(root, "notes.txt"),
-        "class dog has 0 test images in ROOT, and needs at least 1",
-    ),
     "class of bad pictures": (
-        lambda root: other_files(root, "bad.png"),
-        "no image of class dog in ROOT can be read (test/dog/bad.png); replace them, or delete",
+        only_bad_pictures,
+        "no image of class dog in ROOT can be read (test/dog/25.png, ",
     ),
 }  # fmt: skip
 
@@ -195,8 +187,7 @@ def test_what_cannot_be_split_is_refused(root, classes_only):
         DataConfig(name="shapes", test_fraction=0.3)
     for path in sorted((classes_only / "rød").iterdir())[1:]:
         path.unlink()
-    words = r"class rød has 1 images in .*, and needs at least 2 .*; add some, or delete the class"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"class rød has 1 images in .*, and needs at least 2 "):
         read(classes_only, train=True)
     for name in ("rød", "猫"):
         shutil.rmtree(classes_only / name)
@@ -243,8 +234,6 @@ def test_a_mistyped_root_is_not_where_cifar10_is_downloaded_to(classes_only, tmp
     file.write_text(f"data: {{root: '{classes_only}'}}")
     with pytest.raises(ValueError, match=r"\(it contains .*notes.*\); check .* --data\.name fold"):
         parse_train(["--config", str(file)])
-    found, _ = parse_train(["--config", str(file), "--data.name", "cifar10"])
-    assert found.data.root == str(classes_only)
 
 
 # Runs.
@@ -262,7 +251,7 @@ def test_a_run_inside_the_class_folders_is_refused(classes_only: Path) -> None:
     assert not (classes_only / "runs").exists()
 
 
-def test_a_run_is_not_resumed_with_renamed_files_or_compared_with_other_classes(
+def test_a_run_is_not_resumed_with_renamed_files_or_evaluated_with_other_classes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(root, tmp_path / "run")
@@ -275,14 +264,6 @@ def test_a_run_is_not_resumed_with_renamed_files_or_compared_with_other_classes(
         train(settings)
     first.with_name("zz.png").rename(first)
     assert train(settings)
-    saved = load_model(tmp_path / "run")
-    assert saved.classifier.classes == CLASSES
-    renamed = replace(saved.classifier, classes=("cat", "dog", "emu"))
-    (tmp_path / "other").mkdir()
-    save_model(tmp_path / "other" / MODEL_FILE, renamed, saved.config, 1)
-    options = CompareConfig(others=(str(tmp_path / "other"),))
-    with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
-        compare_runs(str(tmp_path / "run"), options)
     (root / "test" / "owl").rename(root / "test" / "emu")
     shutil.rmtree(root / "train")
     with pytest.raises(ValueError, match=r"^data\.root: .* only one of the two has emu, owl;"):
@@ -304,7 +285,3 @@ def test_a_changed_folder_is_not_split_into_other_test_images(
     shutil.copy(one, one.with_name("zz.png"))
     with pytest.raises(ValueError, match=r"^data\.root: files in .* were added, deleted or rena"):
         evaluate_run(str(tmp_path / "run"), there)
-    for part in ("train", "test"):  # images that are marked for testing are the user's choice
-        shutil.copytree(moved, tmp_path / "parts" / part)
-    other = ReportConfig(data=EvalDataConfig(root=str(tmp_path / "parts")))
-    assert evaluate_run(str(tmp_path / "run"), other)["n"] == 36

@@ -231,12 +231,6 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
             helper.make_node("Add", ["logits", "last"], ["endless logits"]),
         ]
         nodes[0].output[0], nodes[-1].input[0], nodes[-1].output[0] = "none", "none", "logits"
-    if kind == "other file":
-        stolen = TensorProto(name="stolen", data_type=TensorProto.FLOAT, dims=[1])
-        stolen.data_location = TensorProto.EXTERNAL
-        stolen.external_data.add(key="location", value="/etc/passwd")
-        initializers.append(stolen)
-        nodes[0] = helper.make_node("Identity", ["stolen"], ["logits"])
     graph = helper.make_graph(
         nodes,
         kind,
@@ -250,7 +244,6 @@ def hostile_graph(kind: str, spec: dict[str, Any]) -> bytes:
 
 REFUSALS = {
     "truncated graph": "The model cannot be loaded: ",
-    "other file": "The model cannot be loaded: ",
     "other shape": "The model failed: logits are (1,11), not (1,10).",
     "not finite": "The model failed: some logits are not numbers.",
     "short weights": "The model cannot be loaded: its weights are 1000 bytes, not 1706408.",

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small
+from small_runs import Clock, StopAt, events, make_loop, make_step, metrics, small, watch_updates
 from vit.classifier import Classifier
 from vit.distributed.stop import Diverged, Stopped
 from vit.distributed.world import World
@@ -47,38 +47,31 @@ def assert_same_state(one: TrainState, other: TrainState) -> None:
         torch.testing.assert_close(left[part], right[part], rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """Within epochs of five steps, between them and at the end."""
-    alone = run(small(tmp_path / "alone", **BARE))
-    for step in (5, 8, 15):
-        config = small(tmp_path / f"stopped_{step}", **BARE)
-        with pytest.raises(Stopped):
-            run(config, stop_at=step)
-        assert checkpoint_steps(tmp_path / f"stopped_{step}")[-1] == step
-        assert make_loop(config).step.state.step == step
-        assert_same_state(run(config).step.state, alone.step.state)
-        assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
-
-
 STILL = {"crop_padding": 0, "flip": False, "erasing": 0.0, "mixup": 0.0, "cutmix": 0.0}
 PROBE = {"train": {"freeze": "backbone", "small_share": 0, "epochs": 2}, "augment": STILL}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "steps"),
     [
-        {"data": {"balance": "sampler"}, "train": {"epochs": 2}}, PROBE,
-        {**PROBE, "augment": {**STILL, "crop_padding": 2}},
+        pytest.param({}, (5, 8, 15), marks=pytest.mark.slow),
+        ({"data": {"balance": "sampler"}, "train": {"epochs": 2}}, [7]), (PROBE, [7]),
+        ({**PROBE, "augment": {**STILL, "crop_padding": 2}}, [7]),
     ],
-    ids=["balanced classes", "features computed once", "features of each step"],
+    ids=["plain", "balanced classes", "features computed once", "features of each step"],
 )  # fmt: skip
-def test_other_kinds_of_run_go_on_in_mid_epoch(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, changes: dict[str, Any], steps: Sequence[int]
+) -> None:
+    """Within epochs of five steps, between them and at the end."""
     alone = run(small(tmp_path / "alone", **{**BARE, **changes}))
-    config = small(tmp_path / "stopped", **{**BARE, **changes})
-    with pytest.raises(Stopped):
-        run(config, stop_at=7)
-    assert_same_state(run(config).step.state, alone.step.state)
+    for step in steps:
+        config = small(tmp_path / f"stopped_{step}", **{**BARE, **changes})
+        with pytest.raises(Stopped):
+            run(config, stop_at=step)
+        assert checkpoint_steps(tmp_path / f"stopped_{step}")[-1] == step
+        assert_same_state(run(config).step.state, alone.step.state)
+        assert metrics(tmp_path / f"stopped_{step}") == metrics(tmp_path / "alone"), step
 
 
 def test_a_resumed_run_has_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:
@@ -96,11 +89,9 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("vit.training.loop.time", clock)
-    update = TrainingStep.update
 
-    def one_second(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
+    def one_second(*_: Tensor) -> None:
         clock.now += 1
-        return update(step, images, targets)
 
     class TenSeconds:
         name = "ten seconds"
@@ -110,7 +101,7 @@ def test_speed_counts_training_alone_and_seconds_count_everything(
             clock.now += 10
             yield "val/accuracy", 0.5
 
-    monkeypatch.setattr(TrainingStep, "update", one_second)
+    watch_updates(monkeypatch, one_second)
     loop = make_loop(small(tmp_path, **{**BARE, "train": {"epochs": 2}}))
     loop.evaluators, loop.tracker = [TenSeconds()], Tracker(tmp_path)
     before = loop.step.state.seconds = 1000.0  # such as for compiling
@@ -134,18 +125,6 @@ def image(state: TrainState) -> dict[str, Any]:
     return copy.deepcopy(parts)
 
 
-class SpoiltGradient(torch.autograd.Function):
-    """Lets values pass, and spoils their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * torch.inf
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("what", ["images", "loss", "gradient"])
 def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> None:
@@ -155,11 +134,17 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
     images, targets = torch.randn(8, 3, 32, 32), torch.eye(10)[torch.arange(8)]
     step.update(images, targets)  # so that optimizers have something to lose
     before = image(state)
+
+    def spoilt_gradient(images: Tensor) -> Tensor:
+        logits = state.model(images)
+        logits.register_hook(lambda gradient: gradient * torch.inf)
+        return logits
+
     forwards: dict[str, Callable[[Tensor], Tensor]] = {
         "images": state.model,
         # A loss of infinity whose gradient is finite.
         "loss": lambda x: state.model(x) + 3e38 * (torch.arange(10) == 9) - 3e38 * targets[0],
-        "gradient": lambda x: SpoiltGradient.apply(state.model(x)),  # type: ignore[no-untyped-call]
+        "gradient": spoilt_gradient,
     }
     bad = images.clone()
     if what == "images":
@@ -176,7 +161,6 @@ def test_step_that_is_not_finite_changes_nothing(what: str, accumulate: int) -> 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """Make the images of some steps NaN."""
-
     update = TrainingStep.update
 
     def spoilt(step: TrainingStep, images: Tensor, targets: Tensor) -> Tensor:
@@ -199,6 +183,9 @@ def test_skipped_steps_are_counted_and_do_not_spoil_the_curves(
     assert all(math.isfinite(value) for row in rows for value in row.values())
     counts = [row["train/skipped_steps"] for row in rows if "train/skipped_steps" in row]
     assert counts == [1, 3, 3, 3, 3]
+    spoil(monkeypatch, range(100))
+    with pytest.raises(Diverged):  # as none of fewer than max_skipped steps counts
+        run(small(tmp_path / "short", **{**BARE, "train": {"epochs": 1}}))
 
 
 def test_too_many_in_a_row_end_the_run_and_its_checkpoints_are_finite(

@@ -4,7 +4,6 @@ timm's models have random weights here.
 """
 
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from models import randomize
-from small_runs import Payload, assert_same, begin, small
-from vit import load
-from vit.classifier import Classifier, build_model
+from small_runs import Payload, assert_same, begin, save_untrained, small
+from vit.classifier import build_model
 from vit.data.config import DataConfig
 from vit.data.preprocess import Preprocess
+from vit.data.shapes import KINDS
 from vit.explain.maps import MAP_KINDS, attention_maps
 from vit.model.config import ModelConfig
 from vit.model.vit import VisionTransformer
@@ -117,7 +116,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eva02_tiny_patch14_224", {}, "EvaAttention.* RotaryEmbeddingCat"),
     ("vit_base_patch16_siglip_224", {}, "AttentionPoolLatent"),
     ("test_vit4", {}, "RmsNorm"),
-    ("resnet18", {}, "ResNet"),
     ("test_vit", {"act_layer": "relu"}, "ReLU"),
     ("test_vit", {"global_pool": "max"}, "global_pool=max"),
     ("test_vit", {"pool_include_prefix": True, "global_pool": "avg"}, "pool_include_prefix"),
@@ -156,10 +154,8 @@ def test_heads_are_inferred_where_their_norms_tell():
     ("change", "message"),
     [
         ({"pos_embed": None}, "no position embeddings.*--model.pos_embed none"),
-        ({"pos_embed": torch.zeros(1, 15, 24)}, "15 position embeddings .* not square"),
         ({"blocks.0.attn.q_bias": torch.zeros(24)}, 'Unexpected key.* "blocks.0.attn.q_bias"'),
         ({"patch_embed.proj.weight": None}, "not a Vision Transformer .* no patch_embed.proj"),
-        ({"patch_embed.proj.weight": torch.zeros(24, 3, 8, 4)}, "size mismatch for patch_embed"),
         ({"blocks.1.norm1.weight": None}, 'Missing key.* "blocks.1.norm1.weight"'),
         ({"blocks.0.attn.qkv.weight": torch.ones(60, 24)}, "3 is not allowed; .* width 20"),
     ],
@@ -209,8 +205,6 @@ def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
     assert expected.keys() - weights.keys() == {"head.weight", "head.bias"}
     for key, value in weights.items():
         assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
-    assert ("positions" in account) == (size != (8 * patch, 8 * patch))
-    assert ("patch embedding 8 ->" in account) == (patch != 8)
     assert (f"-> {chans} channels" in account) == (chans != 3)
     assert "9 classes instead of 5" in account
 
@@ -222,7 +216,6 @@ def test_weights_are_adapted_as_timm_does(name, size, patch, chans, tmp_path):
         (None, names(5), None),  # their names are unknown
         (names(5), names(5)[::-1], "other names"),
         (names(5), names(4), "4 classes instead of 5"),
-        (None, names(6), "6 classes instead of 5"),
     ],
 )
 def test_head_is_kept_only_for_the_same_classes(theirs, ours, why):
@@ -271,8 +264,6 @@ def test_images_are_normalized_as_the_source_was_trained():
     assert found == dataclasses.replace(preprocess, mean=source.mean, std=source.std)
     grey = with_statistics(dataclasses.replace(preprocess, mean=(0.5,), std=(0.5,)), source, None)
     assert grey.mean == pytest.approx((0.2,)) and grey.std == pytest.approx((0.5,))
-    more = dataclasses.replace(preprocess, mean=(0.5,) * 4, std=(0.5,) * 4)
-    assert with_statistics(more, source, None).mean == (0.1, 0.2, 0.3, 0.1)
     assert with_statistics(preprocess, Pretrained("x", {}, {}), None) == preprocess
 
 
@@ -335,9 +326,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
         ("cifar10_quik", "did you mean cifar10_quick?"),
         ("README.md", "is damaged, or not a .safetensors or .pth file"),
         ("timm:vit_tny_patch16_224", r"Unknown model \(vit_tny_patch16_224"),
-        ("timm:vit_tiny_patch16_224.x", r"timm could not load .* tag \(x\)"),
         ("timm:resnet18.a1_in1k", r"ResNet.* builds it: add --model\.name timm:resnet18$"),
-        ("timm:local-dir:nowhere", "timm could not load"),
         ("timm:vit_tiny_patch16_224.augreg_in21k", r"without a network, download config\.json"),
     ],
 )
@@ -505,12 +494,8 @@ def test_weights_are_fitted_as_timm_does(name, arguments, form, size, channels, 
     assert weights.keys() == (expected.keys() - head if count == 7 else expected.keys())
     for key, value in weights.items():
         assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
-    resampled = size < 32 if "swin" in name else name != "test_resnet"
-    assert ("adapted: " in account) == (resampled or channels != 3)
     message = "new: a random head, because there are 7 classes instead of 10"
     assert (message in account) == (count == 7)
-    assert (source.mean is None) == (form != "folder")
-    assert ("images are normalized as for these weights" in account) == (form == "folder")
     assert ("not in the file: mean and std" in account) == (form != "folder")
     assert build_model(config.model, Preprocess.from_config(config.data), count)
 
@@ -565,59 +550,10 @@ def test_weights_of_another_model_are_one_line(saved, name, arguments, message, 
 
 
 def test_a_run_of_a_timm_model_names_it(tmp_path):
-    first = from_dict({
-        "data": {"name": "shapes"}, "model": {"name": "timm:test_resnet"},
-        "optim": {"name": "adamw"},
-    })  # fmt: skip
-    preprocess = Preprocess.from_config(first.data)
-    model = build_model(first.model, preprocess, 10).eval()
-    classifier = Classifier(model, preprocess, names(10), torch.device("cpu"), torch.float32)
-    save_model(tmp_path / "model.safetensors", classifier, first, step=1)
-    changed = dataclasses.replace(first, model=ModelConfig(pretrained=str(tmp_path)))
-    found, source = resolve_pretrained(changed, False)
+    run = save_untrained(tmp_path, model={"name": "timm:test_resnet"}, optim={"name": "adamw"})
+    config = Config(out="x", model=ModelConfig(pretrained=str(run)))
+    found, source = resolve_pretrained(config, False)
     assert found.model.name == "timm:test_resnet"
-    assert "nothing is new: its head has the same classes" in source.adapted(names(10))[1]
-    for key, value in model.state_dict().items():
+    assert "nothing is new: its head has the same classes" in source.adapted(KINDS)[1]
+    for key, value in load_model(run).classifier.model.state_dict().items():
         assert torch.equal(source.weights[key], value), key
-
-
-# --- transformers
-
-IN_TRANSFORMERS = {
-    "blocks": "vit.encoder.layer", "attn.proj": "attention.output.dense",
-    "mlp.fc1": "intermediate.dense", "mlp.fc2": "output.dense", "norm1": "layernorm_before",
-    "norm2": "layernorm_after", "norm.": "vit.layernorm.", "head": "classifier",
-    "cls_token": "vit.embeddings.cls_token", "pos_embed": "vit.embeddings.position_embeddings",
-    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
-}  # fmt: skip
-
-
-def test_a_classifier_of_transformers_is_read_without_that_package(tmp_path):
-    """Slow tests compare every architecture with transformers itself."""
-    model = draw_timm("vit_tiny_patch16_224", **SMALL_TIMM, num_classes=3)
-    weights = {}
-    for key, value in model.state_dict().items():
-        for before, after in IN_TRANSFORMERS.items():
-            key = key.replace(before, after)
-        parts = value.chunk(3) if "qkv" in key else [value] * 3
-        for name, part in zip(("query", "key", "value"), parts, strict=True):
-            weights[key.replace("attn.qkv", f"attention.attention.{name}")] = part.contiguous()
-    save_file(weights, tmp_path / "model.safetensors")
-    about = {
-        "model_type": "vit", "hidden_act": "gelu", "layer_norm_eps": 1e-6, "image_size": 32,
-        "num_attention_heads": 3, "id2label": {"0": "ant", "1": "bee", "2": "cow"},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    size = {"height": 32, "width": 32}
-    prepared = {"size": size, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5] * 3, "resample": 2}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(prepared))
-    classifier = load(tmp_path, "cpu", "float32")
-    assert classifier.classes == ("ant", "bee", "cow") and classifier.has_maps
-    preprocess = classifier.preprocess
-    assert (preprocess.mean, preprocess.interpolation) == ((0.1, 0.2, 0.3), "bilinear")
-    assert preprocess.plan(40, 60) == ((slice(0, 40), slice(0, 60)), (32, 32))
-    images = torch.randn(2, 3, 32, 32)
-    assert_close(classifier.forward(images), model(images), rtol=0, atol=1e-5)
-    (tmp_path / "config.json").write_text(json.dumps({**about, "model_type": "swin"}))
-    with pytest.raises(ValueError, match=r"model of type swin .* must be of type vit, deit"):
-        load(tmp_path, "cpu")

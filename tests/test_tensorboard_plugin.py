@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import re
 import time
 import urllib.parse
 import zipfile
@@ -31,7 +30,6 @@ from werkzeug.test import Client
 from attention_tab import (
     CLASSES,
     HOSTILE,
-    ROOT,
     STEPS,
     WAIT,
     event_file,
@@ -64,8 +62,6 @@ from vit.tensorboard_plugin.encoding import (
 from vit.tensorboard_plugin.plugin import AttentionPlugin
 from vit.tensorboard_plugin.records import MAX_GRAPH, Live, Record
 from vit.tensorboard_plugin.summary import add_record
-
-GUIDE = (ROOT / "docs/tensorboard.md").read_text()
 
 
 def plain(record: Record) -> dict[str, Any]:
@@ -175,13 +171,10 @@ REFUSED: dict[Callable[[bytes], Any], list[tuple[bytes, str]]] = {
         (details_with(change), message)
         for change, message in (
             (lambda d: d.update(grid=[4, 6]), "rollout is .28,.; it must be .24,."),
-            (lambda d: d.update(layers=2), "entropy is .3, 2.; it must be .2, 2."),
             (lambda d: d.update(label=4), "class 4 does not exist; there are 4"),
             (lambda d: d["statistics"]["sink"][0].pop(), "sink is ragged"),
             (lambda d: d["maps"][0]["values"].__setitem__(0, math.nan), "maps.0.values.0: "),
-            (lambda d: d["lens"]["classes"].pop(), "lens is .2, 32, 3.; it must be .3, 32, 3."),
             (lambda d: d.update(image=d["image"] + '"onload="'), "image: "),
-            (lambda d: d.update(image_size=[28, 16]), "not a PNG file of .28, 16. pixels"),
             (large_image, "more than 16777216 pixels"),
         )
     ]
@@ -192,8 +185,6 @@ REFUSED: dict[Callable[[bytes], Any], list[tuple[bytes, str]]] = {
         (npz(npy((1, 1, 2, 2), "<f4", bytes(16))), "float32"),
         (npz(npy((1, 1, 2, 2), "|O", b"cos\nsystem\n.")), "Object arrays"),
         (npz(npy((1, 1, 10**6, 10**6), "|u1", b"")), "damaged"),
-        (npz(npy((1, 2, 3), "|u1", bytes(6))), r"\(1, 2, 3\), .uint8"),
-        (npz(npy((1, 1, 0, 0), "|u1", b""), npy((1, 1, 0), "<f4", b"")), "0, 0"),
         (npz(npy((1, 1, 2, 2), "|u1", bytes(4)), NAN), "scale is negative or not finite"),
     ],
     decode_live: [
@@ -377,14 +368,11 @@ ODD = [
     ("details", {**PLACE, "step": "5.0"}, "invalid literal for int() with base 10: '5.0'"),
     ("details", {**PLACE, "step": "9" * 2000}, "has no step 999"),
     ("details", {**PLACE, "step": 6}, "has no step 6; TensorBoard keeps 0, 1, 5, 11"),
-    ("weights", {**PLACE, "tag": "attention/probe_02"}, "no image 'attention/probe_02'"),
     ("details", {"run": "damaged", "tag": "bad", "step": 0}, "the details of the record are"),
     ("weights", {"run": "damaged", "tag": "maps only", "step": 0}, "no weights of"),
     ("weights", {"run": "damaged", "tag": "lying", "step": 0}, "the details say (3, 2, 31,"),
     ("features", PLACE, "no features 'attention/probe_00' are stored"),
     ("details", {**PLACE, "tag": LIVE_TAG}, "no image 'attention/live'"),
-    ("live_graph", {"run": "run_10"}, "this run stored no model"),
-    ("live_weights", {"run": "run_2", "step": 1}, "has no step 1"),
 ]  # fmt: skip
 
 
@@ -574,11 +562,9 @@ def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path: Pa
     [
         ({"writer": None}, "writer: builtins.NoneType is not torch.utils.tensorboard"),
         ({"tag": "a/weights"}, "tag: 'a/weights' is empty or ends with /weights"),
-        ({"step": -1}, "step: -1 is not a whole number"),
         ({"images": torch.rand(2, 1, 24, 32)}, r"images: \(2, 1, 24, 32\) is not \(B, 3, height"),
         ({"images": torch.randn(2, 3, 24, 32)}, "images: values are not 0 to 1; undo"),
         ({"grid": (4, 4)}, "N = 17 tokens, 1 before a grid of 4 x 4"),
-        ({"weights": attention(batch=3)}, r"2 layers of shapes .* with B = 2"),
         ({"weights": ROW_OF_TWO}, "rows of layer 0 sum to 1 to 2, not 1; pass the softmax"),
         ({"weights": attention() * torch.nan}, "layer 0 has negative numbers, inf or nan"),
         ({"readout": "max"}, "readout: 'max' is not class_token, mean or None"),
@@ -586,7 +572,6 @@ def test_add_attention_needs_only_images_and_weights_and_takes_maps(tmp_path: Pa
             {"num_prefix_tokens": 0, "weights": attention(tokens=12)},
             "readout: class_token needs num_prefix_tokens of at least 1",
         ),
-        ({"logits": torch.randn(3, 4)}, r"logits: \(3, 4\) is not \(2, C\)"),
         ({"model": torch.nn.Linear(2, 2)}, "model: Linear is not a vit.Classifier"),
         ({"labels": [0, 4]}, r"labels: \[0, 4\] are not all 0 to 3"),
         ({"maps": {"mine": torch.rand(2, 12)}}, r"maps: mine is \(2, 12\), not \(2, 3, 4\)"),
@@ -600,16 +585,3 @@ def test_add_attention_refuses_in_one_line_before_it_writes(
     assert "\n" not in str(caught.value)
     arguments["writer"].close()
     assert read_back(tmp_path) == {}
-
-
-@pytest.mark.slow
-def test_example_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, *_ = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    Image.fromarray(np.zeros((300, 200, 3), np.uint8)).save("photo.jpg")
-    assert code.count("pretrained=True") == 1
-    exec(code.replace("pretrained=True", "pretrained=False"), {})
-    found = read_back(tmp_path / "runs/timm")
-    assert sorted(found) == ["photo", "photo/weights"]
-    assert found["photo"].grid == (14, 14)
-    assert found["photo/weights"][0].shape == (12, 3, 197, 197)

@@ -27,12 +27,7 @@ from vit.explain.statistics import attention_entropy, sink_mass
 from vit.model import attention, variants
 from vit.model.attention import MultiHeadSelfAttention, causal_mask
 from vit.model.config import ModelConfig
-from vit.model.variants import (
-    ATTENTION,
-    check_attention,
-    find_attention,
-    load_attention,
-)
+from vit.model.variants import ATTENTION, check_attention, find_attention, load_attention
 from vit.model.vit import VisionTransformer
 from vit.model_file import load
 from vit.reporting.attention_records import attention_records
@@ -150,9 +145,6 @@ def test_everything_that_reads_attention_reads_a_variant(name, tmp_path, monkeyp
     assert (close - expected).abs().max() < 0.1 * expected.abs().max()
     FORMATS["torch"].write(classifier, ModelConfig(attention=name), tmp_path / "model.pt2")
     assert_close(FORMATS["torch"].load(tmp_path / "model.pt2")(inputs), expected)
-    if name != "dot":
-        with pytest.raises(ValueError, match=f"a model with model.attention={name}"):
-            FORMATS["timm"].write(classifier, ModelConfig(attention=name), tmp_path / "timm")
 
 
 @with_names
@@ -237,21 +229,9 @@ def test_a_model_file_names_a_variant_and_contains_no_code(tmp_path, registry, m
         train(small_run(run, "code/mine.py:cube"))
 
 
-def test_a_short_run_in_which_every_step_is_skipped_has_diverged(tmp_path, registry, capsys):
-    def broken(query, key, value, mask, dropout):
-        weights = (query @ key.mT * torch.nan).softmax(dim=-1)
-        return weights @ value, weights
-
-    variants.ATTENTION["broken"] = broken
-    with pytest.raises(SystemExit) as end:
-        train(small_run(tmp_path / "run", "broken"))
-    assert end.value.code == 3 and "training diverged" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing.py:cube", "nothing.py: FileNotFoundError"),
         ("mine.py:cubes", "mine.py defines no function or class 'cubes'"),
         ("broken.py:cube", r"broken.py: SyntaxError: .*line 2"),
         ("cosin", "cosin is not known here; it must be one of dot, .*; did you mean cosine[?]$"),
@@ -266,30 +246,18 @@ def test_an_attention_that_cannot_be_loaded_is_refused(name, message, tmp_path, 
 
 
 WRONG = """
-import torch
-
 def flat(query, key, value, mask, dropout):
     weights = (query @ key.mT).softmax(-1)
     return (weights @ value).flatten(2), weights
-
-class Narrow(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("flat", r"ValueError: shapes \[1, 3, 20\] and \[1, 3, 5, 5\]"),
-        ("Narrow", "TypeError: .*takes 1 positional argument but 3 were given"),
-    ],
-)
-def test_a_variant_that_does_not_fit_is_refused_before_training(name, problem, tmp_path, registry):
+def test_a_variant_that_does_not_fit_is_refused_before_training(tmp_path, registry):
     (tmp_path / "wrong.py").write_text(WRONG)
-    load_attention(f"{tmp_path}/wrong.py:{name}")
-    with pytest.raises(ValueError, match=f"model.attention: wrong.py:{name} gives {problem}.*line"):
-        check_attention(f"wrong.py:{name}", 3, 5, 4)
+    load_attention(f"{tmp_path}/wrong.py:flat")
+    problem = r"gives ValueError: shapes \[1, 3, 20\] and \[1, 3, 5, 5\].*line"
+    with pytest.raises(ValueError, match=f"model.attention: wrong.py:flat {problem}"):
+        check_attention("wrong.py:flat", 3, 5, 4)
 
 
 def test_the_page_and_the_help_name_all_variants():
@@ -323,6 +291,3 @@ def test_the_exercise_of_the_page(tmp_path, registry, monkeypatch, capsys):
     eval_main()
     table = capsys.readouterr().out
     assert "McNemar" in table and "top8" in table and "dot" in table
-    noise = torch.randn(1, 3, 32, 32)
-    weights = load("runs/top8").model(noise, need_weights=True)[1]
-    assert ((weights > 0).sum(dim=-1) == 8).all()
