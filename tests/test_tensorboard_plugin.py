@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import time
 import urllib.parse
 import zipfile
@@ -30,6 +31,7 @@ from werkzeug.test import Client
 from attention_tab import (
     CLASSES,
     HOSTILE,
+    ROOT,
     STEPS,
     WAIT,
     event_file,
@@ -585,3 +587,17 @@ def test_add_attention_refuses_in_one_line_before_it_writes(
     assert "\n" not in str(caught.value)
     arguments["writer"].close()
     assert read_back(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_example_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (ROOT / "docs/tensorboard.md").read_text()
+    code, *_ = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(np.zeros((300, 200, 3), np.uint8)).save("photo.jpg")
+    assert code.count("pretrained=True") == 1
+    exec(code.replace("pretrained=True", "pretrained=False"), {})
+    found = read_back(tmp_path / "runs/timm")
+    assert sorted(found) == ["photo", "photo/weights"]
+    assert found["photo"].grid == (14, 14)
+    assert found["photo/weights"][0].shape == (12, 3, 197, 197)
