@@ -85,6 +85,7 @@ def train_main() -> None:
         from vit.training.start import on_all_cores
         from vit.training.train import train
 
+        gc.freeze()  # nor would it find any among them later
         gc.enable()
         config = on_all_cores(config, options["overwrite"])
         with launched(config.train.processes or 1, train, config, *options.values()):
@@ -102,6 +103,7 @@ def eval_main() -> None:
         from vit.model.variants import load_attention
 
         function = resolve_name(f"vit.reporting.{COMMANDS[command][1]}")
+        gc.freeze()
         gc.enable()
         torch.set_num_threads(cores_to_use())  # torch does not know the limits of containers
         for variant in options.model.attention:
