@@ -1,24 +1,19 @@
 """Canvas: tables of pictures (height, width, 3) uint8 with words above them, and colour bars.
 
-Tables are drawn with Pillow. matplotlib supplies fonts and colour bars, and is imported when it is
-needed, because that takes time.
+They are drawn with Pillow. matplotlib supplies fonts, and is imported when it is needed, because
+that takes time.
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vit.explain.colours import UNIFORM, Bar, colour_map
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from vit.explain.colours import UNIFORM, Bar, colour, colour_map
 
 DPI = 100  # pixels to 72 points
 GAP = 6  # pixels between panels
@@ -136,28 +131,29 @@ def resize(part: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 @functools.cache
 def colour_bar(bar: Bar, length: int, zoom: int) -> np.ndarray:
     """Draw a colour bar, pointed where values beyond the scale have the same colour."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    name, (low, high), label = bar
-    with matplotlib.rc_context({"font.size": FONT_SIZE - 1, "axes.labelpad": 3}):
-        figure = Figure(figsize=(BAR / DPI, length / DPI), dpi=zoom * DPI)
-        axis = figure.add_axes((0.02, 7 / length, 0.2, 1 - 14 / length))
-        colours = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(low, high), name)
-        extend = "max" if low == 0 else "both"
-        figure.colorbar(colours, axis, extend=extend, ticks=np.arange(low, high + 1), label=label)
-        return pixels_of(figure)
-
-
-def pixels_of(figure: "Figure") -> np.ndarray:
-    """Render a matplotlib figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # see `font_file`
-        canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    (low, high), label = bar[1:]
+    scale = 4 * zoom  # it is reduced in the end, so that slanting lines are smooth
+    top, bottom = 15, length - (15 if low else 7)
+    places = (1, top), (7, 7), (13, top), (13, bottom), (7, length - 7), (1, bottom)
+    outline = [(scale * x, scale * y) for x, y in places]
+    picture = Image.new("RGB", (scale * BAR, scale * length), "white")
+    inside = Image.new("1", picture.size)
+    ImageDraw.Draw(inside).polygon(outline, 1)
+    step = (high - low) / (bottom - top)  # of a pixel
+    column = colour(high - step * (np.arange(scale * length) / scale - top), bar)
+    colours = np.repeat(column[:, None], scale * BAR, axis=1)
+    picture.paste(Image.fromarray(colours), mask=inside)
+    draw = ImageDraw.Draw(picture)
+    draw.line([*outline, outline[0]], "black", scale)
+    font = font_of(label, scale * (FONT_SIZE - 1) / FONT_SIZE)
+    for value in range(round(low), round(high) + 1):
+        y = scale * (top + (high - value) / step)
+        draw.line((13 * scale, y, 18 * scale, y), "black", scale)
+        draw.text((20 * scale, y), f"{value}".replace("-", "−"), "black", font, "lm")
+    words = Image.new("RGB", (scale * length, scale * LINE), "white")
+    ImageDraw.Draw(words).text((words.width / 2, words.height / 2), label, "black", font, "mm")
+    picture.paste(words.rotate(90, expand=True), (scale * (BAR - LINE - 2), 0))
+    return np.asarray(picture.reduce(4))
 
 
 def shorten(words: str, width: float) -> str:
@@ -191,13 +187,13 @@ def _write(picture: Image.Image, left: int, bottom: int, words: str, zoom: int) 
         ImageDraw.Draw(picture).text(place, line, "black", font_of(line, zoom), "ld")
 
 
-def font_of(words: str, zoom: int = 1) -> ImageFont.FreeTypeFont:
+def font_of(words: str, zoom: float = 1) -> ImageFont.FreeTypeFont:
     """Load the font for a text, see `font_file`."""
     return _load_font(font_file(words), zoom)
 
 
 @functools.cache
-def _load_font(file: str, zoom: int) -> ImageFont.FreeTypeFont:
+def _load_font(file: str, zoom: float) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(file, zoom * FONT_SIZE * DPI / 72)
 
 
@@ -210,15 +206,22 @@ def font_file(words: str) -> str:
     import matplotlib
 
     default = str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf")
-    if words.isascii():
+
+    def count_lacking(file: str) -> int:
+        return len({ord(letter) for letter in words if letter != "\n"} - _letters(file))
+
+    if words.isascii() or not count_lacking(default):
         return default
     from matplotlib import font_manager
 
     installed = {*font_manager.fontManager.get_font_names()} & {*EAST_ASIAN}
     others = [str(font_manager.findfont(name)) for name in EAST_ASIAN if name in installed]
-
-    def count_lacking(file: str) -> int:
-        font = font_manager.get_font(file)
-        return sum(not font.get_char_index(ord(letter)) for letter in words if letter != "\n")
-
     return min([default, *others], key=count_lacking)
+
+
+@functools.cache
+def _letters(file: str) -> frozenset[int]:
+    """List the code points that a font has."""
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(file).get_charmap())

@@ -3,15 +3,19 @@
 It is imported when it is needed, because that takes half a second.
 """
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vit.explain.canvas import DPI, font_file, pixels_of, shorten
+from vit.explain.canvas import DPI, font_file, shorten
 from vit.registry import CORRUPTIONS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUMBERED, NAMED = 20, 50  # largest numbers of classes drawn with percentages, and with names
 NAME_WIDTH = 130  # of a class, in pixels; longer ones are shortened
@@ -123,3 +127,14 @@ def corruption_chart(summary: dict[str, Any], clean: float) -> np.ndarray:
         )
     axes[0].set_ylabel("accuracy")
     return pixels_of(figure)
+
+
+def pixels_of(figure: "Figure") -> np.ndarray:
+    """Render a matplotlib figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # see `font_file`
+        canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
