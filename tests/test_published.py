@@ -11,6 +11,7 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,6 +24,7 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 from torchvision import datasets as tv
 
+from vit.data import published
 from vit.data.config import DataConfig
 from vit.data.datasets import load, open_images
 from vit.registry import DATASETS
@@ -204,6 +206,19 @@ def test_an_archive_is_unpacked_without_a_network_and_damaged_files_are_replaced
         file.write_bytes(b"x" + content[1:])
         assert_complete(data)
         assert file.read_bytes() == content
+
+
+def test_cifar10_is_read_without_torchvision_if_its_files_are_whole(tmp_path, monkeypatch):
+    data = config("cifar10", tmp_path)
+    cifar10(tmp_path, "http://127.0.0.1:9/", monkeypatch)
+    assert_complete(data)
+    files, folder = (["data_batch_1", "data_batch_2"], ["test_batch"]), next(tmp_path.glob("*/"))
+    monkeypatch.setattr(published, "CIFAR10_FILES", files)
+    parts = [[folder / name for name in (*part, "batches.meta")] for part in files]
+    sums = [sha256(b"".join(path.read_bytes() for path in part)).hexdigest() for part in parts]
+    monkeypatch.setattr(published, "CIFAR10_SHA256", sums)
+    monkeypatch.setattr(published, "read_torchvision", None)
+    assert_complete(data)
 
 
 @pytest.mark.parametrize(("name", "module"), [("svhn", "scipy"), ("digits", "sklearn")])

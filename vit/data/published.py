@@ -1,6 +1,8 @@
 """Published data sets: those that torchvision downloads, and scikit-learn's digits."""
 
 import contextlib
+import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from http.client import HTTPException
@@ -10,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision import datasets as tv
 
 from vit.data.config import DataConfig
 from vit.data.images import ImageSet
@@ -21,10 +22,29 @@ from vit.settings import shorten
 
 DIGITS_TEST_FRACTION = 0.2
 BRIGHTEST = 16  # pixel values are 0 to 16: how many of 4 x 4 smaller pixels are ink
+# Of CIFAR-10: files of training and test images, and the hash of each with batches.meta.
+CIFAR10_FILES = [f"data_batch_{n}" for n in range(1, 6)], ["test_batch"]
+CIFAR10_SHA256 = (
+    "41add04eadcc7bd3c69784e1cb1747d0b6ed34e760df98b1892d6f83603227ca",
+    "31245028991cfe8dfe2ee8d7625aa439c280cf20876a88c5576bee33ea247ed2",
+)
+
+
+def read_cifar10(place: str, data: DataConfig, train: bool) -> ImageSet:
+    """Read CIFAR-10 where it is unpacked; importing torchvision to do so would take a second."""
+    part, folder = 0 if train else 1, Path(data.root).expanduser() / "cifar-10-batches-py"
+    paths = [folder / name for name in (*CIFAR10_FILES[part], "batches.meta")]
+    contents = [path.read_bytes() for path in paths if path.is_file()]
+    if hashlib.sha256(b"".join(contents)).hexdigest() != CIFAR10_SHA256[part]:
+        return read_torchvision("CIFAR10", BY_FLAG, _cifar, place, data, train)
+    *batches, names = (pickle.loads(content, encoding="latin1") for content in contents)
+    images = np.concatenate([batch["data"] for batch in batches]).reshape(-1, 3, 32, 32)
+    labels = torch.tensor([label for batch in batches for label in batch["labels"]])
+    return ImageSet(torch.from_numpy(images), labels, tuple(names["label_names"]))
 
 
 def read_torchvision(
-    make: type[Any],
+    name: str,
     parts: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]],
     read: Callable[[Any], tuple[Tensor | Sequence[Path], Any]],
     place: str,
@@ -34,13 +54,16 @@ def read_torchvision(
     """Read or list the training or test images, downloading them if they are missing.
 
     Args:
-        make: torchvision's class.
+        name: The name of torchvision's class.
         parts: Its arguments for each part of the training images, and of the test images.
         read: Returns images (N, channels, H, W) uint8 or N image files, and labels, of a part.
         place: What is in data.root, as a hint for files put there by hand.
         data: The data set.
         train: Whether to read the training images rather than the test images.
     """
+    from torchvision import datasets as tv
+
+    make = getattr(tv, name)
     made = [_made(make, kind, place, data) for kind in parts[0 if train else 1]]
     found = [read(part) for part in made]
     labels = torch.cat([torch.as_tensor(labels, dtype=torch.int64) for _, labels in found])
@@ -101,13 +124,13 @@ FLOWERS = [{"split": "train"}, {"split": "val"}], [{"split": "test"}]
 PETS = [{"split": "trainval"}], [{"split": "test"}]
 CIFAR = "cifar-{}-python.tar.gz or the unpacked cifar-{}-{}/"
 CIFAR10, CIFAR100 = CIFAR.format(10, 10, "batches-py"), CIFAR.format(100, 100, "python")
-cifar10 = partial(read_torchvision, tv.CIFAR10, BY_FLAG, _cifar, CIFAR10)
-cifar100 = partial(read_torchvision, tv.CIFAR100, BY_FLAG, _cifar, CIFAR100)
-fashion_mnist = partial(read_torchvision, tv.FashionMNIST, BY_FLAG, _mnist, "FashionMNIST/raw/")
-svhn = partial(read_torchvision, tv.SVHN, BY_NAME, _svhn, "train_32x32.mat and test_32x32.mat")
-flowers102 = partial(read_torchvision, tv.Flowers102, FLOWERS, _files, "flowers-102/")
-food101 = partial(read_torchvision, tv.Food101, BY_NAME, _files, "food-101/")
-oxford_iiit_pet = partial(read_torchvision, tv.OxfordIIITPet, PETS, _pets, "oxford-iiit-pet/")
+cifar10 = partial(read_cifar10, CIFAR10)
+cifar100 = partial(read_torchvision, "CIFAR100", BY_FLAG, _cifar, CIFAR100)
+fashion_mnist = partial(read_torchvision, "FashionMNIST", BY_FLAG, _mnist, "FashionMNIST/raw/")
+svhn = partial(read_torchvision, "SVHN", BY_NAME, _svhn, "train_32x32.mat and test_32x32.mat")
+flowers102 = partial(read_torchvision, "Flowers102", FLOWERS, _files, "flowers-102/")
+food101 = partial(read_torchvision, "Food101", BY_NAME, _files, "food-101/")
+oxford_iiit_pet = partial(read_torchvision, "OxfordIIITPet", PETS, _pets, "oxford-iiit-pet/")
 
 
 def digits(data: DataConfig, train: bool) -> ImageSet:
