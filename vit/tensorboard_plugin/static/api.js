@@ -33,8 +33,8 @@ export const fetchLiveWeights = (run, step) => get("live_weights", { run, step }
 export class Cache {
   #promises = new Map(); // oldest first
 
-  constructor(most, forget = () => {}) {
-    Object.assign(this, { most, forget });
+  constructor(most) {
+    this.most = most;
   }
 
   /** Return the promise of a key, and start to load what is not there; failures are not kept. */
@@ -43,11 +43,8 @@ export class Cache {
     this.#promises.delete(key);
     this.#promises.set(key, promise);
     promise.catch(() => this.#promises.delete(key));
-    const [oldest] = this.#promises;
-    if (this.#promises.size > this.most) {
-      this.#promises.delete(oldest[0]);
-      oldest[1].then(this.forget, () => {});
-    }
+    const [oldest] = this.#promises.keys();
+    if (this.#promises.size > this.most) this.#promises.delete(oldest);
     return promise;
   }
 

@@ -14,7 +14,7 @@ const ALONE = ["out", "mean", "blur"]; // fills that need no other image
 const shapeOf = ({ layers, heads, grid }, prefix) => String([layers, heads, grid, prefix]);
 
 const lives = new Cache(KEPT);
-const models = new Cache(KEPT, (model) => model.close());
+const models = new Cache(KEPT);
 const answers = new Cache(KEPT);
 
 /** Ask which steps of a run are live; `news` changes when the run has something new. */

@@ -61,11 +61,6 @@ export class LiveModel {
     }
     if (running === this) worker.end(aborted());
   }
-
-  /** Free the memory of the worker, after what runs. */
-  close() {
-    enqueue(this, (ask) => ask("release", { id: this.#id })).catch(() => {});
-  }
 }
 
 /** Let a job wait for the worker, in place of the one that waits in the same slot. */

@@ -3,6 +3,7 @@
 //
 // Shapes: L layers, H heads, N tokens (prefix, then patches), P patches, C classes.
 
+const KEPT = 4; // models
 const LARGE = 5e6; // weights of a model from which it runs on a GPU, if there is one
 const KEPT_BYTES = 2 ** 28; // of weights: three ViT-S/16
 const LONGEST = 200; // characters of a reason, which may quote names in the graph
@@ -26,9 +27,10 @@ const ACTIONS = {
     if (!floats.every(Number.isFinite)) throw new Error("some of its weights are not numbers");
     let total = floats.byteLength;
     for (const { bytes } of models.values()) total += bytes;
-    for (const [oldest, { bytes }] of models) {
-      if (total <= KEPT_BYTES) break;
-      await ACTIONS.release({ id: oldest });
+    for (const [oldest, { session, bytes }] of models) {
+      if (total <= KEPT_BYTES && models.size < KEPT) break;
+      models.delete(oldest);
+      await session.release();
       total -= bytes;
     }
     const device = hasGpu && spec.floats >= LARGE ? "WebGPU" : "WebAssembly";
@@ -60,12 +62,6 @@ const ACTIONS = {
     const weights = read(found, "weights", [1, layers, heads, tokens, tokens]);
     const lens = lensOf(found, [layers, 1 + tokens], classes.length);
     return { logits, probabilities: softmax(logits), weights, lens, milliseconds, device };
-  },
-
-  async release({ id }) {
-    const model = models.get(id);
-    models.delete(id);
-    await model?.session.release();
   },
 };
 
