@@ -5,11 +5,13 @@
 Runs whole commands in separate processes, on CIFAR-10, which must be unpacked under --root:
 
 1. `train.py --help`.
-2. A photo, from the command to its sheet: `eval.py cifar10_quick photo photo.jpg`.
-3. A run of configs/quick.yaml with a single training step: from the start of the command to the
+2. `import vit`.
+3. TensorBoard, until it is ready, with the Attention tab and without any tab of other packages.
+4. A photo, from the command to its sheet: `eval.py cifar10_quick photo photo.jpg`.
+5. A run of configs/quick.yaml with a single training step: from the start of the command to the
    line that reports the step.
-4. The report of cifar10_quick on the 10,000 test images.
-5. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
+6. The report of cifar10_quick on the 10,000 test images.
+7. The peak resident memory of one epoch of configs/quick.yaml, including evaluation and figures.
 
 Each is given as wall time and as CPU time, which hardly depends on what else the machine does. On
 two idle cores, expect the first step within 4 seconds.
@@ -30,23 +32,26 @@ from PIL import Image
 from benchmarks.tables import spread
 
 HERE = Path(__file__).resolve().parents[2]
+ALONE = """from tensorboard import default, main
+default.get_dynamic_plugins = list
+main.run_main()"""
 
 
 def run(command: Sequence[str], sign: str | None = None) -> tuple[float, float, int]:
     """Run a command to its end, or until it prints a line that begins with `sign`.
 
     Args:
-        command: The script and its arguments.
+        command: What follows `python`, run in the root of the project.
         sign: Beginning of a line; None means the end of the command.
 
     Returns:
         Wall time and CPU time, in seconds, and peak resident memory, in bytes.
     """
-    script, *arguments = command
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, *command], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     found = sign is None
     for line in process.stdout:
@@ -74,9 +79,13 @@ def main() -> None:
         noise = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
         Image.fromarray(noise).resize((1600, 1200), Image.Resampling.BICUBIC).save(photo)
         out = ("--out", f"{folder}/run", "--data.root", root)
+        tabs = ("--logdir", folder, "--port", "0", "--load_fast", "false")
         quick = ("train.py", *out, "--train.epochs", "1", "--overwrite")
         commands: dict[str, tuple[Sequence[str], str | None]] = {
             "train.py --help": (("train.py", "--help"), None),
+            "import vit": (("-c", "import vit"), None),
+            "TensorBoard": (("-m", "tensorboard.main", *tabs), "TensorBoard"),
+            "TensorBoard alone": (("-c", ALONE, *tabs), "TensorBoard"),
             "photo": (("eval.py", "cifar10_quick", "photo", photo, "--out", folder), None),
             "first training step": (
                 (*quick, "--data.train_size", "128", "--data.val_size", "0"), "epoch",
