@@ -61,6 +61,7 @@ def graph_of(classifier: Classifier) -> bytes:
     require_packages("the live model", PACKAGES)
     import onnx_ir as ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    from onnxscript.optimizer import fold_constants, remove_unused_nodes
 
     model, named = copy.deepcopy(classifier.model).cpu().float(), _named_weights(classifier.model)
     interventions, preprocess = Interventions(model), classifier.preprocess
@@ -79,8 +80,11 @@ def graph_of(classifier: Classifier) -> bytes:
         verbose=False,
         input_names=[*INPUTS, *named],
         output_names=OUTPUTS,
+        optimize=False,  # it would look for patterns for a second, as ONNX Runtime does later
     )
     assert program is not None
+    fold_constants(program.model)
+    remove_unused_nodes(program.model)
     graph, offset = program.model.graph, 0
     for value in list(graph.inputs[len(INPUTS) :]):
         assert value.name is not None

@@ -26,6 +26,7 @@ FEATURE_BATCH = 100  # images per forward pass for the features of a frozen mode
 MEMORY = 0.1  # fraction of a run over which the statistics of batch norm average, at most
 TRAINING_FRACTION = 0.96  # of a time budget; the rest is for validation and checkpoints
 LOGGED_IMAGES = 80  # images trained on in the time in which the attention of one is logged
+EXPORT_SECONDS = 4  # to export the model for the Attention tab, once in a run, whatever its size
 WARMUP_STEPS, TIMED_STEPS = 5, 10  # in each phase; few, because they count as training time
 AHEAD = 2  # batches that each worker decodes in advance, torch's default
 TRIAL_LENGTH = 10_000  # steps of the hypothetical run whose phases are timed
@@ -75,11 +76,11 @@ def build_step(run: Run, training: ImageSet, source: Pretrained | None = None) -
         class_weights=None if weights is None else weights.to(run.device),
         features=features,
     )
-    minutes = config.train.budget_minutes
-    fit = partial(
-        fit_budget, training=training, end=begin + TRAINING_FRACTION * 60 * (minutes or 0),
-        logged=config.track.milestones * config.track.probes,
-    )  # fmt: skip
+    minutes, track = config.train.budget_minutes, config.track
+    end = begin + TRAINING_FRACTION * 60 * (minutes or 0)
+    end -= EXPORT_SECONDS if track.probes and track.live_mb else 0
+    logged = track.milestones * track.probes
+    fit = partial(fit_budget, training=training, end=end, logged=logged)
     kept = state.total_steps  # by a resumed run with a budget
     total_steps = schedule.total_steps if minutes is None else kept or fit(step)
     step = compile_step(run, step, total_steps)
