@@ -29,6 +29,7 @@ from attention_tab import (
     event_file,
     hover,
     link,
+    make_live,
     make_record,
     numbers,
     patch_at,
@@ -45,6 +46,7 @@ from vit.explain.rollout import attention_rollout
 from vit.model_file import load_model
 from vit.reporting.attention_records import attention_records
 from vit.reporting.live import add_live
+from vit.tensorboard_plugin.encoding import live_summary, live_weights
 from vit.tensorboard_plugin.records import Record
 from vit.tensorboard_plugin.summary import add_attention, add_record
 
@@ -99,6 +101,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, step in itertools.product(range(2), (0, 100)):
             record = make_record(number, **RUNS["square"], muted=step == 100)
             write_record(writer, f"attention/probe_{number:02d}", record, step)
+    with event_file(folder / "misfit") as writer:
+        write_record(writer, TAG, make_record(**RUNS["square"]), 0)
+        live = make_live()  # of 3 layers and 4 x 7 patches
+        for summary in (live_summary(live), live_weights(0, live, "float32", bytes(20))):
+            writer.add_event(Event(step=0, wall_time=1.7e9, summary=summary))
     with event_file(folder / "signed") as writer:
         record = make_record(**RUNS["square"])
         assert record.weights is not None
@@ -684,6 +691,17 @@ def test_both_panes_answer_the_same_question_and_a_step_says_that_it_is_not_live
     assert numbers(frame)["change"] == before
     frame.get_by_role("button", name="Reset").click()
     frame.wait_for_function("() => window.attentionTab.state.mute === ''")
+
+
+def test_a_model_of_another_shape_than_the_image_is_refused_and_the_rest_shown(
+    page: Page, address: str
+) -> None:
+    frame = show(page, address, run="misfit", mute="0.1")
+    change = frame.locator(".change").first
+    expect(change).to_contain_text("The stored model is not that of the image.")
+    assert "change" not in numbers(frame)
+    record = make_record(**RUNS["square"])
+    assert numbers(frame)["image"] == TAG and len(numbers(frame)["heads"]) == record.details.layers
 
 
 def test_a_photo_is_prepared_as_predict_does(
