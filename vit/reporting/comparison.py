@@ -19,7 +19,7 @@ from vit.hardware import describe
 from vit.model_file import SavedModel
 from vit.reporting.config import CompareConfig
 from vit.reporting.corruptions import compare_corrupted
-from vit.reporting.loading import load_run, load_test, results_folder
+from vit.reporting.loading import load_run, load_test, require_packages, results_folder
 from vit.reporting.tables import markdown_table, with_interval
 
 MOST_MOVED = 8  # images listed
@@ -34,6 +34,8 @@ def compare_runs(run: str, options: CompareConfig) -> None:
         ValueError: A model or the data cannot be read, or the models have different data or
             classes.
     """
+    if options.corruptions:
+        require_packages("corruptions", ("scipy",), "evaluation")
     models = [load_run(name, options) for name in (run, *options.others)]
     first = models[0]
     tests = [_load_test(saved, first, options.data.root) for saved in models]

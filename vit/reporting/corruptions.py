@@ -15,7 +15,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.classifier import PART, Classifier
-from vit.data.corruptions import corrupt
 from vit.data.datasets import choose_probes
 from vit.data.images import ImageSet
 from vit.evaluation import wilson_interval
@@ -37,6 +36,8 @@ def report_corruptions(
     saved: SavedModel, test: ImageSet, folder: Path, clean: float, options: ReportConfig
 ) -> Part:
     """Measure the accuracy on corrupted test images, and draw it beside that on clean ones."""
+    from vit.data.corruptions import corrupt
+
     path, seed = folder / CORRUPTIONS_FILE, options.seed
     found = summarize(classify_corrupted(saved.classifier, test, path, seed, options.batch_size))
     image = choose_probes(test, 1, seed).pixels()
@@ -64,6 +65,8 @@ def classify_corrupted(
     Returns:
         Which images are classified correctly: (1, N) bool for "clean", (5, N) for each kind.
     """
+    from vit.data.corruptions import corrupt  # with SciPy, which is optional
+
     labels, size = images.labels.cpu(), min(PART, batch_size)
     clean = classifier.logits(images, batch_size).cpu()
     settings = f"seed {seed}, SHA-256 {hashlib.sha256(clean.numpy().tobytes()).hexdigest()}"

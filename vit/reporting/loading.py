@@ -1,7 +1,9 @@
 """Inputs of eval.py: the model, its test images, and the folder for results."""
 
 import dataclasses
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from vit.data.datasets import load_test_images, split_training
@@ -82,3 +84,13 @@ def load_split(saved: SavedModel, root: str | None) -> tuple[ImageSet, ImageSet]
             "so its held-out images are unknown; restore them, or point --data.root at them"
         )
     return training, held_out
+
+
+def require_packages(user: str, packages: Sequence[str], extra: str) -> None:
+    """Check that packages of an extra, which `user` needs, are installed; ValueError if not."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"{user} needs {', '.join(missing)}, not installed here; run "
+            f'pip install "vit-from-scratch[{extra}]", or pip install ".[{extra}]" in a checkout'
+        )

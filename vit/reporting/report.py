@@ -28,7 +28,14 @@ from vit.reporting.calibration import (
 )
 from vit.reporting.config import ReportConfig
 from vit.reporting.corruptions import report_corruptions
-from vit.reporting.loading import is_ours, load_run, load_split, load_test, results_folder
+from vit.reporting.loading import (
+    is_ours,
+    load_run,
+    load_split,
+    load_test,
+    require_packages,
+    results_folder,
+)
 from vit.reporting.predictions import TOP, columns_of
 from vit.reporting.tables import Part, metrics_table
 from vit.reporting.unfamiliar import load_unfamiliar, report_unfamiliar
@@ -53,6 +60,8 @@ def evaluate_run(run: str, options: ReportConfig) -> dict[str, Any]:
     name, root = options.unfamiliar, options.data.root
     others = load_unfamiliar(name, saved, root) if name else None
     training = load_split(saved, root)[0] if name else None
+    if options.corruptions:
+        require_packages("corruptions", ("scipy",), "evaluation")
     if options.coverage is not None:
         none = torch.zeros(0, len(test.classes))
         make_sets(saved.classifier, none, none[:, 0], options.coverage)
