@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vit.classifier import Classifier
 from vit.data.images import ImageSet
-from vit.evaluation import evaluate
+from vit.evaluation import evaluate, intervals
 from vit.explain.charts import confusion_picture, reliability_picture
 from vit.explain.figures import captions_of, gallery_picture
 from vit.explain.lrp import propagate
@@ -98,12 +98,13 @@ def write_report(
     replaced. With a coverage, there are sets of classes too, see `Calibration.sets`.
 
     Returns:
-        The report, see `vit.evaluation.report`, with the most confident mistakes, calibration, see
-        `measure_calibration`, and perhaps sets, see `measure_sets`. Its other numbers are of the
-        logits as trained.
+        The report and `intervals`, see `vit.evaluation`, with the most confident mistakes,
+        calibration, see `measure_calibration`, and perhaps sets, see `measure_sets`. Its other
+        numbers are of the logits as trained.
     """
     result, logits = evaluate(classifier, images, batch_size)
-    result["calibration"] = measure_calibration(classifier, images, logits)
+    result |= intervals(logits, images.labels.cpu())
+    result["calibration"] = measure_calibration(classifier, images, logits, result)
     if coverage is not None:
         result["sets"] = measure_sets(classifier, images, logits, coverage)
     pictures = {
